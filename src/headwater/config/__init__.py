@@ -1,0 +1,1 @@
+"""Params files: one strict schema for both forms."""

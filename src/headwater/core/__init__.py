@@ -1,0 +1,1 @@
+"""The small things everything else stands on: errors, units, seeds, stages."""

@@ -1,0 +1,101 @@
+"""Every exception that Headwater raises for something a user can cause.
+
+    HeadwaterError
+    ├── ConfigError            a params file, command line or argument is wrong
+    ├── DataError              an input file is missing, malformed or does not fit the model
+    ├── PlanError              no plan can be made for this model on this machine
+    │   └── DoesNotFitError    a budget is too small; names the tier and the nearest setting that fits
+    ├── StoreError             the weight store failed
+    │   ├── DiskFullError      the disk tier ran out of space
+    │   └── CorruptError       bytes on disk are not the bytes that were written
+    ├── StreamError            the executor failed
+    │   ├── UnboundWeightError a weight was read while it was not on the device
+    │   └── NonFiniteError     a loss or gradient is NaN or infinite
+    ├── CheckpointError        a checkpoint is missing, incomplete, damaged or of another shape
+    └── RunError               a run cannot start or go on
+        └── ModelDirBusyError  another run works in the same model_dir
+
+An error says what is wrong, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class HeadwaterError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        what: what is wrong, one sentence, without a full stop.
+        where: file, key, stage, step: the place.
+        remedy: what the user can do about it.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+        lines = [what]
+        if where:
+            lines.append(f"  where: {where}")
+        if remedy:
+            lines.append(f"  remedy: {remedy}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.remedy))
+
+
+def _rebuild(cls: type[HeadwaterError], what: str, where: str | None, remedy: str | None) -> HeadwaterError:
+    return cls(what, where=where, remedy=remedy)
+
+
+class ConfigError(HeadwaterError):
+    """A params file, command line or argument is wrong."""
+
+
+class DataError(HeadwaterError):
+    """An input file is missing, malformed or does not fit the model."""
+
+
+class PlanError(HeadwaterError):
+    """No plan can be made for this model on this machine."""
+
+
+class DoesNotFitError(PlanError):
+    """A budget is too small for the model."""
+
+
+class StoreError(HeadwaterError):
+    """The weight store failed."""
+
+
+class DiskFullError(StoreError):
+    """The disk tier or a checkpoint ran out of space."""
+
+
+class CorruptError(StoreError):
+    """Bytes on disk are not the bytes that were written."""
+
+
+class StreamError(HeadwaterError):
+    """The executor failed."""
+
+
+class UnboundWeightError(StreamError):
+    """A weight was read while it was not on the device."""
+
+
+class NonFiniteError(StreamError):
+    """A loss or gradient is NaN or infinite."""
+
+
+class CheckpointError(HeadwaterError):
+    """A checkpoint is missing, incomplete, damaged or of another shape."""
+
+
+class RunError(HeadwaterError):
+    """A run cannot start or go on."""
+
+
+class ModelDirBusyError(RunError):
+    """Another run works in the same model_dir."""

@@ -1,0 +1,40 @@
+"""Precision of a run: what travels, what computes, how the loss is scaled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from headwater.core.errors import ConfigError
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+_WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Masters are fp32 whatever the name says; norms, softmax and loss compute in fp32.
+
+    Attributes:
+        name: `fp32`, `bf16` or `fp16`: the dtype in which weights travel and matrix products run.
+        loss_scale: factor on the loss before backward: a number, or `"dynamic"` (fp16).
+    """
+
+    name: PrecisionName = "fp32"
+    loss_scale: float | Literal["dynamic"] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in _WIRE:
+            raise ConfigError(f"unknown precision {self.name!r}", remedy="write fp32, bf16 or fp16")
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return _WIRE[self.name]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether weights travel in fewer bits than their masters have."""
+        return self.name != "fp32"

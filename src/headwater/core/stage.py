@@ -1,0 +1,96 @@
+"""What a stage is: the parameters that arrive and leave together, and where they lie in a slab."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+SLAB_ALIGNMENT_BYTES = 64
+"""Every parameter starts on a cache line, so that vector kernels treat it like a tensor of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One parameter tensor.
+
+    Attributes:
+        name: qualified name in the model; the first one where the parameter is shared.
+        shape: its shape.
+        dtype: dtype of the master copy in the store.
+        wire_dtype: dtype in which it travels to the device and is computed with.
+        requires_grad: whether it is trained.
+        aliases: further qualified names of the same tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.numel * self.wire_dtype.itemsize
+
+    @property
+    def master_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSpec:
+    """The parameters of one stage, in slab order.
+
+    Attributes:
+        index: position in the model's list of stages.
+        name: qualified name of the module whose parameters they are.
+        params: the parameters.
+    """
+
+    index: int
+    name: str
+    params: tuple[ParamSpec, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Byte offset of each parameter in the slab."""
+        return _offsets([param.wire_bytes for param in self.params])[0]
+
+    @cached_property
+    def slab_bytes(self) -> int:
+        """Bytes of a slab that holds the stage in wire precision."""
+        return _offsets([param.wire_bytes for param in self.params])[1]
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+    @property
+    def trainable_numel(self) -> int:
+        return sum(param.numel for param in self.params if param.requires_grad)
+
+    def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter as a view of `slab` (uint8, at least `slab_bytes` long)."""
+        return [
+            slab[offset : offset + param.wire_bytes].view(param.wire_dtype).view(param.shape)
+            for param, offset in zip(self.params, self.offsets, strict=True)
+        ]
+
+
+def _offsets(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    offsets, position = [], 0
+    for size in sizes:
+        offsets.append(position)
+        position += -(-size // SLAB_ALIGNMENT_BYTES) * SLAB_ALIGNMENT_BYTES
+    return tuple(offsets), position

@@ -1,0 +1,51 @@
+"""Bytes and other quantities as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from headwater.core.errors import ConfigError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": KIB, "kib": KIB, "kb": 10**3,
+    "m": MIB, "mib": MIB, "mb": 10**6,
+    "g": GIB, "gib": GIB, "gb": 10**9,
+    "t": TIB, "tib": TIB, "tb": 10**12,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """Number of bytes that `text` means: `"8GiB"`, `"500 MB"`, `"2g"` or a plain number.
+
+    Raises:
+        ConfigError: if it is not a size.
+    """
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        return int(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _FACTORS:
+        raise ConfigError(f"{text!r} is not a size in bytes", remedy="write for example 8GiB, 500MB or 4096")
+    return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes with a binary unit and three significant digits: `1.46 GiB`."""
+    return _format(count, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def format_count(count: float) -> str:
+    """A decimal count with three significant digits: `124 M`."""
+    return _format(count, 1000.0, ("", "k", "M", "G", "T", "P"))
+
+
+def _format(value: float, base: float, units: tuple[str, ...]) -> str:
+    sign, value = ("-", -value) if value < 0 else ("", value)
+    index = 0
+    while value >= base * 0.9995 and index < len(units) - 1:
+        value /= base
+        index += 1
+    digits = 0 if index == 0 or value >= 100 else 1 if value >= 10 else 2
+    return f"{sign}{value:.{digits}f} {units[index]}".rstrip()

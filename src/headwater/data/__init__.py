@@ -1,0 +1,1 @@
+"""Input pipelines: text to HDF5, HDF5 to batches."""

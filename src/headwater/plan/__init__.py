@@ -1,0 +1,1 @@
+"""The dry run and the plan: decided before anything is allocated."""

@@ -1,0 +1,153 @@
+"""What the dry run found, what the machine offers, and what the plan decided: plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from pathlib import Path
+from typing import Literal
+
+from headwater.core.precision import Precision
+from headwater.core.stage import StageSpec
+
+
+class Activations(enum.Enum):
+    """What happens to the tensors that a stage's backward needs from its forward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCost:
+    """What one forward of one micro-batch through a stage costs, summed over the stage's uses.
+
+    Attributes:
+        flops: floating-point operations of the forward (matrix products, attention, convolutions).
+        saved_bytes: bytes that autograd keeps for the backward; weights and stage inputs not counted.
+        input_bytes: bytes of the tensors that enter the stage and are kept where it is recomputed.
+        output_bytes: bytes of the tensors that leave it.
+        transient_bytes: largest bytes of short-lived tensors alive at once within one operator call.
+        recomputable: whether the stage has a module of its own whose forward can be run again.
+    """
+
+    flops: int
+    saved_bytes: int
+    input_bytes: int
+    output_bytes: int
+    transient_bytes: int
+    recomputable: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The dry run of one micro-batch on fake tensors.
+
+    Attributes:
+        stages: the stages of the model.
+        uses: index of the stage at each use in forward order; backward runs them in reverse.
+        costs: one per stage.
+        sites: qualified module name -> stages bound while that module's forward runs.
+        micro_batch_size: samples in the traced batch.
+    """
+
+    stages: tuple[StageSpec, ...]
+    uses: tuple[int, ...]
+    costs: tuple[StageCost, ...]
+    sites: dict[str, tuple[int, ...]]
+    micro_batch_size: int
+
+    @property
+    def schedule(self) -> tuple[int, ...]:
+        """Stages in the order in which one training step uses them."""
+        return self.uses + self.uses[::-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What a run may take. `None` means what the machine has free.
+
+    Attributes:
+        device_memory: bytes on the compute device. On CPU the device's memory is host memory.
+        host_memory: bytes of resident host memory, the interpreter and libraries included.
+        disk: folder of the disk tier.
+        disk_bytes: bytes it may take there.
+    """
+
+    device_memory: int | None = None
+    host_memory: int | None = None
+    disk: Path | None = None
+    disk_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBytes:
+    """Bytes a trained parameter costs in the store, by what they are.
+
+    Attributes:
+        master: bytes a parameter of the master copy that are not on the wire (0 where they are the same).
+        optimizer: bytes a parameter of optimizer state (8 for Adam in fp32).
+        gradient: bytes a parameter of the gradient that waits for the update.
+    """
+
+    master: int
+    optimizer: int
+    gradient: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the plan promises.
+
+    Attributes:
+        device_bytes: peak on the compute device (on CPU 0: it is in `host_bytes`).
+        host_bytes: peak resident host memory of the process.
+        disk_bytes: bytes the disk tier takes.
+        step_s: seconds of one optimizer step; `None` without a calibration.
+        host_parts: what makes up `host_bytes`, by name.
+        step_parts: what makes up `step_s`, by name.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    step_s: float | None
+    host_parts: dict[str, int]
+    step_parts: dict[str, float]
+
+
+Tier = Literal["memory", "disk"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Schedule, slabs, tiers, activations and micro-batches, decided before anything is allocated.
+
+    Attributes:
+        trace: what it was made from.
+        precision: precision of the run.
+        device: `cpu` or `cuda`.
+        tier: where masters and optimizer state live.
+        in_place: weights are read where they lie in the memory tier, without slabs (CPU only).
+        slabs: slabs for each size class of stages, at most; `len(stages)` or more: nothing streams twice.
+        activations: policy of each stage.
+        micro_batch_size: samples computed at once.
+        num_micro_batches: how many make one optimizer step.
+        gradient_tier: where gradients wait for the update.
+        prediction: what this costs.
+        disk: folder of the disk tier.
+    """
+
+    trace: Trace
+    precision: Precision
+    device: str
+    tier: Tier
+    in_place: bool
+    slabs: int
+    activations: tuple[Activations, ...]
+    micro_batch_size: int
+    num_micro_batches: int
+    gradient_tier: Tier
+    prediction: Prediction | None = None
+    disk: Path | None = None

@@ -1,0 +1,1 @@
+"""The executor: weights in, gradients out, while the model computes."""

@@ -1,0 +1,1 @@
+"""From a params file to a finished run."""
