@@ -1,13 +1,122 @@
-"""The base of every section of a params file: frozen, strictly typed, no unknown keys."""
+"""What every section of a params file has in common: frozen, strictly typed, no unknown keys."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from headwater.core.errors import ConfigError
+from headwater.core.units import parse_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class NoEffect:
+    """Marks a key that is accepted for compatibility and changes nothing here.
+
+    Attributes:
+        why: what a user should know, a clause that follows the key in a notice.
+    """
+
+    why: str
 
 
 class Section(BaseModel):
     """One mapping of a params file. Unknown keys and wrong types are errors, values are never coerced."""
 
     model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
-    )
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(),
+        validate_by_name=False, validate_by_alias=True,
+    )  # fmt: skip
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_keys(cls, data: Any) -> Any:
+        valid = cls.attributes()
+        unknown = [key for key in data if key not in valid] if isinstance(data, dict) else []
+        if unknown:
+            raise PydanticCustomError(
+                "unknown_key", "unknown key", {"key": unknown[0], "valid": sorted(valid)}
+            )
+        return data
+
+    @classmethod
+    def attributes(cls) -> dict[str, str]:
+        """The attribute that holds each key; they differ where the key cannot be a name in Python."""
+        return {field.alias or name: name for name, field in cls.model_fields.items()}
+
+    def notices(self) -> Iterator[tuple[str, str]]:
+        """Each key that was given and has no effect, with what to know about it."""
+        for key, name in self.attributes().items():
+            for mark in self.__class__.model_fields[name].metadata:
+                if isinstance(mark, NoEffect) and name in self.model_fields_set:
+                    yield key, mark.why
+
+
+class Choice(Section):
+    """A mapping with one key, the name of one of the alternatives: `{AdamW: {...}}`.
+
+    Every alternative is a field that may be absent. Names are matched without regard to case.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _canonical_names(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            data = {data: {}}
+        if not isinstance(data, dict):
+            return data
+        names = {key.lower(): key for key in cls.attributes()}
+        data = {names.get(str(key).lower(), key): value for key, value in data.items()}
+        given = [key for key, value in data.items() if value is not None]
+        if len(given) > 1:
+            raise PydanticCustomError("choice", "expected one name, found {names}", {"names": given})
+        return data
+
+    @property
+    def chosen(self) -> Section | None:
+        """The alternative that was given; `None` where it was set to null."""
+        values = (getattr(self, name) for name in self.attributes().values())
+        return next((value for value in values if value is not None), None)
+
+
+def nearest(word: str, valid: Iterable[str]) -> str | None:
+    """The valid name most like `word`, if any is."""
+    names = {name.lower(): name for name in valid}
+    matches = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    return names[matches[0]] if matches else None
+
+
+def _bytes(value: Any) -> Any:
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            return parse_bytes(value)
+        except ConfigError as error:
+            raise PydanticCustomError("size", "{what}", {"what": f"{error.what}: {error.remedy}"}) from error
+    return value
+
+
+def _path(value: Any) -> Any:
+    return Path(value).expanduser() if isinstance(value, str) else value
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _one_or_more(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes)]
+"""A size: `8GiB`, `500MB` or a number of bytes."""
+FilePath = Annotated[Path, BeforeValidator(_path)]
+AsTuple = BeforeValidator(_tuple)
+"""Reads a list into a tuple."""
+OneOrMore = BeforeValidator(_one_or_more)
+"""Reads a single value like a list of one."""

@@ -47,6 +47,8 @@ class InitializerConfig(Section):
 
     def scaled(self, factor: float) -> InitializerConfig:
         """The same distribution with its spread multiplied by `factor`."""
+        if factor == 1:
+            return self
         low, high = self.bounds
         bounded = self.name in ("uniform", "truncated_normal")
         return self.model_copy(
@@ -69,6 +71,8 @@ class InitializerConfig(Section):
 class GPTConfig(Section):
     """A GPT-2 or GPT-3 style decoder.
 
+    Rates and sizes that may be absent have a property that gives the value in force.
+
     Attributes:
         embedding_dropout_rate: dropout after the embeddings; `dropout_rate` where absent.
         attention_dropout_rate: dropout on the attention weights; `dropout_rate` where absent.
@@ -83,8 +87,10 @@ class GPTConfig(Section):
             `initializer` with its spread divided by the root of twice the number of layers
             (GPT-2 paper, section 2.3).
         loss_scaling: what the summed cross-entropy is divided by.
-        loss_weight: factor on the loss; with `batch_size` usually 1 / sequence length.
-        mup_base_hidden_size: width at which the learning rate was tuned (maximal update parametrization).
+        loss_weight: factor on the loss where `loss_scaling` is `batch_size`, usually 1 / sequence length.
+        mup_base_hidden_size: width at which the hyperparameters were tuned; turns on maximal update
+            parametrization (muP, arXiv:2203.03466), in the form of the Cerebras-GPT paper (arXiv:2304.03208,
+            appendix G). Needs `mup_base_filter_size` too.
         mup_base_filter_size: likewise of the feed-forward part.
         scale_qk_dot_by_d: divide attention scores by the head size and not by its root.
         output_logits_alpha: factor on the logits, on top of the muP width ratio.
@@ -115,7 +121,7 @@ class GPTConfig(Section):
     use_ffn_bias: bool = True
 
     use_bias_in_output: bool = False
-    initializer: InitializerConfig = InitializerConfig(name="normal", std=0.02)
+    initializer: InitializerConfig = InitializerConfig(name="truncated_normal", std=0.02)
     embedding_initializer: InitializerConfig | None = None
     output_layer_initializer: InitializerConfig | None = None
 
@@ -134,6 +140,12 @@ class GPTConfig(Section):
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) is not a multiple of num_heads ({self.num_heads})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _mup_needs_both_widths(self) -> Self:
+        if (self.mup_base_hidden_size is None) != (self.mup_base_filter_size is None):
+            raise ValueError("mup_base_hidden_size and mup_base_filter_size come together or not at all")
         return self
 
     @property
@@ -159,6 +171,49 @@ class GPTConfig(Section):
         if self.attention_type == "dot_product":
             return 1.0
         return 1 / self.head_size if self.scale_qk_dot_by_d else 1 / math.sqrt(self.head_size)
+
+    @property
+    def width_ratio(self) -> float:
+        """`hidden_size` relative to the muP base; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def filter_ratio(self) -> float:
+        """`ffn_size` relative to the muP base; 1 without muP."""
+        return self.ffn_size / (self.mup_base_filter_size or self.ffn_size)
+
+    @property
+    def output_logits_scale(self) -> float:
+        """Factor on the logits: 1 without muP."""
+        if self.mup_base_hidden_size is None:
+            return 1.0
+        return (self.output_logits_alpha or 1.0) / self.width_ratio
+
+    @property
+    def embedding_init(self) -> InitializerConfig:
+        """Of token and position embeddings."""
+        return self.embedding_initializer or self.initializer
+
+    @property
+    def input_init(self) -> InitializerConfig:
+        """Of the matrices that read the residual stream: query, key, value, first of the feed-forward part."""
+        return self.initializer.scaled(self.width_ratio**-0.5)
+
+    @property
+    def attention_output_init(self) -> InitializerConfig:
+        """Of the attention's output projection."""
+        return self._residual_init(self.width_ratio)
+
+    @property
+    def ffn_output_init(self) -> InitializerConfig:
+        """Of the second layer of the feed-forward part."""
+        return self._residual_init(self.filter_ratio)
+
+    def _residual_init(self, ratio: float) -> InitializerConfig:
+        # muP files give the output initializer without the depth factor, other files with it.
+        given, mup = self.output_layer_initializer, self.mup_base_hidden_size is not None
+        depth_factor = (2 * self.num_hidden_layers) ** -0.5 if mup or given is None else 1.0
+        return (given or self.initializer).scaled(depth_factor * ratio**-0.5)
 
 
 MODELS: dict[str, type[GPTConfig]] = {"gpt2": GPTConfig, "gpt3": GPTConfig}
