@@ -1,0 +1,127 @@
+"""Which stage leaves a slab: Belady's rule over a schedule that is known and repeats every step.
+
+A cache that knows the future evicts what is used furthest in it (L. A. Belady, "A study of replacement
+algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966). Plain numbers only: no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+NEVER = 1 << 62
+"""Distance to the next use of a stage that the schedule does not hold."""
+
+
+def slab_capacity(slab_class: Sequence[int], slabs: int) -> dict[int, int]:
+    """Slabs of each size class: at most `slabs`, and no more than the class has stages."""
+    return {key: min(slabs, count) for key, count in Counter(slab_class).items()}
+
+
+class CachePolicy:
+    """Decides evictions and prefetches; the executor does them and tells the policy nothing.
+
+    Positions count uses from the beginning of a step; the schedule repeats, so any integer is a position.
+
+    Args:
+        schedule: stage at each use of one step.
+        slab_class: size class of each stage; a slab holds only stages of its class.
+        capacity: number of slabs of each class.
+    """
+
+    def __init__(
+        self, schedule: Sequence[int], slab_class: Sequence[int], capacity: Mapping[int, int]
+    ) -> None:
+        self.schedule = tuple(schedule)
+        self.slab_class = tuple(slab_class)
+        self.capacity = dict(capacity)
+        self._positions: dict[int, list[int]] = {}
+        for position, stage in enumerate(self.schedule):
+            assert self.capacity[self.slab_class[stage]] >= 1, f"no slab for stage {stage}"
+            self._positions.setdefault(stage, []).append(position)
+
+    def next_use(self, stage: int, position: int) -> int:
+        """Uses from `position` to the next use of `stage` after it (at least 1); `NEVER` if there is none."""
+        positions = self._positions.get(stage)
+        if not positions:
+            return NEVER
+        start = position % len(self.schedule)
+        index = bisect_right(positions, start)
+        if index < len(positions):
+            return positions[index] - start
+        return positions[0] + len(self.schedule) - start
+
+    def choose_victim(
+        self, stage: int, position: int, candidates: Iterable[int], *, use_at: int | None = None
+    ) -> int | None:
+        """The resident stage to evict so that `stage` can have its slab.
+
+        Args:
+            stage: the stage that needs a slab.
+            position: the use that runs now.
+            candidates: resident stages that are not pinned; those of other classes are skipped.
+            use_at: position of the use it is fetched for, if that is later than `position`.
+
+        Returns:
+            The candidate whose next use is furthest; `None` if there is none, or if all are used
+            before `use_at`.
+        """
+        wanted = self.slab_class[stage]
+        rivals = (other for other in candidates if other != stage and self.slab_class[other] == wanted)
+        distances = ((self.next_use(other, position), other) for other in rivals)
+        furthest, victim = max(distances, default=(0, None))
+        ahead = 0 if use_at is None else use_at - position
+        return victim if furthest > ahead else None
+
+    def upcoming(self, position: int) -> Iterator[tuple[int, int]]:
+        """`(distance, stage)` of every use after `position`, for one round of the schedule."""
+        length = len(self.schedule)
+        for distance in range(1, length + 1):
+            yield distance, self.schedule[(position + distance) % length]
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One use in a replay of the schedule.
+
+    Attributes:
+        position: position in the schedule.
+        stage: the stage used.
+        fetched: whether it had to be fetched.
+        resident: the stages that lie in slabs while it runs.
+    """
+
+    position: int
+    stage: int
+    fetched: bool
+    resident: frozenset[int]
+
+
+def replay(policy: CachePolicy, rounds: int) -> Iterator[Use]:
+    """Every use of `rounds` steps that begin with empty slabs, each stage fetched when it is used."""
+    resident: set[int] = set()
+    filled: Counter[int] = Counter()
+    for position in range(rounds * len(policy.schedule)):
+        stage = policy.schedule[position % len(policy.schedule)]
+        fetched = stage not in resident
+        if fetched:
+            slab_class = policy.slab_class[stage]
+            if filled[slab_class] == policy.capacity[slab_class]:
+                victim = policy.choose_victim(stage, position, resident)
+                assert victim is not None, f"class {slab_class} is full, yet nothing can be evicted"
+                resident.remove(victim)
+            else:
+                filled[slab_class] += 1
+            resident.add(stage)
+        yield Use(position % len(policy.schedule), stage, fetched, frozenset(resident))
+
+
+def simulate(
+    schedule: Sequence[int], slab_class: Sequence[int], capacity: Mapping[int, int], rounds: int = 2
+) -> tuple[int, ...]:
+    """Positions at which one step fetches a stage, in the last of `rounds` steps."""
+    uses = replay(CachePolicy(schedule, slab_class, capacity), rounds)
+    first = (rounds - 1) * len(schedule)
+    return tuple(use.position for index, use in enumerate(uses) if index >= first and use.fetched)
