@@ -1,0 +1,88 @@
+"""Files read and written in large aligned blocks, past the page cache where the file system allows it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from headwater.core.buffers import PAGE_BYTES
+from headwater.core.errors import CorruptError, DiskFullError, StoreError
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the system's errors into the project's own, naming `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise DiskFullError(
+                f"no space left for {path.name}",
+                where=str(path),
+                remedy="free space there or name a folder on a larger disk; the last checkpoint is intact",
+            ) from error
+        raise StoreError(f"{path.name}: {error.strerror or error}", where=str(path)) from error
+
+
+class BlockFile:
+    """A file of fixed size. Offsets, lengths and buffers are multiples of the page size.
+
+    Args:
+        path: where it is created; whatever was there is replaced.
+        num_bytes: its size; the space is reserved at once, so that a full disk shows now and not hours later.
+        direct: bypass the page cache (O_DIRECT); ignored where the file system refuses it.
+
+    Raises:
+        DiskFullError: if there is no room.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, *, direct: bool = True) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        with disk_errors(path):
+            self._fd, self.direct = _open(path, direct)
+            if num_bytes:
+                os.posix_fallocate(self._fd, 0, num_bytes)
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """Fill `into` (uint8) from `offset`.
+
+        Raises:
+            CorruptError: if the file ends early.
+        """
+        view, done = memoryview(into.numpy()), 0
+        with disk_errors(self.path):
+            while done < len(view):
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+                if count == 0 or count % PAGE_BYTES:
+                    raise CorruptError(
+                        f"short read: {done + count} of {len(view)} bytes at offset {offset}",
+                        where=str(self.path),
+                        remedy="the file was cut or the disk fails; resume from the last checkpoint",
+                    )
+                done += count
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Write `data` (uint8) at `offset`."""
+        view, done = memoryview(data.numpy()), 0
+        with disk_errors(self.path):
+            while done < len(view):
+                done += os.pwritev(self._fd, [view[done:]], offset + done)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _open(path: Path, direct: bool) -> tuple[int, bool]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+    if direct and hasattr(os, "O_DIRECT"):
+        with contextlib.suppress(OSError):
+            return os.open(path, flags | os.O_DIRECT, 0o600), True
+    return os.open(path, flags, 0o600), False

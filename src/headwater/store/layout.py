@@ -1,0 +1,189 @@
+"""Where each byte of a stage lies: the wire image, and beside it the rest of its masters and optimizer state."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+
+from headwater.core.buffers import PAGE_BYTES, round_up
+from headwater.core.stage import SLAB_ALIGNMENT_BYTES, ParamSpec, StageSpec
+
+PIECE_ELEMENTS = 1 << 20
+"""Elements updated at once: small enough that a piece with its state stays in the cache."""
+
+GROUP_BYTES = 16 << 20
+"""Bytes of rest moved at once: large enough that a disk runs at its full rate."""
+
+
+class Encoding(enum.Enum):
+    """How an fp32 master relates to what travels."""
+
+    SAME = "same"  # the wire image is the master
+    SPLIT = "split"  # bf16 on the wire is the upper half of the master; the lower half is in the rest
+    COPY = "copy"  # the master is in the rest, the wire image is rounded from it
+
+
+def encoding_of(param: ParamSpec) -> Encoding:
+    """How the master of `param` is kept."""
+    if param.wire_dtype == param.dtype:
+        return Encoding.SAME
+    if (param.wire_dtype, param.dtype) == (torch.bfloat16, torch.float32):
+        return Encoding.SPLIT
+    return Encoding.COPY
+
+
+MASTER_FIELD = {Encoding.SPLIT: "master.low", Encoding.COPY: "master"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """One optimizer state tensor of a parameter; `shape` is `None` where it is the parameter's own."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+
+
+StateLayout = Mapping[str, StateTensor]
+"""State tensors of one parameter by name, scalars left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A tensor inside a group's rest: `offset` in bytes from the start of the group."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def view(self, rest: torch.Tensor) -> torch.Tensor:
+        """The tensor, as a view of the group's bytes."""
+        count = _numel(self.shape) * self.dtype.itemsize
+        return rest[self.offset : self.offset + count].view(self.dtype).view(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A run of elements of one parameter that is updated at once.
+
+    Attributes:
+        param: index of the parameter in its stage.
+        start: first element.
+        stop: one past the last element.
+        fields: what the rest holds for it.
+    """
+
+    param: int
+    start: int
+    stop: int
+    fields: tuple[Field, ...]
+
+    def views(self, rest: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {field.name: field.view(rest) for field in self.fields}
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Pieces whose rest lies together and is read and written as one.
+
+    Attributes:
+        pieces: the pieces, in order.
+        offset: bytes from the start of the stage's rest; a multiple of the page size.
+        num_bytes: bytes of the group, a multiple of the page size.
+    """
+
+    pieces: tuple[Piece, ...]
+    offset: int
+    num_bytes: int
+
+
+class StageLayout:
+    """The bytes of one stage.
+
+    Args:
+        stage: the stage.
+        states: optimizer state of each of its parameters; empty for frozen ones.
+        elementwise: whether the optimizer may update a parameter piece by piece.
+    """
+
+    def __init__(self, stage: StageSpec, states: list[StateLayout], *, elementwise: bool) -> None:
+        self.stage = stage
+        self.wire_bytes = round_up(stage.slab_bytes)
+        self.groups = _pack([
+            _Extent(index, start, stop, _field_shapes(param, states[index], start, stop))
+            for index, param in enumerate(stage.params)
+            for start, stop in _split(param.numel, elementwise)
+        ])  # fmt: skip
+
+    @cached_property
+    def rest_bytes(self) -> int:
+        return self.groups[-1].offset + self.groups[-1].num_bytes if self.groups else 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the stage's file in the disk tier: the wire image, then the rest."""
+        return self.wire_bytes + self.rest_bytes
+
+
+def _split(numel: int, elementwise: bool) -> list[tuple[int, int]]:
+    step = PIECE_ELEMENTS if elementwise else max(numel, 1)
+    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
+def _field_shapes(
+    param: ParamSpec, states: StateLayout, start: int, stop: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    whole = (start, stop) == (0, param.numel)
+    own_shape = param.shape if whole else (stop - start,)
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    match encoding_of(param):
+        case Encoding.SPLIT:
+            shapes[MASTER_FIELD[Encoding.SPLIT]] = (torch.int16, own_shape)
+        case Encoding.COPY:
+            shapes[MASTER_FIELD[Encoding.COPY]] = (param.dtype, own_shape)
+    for name, state in states.items():
+        shapes[name] = (state.dtype, own_shape if state.shape is None else state.shape)
+    return shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Extent:
+    """A piece that has no place yet."""
+
+    param: int
+    start: int
+    stop: int
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+    def place(self, offset: int) -> tuple[Piece, int]:
+        """The piece with its fields from `offset` on, and the offset after them."""
+        fields = []
+        for name, (dtype, shape) in self.shapes.items():
+            fields.append(Field(name, dtype, shape, offset))
+            offset += round_up(_numel(shape) * dtype.itemsize, SLAB_ALIGNMENT_BYTES)
+        return Piece(self.param, self.start, self.stop, tuple(fields)), offset
+
+
+def _pack(extents: list[_Extent]) -> tuple[Group, ...]:
+    groups: list[Group] = []
+    pieces: list[Piece] = []
+    used = start = 0
+    for position, extent in enumerate(extents):
+        piece, used = extent.place(used)
+        pieces.append(piece)
+        if used >= GROUP_BYTES or position == len(extents) - 1:
+            groups.append(Group(tuple(pieces), start, round_up(used, PAGE_BYTES)))
+            start += groups[-1].num_bytes
+            pieces, used = [], 0
+    return tuple(groups)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

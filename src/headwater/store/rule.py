@@ -1,0 +1,96 @@
+"""The update rule: a `torch.optim` optimizer applied to whatever piece of a parameter is at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from headwater.core.stage import ParamSpec
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.layout import StateLayout, StateTensor
+
+Scalars = dict[str, Any]
+"""The part of a parameter's optimizer state that is not worth a place on disk: step counts and the like."""
+
+_PROBE_ELEMENTS = 8
+
+
+class UpdateRule:
+    """Runs one optimizer class on tensors that are passed in, and keeps no state of its own.
+
+    Args:
+        spec: which optimizer, with its arguments.
+    """
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self.spec = spec
+        self.elementwise = spec.elementwise
+        self._layouts: dict[tuple[object, ...], StateLayout] = {}
+        self._optimizer = spec.build([torch.nn.Parameter(torch.zeros(1))])
+        self._defaults = {k: v for k, v in self._optimizer.param_groups[0].items() if k != "params"}
+
+    def state_layout(self, param: ParamSpec) -> StateLayout:
+        """State tensors that the optimizer keeps for `param`, found by running it."""
+        if not param.requires_grad:
+            return {}
+        shape = (_PROBE_ELEMENTS,) if self.elementwise else param.shape
+        key = (shape, param.dtype)
+        if key not in self._layouts:
+            self._layouts[key] = self._probe(shape, param.dtype)
+        return self._layouts[key]
+
+    def _probe(self, shape: tuple[int, ...], dtype: torch.dtype) -> StateLayout:
+        probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        optimizer = self.spec.build([probe])
+        for _ in range(2):
+            probe.grad = torch.zeros_like(probe)
+            optimizer.step()
+        return {
+            name: StateTensor(value.dtype, None if value.shape == probe.shape else tuple(value.shape))
+            for name, value in optimizer.state[probe].items()
+            if _is_stored(value)
+        }
+
+    def apply(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        scalars: Scalars | None,
+        options: Mapping[str, Any],
+    ) -> Scalars:
+        """Update `master` and `states` in place.
+
+        Args:
+            master: the values; a whole parameter, or any run of one where the rule is elementwise.
+            gradient: of the same shape and dtype.
+            states: the state tensors of `state_layout`; what they hold before the first update is ignored.
+            scalars: what the last update of these values returned; `None` before the first.
+            options: optimizer arguments that differ from the spec's, the current `lr` among them.
+
+        Returns:
+            The new scalars.
+        """
+        optimizer = self._optimizer
+        optimizer.param_groups = [{"params": [master], **self._defaults, **options}]
+        optimizer.state.clear()
+        if scalars is not None:
+            optimizer.state[master] = {**states, **{k: _clone(v) for k, v in scalars.items()}}
+        master.grad = gradient
+        optimizer.step()
+        master.grad = None
+        state = optimizer.state.pop(master, {})
+        for name, value in states.items():
+            if state[name] is not value:
+                value.copy_(state[name])
+        return {name: value for name, value in state.items() if name not in states}
+
+
+def _is_stored(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _clone(value: object) -> object:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,353 @@
+"""The weight store: hands out weights by stage, takes gradients, and updates a stage when it is next needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headwater.core.buffers import aligned_empty
+from headwater.core.errors import NonFiniteError
+from headwater.core.stage import StageSpec
+from headwater.store.gradients import Gradients, GradientHold, GradientSum, MemoryHold
+from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
+from headwater.store.masters import read_master, write_master
+from headwater.store.rule import Scalars, UpdateRule
+from headwater.store.tier import Tier
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What `WeightStore.commit` needs to know of a step.
+
+    Attributes:
+        step: its number; later steps have larger ones.
+        options: optimizer arguments of this step, by name: `lr` and what else a schedule changes.
+        max_norm: clip the global gradient norm to this.
+        max_value: clip every gradient element to ± this.
+        loss_scale: what the loss was multiplied with.
+        skip_non_finite: drop a step whose gradient is not finite, instead of raising.
+    """
+
+    step: int
+    options: Mapping[str, Any]
+    max_norm: float | None = None
+    max_value: float | None = None
+    loss_scale: float = 1.0
+    skip_non_finite: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Committed:
+    """What became of a step.
+
+    Attributes:
+        gradient_norm: global 2-norm before clipping.
+        applied: `False` if the step was dropped because a gradient was not finite.
+    """
+
+    gradient_norm: float
+    applied: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    update: Update
+    factor: torch.Tensor | None
+    """Clip and unscale in one; `None` where gradients are applied as they are."""
+
+
+@dataclasses.dataclass
+class PieceState:
+    """A piece of a parameter as a reader or writer of checkpoints sees it.
+
+    Attributes:
+        param: index of the parameter in its stage.
+        start: first element.
+        master: fp32 values, 1-D.
+        states: optimizer state tensors by name.
+    """
+
+    param: int
+    start: int
+    master: torch.Tensor
+    states: dict[str, torch.Tensor]
+
+
+class WeightStore:
+    """Masters and optimizer state of every stage.
+
+    What is read from it is always as if every committed update had been applied, although each is applied
+    only when its stage is next needed ("update on fetch"). Any thread may call it; a stage is worked on by one
+    at a time.
+
+    Args:
+        stages: the stages.
+        rule: how they are updated.
+        make_tier: gives the tier for the layouts.
+        hold: where gradients wait; in memory if not given.
+        mixed_sum_dtype: dtype in which gradients narrower than fp32 are summed over micro-batches.
+        order: (stage, param) of every parameter in the model's order, in which norms are combined.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageSpec],
+        rule: UpdateRule,
+        make_tier: Callable[[list[StageLayout]], Tier],
+        *,
+        hold: GradientHold | None = None,
+        mixed_sum_dtype: torch.dtype | None = None,
+        order: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        self.stages = list(stages)
+        self.rule = rule
+        self.layouts = [stage_layout(stage, rule) for stage in stages]
+        self.tier = make_tier(self.layouts)
+        self.gradients = GradientSum(self.stages, hold or MemoryHold(), mixed_sum_dtype)
+        self.before_update: Callable[[int, int], None] = lambda stage, step: None
+        """Called with (stage, step) before the update of that step changes the stage; for snapshots."""
+        self._order = order or [(s.index, p) for s in stages for p in range(len(s.params))]
+        self._pending: dict[int, _Pending] = {}
+        self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
+        self._locks = [threading.RLock() for _ in stages]
+        self._scratch = threading.local()
+
+    # reading weights
+
+    def fetch(self, stage: int, into: torch.Tensor | None = None) -> None:
+        """Bring a stage up to date, and its wire image to `into`.
+
+        Args:
+            stage: which stage.
+            into: uint8 memory for the wire image (page-aligned host memory in the disk tier); may be left
+                out in the memory tier, where the image is read in place: see `resident_wire`.
+        """
+        with self._locks[stage]:
+            resident = self.tier.resident_wire(stage)
+            if stage in self._pending:
+                self._update(stage, into)
+            elif resident is None:
+                assert into is not None, "the disk tier needs memory to read a stage into"
+                self.tier.read_wire(stage, into)
+            if resident is not None and into is not None:
+                count = self.layouts[stage].stage.slab_bytes
+                into[:count].copy_(resident[:count], non_blocking=True)
+
+    def resident_wire(self, stage: int) -> torch.Tensor | None:
+        """Wire image in host memory, valid after `fetch`; `None` in the disk tier."""
+        return self.tier.resident_wire(stage)
+
+    def needs_update(self, stage: int) -> bool:
+        """Whether a committed update waits for the next fetch of this stage."""
+        return stage in self._pending
+
+    # gradients
+
+    def begin_step(self) -> None:
+        """Drop whatever an interrupted step has left."""
+        self.gradients.discard()
+
+    def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
+        """Take one parameter's gradient of one micro-batch; the tensor belongs to the store from now on."""
+        if self.gradients.add(stage, param, gradient, last=last):
+            self.gradients.settle(stage, last=last)
+
+    def end_micro_batch(self, *, last: bool) -> None:
+        """Say that no more gradients of this micro-batch will come."""
+        self.gradients.settle_all(last=last)
+
+    def commit(self, update: Update) -> Committed:
+        """End a step: from now on the store reads as if it had been applied.
+
+        Raises:
+            NonFiniteError: if a gradient is not finite and such steps are not skipped; the step leaves no trace.
+        """
+        norm = self.gradients.norm(self._order) / update.loss_scale
+        if not bool(norm.isfinite()):
+            first = self.gradients.first_bad
+            self.gradients.discard()
+            if update.skip_non_finite:
+                return Committed(float(norm), applied=False)
+            raise NonFiniteError(
+                f"the gradient of step {update.step} is not finite",
+                where=f"stage {self.stages[first].name!r} first" if first is not None else None,
+                remedy="lower the learning rate, clip gradients, or look at the data of this step; "
+                "the step was not applied",
+            )
+        factor = _factor(norm, update)
+        for stage in sorted(self.gradients.touched):
+            if stage in self._pending:  # not used since the last step: its older update comes first
+                self.flush_stage(stage)
+            self._pending[stage] = _Pending(update, factor)
+        self.gradients.begin_step()
+        return Committed(float(norm), applied=True)
+
+    # updates
+
+    def flush_stage(self, stage: int) -> None:
+        """Apply the committed update of a stage now."""
+        with self._locks[stage]:
+            if stage in self._pending:
+                self._update(stage, self._wire_buffer(stage))
+
+    def flush(self) -> None:
+        """Apply every committed update now."""
+        for stage in sorted(self._pending):
+            self.flush_stage(stage)
+        self.tier.settle()
+
+    def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
+        self.before_update(stage, self._pending[stage].update.step)
+        pending = self._pending.pop(stage)
+        gradients = self.gradients.take(stage)
+        assert gradients is not None, f"an update of stage {stage} was committed without gradients"
+        with self.tier.wire(stage, buffer, write=True) as image:
+            wires = self.stages[stage].views(image)
+            for group, rest in self.tier.groups(stage, write=True):
+                for piece in group.pieces:
+                    self._update_piece(stage, piece, wires[piece.param], rest, gradients, pending)
+
+    def _update_piece(
+        self,
+        stage: int,
+        piece: Piece,
+        wire: torch.Tensor,
+        rest: torch.Tensor,
+        gradients: Gradients,
+        pending: _Pending,
+    ) -> None:
+        gradient = gradients[piece.param]
+        if gradient is None:
+            return
+        spec = self.stages[stage].params[piece.param]
+        encoding = encoding_of(spec)
+        flat_wire = wire.view(-1)[piece.start : piece.stop]
+        fields = piece.views(rest)
+        master = read_master(encoding, flat_wire, fields, self._workspace("master", flat_wire.numel()))
+        flat_gradient = self._prepared(gradient.reshape(-1)[piece.start : piece.stop], master.dtype, pending)
+        states = {name: fields[name] for name in self.rule.state_layout(spec)}
+        shape = (piece.stop - piece.start,) if self.rule.elementwise else spec.shape
+        scalars = self.rule.apply(
+            master.view(shape),
+            flat_gradient.view(shape),
+            {n: v.view(-1) if self.rule.elementwise else v for n, v in states.items()},
+            self._scalars[stage][piece.param],
+            {**pending.update.options, **self.rule.spec.options(spec.name, spec.shape)},
+        )
+        if piece.stop == spec.numel:  # every piece of a parameter starts from the same scalars
+            self._scalars[stage][piece.param] = scalars
+            gradients[piece.param] = None
+        write_master(encoding, master, flat_wire, fields)
+
+    def _prepared(self, gradient: torch.Tensor, dtype: torch.dtype, pending: _Pending) -> torch.Tensor:
+        if gradient.dtype != dtype:
+            gradient = self._workspace("gradient", gradient.numel()).copy_(gradient)
+        if pending.factor is not None:
+            gradient.mul_(pending.factor)
+        if pending.update.max_value is not None:
+            gradient.clamp_(-pending.update.max_value, pending.update.max_value)
+        return gradient
+
+    def _workspace(self, name: str, numel: int) -> torch.Tensor:
+        workspace: torch.Tensor | None = getattr(self._scratch, name, None)
+        if workspace is None or workspace.numel() < numel:
+            workspace = torch.empty(numel, dtype=torch.float32)
+            setattr(self._scratch, name, workspace)
+        return workspace[:numel]
+
+    def _wire_buffer(self, stage: int) -> torch.Tensor | None:
+        if self.tier.resident_wire(stage) is not None:
+            return None
+        return aligned_empty(self.layouts[stage].wire_bytes)
+
+    # whole stages, for checkpoints
+
+    def read(self, stage: int, *, with_states: bool = True) -> Iterator[PieceState]:
+        """Every piece of a stage, up to date. The tensors are valid until the next one is asked for.
+
+        Args:
+            stage: which stage.
+            with_states: whether the optimizer state is wanted too.
+        """
+        with self._locks[stage]:
+            buffer = self._wire_buffer(stage)
+            if stage in self._pending:
+                self._update(stage, buffer)
+            with self.tier.wire(stage, buffer, write=False) as image:
+                wires = self.stages[stage].views(image)
+                for group, rest in self.tier.groups(stage, write=False):
+                    for piece in group.pieces:
+                        yield self._piece_state(stage, piece, wires[piece.param], rest, with_states)
+
+    def _piece_state(
+        self, stage: int, piece: Piece, wire: torch.Tensor, rest: torch.Tensor, with_states: bool
+    ) -> PieceState:
+        spec = self.stages[stage].params[piece.param]
+        flat_wire = wire.view(-1)[piece.start : piece.stop]
+        fields = piece.views(rest)
+        scratch = self._workspace("master", flat_wire.numel())
+        master = read_master(encoding_of(spec), flat_wire, fields, scratch)
+        names = self.rule.state_layout(spec) if with_states else ()
+        return PieceState(piece.param, piece.start, master, {name: fields[name] for name in names})
+
+    def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
+        """Replace a stage: `fill` is called with every piece and writes its `master` and `states`."""
+        with self._locks[stage]:
+            self._pending.pop(stage, None)
+            self.gradients.take(stage)
+            image = self.tier.resident_wire(stage)
+            target = image if image is not None else aligned_empty(self.layouts[stage].wire_bytes)
+            wires = self.stages[stage].views(target)
+            for group, rest in self.tier.groups(stage, read=False, write=True):
+                for piece in group.pieces:
+                    self._fill_piece(stage, piece, wires[piece.param], rest, fill)
+            if image is None:
+                self.tier.write_wire(stage, target)
+
+    def _fill_piece(
+        self,
+        stage: int,
+        piece: Piece,
+        wire: torch.Tensor,
+        rest: torch.Tensor,
+        fill: Callable[[PieceState], None],
+    ) -> None:
+        spec = self.stages[stage].params[piece.param]
+        fields = piece.views(rest)
+        flat_wire = wire.view(-1)[piece.start : piece.stop]
+        same = encoding_of(spec) is Encoding.SAME
+        master = flat_wire if same else self._workspace("master", flat_wire.numel())
+        fill(PieceState(piece.param, piece.start, master, {n: fields[n] for n in self.rule.state_layout(spec)}))
+        write_master(encoding_of(spec), master, flat_wire, fields)
+
+    def scalars(self, stage: int) -> list[Scalars | None]:
+        """Optimizer scalars of each parameter, up to date after `read` or `flush_stage`."""
+        return self._scalars[stage]
+
+    def set_scalars(self, stage: int, scalars: list[Scalars | None]) -> None:
+        """Replace the optimizer scalars of each parameter."""
+        self._scalars[stage] = scalars
+
+    def close(self) -> None:
+        """Give back memory, threads and files."""
+        self.tier.close()
+
+
+def stage_layout(stage: StageSpec, rule: UpdateRule) -> StageLayout:
+    """Where the bytes of a stage lie under an update rule."""
+    states = [rule.state_layout(param) for param in stage.params]
+    return StageLayout(stage, states, elementwise=rule.elementwise)
+
+
+def _factor(norm: torch.Tensor, update: Update) -> torch.Tensor | None:
+    """What every gradient is multiplied with; `torch.nn.utils.clip_grad_norm_` computes the same clip."""
+    factor = None
+    if update.max_norm is not None:
+        factor = (update.max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if update.loss_scale != 1.0:
+        factor = (1.0 if factor is None else factor) * torch.tensor(1.0 / update.loss_scale)
+    return factor

@@ -1,0 +1,68 @@
+"""What a tier of the weight store is."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from headwater.store.layout import Group, StageLayout
+
+
+class Tier(abc.ABC):
+    """Keeps the bytes of every stage. One thread at a time works on a stage; the store sees to that."""
+
+    def __init__(self, layouts: list[StageLayout]) -> None:
+        self.layouts = layouts
+
+    @abc.abstractmethod
+    def resident_wire(self, stage: int) -> torch.Tensor | None:
+        """The wire image where it lies in host memory; `None` if it has to be read."""
+
+    @contextmanager
+    def wire(self, stage: int, buffer: torch.Tensor | None = None, *, write: bool) -> Iterator[torch.Tensor]:
+        """The wire image of a stage as host memory, for as long as the context is open.
+
+        Args:
+            stage: which stage.
+            buffer: page-aligned host memory to read it into, where it has to be read.
+            write: whether it is changed and must be put back.
+        """
+        resident = self.resident_wire(stage)
+        if resident is not None:
+            yield resident
+            return
+        assert buffer is not None, "this tier needs a buffer for the wire image"
+        image = buffer[: self.layouts[stage].wire_bytes]
+        self.read_wire(stage, image)
+        yield image
+        if write:
+            self.write_wire(stage, image)
+
+    @abc.abstractmethod
+    def read_wire(self, stage: int, into: torch.Tensor) -> None:
+        """Copy the wire image into page-aligned host memory."""
+
+    @abc.abstractmethod
+    def write_wire(self, stage: int, image: torch.Tensor) -> None:
+        """Replace the wire image."""
+
+    @abc.abstractmethod
+    def groups(self, stage: int, *, read: bool = True, write: bool) -> Iterator[tuple[Group, torch.Tensor]]:
+        """Each group of the stage with its bytes, which stay valid until the next one is asked for.
+
+        Args:
+            stage: which stage.
+            read: whether the bytes are wanted, or will be written whole.
+            write: whether the bytes are changed and must be put back.
+        """
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Wait until everything that was written is where it belongs."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back memory, threads and files."""
