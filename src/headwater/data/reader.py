@@ -1,0 +1,249 @@
+"""The GPT HDF5 reader: from the keys of a params file to batches."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import difflib
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from torch.utils.data import Dataset
+
+from headwater.core.errors import DataError
+from headwater.data.loader import Batch, BatchLoader
+from headwater.data.order import SampleOrder
+from headwater.data.sample_file import CHANNELS, SampleFile, Samples, check_sample_file, open_sample_file
+
+_MAX_OPEN_FILES = 16
+
+
+class GptHDF5DataProcessorConfig(BaseModel):
+    """Keys of a dataloader section of a params file.
+
+    Attributes:
+        data_dir: folder of HDF5 files, or several.
+        batch_size: samples in a global batch, all ranks together.
+        shuffle: whether each epoch has a random order of its own.
+        shuffle_seed: seed of these orders.
+        num_workers: worker processes of each rank; 0 reads in the training process.
+        prefetch_factor: batches that each worker reads ahead.
+        persistent_workers: keep the workers from one pass to the next.
+        drop_last: in a single pass, whether an incomplete last batch is left out.
+        repeat: endless epochs, for training; otherwise each iteration is one pass.
+        max_sequence_length: length that the samples must have.
+        vocab_size: number above every token id.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data_processor: Literal["GptHDF5DataProcessor", "GptHDF5MapDataProcessor"] = "GptHDF5DataProcessor"
+    data_dir: Path | list[Path]
+    batch_size: PositiveInt
+    shuffle: bool = False
+    shuffle_seed: int = 0
+    num_workers: NonNegativeInt = 0
+    prefetch_factor: PositiveInt = 10
+    persistent_workers: bool = True
+    drop_last: bool = True
+    repeat: bool = True
+    max_sequence_length: PositiveInt | None = None
+    vocab_size: PositiveInt | None = None
+
+    @property
+    def folders(self) -> list[Path]:
+        return self.data_dir if isinstance(self.data_dir, list) else [self.data_dir]
+
+
+class GptHDF5DataProcessor:
+    """Checks a data set against its configuration and the model, and makes loaders of it.
+
+    Args:
+        config: keys of the dataloader section.
+        rank: which slice of each global batch is this process's, of `world_size`.
+        world_size: number of ranks.
+        vocab_size: the model's; stands beside the configuration's.
+        max_position_embeddings: the model's: samples may not be longer.
+
+    Raises:
+        ConfigError: if `batch_size` cannot be divided among the ranks.
+        DataError: if the files are missing, malformed or do not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: GptHDF5DataProcessorConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        vocab_size: int | None = None,
+        max_position_embeddings: int | None = None,
+    ) -> None:
+        self.config = config
+        files = [check_sample_file(path) for folder in config.folders for path in _hdf5_files(folder)]
+        _check_lengths(files, config.max_sequence_length, max_position_embeddings)
+        limits = [size for size in (config.vocab_size, vocab_size) if size is not None]
+        self.dataset = GptSamples(files, vocab_size=min(limits, default=None))
+        self.order = SampleOrder(
+            num_samples=len(self.dataset),
+            batch_size=config.batch_size,
+            shuffle=config.shuffle,
+            seed=config.shuffle_seed,
+            repeat=config.repeat,
+            drop_last=config.drop_last,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def sequence_length(self) -> int:
+        return self.dataset.files[0].sequence_length
+
+    def create_dataloader(self) -> BatchLoader:
+        """Batches `input_ids`, `attention_mask` (1 where a position counts in the loss) and `labels`.
+
+        Each is int64 [batch_size / world_size, sequence_length].
+        """
+        return BatchLoader(
+            self.dataset,
+            self.order,
+            num_workers=self.config.num_workers,
+            prefetch_factor=self.config.prefetch_factor,
+            persistent_workers=self.config.persistent_workers,
+        )
+
+
+GptHDF5MapDataProcessor = GptHDF5DataProcessor
+
+
+class GptSamples(Dataset[Any]):
+    """The samples of several files as one numbered sequence; files open in the process that reads them.
+
+    Args:
+        files: files with samples of one length.
+        vocab_size: number above every token id; checked on what is read.
+    """
+
+    def __init__(self, files: Sequence[SampleFile], *, vocab_size: int | None = None) -> None:
+        self.files = list(files)
+        self.vocab_size = vocab_size
+        self._ends = list(itertools.accumulate(file.num_samples for file in files))
+        self._open_files = _OpenFiles()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch | DataError:
+        """The batch of these samples; an error is given, not raised (see `BatchLoader`)."""
+        samples = np.empty((len(indices), len(CHANNELS), self.files[0].sequence_length), dtype=np.int64)
+        try:
+            for row, index in enumerate(indices):
+                samples[row] = self._sample(index)
+        except DataError as error:
+            return error
+        return {name: torch.from_numpy(samples[:, channel].copy()) for channel, name in enumerate(CHANNELS)}
+
+    def _sample(self, index: int) -> Samples:
+        number = bisect.bisect_right(self._ends, index)
+        file = self.files[number]
+        place = index - (self._ends[number] - file.num_samples)
+        where = f"{file.path}, sample {place}"
+        try:
+            sample: Samples = self._open_files[file.path]["data"][place]
+        except OSError as error:
+            what = f"sample cannot be read: {error}"
+            raise DataError(what, where=where, remedy="prepare the data again (headwater data)") from error
+        self._check_tokens(sample, where)
+        return sample
+
+    def _check_tokens(self, sample: Samples, where: str) -> None:
+        tokens = sample[[CHANNELS.index("input_ids"), CHANNELS.index("labels")]]
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0:
+            raise DataError(f"token id {low} is negative", where=where, remedy="prepare the data again")
+        if self.vocab_size is not None and high >= self.vocab_size:
+            what = f"token id {high} is beyond the vocabulary, vocab_size {self.vocab_size}"
+            remedy = f"set vocab_size to at least {high + 1}, or use data made with the model's tokenizer"
+            raise DataError(what, where=where, remedy=remedy)
+
+
+class _OpenFiles:
+    """Open HDF5 files of this process, the least recently used closed first.
+
+    Neither pickled to another process nor used across a fork: HDF5 files survive neither.
+    """
+
+    def __init__(self) -> None:
+        self._start()
+
+    def __getitem__(self, path: Path) -> h5py.File:
+        if self._process != os.getpid():
+            self._start()
+        if path not in self._files:
+            self._files[path] = open_sample_file(path)
+            if len(self._files) > _MAX_OPEN_FILES:
+                self._files.popitem(last=False)[1].close()
+        self._files.move_to_end(path)
+        return self._files[path]
+
+    def _start(self) -> None:
+        self._files: collections.OrderedDict[Path, h5py.File] = collections.OrderedDict()
+        self._process = os.getpid()
+
+    def __reduce__(self) -> tuple[type[_OpenFiles], tuple[()]]:
+        return (_OpenFiles, ())
+
+
+def _hdf5_files(folder: Path) -> list[Path]:
+    """Files of `folder`, sorted by name."""
+    if not folder.is_dir():
+        siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        near = difflib.get_close_matches(folder.name, siblings, n=1)
+        remedy = (
+            f"did you mean {folder.parent / near[0]}?"
+            if near
+            else "make it with: headwater data INPUT --out DIR"
+        )
+        raise DataError("data_dir is not a folder", where=f"data_dir: {folder}", remedy=remedy)
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".h5", ".hdf5"))
+    if not files:
+        remedy = "name the folder that holds the .h5 files, for example DIR/train"
+        if (folder / "train").is_dir():
+            remedy = f"write data_dir: {folder / 'train'}"
+        raise DataError("data_dir holds no HDF5 files", where=f"data_dir: {folder}", remedy=remedy)
+    return files
+
+
+def _check_lengths(
+    files: Sequence[SampleFile], expected: int | None, max_position_embeddings: int | None
+) -> None:
+    first = files[0]
+    for file in files:
+        if file.sequence_length != first.sequence_length:
+            what = f"samples have {file.sequence_length} tokens, but {first.sequence_length} in {first.path}"
+            remedy = "prepare all data with one sequence_length"
+            raise DataError(what, where=str(file.path), remedy=remedy)
+    length = first.sequence_length
+    if expected is not None and length != expected:
+        what = f"samples have {length} tokens, max_sequence_length is {expected}"
+        remedy = f"prepare the data with --sequence_length {expected}, or write max_sequence_length: {length}"
+        raise DataError(what, where=str(first.path), remedy=remedy)
+    if max_position_embeddings is not None and length > max_position_embeddings:
+        what = (
+            f"samples have {length} tokens, the model's max_position_embeddings is {max_position_embeddings}"
+        )
+        remedy = f"prepare the data with --sequence_length {max_position_embeddings}, or raise it to {length}"
+        raise DataError(what, where=str(first.path), remedy=remedy)
+    if not any(file.num_samples for file in files):
+        raise DataError("data_dir holds no samples", where=str(first.path.parent), remedy="prepare more text")

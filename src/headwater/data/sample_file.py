@@ -1,0 +1,101 @@
+"""The HDF5 files of GPT samples: their layout, written and checked here alone.
+
+A file holds one dataset `data`, int32 [samples, 3, sequence_length]; the three are `CHANNELS`. It is the
+layout of the public Cerebras Model Zoo, where `attention_mask` says which positions count in the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from headwater.core.errors import DataError
+
+CHANNELS = ("input_ids", "attention_mask", "labels")
+
+Samples = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleFile:
+    """A file that was checked.
+
+    Attributes:
+        path: where it is.
+        num_samples: samples in it.
+        sequence_length: tokens of a sample.
+    """
+
+    path: Path
+    num_samples: int
+    sequence_length: int
+
+
+def make_samples(windows: Samples) -> Samples:
+    """Samples [n, 3, length] of `windows` [n, length + 1]: the label of a token is the token after it."""
+    inputs, labels = windows[:, :-1], windows[:, 1:]
+    return np.stack([inputs, np.ones_like(inputs), labels], axis=1)
+
+
+def write_sample_file(path: Path, blocks: Iterable[Samples], num_samples: int, sequence_length: int) -> None:
+    """Writes `num_samples` samples that arrive in `blocks`; the same samples give the same bytes."""
+    shape = (len(CHANNELS), sequence_length)
+    with h5py.File(path, "w") as file:
+        file.attrs["n_examples"] = num_samples
+        data = file.create_dataset(
+            "data", (num_samples, *shape), dtype="i4", chunks=(1, *shape), shuffle=True, compression="gzip",
+            compression_opts=1,
+        )  # fmt: skip
+        start = 0
+        for block in blocks:
+            data[start : start + len(block)] = block
+            start += len(block)
+    assert start == num_samples, f"{start} samples arrived for a file of {num_samples}"
+
+
+def open_sample_file(path: Path) -> h5py.File:
+    """The file opened for reading.
+
+    Raises:
+        DataError: if it is not an HDF5 file with samples.
+    """
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        what = f"HDF5 file does not open: {error}"
+        raise DataError(what, where=str(path), remedy="prepare the data again (headwater data)") from error
+    try:
+        _check_layout(file, path)
+    except DataError:
+        file.close()
+        raise
+    return file
+
+
+def check_sample_file(path: Path) -> SampleFile:
+    """How many samples of which length `path` holds.
+
+    Raises:
+        DataError: if it is not an HDF5 file with samples.
+    """
+    with open_sample_file(path) as file:
+        num_samples, _, sequence_length = file["data"].shape
+        return SampleFile(path, num_samples, sequence_length)
+
+
+def _check_layout(file: h5py.File, path: Path) -> None:
+    remedy = f"write int32 [samples, {len(CHANNELS)}, sequence_length] as headwater data does"
+    data = file.get("data")
+    if not isinstance(data, h5py.Dataset):
+        names = ", ".join(map(repr, file)) or "nothing"
+        raise DataError(f"HDF5 file has no dataset 'data', it holds {names}", where=str(path), remedy=remedy)
+    if data.ndim != 3 or data.shape[1] != len(CHANNELS):
+        what = f"dataset 'data' has shape {list(data.shape)}, not [samples, {len(CHANNELS)}, sequence_length]"
+        raise DataError(what, where=str(path), remedy=remedy)
+    if not np.issubdtype(data.dtype, np.integer):
+        raise DataError(f"dataset 'data' holds {data.dtype}, not integers", where=str(path), remedy=remedy)

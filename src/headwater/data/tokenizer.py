@@ -1,0 +1,166 @@
+"""Byte-pair tokenizers: trained on text, or read from a tokenizer.json or GPT-2's pair of files."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from headwater.core.errors import ConfigError, DataError
+
+Built = TypeVar("Built")
+
+END_OF_TEXT = "<|endoftext|>"
+
+_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
+_VOCAB_NAMES = ("encoder.json", "vocab.json")
+_MERGES_NAMES = ("vocab.bpe", "merges.txt")
+_SMALLEST_VOCAB = 257
+"""Every byte and the end-of-text token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainBPE:
+    """A byte-level BPE tokenizer to be trained on the input.
+
+    Attributes:
+        vocab_size: tokens it may have, the end-of-text token included; little text gives fewer.
+    """
+
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < _SMALLEST_VOCAB:
+            what = f"vocab_size is {self.vocab_size}, too small for the 256 bytes and the end-of-text token"
+            raise ConfigError(
+                what, where="vocab_size", remedy=f"write {_SMALLEST_VOCAB} or more, for example 4096"
+            )
+
+    def train(self, texts: Iterable[str]) -> Tokenizer:
+        """The same tokenizer for the same texts, however they are cut at word boundaries."""
+        tokenizer = _byte_level(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocab_size,
+            min_frequency=2,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer at `path`: a tokenizer.json, or a folder with one or with GPT-2's vocabulary and merges.
+
+    Raises:
+        DataError: if there is none, or it is damaged.
+    """
+    if path.is_file():
+        return _from_json(path)
+    if not path.is_dir():
+        raise DataError("tokenizer does not exist", where=str(path), remedy=_REMEDY)
+    if (path / "tokenizer.json").is_file():
+        return _from_json(path / "tokenizer.json")
+    vocab, merges = (_first_file(path, names) for names in (_VOCAB_NAMES, _MERGES_NAMES))
+    if vocab is None or merges is None:
+        missing = " and ".join(
+            " or ".join(names)
+            for names, file in ((_VOCAB_NAMES, vocab), (_MERGES_NAMES, merges))
+            if file is None
+        )
+        raise DataError(f"folder has neither tokenizer.json nor {missing}", where=str(path), remedy=_REMEDY)
+    return _from_pair(vocab, merges)
+
+
+def end_of_text_id(tokenizer: Tokenizer, name: str | None = None) -> int:
+    """Id of the token that ends a document: `name`, or the first of the usual names that it has.
+
+    Raises:
+        DataError: if the tokenizer has no such token.
+    """
+    for candidate in (name,) if name else _END_OF_TEXT_NAMES:
+        index = tokenizer.token_to_id(candidate)
+        if index is not None:
+            return int(index)
+    special = sorted(str(token.content) for token in tokenizer.get_added_tokens_decoder().values())
+    near = difflib.get_close_matches(name or END_OF_TEXT, special, n=3, cutoff=0.3) or special[:5]
+    remedy = "name one with --end_of_text" + (f", for example {', '.join(near)}" if near else "")
+    raise DataError(
+        "tokenizer has no end-of-text token", where=name or ", ".join(_END_OF_TEXT_NAMES), remedy=remedy
+    )
+
+
+def _byte_level(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _from_json(path: Path) -> Tokenizer:
+    content = _read_json(path)
+    if not {"model", "added_tokens"} <= content.keys():
+        raise DataError(
+            "not a tokenizer.json: no `model` and `added_tokens`", where=str(path), remedy=_REMEDY
+        )
+    return _built(path, lambda: Tokenizer.from_str(json.dumps(content)))
+
+
+def _from_pair(vocab_path: Path, merges_path: Path) -> Tokenizer:
+    """GPT-2's own two files: token to id as JSON, and one merge a line below a `#version` line."""
+    vocab = _read_json(vocab_path)
+    merges = []
+    for number, line in enumerate(_read_text(merges_path).split("\n"), start=1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        parts = line.rstrip("\r").split(" ")
+        if len(parts) != 2:
+            what = f"a merge needs two tokens, not {len(parts)}"
+            raise DataError(what, where=f"{merges_path}, line {number}", remedy="fetch the file again")
+        merges.append((parts[0], parts[1]))
+    tokenizer = _byte_level(_built(merges_path, lambda: models.BPE(vocab=vocab, merges=merges)))
+    if END_OF_TEXT in vocab:
+        tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def _built(path: Path, build: Callable[[], Built]) -> Built:
+    try:
+        return build()
+    except Exception as error:  # the tokenizers library raises Exception itself for a bad file
+        raise DataError(f"tokenizer is damaged: {error}", where=str(path), remedy=_REMEDY) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read_text(path))
+    except ValueError as error:
+        raise DataError(f"file is not JSON: {error}", where=str(path), remedy=_REMEDY) from error
+    if not isinstance(content, dict):
+        raise DataError("file does not hold a JSON object", where=str(path), remedy=_REMEDY)
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError("file is not UTF-8 text", where=str(path), remedy=_REMEDY) from error
+    except OSError as error:
+        raise DataError(f"file cannot be read: {error.strerror}", where=str(path), remedy=_REMEDY) from error
+
+
+def _first_file(folder: Path, names: Iterable[str]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+_REMEDY = (
+    "name a tokenizer.json, or a folder that holds one, or encoder.json and vocab.bpe, "
+    "or vocab.json and merges.txt"
+)

@@ -1,0 +1,72 @@
+"""A function mapped over tasks by worker processes: results in order, few tasks in flight."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from headwater.core.errors import DataError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+_work: Callable[[Any], Any] | None = None
+
+
+def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_workers: int) -> Iterator[Result]:
+    """Yields `work(task)` for each task in order; with one worker or none, in this process.
+
+    `work` is pickled once per worker, `tasks` is read no more than two tasks a worker ahead, and
+    processes are spawned, so that neither threads nor open files of this process matter.
+
+    Raises:
+        DataError: if a worker process dies.
+    """
+    if num_workers <= 1:
+        yield from map(work, tasks)
+        return
+    pool = concurrent.futures.ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("spawn"), initializer=_install, initargs=(work,)
+    )
+    flying: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
+    try:
+        for task in tasks:
+            flying.append(pool.submit(_run, task))
+            if len(flying) > 2 * num_workers:
+                yield flying.popleft().result()
+        while flying:
+            yield flying.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process died, perhaps for lack of memory", remedy="use fewer workers (--num_workers)"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _install(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """A worker holds both ends of its queues, so a killed parent would leave it waiting for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only worker processes run this"
+    parent.join()
+    os._exit(1)
+
+
+def _run(task: Any) -> Any:
+    assert _work is not None, "the pool's initializer runs before any task"
+    return _work(task)
