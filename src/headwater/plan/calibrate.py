@@ -1,0 +1,264 @@
+"""How fast this machine computes and moves bytes, and how much of it is free."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import mmap
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import torch
+
+from headwater.core.errors import ConfigError
+from headwater.core.precision import PrecisionName
+from headwater.core.units import MIB
+from headwater.plan.types import Resources
+
+FREE_SHARE = 0.9
+"""Share of the free memory or disk that a plan takes where the user sets no budget."""
+
+_MATRIX_SHAPES = ((1024, 768, 3072), (1024, 1024, 1024))
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DISK_BYTES, _DISK_CHUNK_BYTES, _DISK_WORKERS = 64 * MIB, 4 * MIB, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Rates of one machine, each the best of a few short runs.
+
+    Attributes:
+        fp32_flops_per_s: matrix products in fp32 on the compute device; `bf16_…`, `fp16_…` alike.
+        memory_bytes_per_s: bytes read plus bytes written by a copy within the compute device's memory.
+        adamw_params_per_s: parameters that fused AdamW updates in host memory.
+        link_bytes_per_s: pinned host memory to the device; `None` on CPU.
+        disk_read_bytes_per_s: from the folder of the disk tier; `None` where no folder was given.
+        disk_write_bytes_per_s: to that folder.
+    """
+
+    fp32_flops_per_s: float
+    bf16_flops_per_s: float
+    fp16_flops_per_s: float
+    memory_bytes_per_s: float
+    adamw_params_per_s: float
+    link_bytes_per_s: float | None = None
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+
+    def flops_per_s(self, precision: PrecisionName) -> float:
+        """Rate of matrix products in `precision`."""
+        rates = {"fp32": self.fp32_flops_per_s, "bf16": self.bf16_flops_per_s, "fp16": self.fp16_flops_per_s}
+        return rates[precision]
+
+
+def calibrate(
+    device: str = "cpu",
+    disk: Path | None = None,
+    *,
+    recalibrate: bool = False,
+    cache: Path | None = None,
+) -> Calibration:
+    """The rates of this machine, measured in about two seconds or read from the cache of an earlier run.
+
+    Args:
+        device: `cpu` or `cuda`.
+        disk: folder of the disk tier, to be measured too; it need not exist yet.
+        recalibrate: measure even if the cache knows this machine.
+        cache: JSON file of earlier measurements; by default in the user's cache folder.
+
+    Raises:
+        ConfigError: if nothing can be written to `disk`.
+    """
+    cache = cache or _cache_file()
+    folder = None if disk is None else _existing_ancestor(disk)
+    key = _machine_key(device, folder)
+    known = _read_cache(cache)
+    if recalibrate or key not in known:
+        known[key] = _measure(device, folder)
+        _write_cache(cache, known)
+    return known[key]
+
+
+def resident_bytes() -> int:
+    """Bytes of host memory that this process occupies now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def free_resources(resources: Resources, device: str) -> Resources:
+    """`resources` with every budget that was not set filled in from what the machine has free."""
+    host, gpu, disk = resources.host_memory, resources.device_memory, resources.disk_bytes
+    if host is None:
+        host = resident_bytes() + int(FREE_SHARE * psutil.virtual_memory().available)
+    if gpu is None and device != "cpu":
+        gpu = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0])
+    if disk is None and resources.disk is not None:
+        disk = int(FREE_SHARE * shutil.disk_usage(_existing_ancestor(resources.disk)).free)
+    return Resources(device_memory=gpu, host_memory=host, disk=resources.disk, disk_bytes=disk)
+
+
+def _measure(device: str, folder: Path | None) -> Calibration:
+    matrix = {name: _matrix_flops_per_s(device, dtype) for name, dtype in _DTYPES.items()}
+    read, write = (None, None) if folder is None else _disk_rates(folder)
+    return Calibration(
+        fp32_flops_per_s=matrix["fp32"],
+        bf16_flops_per_s=matrix["bf16"],
+        fp16_flops_per_s=matrix["fp16"],
+        memory_bytes_per_s=_copy_bytes_per_s(device),
+        adamw_params_per_s=_adamw_params_per_s(),
+        link_bytes_per_s=None if device == "cpu" else _link_bytes_per_s(device),
+        disk_read_bytes_per_s=read,
+        disk_write_bytes_per_s=write,
+    )
+
+
+def _best_s(run: Callable[[], object], device: str = "cpu", budget_s: float = 0.08) -> float:
+    """Shortest time of `run`: one run to warm up, then at least two and as many as `budget_s` allows."""
+
+    def wait() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+
+    times: list[float] = []
+    run()
+    wait()
+    while len(times) < 2 or sum(times) < budget_s:
+        start = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _matrix_flops_per_s(device: str, dtype: torch.dtype) -> float:
+    rates = []
+    for rows, inner, columns in _MATRIX_SHAPES:
+        left = torch.randn(rows, inner, device=device).to(dtype)
+        right = torch.randn(columns, inner, device=device).to(dtype)
+        product = functools.partial(torch.nn.functional.linear, left, right)
+        rates.append(2 * rows * inner * columns / _best_s(product, device))
+    return sum(rates) / len(rates)
+
+
+def _copy_bytes_per_s(device: str) -> float:
+    source = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _best_s(lambda: target.copy_(source), device)
+
+
+def _link_bytes_per_s(device: str) -> float:
+    source = torch.ones(64 * MIB, dtype=torch.uint8).pin_memory()
+    target = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+    return source.numel() / _best_s(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def _adamw_params_per_s() -> float:
+    param = torch.zeros(4 * MIB, requires_grad=True)
+    param.grad = torch.full_like(param, 1e-3)
+    return param.numel() / _best_s(torch.optim.AdamW([param], fused=True).step)
+
+
+def _disk_rates(folder: Path) -> tuple[float, float]:
+    """`(read, write)` in bytes/s of a file in `folder`, past the page cache where the file system can."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".headwater-calibrate-") as file:
+            os.posix_fallocate(file.fileno(), 0, _DISK_BYTES)
+            direct = _open_direct(file.name)
+            try:
+                return _transfer_rates(direct)
+            finally:
+                os.close(direct)
+    except OSError as error:
+        raise ConfigError(
+            f"the disk tier cannot be measured: {error.strerror}",
+            where=str(folder),
+            remedy=f"choose a folder that can be written to and has {_DISK_BYTES // MIB} MiB free",
+        ) from error
+
+
+def _transfer_rates(file: int) -> tuple[float, float]:
+    def write(offset: int) -> int:
+        return os.pwritev(file, [buffers[offset]], offset)
+
+    def read(offset: int) -> int:
+        return os.preadv(file, [buffers[offset]], offset)
+
+    offsets = range(0, _DISK_BYTES, _DISK_CHUNK_BYTES)
+    # Anonymous maps start on a page, as direct input and output require.
+    buffers = {offset: mmap.mmap(-1, _DISK_CHUNK_BYTES) for offset in offsets}
+    with ThreadPoolExecutor(_DISK_WORKERS) as pool:
+
+        def write_all() -> None:
+            _complete(pool.map(write, offsets))
+            os.fsync(file)
+
+        def read_all() -> None:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            _complete(pool.map(read, offsets))
+
+        write_s, read_s = _best_s(write_all), _best_s(read_all)
+    return _DISK_BYTES / read_s, _DISK_BYTES / write_s
+
+
+def _complete(counts: Iterable[int]) -> None:
+    if any(count != _DISK_CHUNK_BYTES for count in counts):
+        raise OSError(0, "a transfer came up short")
+
+
+def _open_direct(name: str) -> int:
+    """`name` opened past the page cache, or through it on file systems that know no other way."""
+    try:
+        return os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return os.open(name, os.O_RDWR)
+
+
+def _cache_file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "headwater" / "calibration.json"
+
+
+def _machine_key(device: str, folder: Path | None) -> str:
+    gpu = "" if device == "cpu" else torch.cuda.get_device_name(device)
+    parts = (platform.node(), _cpu_model(), torch.__version__, torch.get_num_threads(), device, gpu)
+    return "|".join(map(str, (*parts, _mount_point(folder) if folder else "")))
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _existing_ancestor(folder: Path) -> Path:
+    folder = folder.expanduser().resolve()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _mount_point(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.is_mount())
+
+
+def _read_cache(cache: Path) -> dict[str, Calibration]:
+    """Earlier measurements that still have today's fields; a damaged file counts as none."""
+    fields = {field.name for field in dataclasses.fields(Calibration)}
+    try:
+        known = json.loads(cache.read_text())
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        return {}
+    return {key: Calibration(**rates) for key, rates in dict(known).items() if set(rates) == fields}
+
+
+def _write_cache(cache: Path, known: dict[str, Calibration]) -> None:
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    fresh = cache.with_name(f"{cache.name}.{os.getpid()}")
+    fresh.write_text(json.dumps({key: dataclasses.asdict(rates) for key, rates in known.items()}, indent=1))
+    fresh.replace(cache)
