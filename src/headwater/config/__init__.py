@@ -1,1 +1,17 @@
 """Params files: one strict schema for both forms."""
+
+from headwater.config.files import find_params, shipped_params
+from headwater.config.models import MODELS, GPTConfig, InitializerConfig, ModelConfig
+from headwater.config.run import InitConfig, RunConfig, load_params
+
+__all__ = [
+    "MODELS",
+    "GPTConfig",
+    "InitConfig",
+    "InitializerConfig",
+    "ModelConfig",
+    "RunConfig",
+    "find_params",
+    "load_params",
+    "shipped_params",
+]

@@ -49,16 +49,12 @@ class InitializerConfig(Section):
         """The same distribution with its spread multiplied by `factor`."""
         if factor == 1:
             return self
-        low, high = self.bounds
-        bounded = self.name in ("uniform", "truncated_normal")
-        return self.model_copy(
-            update={
-                "std": self.std * factor,
-                "a": low * factor if bounded else self.a,
-                "b": high * factor if bounded else self.b,
-                "gain": self.gain * factor,
-            }
-        )
+        update: dict[str, float] = {"std": self.std * factor, "gain": self.gain * factor}
+        if self.name in ("uniform", "truncated_normal"):
+            low, high = self.bounds
+            centre = self.mean if self.name == "truncated_normal" else (low + high) / 2
+            update |= {"a": centre + (low - centre) * factor, "b": centre + (high - centre) * factor}
+        return self.model_copy(update=update)
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
@@ -196,7 +192,7 @@ class GPTConfig(Section):
 
     @property
     def input_init(self) -> InitializerConfig:
-        """Of the matrices that read the residual stream: query, key, value, first of the feed-forward part."""
+        """Of the matrices that read the residual stream: query, key, value, first feed-forward layer."""
         return self.initializer.scaled(self.width_ratio**-0.5)
 
     @property

@@ -1,0 +1,85 @@
+"""Finds params files: the user's own, those that ship, and those that one extends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headwater.config.base import nearest
+from headwater.config.document import Document, merge, read_document
+from headwater.config.forms import OLDER_SECTIONS, canonical
+from headwater.config.overrides import apply_overrides
+from headwater.core.errors import ConfigError
+
+_SHIPPED = Path(__file__).resolve().parents[1] / "params"
+
+
+def shipped_params() -> dict[str, Path]:
+    """The params files that ship with the package, by name (`gpt/tiny`)."""
+    files = sorted(_SHIPPED.rglob("*.yaml"))
+    return {file.relative_to(_SHIPPED).with_suffix("").as_posix(): file for file in files}
+
+
+def find_params(name_or_path: str | Path) -> Path:
+    """The params file that `name_or_path` means: a file, or the name of one that ships.
+
+    Raises:
+        ConfigError: if there is neither.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    shipped = shipped_params()
+    name = path.as_posix().removesuffix(".yaml")
+    if name in shipped:
+        return shipped[name]
+    close = nearest(name, shipped)
+    listed = f"a path, or one of: {', '.join(shipped)}"
+    raise ConfigError(
+        f"there is no params file {str(name_or_path)!r}",
+        remedy=f"write {close!r}, or {listed}" if close else f"write {listed}",
+    )
+
+
+def read_params(path: Path, overrides: Mapping[str, Any], above: tuple[Path, ...] = ()) -> Document:
+    """The params in `path` in the newer form, over those of the file it extends, with `overrides`.
+
+    Args:
+        path: the file.
+        overrides: values by flag; those in the older form count in this file alone.
+        above: files that extend this one.
+
+    Raises:
+        ConfigError: if a file is missing or wrong in form, or extends itself.
+    """
+    document = read_document(path)
+    base = document.tree.get("extends")
+    if any(flag.split(".")[0] in OLDER_SECTIONS for flag in overrides) and "trainer" in document.tree:
+        raise ConfigError(
+            "the command line names keys of the older form, the file is in the newer one",
+            where=str(path),
+            remedy="write keys that begin with trainer.",
+        )
+    own = Document({key: value for key, value in document.tree.items() if key != "extends"}, document.origins)
+    own = canonical(apply_overrides(own, overrides, OLDER_SECTIONS))
+    if base is not None:
+        own = merge(_read_base(document, path, base, (*above, path)), own)
+    return own if above else apply_overrides(own, overrides, ("trainer",))
+
+
+def _read_base(document: Document, path: Path, base: Any, chain: tuple[Path, ...]) -> Document:
+    where = str(document.origin(("extends",)))
+    if not isinstance(base, str):
+        raise ConfigError("extends names one file", where=where, remedy="write for example extends: gpt/tiny")
+    beside = path.parent / base
+    try:
+        found = find_params(beside if beside.is_file() else base)
+    except ConfigError as error:
+        raise ConfigError(error.what, where=where, remedy=error.remedy) from error
+    if any(found.samefile(file) for file in chain):
+        names = " → ".join(str(file) for file in (*chain, found))
+        raise ConfigError(
+            f"params files extend each other in a circle: {names}", where=where, remedy="break it"
+        )
+    return read_params(found, {}, chain)

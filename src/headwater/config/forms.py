@@ -1,0 +1,256 @@
+"""The two forms of a params file: tells them apart and translates the older into the newer.
+
+Older: sections `train_input`, `eval_input`, `model`, `optimizer` and `runconfig`.
+Newer: one tree under `trainer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from headwater.config.base import nearest
+from headwater.config.document import Document, KeyPath, no_effect, put
+from headwater.core.errors import ConfigError
+
+OLDER_SECTIONS = ("train_input", "eval_input", "model", "optimizer", "runconfig")
+
+_INIT: KeyPath = ("trainer", "init")
+_LOOP, _CHECKPOINT, _LOGGING, _PRECISION = ("loop",), ("checkpoint",), ("logging",), ("precision",)
+
+_RUNCONFIG: dict[str, KeyPath] = {
+    "model_dir": ("model_dir",),
+    "seed": ("seed",),
+    "target_device": ("backend", "backend_type"),
+    "num_csx": ("backend", "cluster_config", "num_csx"),
+    "max_steps": (*_LOOP, "max_steps"),
+    "num_steps": (*_LOOP, "num_steps"),
+    "num_epochs": (*_LOOP, "num_epochs"),
+    "steps_per_epoch": (*_LOOP, "steps_per_epoch"),
+    "eval_frequency": (*_LOOP, "eval_frequency"),
+    "eval_steps": (*_LOOP, "eval_steps"),
+    "save_initial_checkpoint": (*_CHECKPOINT, "save_initial_checkpoint"),
+    "autoload_last_checkpoint": (*_CHECKPOINT, "autoload_last_checkpoint"),
+    "disable_strict_checkpoint_loading": (*_CHECKPOINT, "disable_strict_checkpoint_loading"),
+    "checkpoint_steps": (*_CHECKPOINT, "steps"),
+    "max_checkpoints": (*_CHECKPOINT, "keep_n"),
+    "log_steps": (*_LOGGING, "log_steps"),
+    "logging": (*_LOGGING, "log_level"),
+    "precision_opt_level": (*_PRECISION, "precision_opt_level"),
+}
+"""Where each key of `runconfig` goes, below `trainer.init`."""
+
+_CLUSTER = "the plan decides how the machine is used"
+_RUNCONFIG_IGNORED = {
+    "mode": "the command says what to do",
+    "save_losses": "losses are always logged",
+    "num_workers_per_csx": _CLUSTER,
+    "num_wgt_servers": _CLUSTER,
+    "num_act_servers": _CLUSTER,
+    "mgmt_address": _CLUSTER,
+    "mount_dirs": _CLUSTER,
+    "python_paths": _CLUSTER,
+    "compile_dir": "there is nothing to compile for",
+    "op_profiler_config": "there is no wafer to profile",
+}
+"""Keys of `runconfig` that have no effect, with what to know about them."""
+
+_MODEL: dict[str, KeyPath] = {
+    "mixed_precision": (*_PRECISION, "enabled"),
+    "fp16_type": (*_PRECISION, "fp16_type"),
+}
+"""Keys of `model` that go elsewhere."""
+
+_OPTIMIZER: dict[str, KeyPath] = {
+    **{
+        key: (*_PRECISION, key)
+        for key in (
+            "loss_scaling_factor", "initial_loss_scale", "steps_per_increase", "min_loss_scale",
+            "max_loss_scale", "max_gradient_norm", "max_gradient_value",
+        )
+    },
+    "log_summaries": (*_PRECISION, "log_loss_scale"),
+    "grad_accum_steps": (*_LOOP, "grad_accum_steps"),
+}  # fmt: skip
+"""Keys of `optimizer` that go elsewhere."""
+
+_OPTIMIZER_NAMES = {"weight_decay_rate": "weight_decay", "lr": "learning_rate"}
+_SCHEDULE_NAMES = {"steps": "total_iters", "decay_steps": "total_iters"}
+_SCHEDULES = {
+    "linear": "LinearLR", "cosine": "CosineDecayLR", "cosinedecay": "CosineDecayLR", "constant": "ConstantLR",
+}  # fmt: skip
+
+_MOVES: dict[KeyPath, KeyPath] = {
+    (*_INIT, "backend", "num_csx"): (*_INIT, "backend", "cluster_config", "num_csx"),
+    (*_INIT, "device"): (*_INIT, "backend", "backend_type"),
+}
+"""Second spellings in the newer form, and the first ones."""
+
+
+def canonical(document: Document) -> Document:
+    """`document` in the newer form, with one spelling for each key.
+
+    Raises:
+        ConfigError: if it mixes the forms, or has a section or an older key that does not exist.
+    """
+    older = [key for key in document.tree if key in OLDER_SECTIONS]
+    if older and "trainer" in document.tree:
+        raise ConfigError(
+            f"the file mixes the older form ({', '.join(older)}) with the newer one (trainer)",
+            where=str(document.origin((older[0],))),
+            remedy="move everything under trainer, or have no trainer section",
+        )
+    for key in document.tree:
+        if key != "trainer" and key not in OLDER_SECTIONS:
+            _unknown(document, (), key, ("trainer", "extends", *OLDER_SECTIONS))
+    if older:
+        return _Translation(document).run()
+    for second, first in _MOVES.items():
+        document = _move(document, second, first)
+    return document
+
+
+def _move(document: Document, old: KeyPath, new: KeyPath) -> Document:
+    parent = document.get(old[:-1])
+    if not isinstance(parent, dict) or old[-1] not in parent:
+        return document
+    value, origins = document.get(old), document.below(old)
+    rest = {key: entry for key, entry in parent.items() if key != old[-1]}
+    document = put(document, old[:-1], rest, document.below(old[:-1]))
+    return put(document, new, value, origins)
+
+
+def _unknown(document: Document, path: KeyPath, key: str, valid: tuple[str, ...]) -> None:
+    close = nearest(key, valid)
+    raise ConfigError(
+        f"unknown key {key!r}",
+        where=str(document.origin((*path, key))),
+        remedy=f"write {close!r}" if close else f"valid keys are: {', '.join(sorted(valid))}",
+    )
+
+
+@dataclasses.dataclass
+class _Translation:
+    """One translation in progress: what was read, and what has been made of it."""
+
+    source: Document
+    result: Document = dataclasses.field(default_factory=lambda: Document({"trainer": {"init": {}}}, {}))
+
+    def run(self) -> Document:
+        sections = {
+            "train_input": self._train_input,
+            "eval_input": self._eval_input,
+            "model": self._model,
+            "optimizer": self._optimizer,
+            "runconfig": self._runconfig,
+        }
+        for section, translate in sections.items():
+            if section in self.source.tree:
+                self._check_mapping((section,))
+                translate()
+        return self.result
+
+    def _check_mapping(self, path: KeyPath) -> None:
+        value = self.source.get(path)
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"expected a mapping of keys, found {value!r}",
+                where=str(self.source.origin(path)),
+                remedy=f"write keys under {path[-1]}",
+            )
+
+    def _place(self, old: KeyPath, new: KeyPath) -> None:
+        """Put what was at `old` at `new`, below `trainer`."""
+        self.result = put(self.result, ("trainer", *new), self.source.get(old), self.source.below(old))
+
+    def _make(self, old: KeyPath, new: KeyPath, value: Any) -> None:
+        """Put `value` at `new`, below `trainer`, for what was at `old`."""
+        self.result = put(self.result, ("trainer", *new), value, {(): self.source.origin(old)})
+
+    def _train_input(self) -> None:
+        self._place(("train_input",), ("fit", "train_dataloader"))
+        micro_batch = ("trainer", "fit", "train_dataloader", "micro_batch_size")
+        self.result = _move(self.result, micro_batch, (*_INIT, "backend", "micro_batch_size"))
+
+    def _eval_input(self) -> None:
+        self._place(("eval_input",), ("fit", "val_dataloader"))
+        self._place(("eval_input",), ("validate", "val_dataloader"))
+        self._place(("eval_input",), ("validate_all", "val_dataloaders"))
+
+    def _model(self) -> None:
+        self._place(("model",), ("init", "model"))
+        for key, new in _MODEL.items():
+            self.result = _move(self.result, (*_INIT, "model", key), (*_INIT, *new))
+
+    def _optimizer(self) -> None:
+        keys = self.source.tree["optimizer"]
+        if "optimizer_type" not in keys:
+            raise ConfigError(
+                "the optimizer has no name",
+                where=str(self.source.origin(("optimizer",))),
+                remedy="write for example optimizer_type: AdamW",
+            )
+        target = ("init", "optimizer", str(keys["optimizer_type"]))
+        self._make(("optimizer", "optimizer_type"), target, {})
+        for key in keys:
+            if key in _OPTIMIZER:
+                self._place(("optimizer", key), ("init", *_OPTIMIZER[key]))
+            elif key == "learning_rate":
+                self._schedules(keys[key])
+            elif key not in ("optimizer_type", "beta1", "beta2"):
+                self._place(("optimizer", key), (*target, _OPTIMIZER_NAMES.get(key, key)))
+        for key in ("beta1", "beta2"):
+            if key in keys:
+                betas = [keys.get("beta1", 0.9), keys.get("beta2", 0.999)]
+                self._make(("optimizer", key), (*target, "betas"), betas)
+        if keys.get("log_summaries") is True:
+            self._make(("optimizer", "log_summaries"), ("init", "callbacks"), [{"ComputeNorm": {}}])
+
+    def _schedules(self, rate: Any) -> None:
+        """A number, one schedule, or a list of schedules that follow each other."""
+        old: KeyPath = ("optimizer", "learning_rate")
+        new: KeyPath = ("init", "schedulers")
+        if not isinstance(rate, dict | list):
+            self._make(old, new, [{"ConstantLR": {}}])
+            self._place(old, (*new, 0, "ConstantLR", "learning_rate"))
+            return
+        entries = [(*old, index) for index in range(len(rate))] if isinstance(rate, list) else [old]
+        empty: list[dict[str, Any]] = [{self._schedule_name(entry): {}} for entry in entries]
+        if len(entries) == 1:
+            self._make(old, new, empty)
+        else:
+            self._make(old, new, [{"SequentialLR": {"schedulers": empty}}])
+            new = (*new, 0, "SequentialLR", "schedulers")
+        for index, (entry, schedule) in enumerate(zip(entries, empty, strict=True)):
+            for key in self.source.get(entry):
+                if key != "scheduler":
+                    target = (*new, index, next(iter(schedule)), _SCHEDULE_NAMES.get(key, key))
+                    self._place((*entry, key), target)
+
+    def _schedule_name(self, entry: KeyPath) -> str:
+        keys = self.source.get(entry)
+        if not isinstance(keys, dict) or "scheduler" not in keys:
+            raise ConfigError(
+                f"a schedule is a mapping with the key scheduler, found {keys!r}",
+                where=str(self.source.origin(entry)),
+                remedy="write for example {scheduler: Linear, initial_learning_rate: 0.0, "
+                "end_learning_rate: 0.001, total_iters: 100}",
+            )
+        name = str(keys["scheduler"])
+        return _SCHEDULES.get(name.lower().removesuffix("lr"), name)
+
+    def _runconfig(self) -> None:
+        for key in self.source.tree["runconfig"]:
+            if key in _RUNCONFIG:
+                self._place(("runconfig", key), ("init", *_RUNCONFIG[key]))
+            elif key == "checkpoint_path":
+                for section in ("fit", "validate"):
+                    if section in self.result.tree["trainer"]:
+                        self._place(("runconfig", key), (section, "ckpt_path"))
+            elif key in _RUNCONFIG_IGNORED:
+                notice = no_effect(self.source.origin(("runconfig", key)), _RUNCONFIG_IGNORED[key])
+                self.result = dataclasses.replace(self.result, notices=(*self.result.notices, notice))
+            else:
+                _unknown(
+                    self.source, ("runconfig",), key, (*_RUNCONFIG, *_RUNCONFIG_IGNORED, "checkpoint_path")
+                )

@@ -1,0 +1,78 @@
+"""Values that a command line sets over those of a params file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headwater.config.base import nearest
+from headwater.config.document import Document, KeyPath, Origin, parse_scalar, put
+from headwater.config.forms import OLDER_SECTIONS
+from headwater.core.errors import ConfigError
+
+SHORT_NAMES: dict[str, tuple[str, ...]] = {
+    "num_steps": ("trainer.init.loop.max_steps",),
+    "max_steps": ("trainer.init.loop.max_steps",),
+    "eval_steps": ("trainer.init.loop.eval_steps",),
+    "eval_frequency": ("trainer.init.loop.eval_frequency",),
+    "model_dir": ("trainer.init.model_dir",),
+    "seed": ("trainer.init.seed",),
+    "num_csx": ("trainer.init.backend.cluster_config.num_csx",),
+    "target_device": ("trainer.init.backend.backend_type",),
+    "device_memory": ("trainer.init.backend.device_memory",),
+    "host_memory": ("trainer.init.backend.host_memory",),
+    "disk": ("trainer.init.backend.disk.path",),
+    "micro_batch_size": ("trainer.init.backend.micro_batch_size",),
+    "batch_size": ("trainer.fit.train_dataloader.batch_size",),
+    "checkpoint_steps": ("trainer.init.checkpoint.steps",),
+    "log_steps": ("trainer.init.logging.log_steps",),
+    "checkpoint_path": ("trainer.fit.ckpt_path", "trainer.validate.ckpt_path"),
+}
+"""Flags that stand for keys. Of several keys, those count whose section the params file has."""
+
+SOURCE = "command line"
+
+
+def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Value by flag, from `--key=value` strings (the dashes may be left out) or a mapping.
+
+    Raises:
+        ConfigError: if a string has no `=`, or a key is neither a short name nor a path.
+    """
+    if not isinstance(overrides, Mapping):
+        overrides = dict(_split(text) for text in overrides)
+    for key in overrides:
+        section = key.split(".")[0]
+        if key not in SHORT_NAMES and ("." not in key or section not in ("trainer", *OLDER_SECTIONS)):
+            close = nearest(key, SHORT_NAMES)
+            listed = f"short names are: {', '.join(sorted(SHORT_NAMES))}; or give the path, trainer.init.…"
+            raise ConfigError(
+                f"unknown flag {key!r}",
+                where=SOURCE,
+                remedy=f"write {close!r}; {listed}" if close else listed,
+            )
+    return dict(overrides)
+
+
+def apply_overrides(document: Document, overrides: Mapping[str, Any], sections: Sequence[str]) -> Document:
+    """`document` with the overrides whose keys are under one of `sections`."""
+    for flag, value in overrides.items():
+        for path in _paths(flag, document):
+            if path[0] in sections:
+                origin = Origin(SOURCE, (flag,))
+                document = put(document, path, value, {(): origin})
+    return document
+
+
+def _paths(flag: str, document: Document) -> list[KeyPath]:
+    if flag not in SHORT_NAMES:
+        return [tuple(flag.split("."))]
+    paths: list[KeyPath] = [tuple(path.split(".")) for path in SHORT_NAMES[flag]]
+    return paths if len(paths) == 1 else [path for path in paths if document.get(path[:-1]) is not None]
+
+
+def _split(text: str) -> tuple[str, Any]:
+    key, equals, value = text.removeprefix("--").partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is not key=value", where=SOURCE, remedy=f"write --{key}=VALUE")
+    return key, parse_scalar(value)

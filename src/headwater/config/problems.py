@@ -1,0 +1,105 @@
+"""Turns what the schema found wrong into one error that names file, line, key and remedy."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from headwater.config.base import nearest
+from headwater.config.document import Document, KeyPath, dotted
+from headwater.core.errors import ConfigError
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys",
+    "model_type": "a mapping of keys",
+    "is_instance_of": "text",
+    "finite_number": "a finite number",
+    "none_required": "null",
+}
+"""What a value of the right type is, by pydantic's name of the problem."""
+
+_TYPE_NAMES = {dict: "a mapping", list: "a list", tuple: "a list", type(None): "null"}
+
+
+def config_error(error: ValidationError, document: Document, root: KeyPath) -> ConfigError:
+    """The first problem of `error` in full, with the places of the others.
+
+    Args:
+        error: what pydantic found in the value at `root` of `document`.
+        document: the params, for the places.
+        root: path of the validated value.
+    """
+    problems: dict[KeyPath, list[ErrorDetails]] = {}
+    for details in error.errors():
+        problems.setdefault(_path(details, document, root), []).append(details)
+    (path, first), *others = problems.items()
+    what, remedy = _explain(path, first)
+    if others:
+        what += f" (and {len(others)} more: {', '.join(str(document.origin(key)) for key, _ in others)})"
+    return ConfigError(what, where=str(document.origin(path)), remedy=remedy)
+
+
+def _path(details: ErrorDetails, document: Document, root: KeyPath) -> KeyPath:
+    """The path of the value in the document, or of the key that is not there."""
+    path = document.locate(root, details["loc"])
+    if details["type"] == "unknown_key":
+        return (*path, details["ctx"]["key"])
+    return (*path, details["loc"][-1]) if details["type"] == "missing" else path
+
+
+def _explain(path: KeyPath, found: list[ErrorDetails]) -> tuple[str, str]:
+    """What is wrong at `path`, and what to do about it."""
+    details, name = found[0], dotted(path[-1:])
+    context, kind = details.get("ctx", {}), details["type"]
+    if kind == "unknown_key":
+        valid = context["valid"]
+        close = nearest(name, valid)
+        listed = f"valid keys are: {', '.join(valid)}" if valid else "no keys are valid here"
+        return f"unknown key {name!r}", f"write {close!r}; {listed}" if close else listed
+    if kind == "missing":
+        return f"the key {name!r} is missing", f"add {name}"
+    if kind == "choice":
+        names = ", ".join(context["names"])
+        return f"{name} takes one name, found {names}", "keep one and remove the others, or set them to null"
+    if kind == "value_error":
+        return str(context["error"]), f"correct {name}"
+    if kind == "size":
+        return f"{name}: {details['msg']}", f"correct {name}"
+    return _wrong_value(name, found)
+
+
+def _wrong_value(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
+    value = found[0]["input"]
+    expected = " or ".join(dict.fromkeys(_expected(details) for details in found))
+    kind = _TYPE_NAMES.get(type(value))
+    shown = kind or repr(value)
+    literals = [literal for details in found for literal in _literals(details)]
+    close = nearest(value, literals) if isinstance(value, str) else None
+    return f"{name} is {expected}, found {shown}", f"write {close!r}" if close else f"write {expected}"
+
+
+def _expected(details: ErrorDetails) -> str:
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in _EXPECTED:
+        return _EXPECTED[kind]
+    if kind == "literal_error":
+        return f"one of {', '.join(_literals(details))}"
+    bounds = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below"}
+    bounds["less_than_equal"] = "at most"
+    if kind in bounds:
+        return f"{bounds[kind]} {next(iter(context.values()))}"
+    if kind in ("too_short", "too_long", "missing_argument"):
+        return f"a list of {context.get('min_length', context.get('max_length'))}"
+    return details["msg"]
+
+
+def _literals(details: ErrorDetails) -> list[str]:
+    if details["type"] != "literal_error":
+        return []
+    text = str(details["ctx"]["expected"]).replace(" or ", ", ")
+    return [name.strip("'") for name in text.split(", ")]

@@ -1,0 +1,200 @@
+"""A whole run as a params file describes it, and how the file is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from headwater.config.base import FilePath, OneOrMore, Section, nearest
+from headwater.config.document import Document, KeyPath, no_effect
+from headwater.config.files import read_params
+from headwater.config.models import MODELS, ModelConfig
+from headwater.config.optimizers import OptimizerConfig, ScheduleConfig
+from headwater.config.overrides import parse_overrides
+from headwater.config.problems import config_error
+from headwater.config.sections import (
+    BackendConfig,
+    CallbackConfig,
+    CheckpointConfig,
+    FitConfig,
+    LoggerConfig,
+    LoggingConfig,
+    LoopConfig,
+    PrecisionConfig,
+    ValidateAllConfig,
+    ValidateConfig,
+)
+from headwater.core.errors import ConfigError
+from headwater.optim import Constant, OptimizerSpec, Schedule
+
+
+class InitConfig(Section):
+    """The section `trainer.init`: everything but the data.
+
+    Attributes:
+        schedulers: at most one; where absent the optimizer's own learning rate holds.
+        precision: fp32 where absent.
+    """
+
+    backend: BackendConfig = BackendConfig()
+    model_dir: FilePath = Path("model_dir")
+    seed: int = Field(default=0, ge=0)
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    schedulers: Annotated[tuple[ScheduleConfig, ...], OneOrMore] = ()
+    precision: PrecisionConfig = PrecisionConfig(enabled=False)
+    loop: LoopConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    callbacks: Annotated[tuple[CallbackConfig, ...], OneOrMore] = ()
+    loggers: Annotated[tuple[LoggerConfig, ...], OneOrMore] = ()
+
+    @model_validator(mode="after")
+    def _one_learning_rate(self) -> Self:
+        if len(self.schedulers) > 1:
+            raise ValueError(
+                "schedulers has one entry; put schedules that follow each other in a SequentialLR"
+            )
+        if bool(self.schedulers) == (self.optimizer.arguments.learning_rate is not None):
+            raise ValueError(
+                "the learning rate comes from schedulers, or else from the optimizer's learning_rate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_number_of_checkpoints(self) -> Self:
+        counts = {self.checkpoint.keep_n, *(entry.n for entry in self._callbacks("KeepNCheckpoints"))} - {
+            None
+        }
+        if len(counts) > 1:
+            raise ValueError("checkpoint.keep_n and the callback KeepNCheckpoints differ")
+        return self
+
+    @property
+    def schedule(self) -> Schedule:
+        """Learning rate by step."""
+        if self.schedulers:
+            return self.schedulers[0].build()
+        rate = self.optimizer.arguments.learning_rate
+        assert rate is not None, "a validator saw to it that there is a rate"
+        return Constant(rate)
+
+    @property
+    def optimizer_spec(self) -> OptimizerSpec:
+        """The optimizer, with the learning rate of step 0."""
+        return self.optimizer.spec(self.schedule.value(0))
+
+    @property
+    def compute_norm(self) -> bool:
+        """Whether to log norms of weights and gradients."""
+        return bool(self._callbacks("ComputeNorm"))
+
+    @property
+    def keep_checkpoints(self) -> int | None:
+        """Newest checkpoints to keep; `None`: all."""
+        kept = (entry.n for entry in self._callbacks("KeepNCheckpoints") if entry.n is not None)
+        return next(kept, self.checkpoint.keep_n)
+
+    @property
+    def checkpoint_states(self) -> tuple[str, ...]:
+        """Parts to read of a checkpoint that the run starts from: `("all",)` or for example `("model",)`."""
+        states = (entry.load_checkpoint_states for entry in self._callbacks("LoadCheckpointStates"))
+        return next(states, ("all",))
+
+    def _callbacks(self, name: str) -> list[Any]:
+        given = (getattr(entry, name) for entry in self.callbacks)
+        return [entry for entry in given if entry is not None]
+
+
+class TrainerConfig(Section):
+    """The section `trainer`."""
+
+    init: InitConfig
+    fit: FitConfig | None = None
+    validation: ValidateConfig | None = Field(default=None, alias="validate")
+    validate_all: ValidateAllConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A run. Two are equal that mean the same, whatever file and form they were read from.
+
+    Attributes:
+        init: model, optimizer, machine, loop.
+        fit: data to train on; `None` in a file that only evaluates.
+        validation: data to evaluate on.
+        validate_all: data to evaluate several checkpoints on.
+        source: the file.
+        notices: one line for each key that is accepted and has no effect.
+    """
+
+    init: InitConfig
+    fit: FitConfig | None
+    validation: ValidateConfig | None
+    validate_all: ValidateAllConfig | None
+    source: Path = dataclasses.field(compare=False)
+    notices: tuple[str, ...] = dataclasses.field(compare=False)
+
+
+def load_params(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
+    """The run that the params file at `path` describes.
+
+    Args:
+        path: a YAML file in either form; see `find_params` for those that ship.
+        overrides: `--trainer.init.loop.max_steps=10`, `--num_steps=10` or the same as a mapping.
+
+    Raises:
+        ConfigError: if anything is wrong, with file, line, key and what to write instead.
+    """
+    source = Path(path)
+    document = read_params(source, parse_overrides(overrides))
+    _check_model_name(document)
+    root: KeyPath = ("trainer",)
+    try:
+        trainer = TrainerConfig.model_validate(document.get(root))
+    except ValidationError as error:
+        raise config_error(error, document, root) from None
+    notices = (
+        no_effect(document.origin(document.locate(root, location)), why)
+        for location, why in _notices(trainer, ())
+    )
+    return RunConfig(
+        init=trainer.init,
+        fit=trainer.fit,
+        validation=trainer.validation,
+        validate_all=trainer.validate_all,
+        source=source,
+        notices=tuple(dict.fromkeys((*document.notices, *notices))),
+    )
+
+
+def _check_model_name(document: Document) -> None:
+    """Raise if the model is none that there is, before its keys are looked at: they would all be unknown."""
+    path: KeyPath = ("trainer", "init", "model")
+    model = document.get(path)
+    if not isinstance(model, dict) or model.get("name") in MODELS:
+        return
+    close = nearest(str(model.get("name")), MODELS)
+    listed = f"models are: {', '.join(sorted(MODELS))}"
+    raise ConfigError(
+        f"unknown model {model['name']!r}" if "name" in model else "the model has no name",
+        where=str(document.origin((*path, "name"))),
+        remedy=f"write {close!r}; {listed}" if close else listed,
+    )
+
+
+def _notices(section: Section, location: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    for key, why in section.notices():
+        yield (*location, key), why
+    for key, name in section.attributes().items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _notices(value, (*location, key))
+        elif isinstance(value, tuple):
+            for index, entry in enumerate(value):
+                if isinstance(entry, Section):
+                    yield from _notices(entry, (*location, key, index))
