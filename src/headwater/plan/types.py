@@ -30,6 +30,7 @@ class StageCost:
         output_bytes: bytes of the tensors that leave it.
         transient_bytes: largest bytes of short-lived tensors alive at once within one operator call.
         recomputable: whether the stage has a module of its own whose forward can be run again.
+        backward_flops: floating-point operations of the backward, recomputation not counted.
     """
 
     flops: int
@@ -38,6 +39,7 @@ class StageCost:
     output_bytes: int
     transient_bytes: int
     recomputable: bool = True
+    backward_flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

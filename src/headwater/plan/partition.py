@@ -1,0 +1,157 @@
+"""Which parameters make a stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from headwater.core.errors import PlanError
+from headwater.core.precision import Precision
+from headwater.core.stage import ParamSpec, StageSpec
+
+_NORM_LAYERS = (
+    nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm,
+)  # fmt: skip
+
+_LARGE_SHARE = 8
+"""A child of a repeated container is divided further if it holds more than 1/8 of the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A module that makes a stage.
+
+    Attributes:
+        path: its qualified name; empty for the model itself.
+        direct_only: whether only the parameters it holds directly belong to it, not its children's.
+    """
+
+    path: str
+    direct_only: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """The stages of a model, and the module that each belongs to."""
+
+    stages: tuple[StageSpec, ...]
+    units: tuple[Unit, ...]
+
+
+def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] = ()) -> Partition:
+    """Divide a model into stages.
+
+    Children of repeated containers (`nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict` with at least two
+    children that have parameters) make a stage each; what lies beside a container makes its own. A parameter
+    that is shared belongs to the first stage that holds it.
+
+    Args:
+        model: any module; its parameters may be on the meta device.
+        precision: decides what travels.
+        patterns: module names, `*` allowed, that make a stage each; what they leave is divided as always.
+
+    Raises:
+        PlanError: if a pattern matches no module, or the model has no parameters.
+    """
+    units = list(_named_units(model, patterns)) if patterns else []
+    units += _divide(model, "", _numel(model), frozenset(unit.path for unit in units))
+    names = _names_by_param(model)
+    if not names:
+        raise PlanError(f"{type(model).__name__} has no parameters", remedy="there is nothing to train or stream")
+    norm_params = _norm_params(model)
+    taken: set[int] = set()
+    stages, kept = [], []
+    for unit in units:
+        module = model.get_submodule(unit.path)
+        params = []
+        for param in module.parameters(recurse=not unit.direct_only):
+            if id(param) not in taken:
+                taken.add(id(param))
+                params.append(_spec(param, names[id(param)], precision, id(param) in norm_params))
+        if params:
+            stages.append(StageSpec(len(stages), unit.path, tuple(params)))
+            kept.append(unit)
+    return Partition(tuple(stages), tuple(kept))
+
+
+def _named_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[Unit]:
+    paths = [path for path, _ in model.named_modules() if path]
+    for pattern in patterns:
+        matches = fnmatch.filter(paths, pattern)
+        if not matches:
+            raise PlanError(
+                f"no module is called {pattern!r}",
+                where="stages",
+                remedy=f"name modules of the model, for example {paths[0] if paths else '(it has none)'}",
+            )
+        yield from (Unit(path, direct_only=False) for path in matches)
+
+
+def _divide(module: nn.Module, path: str, total: int, named: frozenset[str]) -> Iterator[Unit]:
+    if path in named or _numel(module) == 0:
+        return
+    inside = any(name.startswith(f"{path}." if path else "") for name in named)
+    if path and not inside and not _holds_container(module):
+        yield Unit(path, direct_only=False)
+        return
+    if _is_container(module):
+        for name, child in module.named_children():
+            yield from _divide_repeated(child, _join(path, name), total, named)
+    else:
+        if next(module.parameters(recurse=False), None) is not None:
+            yield Unit(path, direct_only=True)
+        for name, child in module.named_children():
+            yield from _divide(child, _join(path, name), total, named)
+
+
+def _divide_repeated(child: nn.Module, path: str, total: int, named: frozenset[str]) -> Iterator[Unit]:
+    large = _numel(child) * _LARGE_SHARE > total and _holds_container(child, nn.ModuleList)
+    if large or any(name.startswith(f"{path}.") for name in named):
+        yield from _divide(child, path, total, named)
+    elif path not in named and _numel(child):
+        yield Unit(path, direct_only=False)
+
+
+def _is_container(module: nn.Module, kind: type[nn.Module] | None = None) -> bool:
+    kinds = (nn.ModuleList, nn.Sequential, nn.ModuleDict) if kind is None else (kind,)
+    return isinstance(module, kinds) and sum(_numel(child) > 0 for child in module.children()) >= 2
+
+
+def _holds_container(module: nn.Module, kind: type[nn.Module] | None = None) -> bool:
+    return any(_is_container(inner, kind) for inner in module.modules())
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _names_by_param(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return names
+
+
+def _norm_params(model: nn.Module) -> set[int]:
+    layers = (m for m in model.modules() if isinstance(m, _NORM_LAYERS) or type(m).__name__.endswith("Norm"))
+    return {id(param) for layer in layers for param in layer.parameters(recurse=False)}
+
+
+def _spec(param: nn.Parameter, names: list[str], precision: Precision, norm: bool) -> ParamSpec:
+    narrow = precision.mixed and param.dtype == torch.float32 and not norm
+    return ParamSpec(
+        name=names[0],
+        shape=tuple(param.shape),
+        dtype=param.dtype,
+        wire_dtype=precision.wire_dtype if narrow else param.dtype,
+        requires_grad=param.requires_grad,
+        aliases=tuple(names[1:]),
+    )

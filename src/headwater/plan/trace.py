@@ -1,0 +1,273 @@
+"""The dry run: one micro-batch through the model on fake tensors, without memory or data.
+
+What is read where is recorded operator by operator, so that a weight is streamed to the place that reads it and
+not only to the module that owns it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from headwater.core.precision import Precision
+from headwater.plan.partition import Partition, find_stages
+from headwater.plan.types import StageCost, Trace
+
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+"""Computes the scalar loss of a batch."""
+
+
+def call_model(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ANN401
+    """The default loss function: the model returns it."""
+    loss: torch.Tensor = model(batch)
+    return loss
+
+
+def trace_step(
+    model: nn.Module,
+    batch: Any,  # noqa: ANN401
+    precision: Precision | None = None,
+    *,
+    loss_function: LossFunction = call_model,
+    partition: Partition | None = None,
+) -> Trace:
+    """Record which stage is used when, and what it costs.
+
+    Args:
+        model: parameters and buffers may be on the meta device; nothing of it is changed.
+        batch: tensors (real, fake or meta; only their shapes matter) in any nesting; the first dimension of
+            the first one is the number of samples.
+        precision: precision of the run; fp32 if not given.
+        loss_function: gives the scalar loss.
+        partition: the stages; found automatically if not given.
+    """
+    precision = precision or Precision()
+    partition = partition or find_stages(model, precision)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = _Recorder(model, partition)
+    with mode, autocast(precision, "cpu"):
+        state = _fake_state(model, partition)
+        recorder.register(state)
+        fake_batch = tree_map_only(torch.Tensor, _fake, batch)
+        with recorder.recording():
+            loss = torch.func.functional_call(
+                _Call(model, loss_function), {f"model.{k}": v for k, v in state.items()}, (fake_batch,)
+            )
+        with recorder.recording_backward():
+            loss.backward()
+    return recorder.trace(_batch_size(batch))
+
+
+@contextmanager
+def autocast(precision: Precision, device: str) -> Iterator[None]:
+    """The autocast region in which a mixed-precision forward runs."""
+    if not precision.mixed:
+        yield
+        return
+    with torch.autocast(device, dtype=precision.wire_dtype):
+        yield
+
+
+class _Call(nn.Module):
+    """Gives a loss function the form that `functional_call` wants."""
+
+    def __init__(self, model: nn.Module, loss_function: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_function = loss_function
+
+    def forward(self, batch: Any) -> torch.Tensor:  # noqa: ANN401
+        return self.loss_function(self.model, batch)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _fake_state(model: nn.Module, partition: Partition) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer by every name it has, parameters in wire precision."""
+    state: dict[str, torch.Tensor] = {}
+    for stage in partition.stages:
+        for param in stage.params:
+            fake = torch.empty(param.shape, dtype=param.wire_dtype, requires_grad=param.requires_grad)
+            state |= dict.fromkeys((param.name, *param.aliases), fake)
+    buffers: dict[int, torch.Tensor] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        state[name] = buffers.setdefault(id(buffer), _fake(buffer))
+    return state
+
+
+def _batch_size(batch: Any) -> int:  # noqa: ANN401
+    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)
+    return int(first.shape[0]) if first is not None and first.dim() else 1
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@dataclasses.dataclass
+class _Cost:
+    flops: int = 0
+    backward_flops: int = 0
+    saved_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    transient_bytes: int = 0
+
+
+class _Recorder(TorchDispatchMode):
+    """Watches module calls and operators; see `_Recorder.trace` for what comes of it."""
+
+    def __init__(self, model: nn.Module, partition: Partition) -> None:
+        super().__init__()
+        self._model = model
+        self._partition = partition
+        self._unit_of = {
+            unit.path: index for index, unit in enumerate(partition.units) if not unit.direct_only
+        }
+        self._stage_of_storage: dict[int, int] = {}
+        self._keep_alive: list[torch.Tensor] = []
+        self._modules: list[str] = []  # qualified names of the modules whose forward runs
+        self._units: list[int] = []  # stages among them
+        self._inputs: list[set[int]] = []  # storages that entered each of them
+        self._current = 0
+        self._in_backward = False
+        self._saved: set[int] = set()
+        self._costs = [_Cost() for _ in partition.stages]
+        self._uses: list[int] = []
+        self._sites: dict[str, set[int]] = {}
+
+    def register(self, state: dict[str, torch.Tensor]) -> None:
+        """Learn the fake parameters."""
+        for stage in self._partition.stages:
+            for param in stage.params:
+                self._stage_of_storage[_storage(state[param.name])] = stage.index
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record a forward."""
+        with ExitStack() as stack:
+            for path, module in self._model.named_modules():
+                enter = module.register_forward_pre_hook(self._enter(path), with_kwargs=True, prepend=True)
+                leave = module.register_forward_hook(self._leave(path), always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            stack.enter_context(self)
+            yield
+
+    @contextmanager
+    def recording_backward(self) -> Iterator[None]:
+        """Record a backward."""
+        self._in_backward = True
+        with self:
+            yield
+
+    def _enter(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._modules.append(path)
+            stage = self._unit_of.get(path)
+            if stage is not None:
+                tensors = _tensors((args, kwargs))
+                self._units.append(stage)
+                self._inputs.append({_storage(tensor) for tensor in tensors})
+                self._costs[stage].input_bytes += sum(_bytes(t) for t in tensors if t.requires_grad)
+                self._current = stage
+
+        return hook
+
+    def _leave(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+            self._modules.pop()
+            if path not in self._unit_of:
+                return
+            stage = self._units.pop()
+            self._inputs.pop()
+            for tensor in _tensors(output):
+                self._costs[stage].output_bytes += _bytes(tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _, stage=stage: self._set_current(stage))
+
+        return hook
+
+    def _set_current(self, stage: int) -> None:
+        self._current = stage
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = _storage(tensor)
+        inputs = self._inputs[-1] if self._inputs else set()
+        if key not in self._stage_of_storage and key not in self._saved and key not in inputs:
+            self._saved.add(key)
+            self._keep_alive.append(tensor)  # a storage that were freed could give its address to another
+            self._costs[self._current].saved_bytes += _bytes(tensor)
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self._in_backward:
+            for tensor in _tensors((args, kwargs)):
+                stage = self._stage_of_storage.get(_storage(tensor))
+                if stage is not None:
+                    self._read(stage)
+        cost = self._costs[self._current]
+        if not func.is_view:
+            cost.transient_bytes = max(cost.transient_bytes, sum(_bytes(tensor) for tensor in _tensors(out)))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            flops = count(*args, **kwargs, out_val=out)
+            if self._in_backward:
+                cost.backward_flops += flops
+            else:
+                cost.flops += flops
+        return out
+
+    def _read(self, stage: int) -> None:
+        """A forward operator reads a parameter of `stage`."""
+        unit = self._partition.units[stage]
+        if unit.path in self._modules:
+            site = unit.path
+        else:  # read elsewhere than in the module that owns it
+            site = self._modules[-1] if self._modules else ""
+        self._sites.setdefault(site, set()).add(stage)
+        if not self._units:
+            self._current = stage
+        if not self._uses or self._uses[-1] != stage:
+            self._uses.append(stage)
+
+    def trace(self, micro_batch_size: int) -> Trace:
+        """What was recorded. A stage that nothing read is bound where its module runs, in case."""
+        sites = {path: set(stages) for path, stages in self._sites.items()}
+        for index, unit in enumerate(self._partition.units):
+            sites.setdefault(unit.path, set()).add(index)
+        return Trace(
+            stages=self._partition.stages,
+            uses=tuple(self._uses),
+            costs=tuple(
+                StageCost(**dataclasses.asdict(cost), recomputable=not unit.direct_only)
+                for cost, unit in zip(self._costs, self._partition.units, strict=True)
+            ),
+            sites={path: tuple(sorted(stages)) for path, stages in sites.items()},
+            micro_batch_size=micro_batch_size,
+        )
+
+
+def _tensors(tree: Any) -> Sequence[torch.Tensor]:  # noqa: ANN401
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
