@@ -1,0 +1,1 @@
+"""Layers that model families share, as plain single-device PyTorch."""

@@ -1,0 +1,45 @@
+"""Initial values of weights, each from a random stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from headwater.config.models import InitializerConfig, InitializerName
+from headwater.core.seeding import derive_seed
+
+_Fill = Callable[[Tensor, InitializerConfig, torch.Generator], Tensor]
+
+_FILLS: dict[InitializerName, _Fill] = {
+    "normal": lambda t, c, g: nn.init.normal_(t, c.mean, c.std, g),
+    "truncated_normal": lambda t, c, g: nn.init.trunc_normal_(t, c.mean, c.std, *c.bounds, generator=g),
+    "uniform": lambda t, c, g: nn.init.uniform_(t, *c.bounds, generator=g),
+    "xavier_normal": lambda t, c, g: nn.init.xavier_normal_(t, c.gain, g),
+    "xavier_uniform": lambda t, c, g: nn.init.xavier_uniform_(t, c.gain, g),
+    "constant": lambda t, c, g: nn.init.constant_(t, c.value),
+    "zeros": lambda t, c, g: nn.init.zeros_(t),
+    "ones": lambda t, c, g: nn.init.ones_(t),
+}
+
+
+def draw(
+    name: str, shape: Sequence[int], initializer: InitializerConfig, seed: int, *, parts: int = 1
+) -> Tensor:
+    """The initial value of one parameter, fp32 on the CPU.
+
+    It depends on the arguments alone: not on other parameters, and not on the order in which they are drawn.
+
+    Args:
+        name: qualified name of the parameter; keys its random stream.
+        shape: its shape.
+        initializer: the distribution.
+        seed: seed of the run.
+        parts: equal matrices stacked along the first dimension; their fans are those of one of them.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
+    value = torch.empty(*shape, device="cpu", dtype=torch.float32)
+    for part in value.chunk(parts):
+        _FILLS[initializer.name](part, initializer, generator)
+    return value
