@@ -92,7 +92,8 @@ def _txt_documents(path: Path, stream: IO[bytes], _json_key: str) -> Iterator[It
 def _jsonl_documents(path: Path, stream: IO[bytes], json_key: str) -> Iterator[Iterable[str]]:
     for number, line in enumerate(stream, start=1):
         if line.strip():
-            text = _document_of(line, json_key, f"{path}, line {number}")
+            where = f"{path}, line {number}"
+            text = _text_of(_parse_line(line, where), json_key, where)
             yield (text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS))
 
 
@@ -135,20 +136,20 @@ def _decoded(path: Path, stream: IO[bytes]) -> Iterator[str]:
         position += len(block)
 
 
-def _document_of(line: bytes, json_key: str, where: str) -> str:
-    """The document in one line of a jsonl file."""
+def _parse_line(line: bytes, where: str) -> dict[str, object]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError("line is not UTF-8", where=where, remedy=_UTF8_REMEDY) from error
     except (ValueError, RecursionError) as error:
-        what = f"line is not JSON: {error}"
-        raise DataError(what, where=where, remedy="each line must be one JSON object") from error
+        raise DataError(f"line is not JSON: {error}", where=where, remedy=_JSONL_REMEDY) from error
     if not isinstance(record, dict):
         kind = type(record).__name__
-        raise DataError(
-            f"line holds a JSON {kind}, not an object", where=where, remedy=f'write {{"{json_key}": …}}'
-        )
+        raise DataError(f"line holds a JSON {kind}, not an object", where=where, remedy=_JSONL_REMEDY)
+    return record
+
+
+def _text_of(record: dict[str, object], json_key: str, where: str) -> str:
     if json_key not in record:
         near = difflib.get_close_matches(json_key, record, n=1) or sorted(record)[:5]
         remedy = f"name the key that holds the text (--json_key); the line has {', '.join(map(repr, near))}"
@@ -197,4 +198,5 @@ def _nearest_sibling(path: Path) -> str:
 
 
 _SUFFIX_REMEDY = f"name files that end in {', '.join(SUFFIXES)}"
+_JSONL_REMEDY = "each line must be one JSON object"
 _UTF8_REMEDY = "convert it to UTF-8, for example with iconv"

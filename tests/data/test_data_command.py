@@ -1,0 +1,62 @@
+"""`headwater data` from the command line's arguments to files and a summary."""
+
+import argparse
+
+import pytest
+
+from headwater.core.errors import DataError
+from headwater.data.assets import sample_text
+from headwater.data.command import add_arguments, run
+from headwater.data.statistics import read_statistics
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(argument) for argument in arguments])
+
+
+def test_the_shipped_text_becomes_data(tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ["--out", out, "--sequence_length", 128, "--vocab_size", 1024, "--num_workers", 1]
+    assert run(parse(sample_text(), *options)) == 0
+    statistics = read_statistics(out)
+    assert (statistics.text_bytes, statistics.vocab_size) == (1_009_602, 1024)
+    assert statistics.unigram_entropy == pytest.approx(5.9, abs=0.3)
+    printed = capsys.readouterr().out
+    for fact in (
+        f"{statistics.tokens:,}",
+        f"{statistics.unigram_entropy:.3f}",
+        f"{statistics.train_samples:,}",
+    ):
+        assert fact in printed
+
+
+def test_a_finished_tokenizer_serves_again(text_file, tmp_path):
+    first = ["--out", tmp_path / "a", "--vocab_size", 300, "--sequence_length", 16, "--num_workers", 1]
+    run(parse(text_file, *first))
+    again = [
+        "--out",
+        tmp_path / "b",
+        "--tokenizer",
+        tmp_path / "a",
+        "--sequence_length",
+        16,
+        "--num_workers",
+        1,
+    ]
+    run(parse(text_file, *again))
+    old, new = (sorted((tmp_path / name / "train").iterdir()) for name in "ab")
+    assert [path.read_bytes() for path in old] == [path.read_bytes() for path in new]
+    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
+
+
+def test_a_tokenizer_and_a_size_exclude_each_other(text_file, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(text_file, "--out", tmp_path / "out", "--vocab_size", 300, "--tokenizer", "x")
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_an_error_names_the_input(tmp_path):
+    with pytest.raises(DataError, match=r"(?s)does not exist.*nowhere\.txt"):
+        run(parse(tmp_path / "nowhere.txt", "--out", tmp_path / "out"))

@@ -1,0 +1,263 @@
+"""Prepared data are the text, shuffled and split, the same to the byte however they were made."""
+
+import filecmp
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from headwater.core.errors import ConfigError, DataError
+from headwater.data.documents import read_pieces
+from headwater.data.prepare import prepare
+from headwater.data.staging import staged_folder
+from headwater.data.statistics import entropy, read_statistics
+from headwater.data.tokenizer import TrainBPE
+from headwater.data.workers import ordered_map
+
+
+def prepare_book(text_file, out, **options):
+    settings = {"tokenizer": TrainBPE(400), "sequence_length": 32, "samples_per_file": 500}
+    return prepare([text_file], out, **{**settings, **options})
+
+
+def samples_of(folder: Path):
+    """All samples [n, 3, length], file after file."""
+    parts = []
+    for path in sorted(folder.glob("*.h5")):
+        with h5py.File(path) as file:
+            assert file.attrs["n_examples"] == len(file["data"])
+            assert file["data"].dtype == np.int32
+            parts.append(file["data"][:])
+    return np.concatenate(parts)
+
+
+def files_below(folder: Path):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def assert_same_bytes(first: Path, second: Path):
+    names = files_below(first)
+    assert names == files_below(second)
+    assert filecmp.cmpfiles(first, second, names, shallow=False) == (names, [], [])
+
+
+def test_the_samples_are_the_text(shared, tmp_path):
+    """Against transformers' GPT-2 tokenizer and a straight packing of the whole corpus in memory."""
+    transformers = pytest.importorskip("transformers")
+    source, vocab = shared / "text/c4_sample.jsonl.gz", shared / "vocab/gpt2"
+    statistics = prepare(
+        [source],
+        tmp_path / "out",
+        tokenizer=vocab,
+        sequence_length=64,
+        val_fraction=0.1,
+        samples_per_file=700,
+    )
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "out/tokenizer.json"))
+    corpus = []
+    document = ""
+    for piece in read_pieces([source]):
+        document += piece.text
+        if piece.ends_document:
+            corpus += [*oracle(document)["input_ids"], 50256]
+            document = ""
+    count = (len(corpus) - 1) // 64
+    rows = [tuple(corpus[64 * row : 64 * row + 65]) for row in range(count)]
+
+    train, val = (samples_of(tmp_path / "out" / split) for split in ("train", "val"))
+    samples = np.concatenate([train, val])
+    found = [
+        (*ids, labels[-1]) for ids, labels in zip(samples[:, 0].tolist(), samples[:, 2].tolist(), strict=True)
+    ]
+    assert (samples[:, 0, 1:] == samples[:, 2, :-1]).all()
+    assert (samples[:, 1] == 1).all()
+    assert sorted(found) == sorted(rows)
+    assert found[: len(train)] != rows[: len(train)]
+    assert len(val) == round(0.1 * count)
+
+    assert (statistics.documents, statistics.tokens) == (corpus.count(50256), len(corpus))
+    assert (statistics.train_samples, statistics.val_samples) == (len(train), len(val))
+    assert statistics.dropped_tokens == len(corpus) - 64 * count
+    frequency = torch.bincount(torch.tensor(corpus)).double()
+    expected = torch.distributions.Categorical(probs=frequency / frequency.sum()).entropy()
+    assert statistics.unigram_entropy == pytest.approx(expected.item(), rel=1e-6)
+    assert read_statistics(tmp_path / "out") == statistics
+
+
+def test_the_bytes_depend_neither_on_workers_nor_on_places(text_file, tmp_path):
+    prepare_book(text_file, tmp_path / "one", num_workers=1)
+    moved = tmp_path / "elsewhere" / text_file.name
+    moved.parent.mkdir()
+    moved.write_bytes(text_file.read_bytes())
+    prepare_book(moved, tmp_path / "two", num_workers=2)
+    assert files_below(tmp_path / "one")[:2] == ["statistics.json", "tokenizer.json"]
+    assert_same_bytes(tmp_path / "one", tmp_path / "two")
+
+
+def test_another_seed_gives_another_order_of_the_same_samples(text_file, tmp_path):
+    sets = []
+    for seed in (1, 2):
+        prepare_book(text_file, tmp_path / str(seed), seed=seed, val_fraction=0)
+        assert not list((tmp_path / str(seed) / "val").iterdir())
+        sets.append(samples_of(tmp_path / str(seed) / "train")[:, 0].tolist())
+    assert sets[0] != sets[1]
+    assert sorted(sets[0]) == sorted(sets[1])
+
+
+def test_no_text_is_lost(text_file, book, tmp_path):
+    statistics = prepare_book(text_file, tmp_path / "out", sequence_length=1, val_fraction=0.3)
+    assert statistics.text_bytes == len(book.encode())
+    assert statistics.dropped_tokens == 1, "the last token has no label"
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / statistics.tokenizer_file))
+    samples = np.concatenate([samples_of(tmp_path / "out" / split) for split in ("train", "val")])
+    counts = np.bincount(samples[:, 0, 0], minlength=statistics.vocab_size)
+    tokens = tokenizer.encode(book[:65536]).ids
+    assert (counts >= np.bincount(tokens, minlength=statistics.vocab_size)).all()
+
+
+def test_too_little_text_is_refused_and_leaves_nothing(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("a few words")
+    with pytest.raises(DataError, match=r"(?s)it makes 0 samples.*smaller sequence_length"):
+        prepare_book(path, tmp_path / "out")
+    path.write_text("")
+    with pytest.raises(DataError, match=r"(?s)inputs hold no text.*short\.txt"):
+        prepare_book(path, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["short.txt"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sequence_length", 0), ("samples_per_file", 0), ("val_fraction", 1.0), ("val_fraction", -0.1)],
+)
+def test_a_setting_out_of_range_is_named(text_file, tmp_path, key, value):
+    with pytest.raises(ConfigError, match=f"{key} is {value}"):
+        prepare_book(text_file, tmp_path / "out", **{key: value})
+
+
+def test_existing_output_is_kept_unless_it_may_be_replaced(text_file, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    first = prepare_book(text_file, out)
+    with pytest.raises(DataError, match=r"(?s)not empty.*out.*--overwrite"):
+        prepare_book(text_file, out, seed=1)
+    assert read_statistics(out) == first
+    assert prepare_book(text_file, out, seed=1, overwrite=True) == read_statistics(out) != first
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "important.md").touch()
+    with pytest.raises(DataError, match="not empty"):
+        prepare_book(text_file, notes, overwrite=True)
+    assert files_below(notes) == ["important.md"]
+
+
+def test_two_writers_of_one_folder_are_told(tmp_path):
+    with (
+        staged_folder(tmp_path / "out"),
+        pytest.raises(DataError, match="another process is writing"),
+        staged_folder(tmp_path / "out"),
+    ):
+        pass
+
+
+SCRIPT = """
+import resource, sys
+from pathlib import Path
+from headwater.data.prepare import prepare
+from headwater.data.tokenizer import TrainBPE
+
+if __name__ == "__main__":
+    source, out, workers, limit = sys.argv[1:]
+    if int(limit):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+    settings = dict(tokenizer=TrainBPE(400), sequence_length=32, samples_per_file=500)
+    prepare([Path(source)], Path(out), **settings, num_workers=int(workers))
+"""
+
+
+def start(tmp_path, text_file, *, workers, limit=0):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, script, text_file, tmp_path / "out", str(workers), str(limit)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("sign", ["tokenizer.json", "tokens.bin", "train/data-00001.h5"])
+def test_a_killed_preparation_leaves_nothing_that_looks_complete(text_file, tmp_path, sign):
+    process = start(tmp_path, text_file, workers=2)
+    while not (tmp_path / "out.partial" / sign).exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.0005)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(DataError, match="no prepared data"):
+        read_statistics(tmp_path / "out")
+    assert psutil.wait_procs(workers, timeout=60)[1] == [], "workers end with their parent"
+    prepare_book(text_file, tmp_path / "out")
+    prepare_book(text_file, tmp_path / "reference")
+    assert_same_bytes(tmp_path / "out", tmp_path / "reference")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_failed_write_is_named_and_leaves_nothing(text_file, tmp_path):
+    """A limit on file size stands for a full disk."""
+    process = start(tmp_path, text_file, workers=1, limit=100_000)
+    assert "DataError: output cannot be written" in process.communicate()[1]
+    assert process.returncode == 1
+    assert not list(tmp_path.glob("out*"))
+
+
+def square(number):
+    if number == 7:
+        raise DataError("seven", where="here")
+    return number * number
+
+
+def exit_at(number):
+    if number == 3:
+        os._exit(1)
+    return number
+
+
+def test_tasks_are_read_little_ahead_and_results_come_in_order():
+    read = []
+
+    def tasks():
+        for number in range(1000):
+            read.append(number)
+            yield number
+
+    results = ordered_map(abs, tasks(), 2)
+    assert [next(results) for _ in range(5)] == list(range(5))
+    assert len(read) <= 5 + 2 * 2
+    results.close()
+    with pytest.raises(DataError, match=r"seven\n  where: here"):
+        list(ordered_map(square, range(20), 2))
+
+
+def test_a_worker_that_dies_is_reported():
+    with pytest.raises(DataError, match=r"(?s)worker process died.*--num_workers"):
+        list(ordered_map(exit_at, range(20), 2))
+
+
+def test_statistics_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "statistics.json").write_text(json.dumps({"documents": 1}))
+    with pytest.raises(DataError, match=r"(?s)statistics cannot be read.*statistics\.json"):
+        read_statistics(tmp_path)
+
+
+def test_entropy_of_even_and_certain_tokens():
+    assert entropy(np.array([3, 0, 3])) == pytest.approx(np.log(2))
+    assert entropy(np.array([5, 0])) == 0
