@@ -75,6 +75,7 @@ _OPTIMIZER: dict[str, KeyPath] = {
 """Keys of `optimizer` that go elsewhere."""
 
 _OPTIMIZER_NAMES = {"weight_decay_rate": "weight_decay", "lr": "learning_rate"}
+_BETAS = {"beta1": 0.9, "beta2": 0.999}
 _SCHEDULE_NAMES = {"steps": "total_iters", "decay_steps": "total_iters"}
 _SCHEDULES = {
     "linear": "LinearLR", "cosine": "CosineDecayLR", "cosinedecay": "CosineDecayLR", "constant": "ConstantLR",
@@ -103,6 +104,12 @@ def canonical(document: Document) -> Document:
     for key in document.tree:
         if key != "trainer" and key not in OLDER_SECTIONS:
             _unknown(document, (), key, ("trainer", "extends", *OLDER_SECTIONS))
+    if isinstance(document.tree.get("trainer"), list):
+        raise ConfigError(
+            "a file with several phases cannot be run",
+            where=str(document.origin(("trainer",))),
+            remedy="write one file for each phase, and start it from the checkpoint of the one before",
+        )
     if older:
         return _Translation(document).run()
     for second, first in _MOVES.items():
@@ -197,12 +204,13 @@ class _Translation:
                 self._place(("optimizer", key), ("init", *_OPTIMIZER[key]))
             elif key == "learning_rate":
                 self._schedules(keys[key])
-            elif key not in ("optimizer_type", "beta1", "beta2"):
+            elif key not in ("optimizer_type", *_BETAS):
                 self._place(("optimizer", key), (*target, _OPTIMIZER_NAMES.get(key, key)))
-        for key in ("beta1", "beta2"):
+        if given := [key for key in _BETAS if key in keys]:
+            self._make(("optimizer", given[0]), (*target, "betas"), list(_BETAS.values()))
+        for index, key in enumerate(_BETAS):
             if key in keys:
-                betas = [keys.get("beta1", 0.9), keys.get("beta2", 0.999)]
-                self._make(("optimizer", key), (*target, "betas"), betas)
+                self._place(("optimizer", key), (*target, "betas", index))
         if keys.get("log_summaries") is True:
             self._make(("optimizer", "log_summaries"), ("init", "callbacks"), [{"ComputeNorm": {}}])
 
@@ -222,10 +230,11 @@ class _Translation:
             self._make(old, new, [{"SequentialLR": {"schedulers": empty}}])
             new = (*new, 0, "SequentialLR", "schedulers")
         for index, (entry, schedule) in enumerate(zip(entries, empty, strict=True)):
+            target = (*new, index, next(iter(schedule)))
+            self._make(entry, target, {})
             for key in self.source.get(entry):
                 if key != "scheduler":
-                    target = (*new, index, next(iter(schedule)), _SCHEDULE_NAMES.get(key, key))
-                    self._place((*entry, key), target)
+                    self._place((*entry, key), (*target, _SCHEDULE_NAMES.get(key, key)))
 
     def _schedule_name(self, entry: KeyPath) -> str:
         keys = self.source.get(entry)

@@ -49,18 +49,21 @@ def _path(details: ErrorDetails, document: Document, root: KeyPath) -> KeyPath:
     path = document.locate(root, details["loc"])
     if details["type"] == "unknown_key":
         return (*path, details["ctx"]["key"])
-    return (*path, details["loc"][-1]) if details["type"] == "missing" else path
+    last = details["loc"][-1] if details["loc"] else 0
+    return (*path, last) if details["type"] == "missing" and isinstance(last, str) else path
 
 
 def _explain(path: KeyPath, found: list[ErrorDetails]) -> tuple[str, str]:
     """What is wrong at `path`, and what to do about it."""
-    details, name = found[0], dotted(path[-1:])
+    details, name = found[0], _name(path)
     context, kind = details.get("ctx", {}), details["type"]
     if kind == "unknown_key":
         valid = context["valid"]
         close = nearest(name, valid)
         listed = f"valid keys are: {', '.join(valid)}" if valid else "no keys are valid here"
         return f"unknown key {name!r}", f"write {close!r}; {listed}" if close else listed
+    if kind == "missing" and isinstance(details["loc"][-1], int):
+        return f"{name} has too few entries", f"add one to {name}"
     if kind == "missing":
         return f"the key {name!r} is missing", f"add {name}"
     if kind == "choice":
@@ -73,7 +76,15 @@ def _explain(path: KeyPath, found: list[ErrorDetails]) -> tuple[str, str]:
     return _wrong_value(name, found)
 
 
+def _name(path: KeyPath) -> str:
+    """The last key of `path`, with the positions in it that follow."""
+    start = max((index for index, key in enumerate(path) if isinstance(key, str)), default=0)
+    return dotted(path[start:])
+
+
 def _wrong_value(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
+    # A list that is too short because its entries are wrong is no problem of its own.
+    found = [details for details in found if details["type"] != "too_short"] or found
     value = found[0]["input"]
     expected = " or ".join(dict.fromkeys(_expected(details) for details in found))
     kind = _TYPE_NAMES.get(type(value))
@@ -93,7 +104,7 @@ def _expected(details: ErrorDetails) -> str:
     bounds["less_than_equal"] = "at most"
     if kind in bounds:
         return f"{bounds[kind]} {next(iter(context.values()))}"
-    if kind in ("too_short", "too_long", "missing_argument"):
+    if kind in ("too_short", "too_long"):
         return f"a list of {context.get('min_length', context.get('max_length'))}"
     return details["msg"]
 

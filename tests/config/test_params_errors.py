@@ -1,0 +1,209 @@
+"""Bad params files: each error names file, line, key and what to write instead."""
+
+import re
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from params_samples import NEWER, OLDER, write
+
+from headwater.config import load_params
+from headwater.config.document import parse_yaml
+from headwater.core.errors import ConfigError
+
+
+def assert_place(error, path, key):
+    """The error is at `key`, and at a line of the file where its last part is written."""
+    match = re.fullmatch(rf"{re.escape(str(path))}, line (\d+)(?:: (.+))?", error.where)
+    assert match, error.where
+    assert (match[2] or "") == key
+    line = path.read_text().splitlines()[int(match[1]) - 1]
+    parts = [part for part in re.split(r"[.\[\]]+", key) if part]
+    entry = key.endswith("]") and line.lstrip().startswith("-")
+    assert not key or entry or any(part in line for part in parts[-2:])
+
+
+def error_of(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_params(path, overrides)
+    return caught.value
+
+
+CASES = [
+    # what is in the file, what is there instead, place, what, remedy
+    ("hidden_size:", "hiden_size:", "trainer.init.model.hiden_size", "unknown key 'hiden_size'", "'hidden_size'"),
+    ("loop:", "lop:", "trainer.init.lop", "unknown key 'lop'", "'loop'"),
+    ("trainer:", "trianer:", "trianer", "unknown key 'trianer'", "'trainer'"),
+    ("AdamW:", "AdamX:", "trainer.init.optimizer.AdamX", "unknown key 'AdamX'", "'Adam'"),
+    ("LinearLR:", "LinearRL:", "trainer.init.schedulers[0].SequentialLR.schedulers[0].LinearRL",
+     "unknown key 'LinearRL'", "'LinearLR'"),
+    ("- ComputeNorm", "- ComputNorm", "trainer.init.callbacks[0].ComputNorm", "unknown key", "'ComputeNorm'"),
+    ("max_steps: 100", "max_steps: 1e3", "trainer.init.loop.max_steps",
+     "max_steps is a whole number, found 1000.0", "write a whole number"),
+    ("max_steps: 100", "max_steps: many", "trainer.init.loop.max_steps", "found 'many'", "whole number"),
+    ("max_steps: 100", "max_steps: 0", "trainer.init.loop.max_steps", "max_steps is at least 1, found 0", "at least 1"),
+    ("max_steps: 100", "max_steps: null", "trainer.init.loop", "give max_steps (or num_steps)", "loop"),
+    ("enabled: true", "enabled: 1", "trainer.init.precision.enabled", "enabled is true or false, found 1", "true"),
+    ("fp16_type: bfloat16", "fp16_type: bfloat", "trainer.init.precision.fp16_type",
+     "one of bfloat16, float16, cbfloat16, found 'bfloat'", "'bfloat16'"),
+    ("max_gradient_norm: 1.0", "max_gradient_norm: .nan", "trainer.init.precision.max_gradient_norm",
+     "finite number, found nan", "finite"),
+    ("log_loss_scale: true", "max_gradient_value: 1.0", "trainer.init.precision", "exclude each other", "precision"),
+    ("betas: [0.9, 0.95]", "betas: [0.9]", "trainer.init.optimizer.AdamW.betas", "betas", "betas"),
+    ("betas: [0.9, 0.95]", "betas: [0.9, 1.0]", "trainer.init.optimizer.AdamW", "betas lie in [0, 1)", "AdamW"),
+    ("betas: [0.9, 0.95]", "betas: 0.9", "trainer.init.optimizer.AdamW.betas", "betas is a list, found 0.9", "list"),
+    ("betas: [0.9, 0.95]", "correct_bias: false", "trainer.init.optimizer.AdamW.correct_bias", "found False", "True"),
+    ("weight_decay: 0.1", "learning_rate: 0.1", "trainer.init", "the learning rate comes from", "init"),
+    ("num_heads: 4", "num_heads: 5", "trainer.init.model", "hidden_size (32) is not a multiple of num_heads (5)",
+     "correct model"),
+    ("num_heads: 4", "num_heads: 4\n      mup_base_hidden_size: 8", "trainer.init.model", "come together", "model"),
+    ("name: gpt2", "name: gtp2", "trainer.init.model.name", "unknown model 'gtp2'", "write 'gpt2'; models are: gpt2"),
+    ("name: gpt2", "vocab_size: 3\n      vocab_size: 4", "", "the key vocab_size is there twice", "line"),
+    ("      name: gpt2\n", "", "trainer.init.model.name", "the model has no name", "gpt2"),
+    ("micro_batch_size: 2", "device_memory: lots", "trainer.init.backend.device_memory", "not a size", "correct"),
+    ("micro_batch_size: 2", "tier: disk", "trainer.init.backend", "there is no disk", "backend"),
+    ("micro_batch_size: 2", "disk: /tmp", "trainer.init.backend.disk", "disk is a mapping of keys, found '/tmp'",
+     "mapping"),
+    ("num_csx: 2", "num_csx: 0", "trainer.init.backend.cluster_config.num_csx", "at least 1, found 0", "at least 1"),
+    ("keep_n: 3", "keep_n: 3\n    callbacks: []", "", "the key callbacks is there twice", "line"),
+    ("- ComputeNorm: {}", "- KeepNCheckpoints: {n: 2}", "trainer.init", "keep_n and the callback", "init"),
+    ("data_processor: GptHDF5DataProcessor", "data_processor: GptHDF5Processor",
+     "trainer.fit.train_dataloader.data_processor", "found 'GptHDF5Processor'", "'GptHDF5DataProcessor'"),
+    ("data_dir: data/train", "data_dir: 3", "trainer.fit.train_dataloader.data_dir", "data_dir is text, found 3", "text"),
+    ("      data_dir: data/train\n", "", "trainer.fit.train_dataloader.data_dir", "'data_dir' is missing", "add data_dir"),
+    ("    seed: 7", "   seed: 7", "", "cannot be parsed", "correct the line"),
+    ("total_iters: 10\n", "total_iters: 10\n        milestones: [10]\n", "", "cannot be parsed", "correct the line"),
+]  # fmt: skip  # ruff: noqa: E501
+
+
+@pytest.mark.parametrize(("old", "new", "place", "what", "remedy"), CASES)
+def test_bad_values(tmp_path, old, new, place, what, remedy):
+    assert old in NEWER
+    path = write(tmp_path, NEWER.replace(old, new, 1))
+    error = error_of(path)
+    assert what in error.what
+    assert remedy in error.remedy
+    assert_place(error, path, place)
+
+
+OLDER_CASES = [
+    ("max_steps: 100", "max_stpes: 100", "runconfig.max_stpes", "unknown key 'max_stpes'", "'max_steps'"),
+    ("max_steps: 100", "max_steps: many", "runconfig.max_steps", "max_steps is a whole number", "whole number"),
+    ("beta1: 0.9", "beta1: x", "optimizer.beta1", "is a number, found 'x'", "number"),
+    ("weight_decay_rate: 0.1", "weight_decay_rate: x", "optimizer.weight_decay_rate", "is a number", "number"),
+    ("weight_decay_rate: 0.1", "weight_dcay: 0.1", "optimizer.weight_dcay", "unknown key", "'weight_decay'"),
+    ("optimizer_type: adamw", "optimizer_type: adamx", "optimizer.optimizer_type", "unknown key 'adamx'", "'Adam'"),
+    ("  optimizer_type: adamw\n", "", "optimizer", "the optimizer has no name", "optimizer_type: AdamW"),
+    ("scheduler: Linear", "scheduler: Linaer", "optimizer.learning_rate[0]", "unknown key 'Linaer'", "'LinearLR'"),
+    ("- scheduler: Linear", "- name: Linear", "optimizer.learning_rate[0]", "with the key scheduler", "Linear"),
+    ("steps: 10", "steps: 1.5", "optimizer.learning_rate[0].steps", "found 1.5", "whole number"),
+    ("hidden_size: 32", "hidden_size: -1", "model.hidden_size", "at least 1, found -1", "at least 1"),
+    ("mixed_precision: true", "mixed_precision: 1", "model.mixed_precision", "true or false", "true"),
+    ("max_checkpoints: 3", "max_checkpoints: 0", "runconfig.max_checkpoints", "at least 1", "at least 1"),
+    ("num_csx: 2", "num_csx: two", "runconfig.num_csx", "whole number, found 'two'", "whole number"),
+    ("batch_size: 4", "batch_size: four", "eval_input.batch_size", "whole number, found 'four'", "whole number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "place", "what", "remedy"), OLDER_CASES)
+def test_bad_values_in_the_older_form_are_named_as_the_user_wrote_them(tmp_path, old, new, place, what, remedy):
+    assert old in OLDER
+    path = write(tmp_path, OLDER.replace(old, new, 1))
+    error = error_of(path)
+    assert what in error.what
+    assert remedy in error.remedy
+    assert_place(error, path, place)
+
+
+def test_further_problems_are_listed(tmp_path):
+    path = write(tmp_path, NEWER.replace("seed: 7", "seed: x").replace("steps: 50", "steps: y"))
+    error = error_of(path)
+    assert error.where == f"{path}, line 8: trainer.init.seed" or error.where.endswith("seed")
+    assert "and 1 more:" in error.what
+    assert "trainer.init.checkpoint.steps" in error.what
+
+
+def test_two_optimizers_are_one_too_many(tmp_path):
+    path = write(tmp_path, NEWER.replace("    schedulers:\n    - Seq", "      SGD: {}\n    schedulers:\n    - Seq"))
+    error = error_of(path)
+    assert error.what == "optimizer takes one name, found AdamW, SGD"
+    assert "set them to null" in error.remedy
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "3", "model"])
+def test_a_params_file_is_a_mapping_with_a_trainer(tmp_path, text):
+    error = error_of(write(tmp_path, text))
+    assert "trainer" in f"{error.what} {error.remedy}"
+
+
+@pytest.mark.parametrize("text", ["trainer: 3", "trainer:", "trainer: {init: [1]}", "trainer: {init: null}"])
+def test_sections_of_the_wrong_kind(tmp_path, text):
+    error = error_of(write(tmp_path, text))
+    assert "mapping" in error.what
+    assert error.where.split(": ")[1].startswith("trainer")
+
+
+@pytest.mark.parametrize("section", ["model", "optimizer", "runconfig", "eval_input"])
+def test_older_sections_of_the_wrong_kind(tmp_path, section):
+    error = error_of(write(tmp_path, f"{section}: 3"))
+    assert error.what == "expected a mapping of keys, found 3"
+    assert error.where.endswith(f"line 1: {section}")
+
+
+def test_several_phases_are_refused(tmp_path):
+    error = error_of(write(tmp_path, "trainer:\n- trainer: {init: {}}\n"))
+    assert "several phases" in error.what
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    error = error_of(tmp_path / "none.yaml")
+    assert "cannot be read" in error.what
+    assert str(tmp_path / "none.yaml") in error.where
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    assert "cannot be read" in error_of(path).what
+
+
+KEYS = sorted({line.strip("- ").split(":")[0] for line in NEWER.splitlines() if ":" in line} - {"data_dir"})
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(key=st.sampled_from(KEYS), letter=st.sampled_from("xq_"), at=st.integers(0, 30))
+def test_any_misspelt_key_is_found_by_name(tmp_path, key, letter, at):
+    at = min(at, len(key))
+    wrong = key[:at] + letter + key[at:]
+    path = write(tmp_path, NEWER.replace(f"{key}:", f"{wrong}:", 1))
+    error = error_of(path)
+    # of the keys that contain another one, the first in the file is hit
+    assert f"{letter}" in error.where.split("line ")[1] or "has no name" in error.what or "is missing" in error.what
+
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
+TREES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(value=TREES, section=st.sampled_from(["backend", "optimizer", "schedulers", "callbacks", "loop", "model", "seed"]))
+def test_no_value_gets_past_the_schema_as_anything_but_a_config_error(value, section, tmp_path_factory):
+    path = write(tmp_path_factory.getbasetemp(), NEWER, "fuzz.yaml")
+    try:
+        load_params(path, {f"trainer.init.{section}": value})
+    except ConfigError as error:
+        assert error.where
+        assert error.remedy
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet="abc:-[]{}&*?!|>'\" \n#", max_size=40))
+def test_any_text_is_a_document_or_a_config_error(text):
+    try:
+        document = parse_yaml(text, "fuzz.yaml")
+    except ConfigError as error:
+        assert "fuzz.yaml" in error.where
+    else:
+        assert isinstance(document.tree, dict)
