@@ -1,5 +1,7 @@
 """Bad params files: each error names file, line, key and what to write instead."""
 
+# ruff: noqa: E501  (tables of cases are read in rows)
+
 import re
 
 import pytest
@@ -73,7 +75,7 @@ CASES = [
     ("      data_dir: data/train\n", "", "trainer.fit.train_dataloader.data_dir", "'data_dir' is missing", "add data_dir"),
     ("    seed: 7", "   seed: 7", "", "cannot be parsed", "correct the line"),
     ("total_iters: 10\n", "total_iters: 10\n        milestones: [10]\n", "", "cannot be parsed", "correct the line"),
-]  # fmt: skip  # ruff: noqa: E501
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new", "place", "what", "remedy"), CASES)
@@ -106,7 +108,9 @@ OLDER_CASES = [
 
 
 @pytest.mark.parametrize(("old", "new", "place", "what", "remedy"), OLDER_CASES)
-def test_bad_values_in_the_older_form_are_named_as_the_user_wrote_them(tmp_path, old, new, place, what, remedy):
+def test_bad_values_in_the_older_form_are_named_as_the_user_wrote_them(
+    tmp_path, old, new, place, what, remedy
+):
     assert old in OLDER
     path = write(tmp_path, OLDER.replace(old, new, 1))
     error = error_of(path)
@@ -124,7 +128,9 @@ def test_further_problems_are_listed(tmp_path):
 
 
 def test_two_optimizers_are_one_too_many(tmp_path):
-    path = write(tmp_path, NEWER.replace("    schedulers:\n    - Seq", "      SGD: {}\n    schedulers:\n    - Seq"))
+    path = write(
+        tmp_path, NEWER.replace("    schedulers:\n    - Seq", "      SGD: {}\n    schedulers:\n    - Seq")
+    )
     error = error_of(path)
     assert error.what == "optimizer takes one name, found AdamW, SGD"
     assert "set them to null" in error.remedy
@@ -178,17 +184,25 @@ def test_any_misspelt_key_is_found_by_name(tmp_path, key, letter, at):
     path = write(tmp_path, NEWER.replace(f"{key}:", f"{wrong}:", 1))
     error = error_of(path)
     # of the keys that contain another one, the first in the file is hit
-    assert f"{letter}" in error.where.split("line ")[1] or "has no name" in error.what or "is missing" in error.what
+    assert (
+        f"{letter}" in error.where.split("line ")[1]
+        or "has no name" in error.what
+        or "is missing" in error.what
+    )
 
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
 TREES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
 )
 
 
 @settings(deadline=None, max_examples=150)
-@given(value=TREES, section=st.sampled_from(["backend", "optimizer", "schedulers", "callbacks", "loop", "model", "seed"]))
+@given(
+    value=TREES,
+    section=st.sampled_from(["backend", "optimizer", "schedulers", "callbacks", "loop", "model", "seed"]),
+)
 def test_no_value_gets_past_the_schema_as_anything_but_a_config_error(value, section, tmp_path_factory):
     path = write(tmp_path_factory.getbasetemp(), NEWER, "fuzz.yaml")
     try:

@@ -94,7 +94,9 @@ def test_precision(tmp_path, section, precision):
 
 def test_without_a_precision_section_the_run_is_fp32(tmp_path):
     start, end = NEWER.index("    precision:"), NEWER.index("    loop:")
-    assert load_params(write(tmp_path, NEWER[:start] + NEWER[end:])).init.precision.precision == Precision("fp32")
+    assert load_params(write(tmp_path, NEWER[:start] + NEWER[end:])).init.precision.precision == Precision(
+        "fp32"
+    )
 
 
 def test_keys_without_effect_are_told(tmp_path):
@@ -129,8 +131,8 @@ def test_mixed_forms_are_refused(tmp_path):
 
 
 CEREBRAS_GPT = (
-    "111m", "111m_mup", "256m", "256m_mup", "590m", "590m_mup", "1p3b", "1p3b_mup", "2p7b", "2p7b_mup", "6p7b",
-    "13b_bs720", "13b_bs1080",
+    "111m", "111m_mup", "256m", "256m_mup", "590m", "590m_mup", "1p3b", "1p3b_mup", "2p7b", "2p7b_mup",
+    "6p7b", "13b_bs720", "13b_bs1080",
 )  # fmt: skip
 
 
@@ -152,7 +154,12 @@ def test_public_cerebras_gpt_files_load_unchanged(size):
 def test_public_111m(tmp_path):
     run = load_params(public_params("nlp", "gpt3", "configs", "Cerebras_GPT") / "111m.yaml")
     model = run.init.model
-    assert (model.hidden_size, model.num_hidden_layers, model.num_heads, model.ffn_size) == (768, 10, 12, 3072)
+    assert (model.hidden_size, model.num_hidden_layers, model.num_heads, model.ffn_size) == (
+        768,
+        10,
+        12,
+        3072,
+    )
     assert (model.loss_scaling, model.loss_weight) == ("batch_size", 1 / 2048)
     assert model.attention_output_init.std == pytest.approx(0.02 / 20**0.5)
     assert run.init.schedule.value(1525) == pytest.approx(6e-4)
