@@ -52,7 +52,7 @@ CASES = [
      "finite number, found nan", "finite"),
     ("log_loss_scale: true", "max_gradient_value: 1.0", "trainer.init.precision", "exclude each other", "precision"),
     ("betas: [0.9, 0.95]", "betas: [0.9]", "trainer.init.optimizer.AdamW.betas", "betas", "betas"),
-    ("betas: [0.9, 0.95]", "betas: [0.9, 1.0]", "trainer.init.optimizer.AdamW", "betas lie in [0, 1)", "AdamW"),
+    ("betas: [0.9, 0.95]", "betas: [0.9, 1.0]", "trainer.init.optimizer.AdamW.betas[1]", "betas[1] is below 1.0, found 1.0", "below 1.0"),
     ("betas: [0.9, 0.95]", "betas: 0.9", "trainer.init.optimizer.AdamW.betas", "betas is a list, found 0.9", "list"),
     ("betas: [0.9, 0.95]", "correct_bias: false", "trainer.init.optimizer.AdamW.correct_bias", "found False", "True"),
     ("weight_decay: 0.1", "learning_rate: 0.1", "trainer.init", "the learning rate comes from", "init"),
@@ -91,19 +91,20 @@ def test_bad_values(tmp_path, old, new, place, what, remedy):
 OLDER_CASES = [
     ("max_steps: 100", "max_stpes: 100", "runconfig.max_stpes", "unknown key 'max_stpes'", "'max_steps'"),
     ("max_steps: 100", "max_steps: many", "runconfig.max_steps", "max_steps is a whole number", "whole number"),
-    ("beta1: 0.9", "beta1: x", "optimizer.beta1", "is a number, found 'x'", "number"),
+    ("beta1: 0.9", "beta1: x", "optimizer.beta1", "beta1 is a number, found 'x'", "number"),
+    ("beta2: 0.95", "beta2: 1", "optimizer.beta2", "beta2 is below 1.0, found 1", "below 1.0"),
     ("weight_decay_rate: 0.1", "weight_decay_rate: x", "optimizer.weight_decay_rate", "is a number", "number"),
     ("weight_decay_rate: 0.1", "weight_dcay: 0.1", "optimizer.weight_dcay", "unknown key", "'weight_decay'"),
     ("optimizer_type: adamw", "optimizer_type: adamx", "optimizer.optimizer_type", "unknown key 'adamx'", "'Adam'"),
     ("  optimizer_type: adamw\n", "", "optimizer", "the optimizer has no name", "optimizer_type: AdamW"),
     ("scheduler: Linear", "scheduler: Linaer", "optimizer.learning_rate[0]", "unknown key 'Linaer'", "'LinearLR'"),
     ("- scheduler: Linear", "- name: Linear", "optimizer.learning_rate[0]", "with the key scheduler", "Linear"),
-    ("steps: 10", "steps: 1.5", "optimizer.learning_rate[0].steps", "found 1.5", "whole number"),
+    ("steps: 10", "steps: 1.5", "optimizer.learning_rate[0].steps", "steps is a whole number, found 1.5", "whole number"),
     ("hidden_size: 32", "hidden_size: -1", "model.hidden_size", "at least 1, found -1", "at least 1"),
     ("mixed_precision: true", "mixed_precision: 1", "model.mixed_precision", "true or false", "true"),
     ("max_checkpoints: 3", "max_checkpoints: 0", "runconfig.max_checkpoints", "at least 1", "at least 1"),
     ("num_csx: 2", "num_csx: two", "runconfig.num_csx", "whole number, found 'two'", "whole number"),
-    ("batch_size: 4", "batch_size: four", "eval_input.batch_size", "whole number, found 'four'", "whole number"),
+    ("batch_size: 4", "batch_size: four", "eval_input.batch_size", "batch_size is a whole number, found 'four'", "whole number"),
 ]  # fmt: skip
 
 
@@ -117,6 +118,11 @@ def test_bad_values_in_the_older_form_are_named_as_the_user_wrote_them(
     assert what in error.what
     assert remedy in error.remedy
     assert_place(error, path, place)
+
+
+def test_a_problem_of_an_older_section_counts_once(tmp_path):
+    error = error_of(write(tmp_path, OLDER.replace("batch_size: 4", "batch_size: four")))
+    assert "more" not in error.what
 
 
 def test_further_problems_are_listed(tmp_path):

@@ -82,7 +82,7 @@ def test_checkpoint_path_goes_only_where_there_is_a_section(tmp_path):
         ("--num_stpes=3", "command line", "unknown flag 'num_stpes'", "write 'num_steps'"),
         ("--hidden_size=3", "command line", "unknown flag 'hidden_size'", "trainer.init"),
         ("--num_steps", "command line", "is not key=value", "--num_steps=VALUE"),
-        ("--num_steps=many", "command line: num_steps", "max_steps is a whole number, found 'many'", "whole"),
+        ("--num_steps=many", "command line: num_steps", "num_steps is a whole number, found 'many'", "whole"),
         ("--trainer.init.loop.max_step=3", "command line: trainer.init.loop.max_step", "unknown key", "'max_steps'"),
         ("--trainer.init.schedulers.1.X=3", "params.yaml", "1 is not a position in a list of 1", "from 0 to 0"),
     ],

@@ -103,3 +103,13 @@ def test_without_decay_there_is_one_group():
     model = torch.nn.Linear(4, 4)
     spec = OptimizerSpec("SGD", {"lr": 0.1}, no_decay=is_bias_or_norm)
     assert len(spec.groups(model.named_parameters())) == 1
+
+
+def test_learning_rates_are_scaled_by_name():
+    spec = OptimizerSpec("SGD", {"lr": 0.4}, lr_scale=lambda name: 0.25 if name == "hidden.weight" else 1.0)
+    assert spec.options("hidden.weight", (2, 2)) == {"lr": 0.1}
+    assert spec.options("hidden.weight", (2, 2), {"lr": 1.0}) == {"lr": 0.25}
+    assert spec.options("hidden.bias", (2,), {"lr": 1.0}) == {"lr": 1.0}
+    assert spec.options("hidden.bias", (2,)) == {}
+    model = torch.nn.ModuleDict({"hidden": torch.nn.Linear(2, 2)})
+    assert [group.get("lr", 0.4) for group in spec.groups(model.named_parameters())] == [0.1, 0.4]

@@ -19,7 +19,7 @@ from headwater.optim import (
     is_bias_or_norm,
 )
 
-Betas = Annotated[tuple[float, float], AsTuple]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSection(Section):
@@ -41,16 +41,10 @@ class OptimizerSection(Section):
 class AdamConfig(OptimizerSection):
     """Adam or AdamW. `correct_bias` can only be true: torch always corrects."""
 
-    betas: Betas = (0.9, 0.999)
+    betas: Annotated[tuple[Beta, Beta], AsTuple] = (0.9, 0.999)
     eps: float = Field(default=1e-8, ge=0)
     amsgrad: bool = False
     correct_bias: Literal[True] = True
-
-    @model_validator(mode="after")
-    def _betas_below_one(self) -> Self:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas lie in [0, 1), found {list(self.betas)}")
-        return self
 
 
 class SGDConfig(OptimizerSection):

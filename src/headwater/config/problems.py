@@ -37,11 +37,15 @@ def config_error(error: ValidationError, document: Document, root: KeyPath) -> C
     problems: dict[KeyPath, list[ErrorDetails]] = {}
     for details in error.errors():
         problems.setdefault(_path(details, document, root), []).append(details)
-    (path, first), *others = problems.items()
-    what, remedy = _explain(path, first)
+    path, first = next(iter(problems.items()))
+    where = document.origin(path)
+    what, remedy = _explain(_name(where.key), first)
+    # Of one section in the older form several of the newer are made: its problem is one all the same.
+    others = dict.fromkeys(str(document.origin(other)) for other in problems)
+    del others[str(where)]
     if others:
-        what += f" (and {len(others)} more: {', '.join(str(document.origin(key)) for key, _ in others)})"
-    return ConfigError(what, where=str(document.origin(path)), remedy=remedy)
+        what += f" (and {len(others)} more: {', '.join(others)})"
+    return ConfigError(what, where=str(where), remedy=remedy)
 
 
 def _path(details: ErrorDetails, document: Document, root: KeyPath) -> KeyPath:
@@ -53,19 +57,19 @@ def _path(details: ErrorDetails, document: Document, root: KeyPath) -> KeyPath:
     return (*path, last) if details["type"] == "missing" and isinstance(last, str) else path
 
 
-def _explain(path: KeyPath, found: list[ErrorDetails]) -> tuple[str, str]:
-    """What is wrong at `path`, and what to do about it."""
-    details, name = found[0], _name(path)
+def _explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
+    """What is wrong with the key called `name`, and what to do about it."""
+    details = found[0]
     context, kind = details.get("ctx", {}), details["type"]
     if kind == "unknown_key":
         valid = context["valid"]
-        close = nearest(name, valid)
+        close = nearest(context["key"], valid)
         listed = f"valid keys are: {', '.join(valid)}" if valid else "no keys are valid here"
-        return f"unknown key {name!r}", f"write {close!r}; {listed}" if close else listed
+        return f"unknown key {context['key']!r}", f"write {close!r}; {listed}" if close else listed
     if kind == "missing" and isinstance(details["loc"][-1], int):
         return f"{name} has too few entries", f"add one to {name}"
     if kind == "missing":
-        return f"the key {name!r} is missing", f"add {name}"
+        return f"the key {details['loc'][-1]!r} is missing", f"add {details['loc'][-1]}"
     if kind == "choice":
         names = ", ".join(context["names"])
         return f"{name} takes one name, found {names}", "keep one and remove the others, or set them to null"

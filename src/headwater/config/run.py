@@ -176,7 +176,7 @@ def _check_model_name(document: Document) -> None:
     """Raise if the model is none that there is, before its keys are looked at: they would all be unknown."""
     path: KeyPath = ("trainer", "init", "model")
     model = document.get(path)
-    if not isinstance(model, dict) or model.get("name") in MODELS:
+    if not isinstance(model, dict) or str(model.get("name")) in MODELS:
         return
     close = nearest(str(model.get("name")), MODELS)
     listed = f"models are: {', '.join(sorted(MODELS))}"

@@ -51,6 +51,7 @@ class OptimizerSpec:
         name: class name in `torch.optim`.
         kwargs: its arguments; `lr` is the rate it starts with.
         no_decay: which parameters, by name and shape, get no weight decay.
+        lr_scale: factor on the learning rate of each parameter, by name (muP).
 
     Raises:
         ConfigError: if torch has no such optimizer, or streaming cannot serve it.
@@ -59,6 +60,7 @@ class OptimizerSpec:
     name: str
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     no_decay: Callable[[str, tuple[int, ...]], bool] | None = None
+    lr_scale: Callable[[str], float] | None = None
 
     def __post_init__(self) -> None:
         if self.name in _REFUSED:
@@ -77,10 +79,24 @@ class OptimizerSpec:
     def elementwise(self) -> bool:
         return is_elementwise(self.name)
 
-    def options(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-        """What differs from `kwargs` for the parameter called `name`."""
-        exempt = self.no_decay is not None and self.kwargs.get("weight_decay") and self.no_decay(name, shape)
-        return {"weight_decay": 0.0} if exempt else {}
+    def options(
+        self, name: str, shape: tuple[int, ...], step_options: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What differs from `kwargs` for the parameter called `name`.
+
+        Args:
+            name: qualified name of the parameter.
+            shape: its shape.
+            step_options: what differs for every parameter at this step, `lr` above all.
+        """
+        options = dict(step_options or {})
+        scale = self.lr_scale(name) if self.lr_scale is not None else 1.0
+        rate = options.get("lr", self.kwargs.get("lr"))
+        if scale != 1.0 and rate is not None:
+            options["lr"] = rate * scale
+        if self.no_decay is not None and self.kwargs.get("weight_decay") and self.no_decay(name, shape):
+            options["weight_decay"] = 0.0
+        return options
 
     def groups(self, named_params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
         """Parameter groups for `build`, one for each set of options, in order of first appearance."""
