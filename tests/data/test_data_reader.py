@@ -5,6 +5,7 @@ import json
 
 import h5py
 import numpy as np
+import pydantic
 import pytest
 import torch
 
@@ -160,6 +161,12 @@ def test_the_map_processor_is_the_same_reader():
     assert GptHDF5MapDataProcessor is GptHDF5DataProcessor
     keys = {"data_processor": "GptHDF5MapDataProcessor", "data_dir": "x", "batch_size": 2}
     assert GptHDF5DataProcessorConfig(**keys).folders[0].name == "x"
+
+
+@pytest.mark.parametrize("keys", [{"data_dir": []}, {"batch_size": 0}, {"shufle": True}, {"num_workers": -1}])
+def test_a_wrong_key_or_value_is_refused(keys):
+    with pytest.raises(pydantic.ValidationError, match=next(iter(keys))):
+        GptHDF5DataProcessorConfig(**{"data_dir": "x", "batch_size": 2, **keys})
 
 
 def test_a_missing_or_wrong_data_dir_is_named(tmp_path):

@@ -73,7 +73,12 @@ class BatchLoader:
         self._batches.start = self._consumed
         for batch in self._loader:
             if isinstance(batch, DataError):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    # The error's traceback holds this frame. Were the error a local of it too, the loader would
+                    # be freed by the cycle collector only, its queues before its workers were told to stop.
+                    del batch
             position = self.order.next_position(self._consumed)
             assert position is not None, "there is a position for every batch"
             self._consumed = position

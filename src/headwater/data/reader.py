@@ -9,12 +9,12 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import h5py
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch.utils.data import Dataset
 
 from headwater.core.errors import DataError
@@ -45,7 +45,7 @@ class GptHDF5DataProcessorConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     data_processor: Literal["GptHDF5DataProcessor", "GptHDF5MapDataProcessor"] = "GptHDF5DataProcessor"
-    data_dir: Path | list[Path]
+    data_dir: Path | Annotated[list[Path], Field(min_length=1)]
     batch_size: PositiveInt
     shuffle: bool = False
     shuffle_seed: int = 0
