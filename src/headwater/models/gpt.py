@@ -121,13 +121,17 @@ class GPT(nn.Module):
         """
         return self.head(self.hidden(input_ids, cache))  # type: ignore[no-any-return]
 
+    def next_logits(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Logits [batch, vocab] of the token after the last of `input_ids`; see `logits`."""
+        return self.head(self.hidden(input_ids, cache)[:, -1])  # type: ignore[no-any-return]
+
     def hidden(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Normalized hidden states [batch, seq, hidden] that the head reads."""
         start = 0 if cache is None else cache.length
-        stop, limit = start + input_ids.shape[1], self.config.max_position_embeddings
-        if stop > limit:
+        stop = start + input_ids.shape[1]
+        if stop > self.max_length:
             raise DataError(
-                f"a sequence of {stop} tokens is longer than the {limit} positions of the model",
+                f"a sequence of {stop} tokens is longer than the {self.max_length} positions of the model",
                 where="model.max_position_embeddings",
                 remedy="use shorter sequences, or train a model with more positions",
             )
@@ -139,6 +143,11 @@ class GPT(nn.Module):
         for index, block in enumerate(self.blocks):
             x = block(x) if cache is None else block(x, cache.layers[index])
         return self.norm(x)  # type: ignore[no-any-return]
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence in tokens."""
+        return self.config.max_position_embeddings
 
     def new_cache(self, max_length: int) -> KeyValueCache:
         """An empty cache for sequences of up to `max_length` tokens."""

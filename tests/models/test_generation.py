@@ -1,0 +1,111 @@
+"""Generation: greedy against transformers, cache against no cache, sampling."""
+
+import pytest
+import torch
+
+from headwater.core.errors import ConfigError, DataError
+from headwater.models.generation import generate
+from headwater.models.gpt import GPT
+
+
+@pytest.fixture
+def model(tiny):
+    return GPT(tiny()).eval()
+
+
+@pytest.fixture
+def prompt(batch):
+    return batch["input_ids"][:, :6].long()
+
+
+def without_cache(model, tokens, count):
+    with torch.no_grad():
+        for _ in range(count):
+            tokens = torch.cat([tokens, model.logits(tokens)[:, -1:].argmax(-1)], dim=1)
+    return tokens
+
+
+def test_greedy_equals_a_loop_without_cache(model, prompt):
+    assert torch.equal(generate(model, prompt, 15, temperature=0), without_cache(model, prompt, 15))
+
+
+def test_greedy_equals_transformers(tmp_path, model, prompt):
+    transformers = pytest.importorskip("transformers")
+    from headwater.convert.gpt2 import export_hf
+
+    export_hf(model.state_dict(), model.config, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    expected = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    assert torch.equal(generate(model, prompt, 12, temperature=0), expected)
+
+
+def test_cached_logits_equal_those_of_the_whole_sequence(model, batch):
+    tokens = batch["input_ids"]
+    cache = model.new_cache(20)
+    with torch.no_grad():
+        parts = [model.logits(part, cache) for part in tokens.split([7, 1, 5, 7], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model.logits(tokens), rtol=1e-5, atol=1e-6)
+    assert cache.length == 20
+
+
+def test_same_seed_same_tokens(model, prompt):
+    first = generate(model, prompt, 10, seed=1)
+    torch.manual_seed(99)
+    assert torch.equal(first, generate(model, prompt, 10, seed=1))
+    assert not torch.equal(first, generate(model, prompt, 10, seed=2))
+    assert torch.equal(first[:, :6], prompt)
+
+
+class FixedModel:
+    """Always predicts the same distribution."""
+
+    max_length = 10_000
+
+    def __init__(self, probabilities):
+        self.log_probabilities = torch.tensor(probabilities).log()
+
+    def new_cache(self, max_length):
+        return None
+
+    def next_logits(self, input_ids, cache=None):
+        return self.log_probabilities.expand(len(input_ids), -1)
+
+
+def sampled(**arguments):
+    model = FixedModel([0.5, 0.3, 0.15, 0.05])
+    tokens = generate(model, torch.zeros(2000, 1, dtype=torch.int64), 4, **arguments)[:, 1:]
+    return (tokens.flatten().bincount(minlength=4) / tokens.numel()).tolist()
+
+
+def test_sampling_follows_the_distribution():
+    assert sampled() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.02)
+    assert sampled(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.02)
+    assert sampled(top_p=0.9) == pytest.approx([0.526, 0.316, 0.158, 0], abs=0.02)
+    assert sampled(top_p=0.4) == [1, 0, 0, 0]
+    assert sampled(top_k=1) == [1, 0, 0, 0]
+    squares = torch.tensor([0.5, 0.3, 0.15, 0.05]) ** 2
+    assert sampled(temperature=0.5) == pytest.approx((squares / squares.sum()).tolist(), abs=0.02)
+
+
+def test_ended_sequences_are_filled_up_and_stop_early():
+    model = FixedModel([0.5, 0.5])
+    tokens = generate(model, torch.zeros(50, 1, dtype=torch.int64), 100, eos=1)[:, 1:]
+    assert 1 < tokens.shape[1] < 100
+    assert torch.equal(tokens.cummax(1).values, tokens)
+    assert tokens[:, -1].eq(1).all()
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_sampling_arguments_out_of_range(model, prompt, bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        generate(model, prompt, 1, **bad)
+
+
+def test_length_is_checked_before_anything_is_computed(model, prompt):
+    assert generate(model, prompt, 19).shape == (4, 25)
+    with pytest.raises(DataError, match="at most 19 new tokens"):
+        generate(model, prompt, 20)
+    with pytest.raises(DataError, match="empty"):
+        generate(model, prompt[:, :0], 1)
