@@ -76,8 +76,8 @@ class BatchLoader:
                 try:
                     raise batch
                 finally:
-                    # The error's traceback holds this frame. Were the error a local of it too, the loader would
-                    # be freed by the cycle collector only, its queues before its workers were told to stop.
+                    # The error's traceback holds this frame. Were the error a local of it too, only the cycle
+                    # collector would free the loader, and its queues before its workers were told to stop.
                     del batch
             position = self.order.next_position(self._consumed)
             assert position is not None, "there is a position for every batch"
