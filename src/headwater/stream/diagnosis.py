@@ -1,0 +1,35 @@
+"""Finding the stage that first gave a number that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from headwater.core.stage import StageSpec
+
+
+def first_non_finite_stage(
+    model: nn.Module, stages: Sequence[StageSpec], forward: Callable[[], object]
+) -> str | None:
+    """Run `forward` once more and name the first stage whose output is not finite; `None` if all are."""
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
+                found.append(name)
+
+        return hook
+
+    handles = [model.get_submodule(s.name).register_forward_hook(watch(s.name)) for s in stages if s.name]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None

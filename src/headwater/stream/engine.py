@@ -1,0 +1,240 @@
+"""A model, a plan and an optimizer made into something that trains: the face of the streaming engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from headwater.core.errors import NonFiniteError
+from headwater.core.seeding import derive_seed
+from headwater.core.stage import ParamSpec
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.trace import LossFunction, autocast, call_model
+from headwater.plan.types import Plan
+from headwater.store.disk import DiskTier
+from headwater.store.gradients import DiskHold, GradientHold, MemoryHold
+from headwater.store.layout import StageLayout
+from headwater.store.memory import MemoryTier
+from headwater.store.rule import UpdateRule
+from headwater.store.store import PieceState, Update, WeightStore
+from headwater.store.tier import Tier
+from headwater.stream.binding import Binder
+from headwater.stream.device import Device, make_device
+from headwater.stream.diagnosis import first_non_finite_stage
+from headwater.stream.executor import Executor
+from headwater.stream.weights import InPlaceWeights, SlabWeights, StreamStatistics, Weights
+
+Initial = Callable[[ParamSpec], torch.Tensor]
+"""Gives the initial value of a parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What one training step did.
+
+    Attributes:
+        loss: mean loss of the micro-batches.
+        gradient_norm: global 2-norm before clipping.
+        applied: `False` if the step was skipped because its gradient was not finite.
+        statistics: what it streamed.
+        step_s: seconds it took.
+    """
+
+    loss: float
+    gradient_norm: float
+    applied: bool
+    statistics: StreamStatistics
+    step_s: float
+
+
+class Engine:
+    """Trains a model by weight streaming.
+
+    Args:
+        model: any module; parameters may be on the meta device if `initial` is given. The engine owns its
+            parameters from here on: outside a forward they hold NaN.
+        plan: what `headwater.plan` decided.
+        optimizer: how parameters are updated.
+        initial: initial values; what the model's parameters hold if not given.
+        seed: seeds the generator anew for each micro-batch, keyed by step and micro-batch; `None` leaves the
+            ambient generator alone.
+        loss_function: computes the loss of a batch; the model itself if not given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: OptimizerSpec,
+        *,
+        initial: Initial | None = None,
+        seed: int | None = None,
+        loss_function: LossFunction = call_model,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self._seed = seed
+        self._loss_function = loss_function
+        self._device = make_device(plan.device)
+        order = _parameter_order(model, plan)
+        self.store = _make_store(plan, UpdateRule(optimizer), self._device, order)
+        binder = Binder(model, plan.trace.stages, self._device.torch_device)
+        for stage in range(len(plan.trace.stages)):
+            self._fill(stage, binder, initial)
+            binder.adopt(stage)
+        for name, buffer in model.named_buffers():
+            _set_buffer(model, name, buffer, self._device.torch_device)
+        self._executor = Executor(model, plan, self.store, binder, _make_weights(plan, self.store, self._device))
+
+    def _fill(self, stage: int, binder: Binder, initial: Initial | None) -> None:
+        specs = self.store.stages[stage].params
+        values = binder.values(stage) if initial is None else [initial(spec) for spec in specs]
+
+        def fill(piece: PieceState) -> None:
+            flat = values[piece.param].reshape(-1)
+            piece.master.copy_(flat[piece.start : piece.start + piece.master.numel()])
+
+        self.store.write(stage, fill)
+
+    def train_step(self, micro_batches: Sequence[Any], update: Update) -> StepReport:
+        """One optimizer step; the loss is the mean over its micro-batches.
+
+        Args:
+            micro_batches: what the loss function takes, one after the other.
+            update: step number, learning rate, clipping.
+
+        Raises:
+            NonFiniteError: if a loss or gradient is not finite, unless `update` says to skip such steps; the
+                step leaves no trace.
+        """
+        start = time.perf_counter()
+        self.store.begin_step()
+        statistics = self._executor.begin(training=True)
+        total = 0.0
+        for index, batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            loss = self._forward(batch, update.step, index)
+            total += self._checked(loss, batch, update, index)
+            scaled = loss * update.loss_scale if update.loss_scale != 1.0 else loss
+            self._executor.backward(scaled / len(micro_batches) if len(micro_batches) > 1 else scaled, last=last)
+        committed = self.store.commit(update)
+        return StepReport(
+            loss=total / len(micro_batches),
+            gradient_norm=committed.gradient_norm,
+            applied=committed.applied,
+            statistics=statistics,
+            step_s=time.perf_counter() - start,
+        )
+
+    def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:  # noqa: ANN401
+        if self._seed is not None:
+            torch.manual_seed(derive_seed(self._seed, "micro_batch", step, index))
+        with self._executor.forward(), autocast(self.plan.precision, self.plan.device):
+            return self._loss_function(self.model, self._to_device(batch))
+
+    def _checked(self, loss: torch.Tensor, batch: Any, update: Update, index: int) -> float:  # noqa: ANN401
+        value = loss.item()
+        if not torch.isfinite(loss) and not update.skip_non_finite:
+            stages = self.plan.trace.stages
+            with torch.no_grad():
+                first = first_non_finite_stage(
+                    self.model, stages, lambda: self._forward(batch, update.step, index)
+                )
+            raise NonFiniteError(
+                f"the loss of step {update.step} is {value}",
+                where=f"stage {first!r} first" if first else "in the loss itself",
+                remedy="lower the learning rate, clip gradients, or look at the data of this step; "
+                "the step was not applied",
+            )
+        return value
+
+    def evaluate(self, batch: Any) -> torch.Tensor:  # noqa: ANN401
+        """The loss of a batch, without gradients. The module's train or eval mode is the caller's business."""
+        with self.inference():
+            return self._loss_function(self.model, self._to_device(batch))
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Within it the model computes without gradients; its forward may be called in any way."""
+        self._executor.begin(training=False)
+        with torch.no_grad(), autocast(self.plan.precision, self.plan.device):
+            yield
+
+    def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 master) of every parameter, up to date, one at a time; aliases are left out."""
+        for stage in self.store.stages:
+            yield from self._masters_of(stage.index)
+
+    def _masters_of(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for piece in self.store.read(stage, with_states=False):
+            spec = self.store.stages[stage].params[piece.param]
+            if piece.start == 0:
+                whole = torch.empty(spec.numel, dtype=spec.dtype)
+            whole[piece.start : piece.start + piece.master.numel()].copy_(piece.master)
+            if piece.start + piece.master.numel() == spec.numel:
+                yield spec.name, whole.view(spec.shape)
+
+    def _to_device(self, batch: Any) -> Any:  # noqa: ANN401
+        return tree_map_only(torch.Tensor, lambda t: t.to(self._device.torch_device), batch)
+
+    def close(self) -> None:
+        """Give back memory, threads and files; the model's parameters stay unbound."""
+        self._executor.close()
+        self.store.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _parameter_order(model: nn.Module, plan: Plan) -> list[tuple[int, int]]:
+    place = {
+        param.name: (stage.index, index)
+        for stage in plan.trace.stages
+        for index, param in enumerate(stage.params)
+    }
+    return [place[name] for name, _ in model.named_parameters()]
+
+
+def _make_store(plan: Plan, rule: UpdateRule, device: Device, order: list[tuple[int, int]]) -> WeightStore:
+    one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
+    sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
+
+    def make_tier(layouts: list[StageLayout]) -> Tier:
+        if plan.tier == "memory":
+            return MemoryTier(layouts, pin=not device.reads_host)
+        return DiskTier(layouts, _folder(plan))
+
+    hold: GradientHold = MemoryHold()
+    if plan.gradient_tier == "disk":
+        _folder(plan).mkdir(parents=True, exist_ok=True)
+        hold = DiskHold(plan.trace.stages, _folder(plan), lambda wire: sum_dtype or wire)
+    return WeightStore(
+        plan.trace.stages, rule, make_tier, hold=hold, mixed_sum_dtype=sum_dtype, order=order
+    )
+
+
+def _folder(plan: Plan) -> Path:
+    assert plan.disk is not None, "a plan with a disk tier names a folder"
+    return plan.disk
+
+
+def _make_weights(plan: Plan, store: WeightStore, device: Device) -> Weights:
+    if plan.in_place:
+        return InPlaceWeights(store)
+    return SlabWeights(store, plan.trace.stages, plan.slabs, device)
+
+
+def _set_buffer(model: nn.Module, name: str, buffer: torch.Tensor, device: torch.device) -> None:
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path)._buffers[leaf] = buffer.to(device)

@@ -1,0 +1,142 @@
+"""Runs a model whose weights come and go: binds each stage where it is read, hands its gradients out."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from headwater.plan.types import Activations, Plan
+from headwater.store.store import WeightStore
+from headwater.stream.activations import DiskOffload, recompute_forward, without_weights
+from headwater.stream.binding import Binder
+from headwater.stream.sites import SiteHooks
+from headwater.stream.weights import StreamStatistics, Weights
+
+
+class Executor:
+    """One model, one store, one plan.
+
+    Args:
+        model: the model; hooks are put on it.
+        plan: what to do.
+        store: where weights come from and gradients go.
+        binder: owns the model's parameters.
+        weights: brings stages to the device.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, store: WeightStore, binder: Binder, weights: Weights
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._binder = binder
+        self._weights = weights
+        self._depth: Counter[int] = Counter()
+        self._last_micro_batch = True
+        self._forward_stage = 0
+        self._offload = self._make_offload()
+        self._hooks = SiteHooks(model, plan.trace.sites, self._enter, self._leave)
+        self._gradient_hooks = list(self._hook_gradients())
+        for stage, policy in zip(plan.trace.stages, plan.activations, strict=True):
+            if policy is Activations.RECOMPUTE:
+                self._hook_recompute(model.get_submodule(stage.name), stage.index)
+
+    # weights in
+
+    def _enter(self, stage: int) -> None:
+        self._depth[stage] += 1
+        self._forward_stage = stage
+        if self._depth[stage] == 1:
+            self._binder.bind(stage, self._require(stage))
+
+    def _leave(self, stage: int) -> None:
+        self._depth[stage] -= 1
+        if self._depth[stage] == 0 and not self._weights.stable:
+            self._binder.unbind(stage)
+
+    def _require(self, stage: int) -> torch.Tensor:
+        start = time.perf_counter()
+        image = self._weights.require(stage)
+        self._weights.statistics.wait_s += time.perf_counter() - start
+        return image
+
+    def _hook_recompute(self, module: nn.Module, stage: int) -> None:
+        recompute_forward(module, lambda: self._enter(stage), lambda: self._leave(stage))
+
+    def _make_offload(self) -> Callable[[torch.Tensor], Any]:
+        if Activations.OFFLOAD not in self._plan.activations:
+            return lambda tensor: None
+        disk = DiskOffload(self._plan.disk or Path.cwd())
+        moved = [policy is Activations.OFFLOAD for policy in self._plan.activations]
+        return lambda tensor: disk(tensor) if moved[self._forward_stage] else None
+
+    # gradients out
+
+    def _hook_gradients(self) -> Iterator[RemovableHandle]:
+        for stage, index, param in self._binder.parameters():
+            if param.requires_grad:
+                yield param.register_post_accumulate_grad_hook(self._give_gradient(stage, index))
+
+    def _give_gradient(self, stage: int, index: int) -> Callable[[torch.Tensor], None]:
+        def hook(param: torch.Tensor) -> None:
+            gradient, param.grad = param.grad, None
+            assert gradient is not None, "the hook runs when a gradient is there"
+            self._weights.statistics.bytes_out += gradient.numel() * gradient.element_size()
+            self._store.add_gradient(stage, index, gradient.to("cpu"), last=self._last_micro_batch)
+
+        return hook
+
+    # one step
+
+    def begin(self, *, training: bool) -> StreamStatistics:
+        """Get ready for one training step or evaluation.
+
+        Returns:
+            Statistics that fill as it goes on.
+        """
+        trace = self._plan.trace
+        self._binder.unbind_all()
+        self._depth.clear()
+        self._weights.statistics = StreamStatistics()
+        self._weights.begin(trace.schedule if training else trace.uses)
+        return self._weights.statistics
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Surrounds the forward of a micro-batch whose backward will follow."""
+        with ExitStack() as stack:
+            if not self._weights.stable or Activations.OFFLOAD in self._plan.activations:
+                stage_of = (lambda tensor: None) if self._weights.stable else self._binder.stage_of
+                stack.enter_context(without_weights(stage_of, self._require, self._offload))
+            yield
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Run the backward of one micro-batch; gradients go to the store.
+
+        Args:
+            loss: scalar, already scaled.
+            last: whether it is the step's last micro-batch.
+        """
+        self._last_micro_batch = last
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._store.end_micro_batch(last=last)
+
+    def bind_all(self, stages: Sequence[int]) -> None:
+        """Bind stages outside any forward, while there are slabs for all of them."""
+        for stage in stages:
+            self._binder.bind(stage, self._require(stage))
+
+    def close(self) -> None:
+        """Take the hooks off and give back memory and threads."""
+        self._hooks.remove()
+        for handle in self._gradient_hooks:
+            handle.remove()
+        self._weights.close()

@@ -1,0 +1,56 @@
+"""Hooks on the modules whose forward reads weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class SiteHooks:
+    """Calls `enter` with the stages of a module before its forward and `leave` after it, also if it fails.
+
+    Args:
+        model: the model.
+        sites: qualified module name -> stages read while that module's forward runs.
+        enter: called with each of them before.
+        leave: called with each of them after.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Mapping[str, Sequence[int]],
+        enter: Callable[[int], None],
+        leave: Callable[[int], None],
+    ) -> None:
+        self._handles: list[RemovableHandle] = []
+        for path, stages in sites.items():
+            module = model.get_submodule(path)
+            self._handles += [
+                module.register_forward_pre_hook(_before(stages, enter), prepend=True),
+                module.register_forward_hook(_after(stages, leave), always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _before(stages: Sequence[int], enter: Callable[[int], None]) -> Callable[[nn.Module, Any], None]:
+    def hook(module: nn.Module, args: Any) -> None:  # noqa: ANN401
+        for stage in stages:
+            enter(stage)
+
+    return hook
+
+
+def _after(stages: Sequence[int], leave: Callable[[int], None]) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401
+        for stage in stages:
+            leave(stage)
+
+    return hook
