@@ -139,6 +139,7 @@ class Plan:
         gradient_tier: where gradients wait for the update.
         prediction: what this costs.
         disk: folder of the disk tier.
+        budget: what the run may take; every budget is set that applies.
     """
 
     trace: Trace
@@ -153,3 +154,4 @@ class Plan:
     gradient_tier: Tier
     prediction: Prediction | None = None
     disk: Path | None = None
+    budget: Resources | None = None

@@ -1,0 +1,113 @@
+"""From what there is to what is done with it: `make_plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from headwater.core.errors import ConfigError
+from headwater.core.precision import Precision
+from headwater.plan.calibrate import Calibration, free_resources, resident_bytes
+from headwater.plan.footprint import minimum_slabs
+from headwater.plan.refusal import UNLIMITED, refusal
+from headwater.plan.search import Budgets, Fixed, Request, TraceFor, best_plan, micro_batch_sizes
+from headwater.plan.types import Activations, Plan, Resources
+
+__all__ = ["Fixed", "make_plan"]
+
+
+def make_plan(
+    trace_for: TraceFor,
+    *,
+    batch_size: int,
+    precision: Precision,
+    optimizer_state_bytes: int,
+    resources: Resources,
+    device: str = "cpu",
+    calibration: Calibration | None = None,
+    fixed: Fixed | None = None,
+    base_bytes: int | None = None,
+) -> Plan:
+    """The plan with the shortest predicted step within every budget.
+
+    Args:
+        trace_for: micro-batch size -> its dry run.
+        batch_size: samples of one optimizer step.
+        precision: precision of the run.
+        optimizer_state_bytes: bytes of optimizer state for each trained parameter (8 for Adam).
+        resources: what the run may take; what is not set is what the machine has free.
+        device: `cpu` or `cuda`.
+        calibration: rates of the machine; without, plans are compared by nominal rates, and no time is
+            promised.
+        fixed: decisions that are not the planner's.
+        base_bytes: host memory of the interpreter and its libraries; by default what this process takes now.
+
+    Raises:
+        ConfigError: if decisions contradict each other or the batch size.
+        DoesNotFitError: if no plan fits.
+    """
+    resources = free_resources(resources, device)
+    request = Request(
+        trace_for=trace_for,
+        batch_size=batch_size,
+        precision=precision,
+        optimizer_state_bytes=optimizer_state_bytes,
+        budgets=_budgets(resources),
+        disk=resources.disk,
+        device=device,
+        calibration=calibration,
+        fixed=fixed or Fixed(),
+        base_bytes=resident_bytes() if base_bytes is None else base_bytes,
+    )
+    check(request)
+    plan = best_plan(request)
+    if plan is None:
+        raise refusal(request)
+    assert plan.prediction is not None, "the best plan is predicted"
+    prediction = plan.prediction
+    if calibration is None:
+        prediction = dataclasses.replace(prediction, step_s=None, step_parts={})
+    return dataclasses.replace(plan, prediction=prediction, budget=resources)
+
+
+def _budgets(resources: Resources) -> Budgets:
+    """Budgets of `resources`; what does not apply is unlimited."""
+    limits = (resources.device_memory, resources.host_memory, resources.disk_bytes)
+    return Budgets(*(UNLIMITED if limit is None else limit for limit in limits))
+
+
+def check(request: Request) -> None:
+    """Refuse decisions that contradict each other.
+
+    Raises:
+        ConfigError: naming the decision.
+    """
+    fixed = request.fixed
+    _check_micro_batch_size(request)
+    for name, tier in {"tier": fixed.tier, "gradient_tier": fixed.gradient_tier}.items():
+        if tier == "disk" and request.disk is None:
+            raise ConfigError(f"{name} is disk, but no disk folder is given", where=name, remedy="set disk")
+    if fixed.activations is Activations.OFFLOAD and request.device == "cpu" and request.disk is None:
+        raise ConfigError(
+            "on CPU activations are offloaded to disk, but no disk folder is given",
+            where="activations",
+            remedy="set disk, or write recompute",
+        )
+    least = minimum_slabs(request.trace_for(micro_batch_sizes(request)[0]))
+    if fixed.num_slabs is not None and fixed.num_slabs < least:
+        raise ConfigError(
+            f"{fixed.num_slabs} slabs are too few for this model",
+            where="num_slabs",
+            remedy=f"write {least} or more, or leave it out",
+        )
+
+
+def _check_micro_batch_size(request: Request) -> None:
+    size, batch_size = request.fixed.micro_batch_size, request.batch_size
+    if size is not None and (size < 1 or batch_size % size):
+        divisors = (n for n in range(1, batch_size + 1) if batch_size % n == 0)
+        nearest = min(divisors, key=lambda divisor: abs(divisor - size))
+        raise ConfigError(
+            f"micro_batch_size {size} does not divide batch_size {batch_size}",
+            where="micro_batch_size",
+            remedy=f"write for example {nearest}",
+        )

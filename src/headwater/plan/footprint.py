@@ -1,0 +1,246 @@
+"""Bytes of a plan: what lies on the device, in host memory and on disk at the fullest moment of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from headwater.core.stage import StageSpec
+from headwater.plan.belady import slab_capacity
+from headwater.plan.types import Activations, Plan, StageCost, Trace
+from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, Encoding, encoding_of
+
+_STAGING_BUFFERS = 4
+_FP32_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class StageBytes:
+    """Bytes of one stage, by where they go.
+
+    Attributes:
+        slab: the weights in wire precision, on the device and in the store alike.
+        state: what the store keeps beside them: the rest of the masters, and optimizer state.
+        gradient: what autograd makes, in wire precision.
+        gradient_sum: what waits for the update where several micro-batches are summed.
+        trained: number of trained parameters.
+    """
+
+    slab: int
+    state: int
+    gradient: int
+    gradient_sum: int
+    trained: int
+
+    @property
+    def stored(self) -> int:
+        """Bytes in the weight store."""
+        return self.slab + self.state
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The fullest moment of a step, as far as activations and gradients go."""
+
+    activations: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes by name in each kind of memory; on CPU nothing is on the device."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    disk: dict[str, int]
+
+
+class Footprint:
+    """Adds up the bytes of plans for one trace.
+
+    Args:
+        trace: the dry run.
+        optimizer_state_bytes: bytes of optimizer state for each trained parameter.
+        base_bytes: resident host memory of the interpreter and its libraries.
+    """
+
+    def __init__(self, trace: Trace, *, optimizer_state_bytes: int, base_bytes: int) -> None:
+        self.trace = trace
+        self.stages = tuple(_stage_bytes(stage, optimizer_state_bytes) for stage in trace.stages)
+        self.slab_sizes = tuple(stage.slab for stage in self.stages)
+        self.last_use = {stage: position for position, stage in enumerate(trace.uses)}
+        self.first_use = {stage: position for position, stage in reversed(list(enumerate(trace.uses)))}
+        self._base_bytes = base_bytes
+        self._peaks: dict[object, Peak] = {}
+
+    def memory(self, plan: Plan) -> Memory:
+        """Peak bytes of `plan` by where they lie."""
+        peak = self.peak(plan)
+        slabs = 0 if plan.in_place else _pool_bytes(self.slab_sizes, plan.slabs)
+        compute = {"slabs": slabs, "activations": peak.activations, "gradients": peak.gradients}
+        host, disk = self._store_bytes(plan)
+        held, moved = self.held_gradients(plan), self.offloaded_bytes(plan)
+        if plan.gradient_tier == "disk":
+            disk["gradients"] = held
+        if plan.device == "cpu":
+            return Memory({}, host | compute, disk | {"activations": moved})
+        largest = max(stage.gradient_sum for stage in self.stages)
+        host["gradients"] = largest if plan.gradient_tier == "disk" else held
+        return Memory(compute, host | {"activations": moved}, disk)
+
+    def _store_bytes(self, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
+        """What the weight store takes of host memory and of disk."""
+        host = {"interpreter": self._base_bytes}
+        if plan.tier == "memory":
+            return host | {"weight store": self.stored_bytes}, {}
+        page_locked = 0 if plan.device == "cpu" else max(self.slab_sizes)
+        return host | {"staging": self.staging_bytes + page_locked}, {"weight store": self.stored_bytes}
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of the whole weight store."""
+        return sum(stage.stored for stage in self.stages)
+
+    @cached_property
+    def staging_bytes(self) -> int:
+        """Buffers through which the disk tier reads and writes, and the updater's two fp32 workspaces."""
+        per_param = max((stage.state / stage.trained for stage in self.stages if stage.trained), default=0)
+        piece = max(1, int(PIECE_ELEMENTS * per_param))
+        group = -(-GROUP_BYTES // piece) * piece
+        largest = max(stage.state for stage in self.stages)
+        return _STAGING_BUFFERS * min(group, largest) + 2 * PIECE_ELEMENTS * _FP32_BYTES
+
+    def held_gradients(self, plan: Plan) -> int:
+        """Bytes of gradients that wait for the update when backward ends."""
+        one = plan.num_micro_batches == 1
+        return sum(stage.gradient if one else stage.gradient_sum for stage in self.stages)
+
+    def offloaded_bytes(self, plan: Plan) -> int:
+        """Bytes of activations that one micro-batch moves out."""
+        pairs = zip(self.trace.costs, plan.activations, strict=True)
+        return sum(_kept(cost) for cost, policy in pairs if policy is Activations.OFFLOAD)
+
+    def peak(self, plan: Plan) -> Peak:
+        """Activations and gradients at the fullest moment, in the memory that the compute device uses."""
+        hold = "none"
+        if plan.device == "cpu" and plan.gradient_tier == "memory":
+            hold = "one" if plan.num_micro_batches == 1 else "sum"
+        key = plan.activations, hold
+        if key not in self._peaks:
+            moments = zip(self._live(plan.activations), self._gradients[hold], strict=True)
+            self._peaks[key] = max((Peak(*moment) for moment in moments), key=lambda peak: peak.total)
+        return self._peaks[key]
+
+    def _live(self, activations: Sequence[Activations]) -> list[int]:
+        """Bytes of activations alive while each use runs; forward and backward are alike.
+
+        What a stage keeps is counted from its last use on: a stage used twice is mostly a tied embedding,
+        whose first use keeps next to nothing.
+        """
+        held, busy = [], []
+        for position, stage in enumerate(self.trace.uses):
+            cost, policy = self.trace.costs[stage], activations[stage]
+            held.append(_held(cost, policy) if self.last_use[stage] == position else 0)
+            busy.append(_busy(cost, policy, self._num_uses[stage]))
+        return [kept + working for kept, working in zip(accumulate(held), busy, strict=True)]
+
+    @cached_property
+    def _num_uses(self) -> dict[int, int]:
+        return {stage: self.trace.uses.count(stage) for stage in self.last_use}
+
+    @cached_property
+    def _gradients(self) -> dict[str, list[int]]:
+        """Bytes of gradients in the compute device's memory while the backward of each use runs.
+
+        With one micro-batch the store holds the very tensors that autograd made; with several it holds sums.
+        An update frees the gradients of a stage when the next forward reaches it, so that forward is the
+        mirror image of backward.
+        """
+        uses = range(len(self.trace.uses))
+        sums = sum(stage.gradient_sum for stage in self.stages)
+        arriving = [self._arriving(position) for position in uses]
+        complete = [self._complete(position) for position in uses]
+        after = [*accumulate(reversed(complete), initial=0)][-2::-1]
+        return {
+            "none": [2 * count for count in arriving],  # and the copy that is on its way out
+            "sum": [sums + count for count in arriving],
+            "one": [done + count for done, count in zip(after, arriving, strict=True)],
+        }
+
+    def _complete(self, position: int) -> int:
+        """Bytes of gradients that are complete once the backward of one use has run."""
+        stage = self.trace.uses[position]
+        return self.stages[stage].gradient if self.first_use[stage] == position else 0
+
+    def _arriving(self, position: int) -> int:
+        """Bytes of gradients that autograd has begun and not handed over, in the backward of one use."""
+        total = 0
+        for stage, first in self.first_use.items():
+            if first <= position <= self.last_use[stage]:
+                second = position == first < self.last_use[stage]  # a summand beside what is there
+                total += self.stages[stage].gradient * (2 if second else 1)
+        return total
+
+
+def minimum_slabs(trace: Trace) -> int:
+    """Fewest slabs of a size class that hold all stages bound at once, and one more than a lone stage."""
+    most = 2
+    for site in trace.sites:
+        bound = {stage for module in _enclosing(site) for stage in trace.sites.get(module, ())}
+        sizes = Counter(trace.stages[stage].slab_bytes for stage in bound)
+        most = max(most, *sizes.values())
+    return most
+
+
+def _enclosing(module: str) -> Iterator[str]:
+    """`module` and the modules that contain it, by their qualified names."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+    yield ""
+
+
+def _stage_bytes(stage: StageSpec, optimizer_state_bytes: int) -> StageBytes:
+    trained = [param for param in stage.params if param.requires_grad]
+    numel = sum(param.numel for param in trained)
+    beyond = {Encoding.SAME: 0, Encoding.SPLIT: 2, Encoding.COPY: _FP32_BYTES}
+    return StageBytes(
+        slab=stage.slab_bytes,
+        state=numel * optimizer_state_bytes + sum(p.numel * beyond[encoding_of(p)] for p in stage.params),
+        gradient=sum(param.wire_bytes for param in trained),
+        gradient_sum=sum(param.numel * max(_FP32_BYTES, param.wire_dtype.itemsize) for param in trained),
+        trained=numel,
+    )
+
+
+def _kept(cost: StageCost) -> int:
+    return cost.saved_bytes + cost.input_bytes
+
+
+def _held(cost: StageCost, policy: Activations) -> int:
+    """Bytes that stay in memory from a stage's forward to its backward."""
+    if policy is Activations.KEEP:
+        return _kept(cost)
+    return cost.input_bytes if policy is Activations.RECOMPUTE else 0
+
+
+def _busy(cost: StageCost, policy: Activations, num_uses: int) -> int:
+    """Bytes alive only while a use runs: temporaries, and gradients of what enters and leaves."""
+    passing = cost.transient_bytes + cost.input_bytes + cost.output_bytes
+    if policy is Activations.RECOMPUTE:
+        return passing + cost.saved_bytes // num_uses
+    if policy is Activations.OFFLOAD:  # one stage on its way, one in use
+        return passing + 2 * _kept(cost) // num_uses
+    return passing
+
+
+@lru_cache(maxsize=4096)
+def _pool_bytes(slab_sizes: tuple[int, ...], slabs: int) -> int:
+    return sum(size * count for size, count in slab_capacity(slab_sizes, slabs).items())

@@ -1,0 +1,170 @@
+"""What a plan costs: peak bytes of each tier and seconds of a step, from the dry run and the rates alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+
+from headwater.core.units import GIB
+from headwater.plan.belady import simulate, slab_capacity
+from headwater.plan.calibrate import Calibration
+from headwater.plan.footprint import Footprint
+from headwater.plan.types import Activations, Plan, Prediction
+
+NOMINAL = Calibration(
+    fp32_flops_per_s=200e9,
+    bf16_flops_per_s=400e9,
+    fp16_flops_per_s=200e9,
+    memory_bytes_per_s=20 * GIB,
+    adamw_params_per_s=1e9,
+)
+"""A small machine, by which plans are compared where none was measured."""
+
+_NOMINAL_LINK, _NOMINAL_READ, _NOMINAL_WRITE = 12 * GIB, 2 * GIB, 1 * GIB  # bytes/s
+
+USE_OVERHEAD_S = 1e-4
+"""Hooks and bookkeeping each time a stage is used."""
+
+_ADAMW_BYTES = 28  # moved for an fp32 parameter: weight, gradient and two moments in, weight and moments out
+_PASSES = 4  # times that each byte of saved or short-lived tensors goes through memory in forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """A quantity in the two phases of a step: the first forward, which updates weights, and all the rest."""
+
+    first: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.first + self.rest
+
+
+class Predictor:
+    """Predicts plans for one trace.
+
+    Args:
+        footprint: the bytes of the trace.
+        calibration: rates of the machine; by default `NOMINAL` ones, for comparing plans.
+    """
+
+    def __init__(self, footprint: Footprint, calibration: Calibration | None = None) -> None:
+        self.footprint = footprint
+        self._rates = rates = calibration or NOMINAL
+        self._link_bytes_per_s = rates.link_bytes_per_s or _NOMINAL_LINK
+        self._read_bytes_per_s = rates.disk_read_bytes_per_s or _NOMINAL_READ
+        self._write_bytes_per_s = rates.disk_write_bytes_per_s or _NOMINAL_WRITE
+        updated = [stage for stage in footprint.stages if stage.trained]
+        self._updated_slabs = sum(stage.slab for stage in updated)
+        self._updated_state = sum(stage.state for stage in updated)
+        self._gradients = sum(stage.gradient for stage in updated)
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Peak bytes and step time of `plan`, which was made from this predictor's trace."""
+        memory = self.footprint.memory(plan)
+        parts = self.step_parts(plan)
+        return Prediction(
+            device_bytes=sum(memory.device.values()),
+            host_bytes=sum(memory.host.values()),
+            disk_bytes=sum(memory.disk.values()),
+            step_s=sum(parts.values()),
+            host_parts=memory.host,
+            step_parts=parts,
+        )
+
+    def step_parts(self, plan: Plan) -> dict[str, float]:
+        """Seconds of one step by what takes them; `overlap` is negative: what runs behind something else.
+
+        The update of a stage and its fetch run before its first forward, so the first forward of a step and
+        the rest of it are bound by different things. What computes goes on beside what moves, but for the
+        first stage's arrival, which nothing hides.
+        """
+        compute, update, copy = self._compute_s(plan), self._update_s(), self._copy_s(plan)
+        disk, link = self._disk_s(plan), self._link_s(plan)
+        cores, streams = compute, Phases(max(disk.first, link.first), max(disk.rest, link.rest))
+        if plan.device == "cpu":  # update and copies take the cores that compute
+            cores = Phases(compute.first + update + copy.first, compute.rest + copy.rest)
+        else:
+            streams = Phases(max(streams.first, update), streams.rest)
+        first_stage = self.footprint.trace.uses[0]
+        fill = streams.first * self.footprint.slab_sizes[first_stage] / sum(self.footprint.slab_sizes)
+        step = fill + max(cores.first, streams.first) + max(cores.rest, streams.rest)
+        totals = {"compute": compute, "copy": copy, "disk": disk, "link": link}
+        parts = {"update": update} | {name: phases.total for name, phases in totals.items()}
+        return parts | {"overlap": step - sum(parts.values())}
+
+    def _compute_s(self, plan: Plan) -> Phases:
+        """Forward and backward of all micro-batches."""
+        trace, rate = self.footprint.trace, self._rates.flops_per_s(plan.precision.name)
+        forward = backward = USE_OVERHEAD_S * len(trace.uses)
+        for cost, policy in zip(trace.costs, plan.activations, strict=True):
+            moved_s = _PASSES * (cost.saved_bytes + cost.transient_bytes) / self._rates.memory_bytes_per_s
+            once = cost.flops / rate + moved_s
+            forward += once
+            backward += cost.backward_flops / rate + 2 * moved_s
+            backward += once if policy is Activations.RECOMPUTE else 0.0
+        return Phases(forward, plan.num_micro_batches * (forward + backward) - forward)
+
+    def _update_s(self) -> float:
+        moved = 2 * (self._updated_slabs + self._updated_state) + self._gradients
+        return moved / (self._rates.adamw_params_per_s * _ADAMW_BYTES)
+
+    def _copy_s(self, plan: Plan) -> Phases:
+        """Weights copied from the memory tier to slabs by the cores that compute."""
+        if plan.device != "cpu" or plan.tier == "disk":
+            return Phases()
+        fetched, rate = self._fetched_bytes(plan), self._rates.memory_bytes_per_s
+        return Phases(2 * fetched.first / rate, 2 * fetched.rest / rate)
+
+    def _fetched_bytes(self, plan: Plan) -> Phases:
+        """Bytes of weights that enter slabs; an updated stage enters again even if it was there."""
+        if plan.in_place:
+            return Phases()
+        schedule, stages = self.footprint.trace.schedule, self.footprint.stages
+        first_uses = set(self.footprint.first_use.values())
+        missed = _missed(schedule, self.footprint.slab_sizes, plan.slabs)
+        every = sum(stages[schedule[position]].slab for position in missed)
+        first = [stages[schedule[position]] for position in missed if position in first_uses]
+        frozen = sum(stage.slab for stage in first if not stage.trained)
+        again = every - sum(stage.slab for stage in first)
+        return Phases(self._updated_slabs + frozen, again + (plan.num_micro_batches - 1) * every)
+
+    def _disk_s(self, plan: Plan) -> Phases:
+        """Reads and writes of the disk, which do not run at the same time at full rate."""
+        read, write = Phases(), Phases()
+        later = plan.num_micro_batches - 1
+        if plan.tier == "disk":
+            fetched = self._fetched_bytes(plan)
+            read = _add(read, fetched.first + self._updated_state, fetched.rest)
+            write = _add(write, self._updated_slabs + self._updated_state, 0)
+        if plan.gradient_tier == "disk":
+            held = self.footprint.held_gradients(plan)
+            read, write = _add(read, held, later * held), _add(write, 0, (1 + later) * held)
+        if plan.device == "cpu":
+            moved = self.footprint.offloaded_bytes(plan)
+            read, write = _add(read, 0, (1 + later) * moved), _add(write, moved, later * moved)
+        return Phases(
+            read.first / self._read_bytes_per_s + write.first / self._write_bytes_per_s,
+            read.rest / self._read_bytes_per_s + write.rest / self._write_bytes_per_s,
+        )
+
+    def _link_s(self, plan: Plan) -> Phases:
+        """Traffic between host and device, which goes both ways at once."""
+        if plan.device == "cpu":
+            return Phases()
+        count, fetched = plan.num_micro_batches, self._fetched_bytes(plan)
+        moved = self.footprint.offloaded_bytes(plan)
+        gradients = count * self._gradients
+        first = max(fetched.first, moved)
+        rest = max(fetched.rest + count * moved, gradients + (count - 1) * moved)
+        return Phases(first / self._link_bytes_per_s, rest / self._link_bytes_per_s)
+
+
+def _add(phases: Phases, first: float, rest: float) -> Phases:
+    return Phases(phases.first + first, phases.rest + rest)
+
+
+@lru_cache(maxsize=4096)
+def _missed(schedule: tuple[int, ...], slab_sizes: tuple[int, ...], slabs: int) -> tuple[int, ...]:
+    return simulate(schedule, slab_sizes, slab_capacity(slab_sizes, slabs))

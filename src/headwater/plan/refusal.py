@@ -1,0 +1,114 @@
+"""Why no plan fits, and the settings nearest to what was asked for with which one does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import combinations
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from headwater.core.errors import DoesNotFitError
+from headwater.core.units import GIB, MIB, format_bytes, parse_bytes
+from headwater.plan.search import Budgets, Request, best_plan, candidates, fits, micro_batch_sizes, usage
+from headwater.plan.types import Plan
+
+UNLIMITED = 1 << 62
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A change to a request with which a plan fits.
+
+    Attributes:
+        text: what the user writes.
+        request: the request so changed.
+    """
+
+    text: str
+    request: Request
+
+
+def refusal(request: Request) -> DoesNotFitError:
+    """The error for a request that no plan fits: what binds, how much is needed, and what would fit."""
+    larger = enough(request)
+    stories = [
+        f"{format_bytes(limit)} of {name.replace('_', ' ')} where {format_bytes(needed)} are needed"
+        for name, limit, needed in zip(Budgets._fields, request.budgets, larger.request.budgets, strict=True)
+        if needed != limit
+    ]
+    texts = [larger.text, *(setting.text for setting in other_settings(request))]
+    return DoesNotFitError(
+        f"the model does not fit: {' and '.join(stories)}", remedy=f"set {', or '.join(texts)}"
+    )
+
+
+def enough(request: Request) -> Setting:
+    """The request with the fewest budgets raised, each no further than a plan needs."""
+    for count in range(1, len(Budgets._fields) + 1):
+        for names in combinations(Budgets._fields, count):
+            least = _least(_with_budgets(request, dict.fromkeys(names, UNLIMITED)), names)
+            if least is not None:
+                texts = {name: _rounded_up(used) for name, used in least.items()}
+                raised = _with_budgets(request, {name: parse_bytes(text) for name, text in texts.items()})
+                return Setting(" and ".join(f"{name} {text}" for name, text in texts.items()), raised)
+    raise AssertionError("without limits every model fits")
+
+
+def other_settings(request: Request) -> Iterator[Setting]:
+    """Changes other than larger budgets, each with which a plan fits."""
+    for name, value in vars(request.fixed).items():
+        if value is not None:
+            free = _with_fixed(request, name, None)
+            plan = best_plan(free)
+            if plan is not None:
+                yield _without_decision(free, name, plan)
+    if request.disk is None:
+        unlimited = _with_budgets(request, {"disk_bytes": UNLIMITED})
+        yield _and_disk(dataclasses.replace(unlimited, disk=Path()))
+
+
+def _and_disk(with_disk: Request) -> Setting:
+    """A disk tier, with larger budgets where it alone is not enough."""
+    used = _least(with_disk, ("disk_bytes",))
+    if used is not None:
+        return Setting(f"disk to a folder with {_rounded_up(used['disk_bytes'])} free", with_disk)
+    larger = enough(with_disk)
+    return Setting(f"{larger.text} and disk", larger.request)
+
+
+def _without_decision(free: Request, name: str, plan: Plan) -> Setting:
+    """The decision `name` taken as the plan takes it, or left to the planner where it is not one value."""
+    if name in ("activations", "num_slabs"):
+        return Setting(f"no {name}, so that the plan chooses", free)
+    return Setting(f"{name} {getattr(plan, name)}", _with_fixed(free, name, getattr(plan, name)))
+
+
+def _least(request: Request, names: tuple[str, ...]) -> dict[str, int] | None:
+    """The smallest use of the named budgets among plans that fit the others; `None` if none fits."""
+    columns = [Budgets._fields.index(name) for name in names]
+    needs = [
+        tuple(usage(plan)[column] for column in columns)
+        for size in micro_batch_sizes(request)
+        for plan in candidates(request, size, smallest=True)
+        if fits(plan, request)
+    ]
+    return dict(zip(names, min(needs), strict=True)) if needs else None
+
+
+def _with_budgets(request: Request, budgets: dict[str, int]) -> Request:
+    return dataclasses.replace(request, budgets=request.budgets._replace(**budgets))
+
+
+def _with_fixed(request: Request, name: str, value: Any) -> Request:
+    return dataclasses.replace(request, fixed=dataclasses.replace(request.fixed, **{name: value}))
+
+
+def _rounded_up(num_bytes: int) -> str:
+    """A size to write in a params file that is at least `num_bytes`."""
+    unit, name = (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")
+    hundredths = ceil(num_bytes / unit * 100)
+    while parse_bytes(f"{hundredths / 100:.2f} {name}") < num_bytes:
+        hundredths += 1
+    return f"{hundredths / 100:.2f} {name}"

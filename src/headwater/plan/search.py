@@ -1,0 +1,232 @@
+"""The fastest plan within given budgets: a search over tiers, slabs, activations and micro-batch sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from headwater.core.precision import Precision
+from headwater.plan.calibrate import Calibration
+from headwater.plan.footprint import Footprint, minimum_slabs
+from headwater.plan.predict import Predictor
+from headwater.plan.types import Activations, Plan, Prediction, StageCost, Tier, Trace
+
+TraceFor = Callable[[int], Trace]
+"""Micro-batch size -> its dry run; should remember what it has traced."""
+
+
+class Budgets(NamedTuple):
+    """Bytes of each kind of memory, by the names under which users set them."""
+
+    device_memory: int
+    host_memory: int
+    disk_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """Decisions that the user has made; `None` leaves them to the planner.
+
+    Attributes:
+        tier: where masters and optimizer state live.
+        num_slabs: slabs of each size class; on CPU this also turns off computing in place.
+        activations: policy of every stage (one that cannot be recomputed is kept instead).
+        micro_batch_size: samples computed at once.
+        gradient_tier: where gradients wait for the update.
+    """
+
+    tier: Tier | None = None
+    num_slabs: int | None = None
+    activations: Activations | None = None
+    micro_batch_size: int | None = None
+    gradient_tier: Tier | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """All that a plan follows from; the fields are those of `make_plan`, with nothing left open.
+
+    Attributes:
+        budgets: what the run may take.
+        disk: folder of the disk tier, if there is one.
+    """
+
+    trace_for: TraceFor
+    batch_size: int
+    precision: Precision
+    optimizer_state_bytes: int
+    budgets: Budgets
+    disk: Path | None
+    device: str
+    calibration: Calibration | None
+    fixed: Fixed
+    base_bytes: int
+
+
+def best_plan(request: Request) -> Plan | None:
+    """The fastest plan that fits, by nominal rates if none were measured; `None` if there is none."""
+    best: Plan | None = None
+    for size in micro_batch_sizes(request):
+        for plan in candidates(request, size):
+            if fits(plan, request) and (best is None or _rank(plan) < _rank(best)):
+                best = plan
+        if best is not None and _unconstrained(best):
+            break  # what is smaller can only be slower
+    return best
+
+
+def usage(plan: Plan) -> Budgets:
+    """Predicted peaks."""
+    prediction = _predicted(plan)
+    return Budgets(prediction.device_bytes, prediction.host_bytes, prediction.disk_bytes)
+
+
+def fits(plan: Plan, request: Request) -> bool:
+    """Whether every predicted peak is within its budget."""
+    return all(used <= limit for used, limit in zip(usage(plan), request.budgets, strict=True))
+
+
+def micro_batch_sizes(request: Request) -> list[int]:
+    """Sizes to try, largest first: divisors of the batch size, each at most half of the one before."""
+    if request.fixed.micro_batch_size is not None:
+        return [request.fixed.micro_batch_size]
+    sizes = [request.batch_size]
+    while sizes[-1] > 1:
+        halved = range(sizes[-1] // 2, 0, -1)
+        sizes.append(next(size for size in halved if request.batch_size % size == 0))
+    return sizes
+
+
+def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterator[Plan]:
+    """Plans with a given micro-batch size, predicted, fitting or not.
+
+    Args:
+        request: what to plan for.
+        size: the micro-batch size.
+        smallest: give every activation policy with the fewest slabs, in place of what is fast within the
+            budgets: among these are the plans that take least.
+    """
+    trace = request.trace_for(size)
+    footprint = Footprint(
+        trace, optimizer_state_bytes=request.optimizer_state_bytes, base_bytes=request.base_bytes
+    )
+    predictor = Predictor(footprint, request.calibration)
+    for frame in _frames(request, trace, size):
+        ladder = activation_ladder(footprint, frame, fixed=request.fixed.activations)
+        for slabs in _slab_counts(request, frame)[: 1 if smallest else None]:
+            with_slabs = dataclasses.replace(frame, slabs=slabs)
+            steps = range(len(ladder)) if smallest else _promising(footprint, with_slabs, ladder, request)
+            for step in steps:
+                plan = dataclasses.replace(with_slabs, activations=ladder[step].activations)
+                yield dataclasses.replace(plan, prediction=predictor.predict(plan))
+
+
+def _frames(request: Request, trace: Trace, size: int) -> Iterator[Plan]:
+    """Plans that differ in their tiers; slabs and activations are still open."""
+    tiers: tuple[Tier, ...] = ("memory", "disk") if request.disk else ("memory",)
+    keep = (Activations.KEEP,) * len(trace.stages)
+    for tier in (request.fixed.tier,) if request.fixed.tier else tiers:
+        for gradient_tier in (request.fixed.gradient_tier,) if request.fixed.gradient_tier else tiers:
+            yield Plan(
+                trace=trace,
+                precision=request.precision,
+                device=request.device,
+                tier=tier,
+                in_place=request.device == "cpu" and tier == "memory" and request.fixed.num_slabs is None,
+                slabs=len(trace.stages),
+                activations=keep,
+                micro_batch_size=size,
+                num_micro_batches=request.batch_size // size,
+                gradient_tier=gradient_tier,
+                disk=request.disk,
+            )
+
+
+def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
+    """Numbers of slabs to try: in steps of about a tenth, up to a slab for each stage."""
+    if frame.in_place:
+        return (frame.slabs,)
+    if request.fixed.num_slabs is not None:
+        return (request.fixed.num_slabs,)
+    most = max(Counter(stage.slab_bytes for stage in frame.trace.stages).values())
+    counts = [minimum_slabs(frame.trace)]
+    while counts[-1] < most:
+        counts.append(min(most, counts[-1] + max(1, counts[-1] // 10)))
+    return [*counts[:-1], max(counts[-1], len(frame.trace.stages))]
+
+
+class Rung(NamedTuple):
+    """A policy for every stage, and the bytes of activations and gradients at its fullest moment."""
+
+    activations: tuple[Activations, ...]
+    peak_bytes: int
+
+
+def activation_ladder(footprint: Footprint, frame: Plan, *, fixed: Activations | None = None) -> list[Rung]:
+    """Policies for all stages, from the fastest to the smallest; each takes less memory than the one before.
+
+    Stages are recomputed one after the other, those first that free the most bytes for a FLOP. What cannot
+    be recomputed is offloaded next, and at the end everything.
+    """
+    ladder: list[Rung] = []
+    for activations in _policies(frame) if fixed is None else (_uniform(frame.trace.costs, fixed),):
+        peak = footprint.peak(dataclasses.replace(frame, activations=activations)).total
+        if not ladder or peak < ladder[-1].peak_bytes:
+            ladder.append(Rung(activations, peak))
+    return ladder
+
+
+def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
+    costs = frame.trace.costs
+    policies = [Activations.KEEP] * len(costs)
+    yield tuple(policies)
+    worth = [stage for stage, cost in enumerate(costs) if cost.recomputable and cost.saved_bytes]
+    # Of equal stages the earliest comes first: late ones are whole again at the turn, when memory is fullest.
+    for stage in sorted(worth, key=lambda stage: (costs[stage].flops / costs[stage].saved_bytes, stage)):
+        policies[stage] = Activations.RECOMPUTE
+        yield tuple(policies)
+    if frame.device != "cpu" or frame.disk is not None:
+        for stage in set(range(len(costs))) - set(worth):
+            policies[stage] = Activations.OFFLOAD
+        yield tuple(policies)
+        yield (Activations.OFFLOAD,) * len(costs)
+
+
+def _uniform(costs: Sequence[StageCost], policy: Activations) -> tuple[Activations, ...]:
+    if policy is Activations.RECOMPUTE:
+        return tuple(policy if cost.recomputable else Activations.KEEP for cost in costs)
+    return (policy,) * len(costs)
+
+
+def _promising(footprint: Footprint, frame: Plan, ladder: Sequence[Rung], request: Request) -> list[int]:
+    """Rungs of the ladder that can be the best: the first that fits where activations live, and the last."""
+    memory = footprint.memory(dataclasses.replace(frame, activations=ladder[0].activations))
+    used, limit = memory.device, request.budgets.device_memory
+    if request.device == "cpu":
+        used, limit = memory.host, request.budgets.host_memory
+    room = limit - sum(used.values()) + ladder[0].peak_bytes
+    first = bisect_left(ladder, -room, key=lambda rung: -rung.peak_bytes)
+    return sorted({min(first, len(ladder) - 1), len(ladder) - 1})
+
+
+def _rank(plan: Plan) -> tuple[float, ...]:
+    """Shorter steps are better, then less work in all, then less memory."""
+    prediction = _predicted(plan)
+    work = sum(seconds for name, seconds in prediction.step_parts.items() if name != "overlap")
+    assert prediction.step_s is not None, "candidates are compared by time"
+    return prediction.step_s, work, *usage(plan)
+
+
+def _unconstrained(plan: Plan) -> bool:
+    """Whether no budget has cost this plan anything."""
+    kept = set(plan.activations) == {Activations.KEEP}
+    return kept and plan.tier == plan.gradient_tier == "memory" and plan.slabs >= len(plan.trace.stages)
+
+
+def _predicted(plan: Plan) -> Prediction:
+    assert plan.prediction is not None, "candidates are predicted"
+    return plan.prediction
