@@ -236,7 +236,7 @@ class WeightStore:
             flat_gradient.view(shape),
             {n: v.view(-1) if self.rule.elementwise else v for n, v in states.items()},
             self._scalars[stage][piece.param],
-            {**pending.update.options, **self.rule.spec.options(spec.name, spec.shape)},
+            self.rule.spec.options(spec.name, spec.shape, pending.update.options),
         )
         if piece.stop == spec.numel:  # every piece of a parameter starts from the same scalars
             self._scalars[stage][piece.param] = scalars
