@@ -71,6 +71,8 @@ class Predictor:
             step_s=sum(parts.values()),
             host_parts=memory.host,
             step_parts=parts,
+            device_parts=memory.device,
+            disk_parts=memory.disk,
         )
 
     def step_parts(self, plan: Plan) -> dict[str, float]:

@@ -109,6 +109,8 @@ class Prediction:
         step_s: seconds of one optimizer step; `None` without a calibration.
         host_parts: what makes up `host_bytes`, by name.
         step_parts: what makes up `step_s`, by name.
+        device_parts: what makes up `device_bytes`, by name.
+        disk_parts: what makes up `disk_bytes`, by name.
     """
 
     device_bytes: int
@@ -117,6 +119,8 @@ class Prediction:
     step_s: float | None
     host_parts: dict[str, int]
     step_parts: dict[str, float]
+    device_parts: dict[str, int] = dataclasses.field(default_factory=dict)
+    disk_parts: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 Tier = Literal["memory", "disk"]

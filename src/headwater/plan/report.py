@@ -1,0 +1,251 @@
+"""A plan as people read it: tables for a terminal, and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from headwater.core.errors import ConfigError
+from headwater.core.stage import StageSpec
+from headwater.core.units import format_bytes, format_count
+from headwater.plan.belady import CachePolicy, replay, slab_capacity
+from headwater.plan.types import Activations, Plan, Prediction, Resources, StageCost
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = ("#ffffff", "#d5dde6", "#4878a8", "#d79b3c", "#8f6bb3")
+_ABSENT, _READY = 0, 1
+_USED = {Activations.KEEP: 2, Activations.RECOMPUTE: 3, Activations.OFFLOAD: 4}
+_PART_COLORS = {
+    "interpreter": "#c9c9c9",
+    "weight store": "#7fa8c9",
+    "staging": "#a9b7a0",
+    "slabs": "#5f9e94",
+    "activations": "#d9a760",
+    "gradients": "#b58bb5",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StageGroup:
+    """Consecutive stages that are alike.
+
+    Attributes:
+        name: their names in one: `blocks.0…11`.
+        count: how many there are.
+        stage: the first of them.
+        cost: what one of them costs.
+        policy: what happens to their activations.
+    """
+
+    name: str
+    count: int
+    stage: StageSpec
+    cost: StageCost
+    policy: Activations
+
+
+def group_stages(plan: Plan) -> list[StageGroup]:
+    """The plan's stages in order, runs of equal ones collapsed."""
+    rows = zip(plan.trace.stages, plan.trace.costs, plan.activations, strict=True)
+    groups = []
+    for (_, cost, policy), members in groupby(rows, key=lambda row: (_shape(row[0]), row[1], row[2])):
+        stages = [stage for stage, _, _ in members]
+        name = _joined_name(stages[0].name, stages[-1].name)
+        groups.append(StageGroup(name, len(stages), stages[0], cost, policy))
+    return groups
+
+
+def _shape(stage: StageSpec) -> object:
+    return [(param.shape, param.wire_dtype, param.requires_grad) for param in stage.params]
+
+
+def _joined_name(first: str, last: str) -> str:
+    """`blocks.0` and `blocks.11` as `blocks.0…11`; names that differ in more than a number side by side."""
+    first = first or "(model)"
+    if first == last:
+        return first
+    pattern = re.escape(first)
+    for number in re.finditer(r"\d+", first):
+        pattern = re.escape(first[: number.start()]) + r"(\d+)" + re.escape(first[number.end() :])
+        match = re.fullmatch(pattern, last)
+        if match:
+            return f"{first[: number.end()]}…{match[1]}{first[number.end() :]}"
+    return f"{first} … {last}"
+
+
+def render_plan(plan: Plan) -> RenderableType:
+    """The whole plan: stages, decisions, memory against budgets, and what a step takes."""
+    prediction = _prediction(plan)
+    parts: list[RenderableType] = [_stage_table(plan), "", *_decisions(plan), "", _memory_table(plan)]
+    if prediction.step_s is not None:
+        parts += ["", _step_table(prediction)]
+    return Group(*parts)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _stage_table(plan: Plan) -> Table:
+    title = f"Stages, for a micro-batch of {plan.micro_batch_size}"
+    table = _table(title, "stage", "×", "parameters", "wire", "forward FLOP", "saved", "activations")
+    for group in group_stages(plan):
+        table.add_row(
+            group.name,
+            str(group.count),
+            format_count(group.stage.numel),
+            format_bytes(group.stage.slab_bytes),
+            format_count(group.cost.flops),
+            format_bytes(group.cost.saved_bytes),
+            group.policy.value,
+        )
+    stages, costs = plan.trace.stages, plan.trace.costs
+    table.add_row(
+        "all",
+        str(len(stages)),
+        format_count(sum(stage.numel for stage in stages)),
+        format_bytes(sum(stage.slab_bytes for stage in stages)),
+        format_count(sum(cost.flops for cost in costs)),
+        format_bytes(sum(cost.saved_bytes for cost in costs)),
+        "",
+        style="bold",
+    )
+    return table
+
+
+def _decisions(plan: Plan) -> Iterator[str]:
+    where = "read in place" if plan.in_place else f"in {_slab_text(plan)}"
+    yield f"weights: {plan.precision.name} on {plan.device}, {where}"
+    yield f"masters and optimizer state: {plan.tier}; gradients wait for the update: {plan.gradient_tier}"
+    samples = plan.micro_batch_size * plan.num_micro_batches
+    yield f"batch: {samples} = {plan.num_micro_batches} × {plan.micro_batch_size} samples"
+
+
+def _slab_text(plan: Plan) -> str:
+    sizes = [stage.slab_bytes for stage in plan.trace.stages]
+    count = sum(slab_capacity(sizes, plan.slabs).values())
+    return f"{count} slabs for {len(sizes)} stages"
+
+
+@dataclasses.dataclass(frozen=True)
+class _MemoryRow:
+    """One memory of a plan; `limit` is `None` where nothing limits it."""
+
+    name: str
+    needs: int
+    limit: int | None
+    parts: dict[str, int]
+
+    @property
+    def limit_text(self) -> str:
+        return "no limit" if self.limit is None else format_bytes(self.limit)
+
+
+def _memories(plan: Plan) -> Iterator[_MemoryRow]:
+    """The memories that a plan uses."""
+    prediction, budget = _prediction(plan), plan.budget or Resources()
+    rows = (
+        _MemoryRow("device", prediction.device_bytes, budget.device_memory, prediction.device_parts),
+        _MemoryRow("host", prediction.host_bytes, budget.host_memory, prediction.host_parts),
+        _MemoryRow("disk", prediction.disk_bytes, budget.disk_bytes, prediction.disk_parts),
+    )
+    return (row for row in rows if row.needs)
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = _table("Predicted peak", "memory", "needs", "budget", "used", "made up of")
+    table.columns[-1].justify = "left"
+    for row in _memories(plan):
+        share = f"{row.needs / row.limit:.0%}" if row.limit else ""
+        told = ", ".join(f"{part} {format_bytes(size)}" for part, size in row.parts.items() if size)
+        table.add_row(row.name, format_bytes(row.needs), row.limit_text, share, told)
+    return table
+
+
+def _step_table(prediction: Prediction) -> Table:
+    table = _table("Predicted step", "", "seconds")
+    for name, seconds in prediction.step_parts.items():
+        if seconds:
+            table.add_row(name, f"{seconds:.3g}")
+    table.add_row("step", f"{prediction.step_s:.3g}", style="bold")
+    return table
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Draw which stages lie in slabs at each use of a step, and what fills the memories, as a PNG at `path`.
+
+    Raises:
+        ConfigError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "drawing a plan needs matplotlib",
+            remedy="pip install 'headwater[plot]', or leave the drawing out",
+        ) from error
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    schedule, memory = figure.subplots(2, 1, height_ratios=[3, 1])
+    _draw_schedule(plan, schedule)
+    _draw_memory(plan, memory)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _draw_schedule(plan: Plan, axes: Axes) -> None:
+    """Stages over the uses of one micro-batch: gray where weights lie ready, a color where they are used."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    sizes, schedule = [stage.slab_bytes for stage in plan.trace.stages], plan.trace.schedule
+    slabs = len(sizes) if plan.in_place else plan.slabs
+    policy = CachePolicy(schedule, sizes, slab_capacity(sizes, slabs))
+    cells = [[_ABSENT] * len(schedule) for _ in sizes]
+    for use in replay(policy, rounds=2):  # the second round overwrites the first, which began empty
+        for stage in range(len(sizes)):
+            cells[stage][use.position] = _READY if stage in use.resident else _ABSENT
+        cells[use.stage][use.position] = _USED[plan.activations[use.stage]]
+    axes.imshow(cells, cmap=ListedColormap(_COLORS), vmin=0, vmax=len(_COLORS) - 1, aspect="auto")
+    axes.axvline(len(schedule) / 2 - 0.5, color="black", linewidth=0.8, linestyle=":")
+    shown = {_READY, *(_USED[each] for each in plan.activations)}
+    meanings = {_READY: "weights ready"} | {
+        _USED[each]: f"used; activations: {each.value}" for each in Activations
+    }
+    patches = [Patch(color=_COLORS[code], label=meanings[code]) for code in sorted(shown)]
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+    axes.set(title="Weights", xlabel="use: forward, then backward", ylabel="stage")
+
+
+def _draw_memory(plan: Plan, axes: Axes) -> None:
+    """One bar for each memory, of its parts, as shares of its budget."""
+    rows = list(_memories(plan))
+    for height, row in enumerate(rows):
+        left = 0.0
+        for part, size in row.parts.items():
+            share = size / (row.limit or row.needs)
+            axes.barh(height, share, left=left, color=_PART_COLORS[part], edgecolor="white")
+            if share > 0.06:
+                axes.text(left + share / 2, height, part, ha="center", va="center", fontsize="small")
+            left += share
+    labels = [f"{row.name}\n{format_bytes(row.needs)} of {row.limit_text}" for row in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set(title="Predicted peak", xlabel="share of the budget", xlim=(0, 1.05))
+    axes.invert_yaxis()
+
+
+def _prediction(plan: Plan) -> Prediction:
+    assert plan.prediction is not None, "a plan that is shown has been predicted"
+    return plan.prediction
