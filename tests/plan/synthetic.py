@@ -38,7 +38,8 @@ def gpt_trace(
     stages = [stage(0, "embedding", {"weight": (vocabulary, hidden)}, ("head.weight",) if tied else ())]
     stages += [stage(1 + i, f"blocks.{i}", block) for i in range(layers)]
     costs = [cost(0, 0, tokens * 8)]
-    costs += [cost(1 + i, 24 * tokens * hidden**2, 16 * tokens * hidden * wire.itemsize, 4) for i in range(layers)]
+    flops, saved = 24 * tokens * hidden**2, 16 * tokens * hidden * wire.itemsize
+    costs += [cost(1 + i, flops, saved, wide=4) for i in range(layers)]
     head = cost(0, 2 * tokens * hidden * vocabulary, tokens * vocabulary * wire.itemsize)
     if tied:
         costs[0] = head

@@ -1,0 +1,130 @@
+"""Predicted bytes and seconds against sums done by hand."""
+
+import dataclasses
+
+import pytest
+from synthetic import gpt_trace
+
+from headwater.core.precision import Precision
+from headwater.core.units import MIB
+from headwater.plan.calibrate import Calibration
+from headwater.plan.footprint import Footprint, minimum_slabs
+from headwater.plan.predict import Predictor
+from headwater.plan.types import Activations, Plan
+
+RATES = Calibration(
+    fp32_flops_per_s=1e9,
+    bf16_flops_per_s=1e9,
+    fp16_flops_per_s=1e9,
+    memory_bytes_per_s=1e30,
+    adamw_params_per_s=1e30,
+    link_bytes_per_s=1e6,
+    disk_read_bytes_per_s=1e6,
+    disk_write_bytes_per_s=5e5,
+)
+
+
+def make(trace, **changes):
+    plan = Plan(
+        trace=trace,
+        precision=Precision("bf16"),
+        device="cpu",
+        tier="memory",
+        in_place=False,
+        slabs=len(trace.stages),
+        activations=(Activations.KEEP,) * len(trace.stages),
+        micro_batch_size=trace.micro_batch_size,
+        num_micro_batches=1,
+        gradient_tier="memory",
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+def predict(plan, rates=RATES, state=8):
+    footprint = Footprint(plan.trace, optimizer_state_bytes=state, base_bytes=0)
+    return Predictor(footprint, rates).predict(plan)
+
+
+def numel(trace):
+    return sum(stage.numel for stage in trace.stages)
+
+
+@pytest.mark.parametrize(
+    ("precision", "state", "bytes_per_param"),
+    [("fp32", 8, 12), ("bf16", 8, 12), ("fp16", 8, 14), ("bf16", 4, 8), ("fp32", 0, 4)],
+)
+def test_the_store_takes_what_masters_wire_copies_and_state_take(precision, state, bytes_per_param):
+    plan = make(gpt_trace(precision=precision), in_place=True, precision=Precision(precision))
+    prediction = predict(plan, state=state)
+    assert prediction.host_parts["weight store"] == bytes_per_param * numel(plan.trace)
+    assert prediction.host_parts["slabs"] == 0
+
+
+def test_on_disk_only_staging_stays_in_memory():
+    plan = make(gpt_trace(layers=12, hidden=512), tier="disk", slabs=2)
+    prediction = predict(plan)
+    assert prediction.disk_bytes == 12 * numel(plan.trace)
+    assert "weight store" not in prediction.host_parts
+    assert prediction.host_parts["staging"] < 100 * MIB
+    assert prediction.host_parts["slabs"] == sum(plan.trace.stages[i].slab_bytes for i in (0, 1, 2))
+
+
+def test_gradients_and_activations_peak_at_different_times():
+    trace = gpt_trace(layers=12, hidden=256, length=512, tied=False)
+    whole = sum(cost.saved_bytes for cost in trace.costs)
+    one = predict(make(trace)).host_parts
+    several = predict(make(trace, num_micro_batches=2)).host_parts
+    assert one["activations"] >= whole
+    assert one["gradients"] < 2 * numel(trace)  # at the turn none but the head's has come yet
+    assert several["gradients"] >= 4 * numel(trace)  # sums wait while the next forward runs
+
+
+def test_recomputing_trades_bytes_for_time():
+    trace = gpt_trace(layers=12, hidden=256, length=2048)
+    blocks = (Activations.KEEP, *(Activations.RECOMPUTE,) * 12)
+    kept, recomputed = predict(make(trace)), predict(make(trace, activations=blocks))
+    saved = trace.costs[1].saved_bytes
+    assert kept.host_parts["activations"] - recomputed.host_parts["activations"] >= 10 * saved
+    again = sum(cost.flops for cost in trace.costs[1:]) / RATES.bf16_flops_per_s
+    assert recomputed.step_s - kept.step_s == pytest.approx(again)
+
+
+def test_disk_traffic_of_a_step():
+    # With a slab for each stage: 12 bytes a parameter in, 12 out. With two, blocks come again for backward.
+    trace = gpt_trace(layers=6, tied=False)
+    read, write = RATES.disk_read_bytes_per_s, RATES.disk_write_bytes_per_s
+    whole = 12 * numel(trace) * (1 / read + 1 / write)
+    assert predict(make(trace, tier="disk")).step_parts["disk"] == pytest.approx(whole)
+    again = 4 * trace.stages[1].slab_bytes / read
+    few = predict(make(trace, tier="disk", slabs=2)).step_parts["disk"]
+    assert few == pytest.approx(whole + again)
+
+
+def test_gradients_on_disk_are_written_and_read_once():
+    trace = gpt_trace(layers=6)
+    parts = predict(make(trace, gradient_tier="disk", in_place=True))
+    assert parts.disk_bytes == 2 * numel(trace)
+    assert parts.step_parts["disk"] == pytest.approx(2 * numel(trace) * (1e-6 + 2e-6))
+
+
+def test_link_carries_weights_down_and_gradients_up():
+    trace = gpt_trace(layers=6, tied=False)
+    prediction = predict(make(trace, device="cuda"))
+    assert prediction.step_parts["link"] == pytest.approx((2 + 2) * numel(trace) / RATES.link_bytes_per_s)
+    assert prediction.device_bytes > 2 * numel(trace)
+    assert prediction.host_bytes == (12 + 2) * numel(trace)
+
+
+def test_a_step_takes_no_less_than_its_largest_part_and_no_more_than_all():
+    for changes in ({}, {"tier": "disk", "slabs": 2}, {"device": "cuda"}, {"num_micro_batches": 3}):
+        prediction = predict(make(gpt_trace(layers=6), **changes))
+        parts = {name: s for name, s in prediction.step_parts.items() if name != "overlap"}
+        assert max(parts.values()) <= prediction.step_s
+        assert prediction.step_s <= sum(parts.values()) * 1.5
+
+
+def test_stages_bound_together_need_slabs_together():
+    trace = gpt_trace(layers=4)
+    assert minimum_slabs(trace) == 2
+    nested = dataclasses.replace(trace, sites={"blocks": (1, 2, 3), "blocks.3": (4,)})
+    assert minimum_slabs(nested) == 4
