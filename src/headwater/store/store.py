@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class Committed:
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
+    number: int
+    """Which commit it is of."""
     update: Update
     factor: torch.Tensor | None
     """Clip and unscale in one; `None` where gradients are applied as they are."""
@@ -84,6 +87,11 @@ class WeightStore:
     only when its stage is next needed ("update on fetch"). Any thread may call it; a stage is worked on by one
     at a time.
 
+    Attributes:
+        num_commits: updates committed so far; the first has number 1.
+        before_update: called with (stage, number of the commit) just before that update changes the stage, by
+            the thread that holds the stage; for snapshots.
+
     Args:
         stages: the stages.
         rule: how they are updated.
@@ -108,10 +116,11 @@ class WeightStore:
         self.layouts = [stage_layout(stage, rule) for stage in stages]
         self.tier = make_tier(self.layouts)
         self.gradients = GradientSum(self.stages, hold or MemoryHold(), mixed_sum_dtype)
-        self.before_update: Callable[[int, int], None] = lambda stage, step: None
-        """Called with (stage, step) before the update of that step changes the stage; for snapshots."""
+        self.num_commits = 0
+        self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self._order = order or [(s.index, p) for s in stages for p in range(len(s.params))]
         self._pending: dict[int, _Pending] = {}
+        self._changed: set[int] = set()  # stages whose last fetched image is out of date
         self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
         self._locks = [threading.RLock() for _ in stages]
         self._scratch = threading.local()
@@ -127,6 +136,7 @@ class WeightStore:
                 out in the memory tier, where the image is read in place: see `resident_wire`.
         """
         with self._locks[stage]:
+            self._changed.discard(stage)
             resident = self.tier.resident_wire(stage)
             if stage in self._pending:
                 self._update(stage, into)
@@ -141,9 +151,9 @@ class WeightStore:
         """Wire image in host memory, valid after `fetch`; `None` in the disk tier."""
         return self.tier.resident_wire(stage)
 
-    def needs_update(self, stage: int) -> bool:
-        """Whether a committed update waits for the next fetch of this stage."""
-        return stage in self._pending
+    def has_changed(self, stage: int) -> bool:
+        """Whether the next fetch of this stage will give another image than the last one did."""
+        return stage in self._changed
 
     # gradients
 
@@ -179,10 +189,12 @@ class WeightStore:
                 "the step was not applied",
             )
         factor = _factor(norm, update)
+        self.num_commits += 1
         for stage in sorted(self.gradients.touched):
             if stage in self._pending:  # not used since the last step: its older update comes first
                 self.flush_stage(stage)
-            self._pending[stage] = _Pending(update, factor)
+            self._pending[stage] = _Pending(self.num_commits, update, factor)
+            self._changed.add(stage)
         self.gradients.begin_step()
         return Committed(float(norm), applied=True)
 
@@ -201,7 +213,7 @@ class WeightStore:
         self.tier.settle()
 
     def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
-        self.before_update(stage, self._pending[stage].update.step)
+        self.before_update(stage, self._pending[stage].number)
         pending = self._pending.pop(stage)
         gradients = self.gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
@@ -266,16 +278,22 @@ class WeightStore:
 
     # whole stages, for checkpoints
 
-    def read(self, stage: int, *, with_states: bool = True) -> Iterator[PieceState]:
+    def exclusive(self, stage: int) -> AbstractContextManager[object]:
+        """Keeps other threads away from a stage while the context is open; may be nested."""
+        return self._locks[stage]
+
+    def read(self, stage: int, *, with_states: bool = True, up_to: int | None = None) -> Iterator[PieceState]:
         """Every piece of a stage, up to date. The tensors are valid until the next one is asked for.
 
         Args:
             stage: which stage.
             with_states: whether the optimizer state is wanted too.
+            up_to: leave an update committed after this number (see `num_commits`) for later.
         """
         with self._locks[stage]:
             buffer = self._wire_buffer(stage)
-            if stage in self._pending:
+            pending = self._pending.get(stage)
+            if pending is not None and (up_to is None or pending.number <= up_to):
                 self._update(stage, buffer)
             with self.tier.wire(stage, buffer, write=False) as image:
                 wires = self.stages[stage].views(image)
@@ -299,6 +317,7 @@ class WeightStore:
         with self._locks[stage]:
             self._pending.pop(stage, None)
             self.gradients.take(stage)
+            self._changed.add(stage)
             image = self.tier.resident_wire(stage)
             target = image if image is not None else aligned_empty(self.layouts[stage].wire_bytes)
             wires = self.stages[stage].views(target)

@@ -154,7 +154,7 @@ class SlabWeights(Weights):
     def begin(self, schedule: Sequence[int]) -> None:
         self._policy = CachePolicy(schedule, self._slab_class, self._capacity)
         self._position = -1
-        for stage in [s for s in self._resident if self._store.needs_update(s)]:
+        for stage in [s for s in self._resident if self._store.has_changed(s)]:
             self._resident.pop(stage).stage = None
         self._prefetch()
 
