@@ -269,3 +269,15 @@ def test_every_name_in_the_registry_builds(tiny, batch):
         config = tiny(name=name)
         assert isinstance(config, family.config)
         assert torch.isfinite(build_model(config)(batch))
+
+
+def test_runs_on_fake_tensors(tiny, batch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        model = build_model(tiny())
+        loss = model({name: mode.from_tensor(tensor) for name, tensor in batch.items()})
+        loss.backward()
+        assert loss.shape == ()
+        assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
+    assert torch.isfinite(build_model(tiny())(batch))

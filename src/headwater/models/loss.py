@@ -24,9 +24,9 @@ _MAX_HALF_CHUNKS = 16
 at 16 costs about as much accuracy as the products themselves (relative error 0.005 against 0.003), at 64
 three times as much; summing in fp32 would make that product three times slower on a CPU."""
 
-_BLOCK_BYTES = 4 << 20
-"""Target size of the fp32 rows whose softmax is taken at once on the CPU: small enough for its cache, so
-that the passes over them cost arithmetic and not memory traffic."""
+_BLOCK_BYTES = 16 << 20
+"""Target size of the fp32 rows whose softmax is taken at once on the CPU: small enough to stay in cache from
+pass to pass, large enough that few passes wait for a compute thread that another process has displaced."""
 
 _ROW_ALIGNMENT = 64
 """Elements to which rows of logits are padded: with rows that start on a cache line the matrix product is

@@ -1,0 +1,66 @@
+"""Initial distributions against `torch.distributions` and their definitions."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from headwater.config.models import InitializerConfig
+from headwater.models.layers.initializers import draw
+
+
+def quantile_error(sample, reference):
+    """Largest distance between the distribution functions of two samples."""
+    points = torch.linspace(0.01, 0.99, 99)
+    return (
+        (torch.searchsorted(reference.sort().values, sample.quantile(points)) / reference.numel() - points)
+        .abs()
+        .max()
+    )
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "a", "b"),
+    [(0, 0.02, -0.04, 0.04), (1, 0.5, 0.9, 3.0), (0, 1, None, None), (0, 1, 1.5, 2)],
+)
+def test_truncated_normal_has_the_distribution_of_torch(mean, std, a, b):
+    config = InitializerConfig(name="truncated_normal", mean=mean, std=std, a=a, b=b)
+    sample = draw("w", (300, 300), config, 0).flatten()
+    reference = nn.init.trunc_normal_(
+        torch.empty(90_000), mean, std, *config.bounds, generator=torch.Generator().manual_seed(1)
+    )
+    assert config.bounds[0] <= sample.min()
+    assert sample.max() <= config.bounds[1]
+    assert quantile_error(sample, reference) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "low", "high", "std"),
+    [
+        ({"name": "normal", "mean": 0.5, "std": 0.1}, -1, 2, 0.1),
+        ({"name": "uniform", "a": -1.0, "b": 3.0}, -1, 3, 4 / math.sqrt(12)),
+        ({"name": "xavier_normal", "gain": 2.0}, -2, 2, 2 * math.sqrt(2 / 500)),
+        ({"name": "xavier_uniform"}, -math.sqrt(6 / 500), math.sqrt(6 / 500), math.sqrt(2 / 500)),
+        ({"name": "constant", "value": 0.25}, 0.25, 0.25, 0),
+        ({"name": "zeros"}, 0, 0, 0),
+        ({"name": "ones"}, 1, 1, 0),
+        ({"name": "truncated_normal", "std": 0.0}, 0, 0, 0),
+    ],
+)
+def test_spread_and_bounds(settings, low, high, std):
+    sample = draw("w", (200, 300), InitializerConfig(**settings), 0)
+    assert low <= sample.min()
+    assert sample.max() <= high
+    assert sample.std().item() == pytest.approx(std, rel=0.02)
+
+
+def test_name_and_seed_key_the_stream_and_nothing_else_does():
+    config = InitializerConfig(name="normal", std=1.0)
+    first = draw("a", (4, 4), config, 0)
+    torch.rand(10)
+    assert torch.equal(first, draw("a", (4, 4), config, 0))
+    assert not torch.equal(first, draw("b", (4, 4), config, 0))
+    assert not torch.equal(first, draw("a", (4, 4), config, 1))
+    with torch.device("meta"):
+        assert torch.equal(first, draw("a", (4, 4), config, 0))
