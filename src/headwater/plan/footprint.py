@@ -25,7 +25,7 @@ class StageBytes:
         slab: the weights in wire precision, on the device and in the store alike.
         state: what the store keeps beside them: the rest of the masters, and optimizer state.
         gradient: what autograd makes, in wire precision.
-        gradient_sum: what waits for the update where several micro-batches are summed.
+        gradient_sum: what waits for the update where gradients are summed in fp32.
         trained: number of trained parameters.
     """
 
@@ -119,8 +119,8 @@ class Footprint:
 
     def held_gradients(self, plan: Plan) -> int:
         """Bytes of gradients that wait for the update when backward ends."""
-        one = plan.num_micro_batches == 1
-        return sum(stage.gradient if one else stage.gradient_sum for stage in self.stages)
+        exact = _holds_exact_gradients(plan)
+        return sum(stage.gradient if exact else stage.gradient_sum for stage in self.stages)
 
     def offloaded_bytes(self, plan: Plan) -> int:
         """Bytes of activations that one micro-batch moves out."""
@@ -129,12 +129,10 @@ class Footprint:
 
     def peak(self, plan: Plan) -> Peak:
         """Activations and gradients at the fullest moment, in the memory that the compute device uses."""
-        hold = "none"
-        if plan.device == "cpu" and plan.gradient_tier == "memory":
-            hold = "one" if plan.num_micro_batches == 1 else "sum"
-        key = plan.activations, hold
+        key = plan.activations, plan.device, plan.gradient_tier, plan.num_micro_batches
         if key not in self._peaks:
-            moments = zip(self._live(plan.activations), self._gradients[hold], strict=True)
+            gradients = self._gradients_alive(plan)
+            moments = zip(self._live(plan.activations), gradients, strict=True)
             self._peaks[key] = max((Peak(*moment) for moment in moments), key=lambda peak: peak.total)
         return self._peaks[key]
 
@@ -155,29 +153,31 @@ class Footprint:
     def _num_uses(self) -> dict[int, int]:
         return {stage: self.trace.uses.count(stage) for stage in self.last_use}
 
-    @cached_property
-    def _gradients(self) -> dict[str, list[int]]:
+    def _gradients_alive(self, plan: Plan) -> list[int]:
         """Bytes of gradients in the compute device's memory while the backward of each use runs.
 
-        With one micro-batch the store holds the very tensors that autograd made; with several it holds sums.
-        An update frees the gradients of a stage when the next forward reaches it, so that forward is the
-        mirror image of backward.
+        With one micro-batch the store holds what has been computed; with several it holds all sums. An update
+        frees the gradients of a stage when the next forward reaches it, so that forward is the mirror image
+        of backward.
         """
-        uses = range(len(self.trace.uses))
-        sums = sum(stage.gradient_sum for stage in self.stages)
-        arriving = [self._arriving(position) for position in uses]
-        complete = [self._complete(position) for position in uses]
+        arriving = self._arriving_bytes
+        if plan.device != "cpu" or plan.gradient_tier == "disk":
+            return [2 * count for count in arriving]  # and the copy that is on its way out
+        if plan.num_micro_batches > 1:
+            return [self.held_gradients(plan) + count for count in arriving]
+        exact = _holds_exact_gradients(plan)
+        complete = [
+            (self.stages[stage].gradient if exact else self.stages[stage].gradient_sum)
+            if self.first_use[stage] == position
+            else 0
+            for position, stage in enumerate(self.trace.uses)
+        ]
         after = [*accumulate(reversed(complete), initial=0)][-2::-1]
-        return {
-            "none": [2 * count for count in arriving],  # and the copy that is on its way out
-            "sum": [sums + count for count in arriving],
-            "one": [done + count for done, count in zip(after, arriving, strict=True)],
-        }
+        return [done + count for done, count in zip(after, arriving, strict=True)]
 
-    def _complete(self, position: int) -> int:
-        """Bytes of gradients that are complete once the backward of one use has run."""
-        stage = self.trace.uses[position]
-        return self.stages[stage].gradient if self.first_use[stage] == position else 0
+    @cached_property
+    def _arriving_bytes(self) -> list[int]:
+        return [self._arriving(position) for position in range(len(self.trace.uses))]
 
     def _arriving(self, position: int) -> int:
         """Bytes of gradients that autograd has begun and not handed over, in the backward of one use."""
@@ -187,6 +187,11 @@ class Footprint:
                 second = position == first < self.last_use[stage]  # a summand beside what is there
                 total += self.stages[stage].gradient * (2 if second else 1)
         return total
+
+
+def _holds_exact_gradients(plan: Plan) -> bool:
+    """Whether the store holds the very tensors that autograd made, and not sums in fp32."""
+    return plan.num_micro_batches == 1 and plan.precision.name != "fp16"
 
 
 def minimum_slabs(trace: Trace) -> int:
