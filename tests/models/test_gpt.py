@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from headwater.core.errors import DataError
 from headwater.models.gpt import GPT, init_parameter
+from headwater.models.loss import WORKSPACES
 from headwater.models.registry import FAMILIES, build_model
 
 transformers = pytest.importorskip("transformers")
@@ -174,6 +175,12 @@ def test_tied_weights_are_one_parameter(tiny, batch):
     assert "head.weight" not in dict(model.named_parameters())
     untied = GPT(tiny(share_embedding_weights=False))
     assert untied.head.weight is not untied.embedding.weight
+
+
+def test_loss_of_a_model_uses_the_workspace_pool(tiny, batch):
+    WORKSPACES.clear()
+    GPT(tiny())(batch)
+    assert WORKSPACES.idle_bytes == 4 * 80 * 128  # 80 tokens, 97 words padded to 128
 
 
 def test_sequence_longer_than_the_positions_is_refused(tiny):

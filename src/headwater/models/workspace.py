@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class WorkspacePool:
@@ -28,7 +28,7 @@ class WorkspacePool:
 
         It must not be used after the context ends.
         """
-        pooled = like.device.type == "cpu" and type(like) is Tensor
+        pooled = like.device.type == "cpu" and type(like) in (Tensor, nn.Parameter)
         buffer = self._take(dtype, numel) if pooled else None
         if buffer is None:
             buffer = like.new_empty(numel, dtype=dtype)
