@@ -1,0 +1,22 @@
+"""What every test shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+
+import pytest
+
+_ALLOWED_SKIPS = ("needs CUDA",)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With HEADWATER_NO_SKIPS set, a test that skips for want of data or of a tool has failed."""
+    report = yield
+    if report.skipped and os.environ.get("HEADWATER_NO_SKIPS") and not hasattr(report, "wasxfail"):
+        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        if not any(allowed in reason for allowed in _ALLOWED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"nothing may be skipped here, but: {reason}"
+    return report
