@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -282,7 +282,9 @@ class WeightStore:
         """Keeps other threads away from a stage while the context is open; may be nested."""
         return self._locks[stage]
 
-    def read(self, stage: int, *, with_states: bool = True, up_to: int | None = None) -> Iterator[PieceState]:
+    def read(
+        self, stage: int, *, with_states: bool = True, up_to: int | None = None
+    ) -> Generator[PieceState, None, None]:
         """Every piece of a stage, up to date. The tensors are valid until the next one is asked for.
 
         Args:
