@@ -41,6 +41,7 @@ class Executor:
         self._weights = weights
         self._depth: Counter[int] = Counter()
         self._last_micro_batch = True
+        self._in_backward = False
         self._forward_stage = 0
         self._offload = self._make_offload()
         self._hooks = SiteHooks(model, plan.trace.sites, self._enter, self._leave)
@@ -52,6 +53,8 @@ class Executor:
     # weights in
 
     def _enter(self, stage: int) -> None:
+        if self._in_backward and not self._depth.total():  # backward is through with what ran again before
+            self._release()
         self._depth[stage] += 1
         self._forward_stage = stage
         if self._depth[stage] == 1:
@@ -59,8 +62,13 @@ class Executor:
 
     def _leave(self, stage: int) -> None:
         self._depth[stage] -= 1
-        if self._depth[stage] == 0 and not self._weights.stable:
+        if self._depth[stage] == 0 and not self._in_backward and not self._weights.stable:
             self._binder.unbind(stage)
+
+    def _release(self) -> None:
+        """Unbind what a forward that ran again has left bound: a frozen parameter is saved there as itself."""
+        if not self._weights.stable:
+            self._binder.unbind_all()
 
     def _require(self, stage: int) -> torch.Tensor:
         start = time.perf_counter()
@@ -126,7 +134,12 @@ class Executor:
             last: whether it is the step's last micro-batch.
         """
         self._last_micro_batch = last
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._in_backward = True
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._in_backward = False
+            self._release()
         self._store.end_micro_batch(last=last)
 
     def bind_all(self, stages: Sequence[int]) -> None:
