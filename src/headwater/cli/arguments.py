@@ -1,0 +1,116 @@
+"""Command-line arguments: options, values over those of a params file, and what to say to unknown ones."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from headwater.config import RunConfig, find_params, load_params
+from headwater.config.overrides import SHORT_NAMES
+from headwater.core.errors import ConfigError
+from headwater.trainer.run_dir import RunDir
+
+USAGE = "PARAMS [--option VALUE ...] [key=value ...]"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are those of the package."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where="command line", remedy=f"see {self.prog} --help")
+
+    def unknown(self, word: str) -> ConfigError:
+        """The error for an argument that means nothing here."""
+        option = word.partition("=")[0]
+        if not option.startswith("-"):
+            return ConfigError(
+                f"unexpected argument {word!r}", where="command line", remedy=f"see {self.prog} --help"
+            )
+        return ConfigError(
+            f"unknown option {option}",
+            where="command line",
+            remedy=suggestion(option, self._option_string_actions, f"see {self.prog} --help"),
+        )
+
+
+def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
+    """`write …` with the known word nearest to `word`, if one is near, and what else there is to do."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"write {close[0]}; {otherwise}" if close else otherwise
+
+
+def add_params_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a params file and the options that set its keys."""
+    parser.add_argument(
+        "params",
+        metavar="PARAMS",
+        help="a params file, the name of one that ships (gpt/tiny), or the model_dir of a run",
+    )
+    add_override_options(parser)
+
+
+def add_override_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that set keys of a params file; they gather in `flags`."""
+    group = parser.add_argument_group(
+        "values over those of the params file", "any other key is set by its path: trainer.init.seed=1"
+    )
+    for name, paths in sorted(SHORT_NAMES.items()):
+        group.add_argument(
+            f"--{name}", metavar="VALUE", action=_Flag, dest="flags", default=[], help=paths[0]
+        )
+
+
+class _Flag(argparse.Action):
+    """Gathers `name=value`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None, "flags are options"
+        namespace.flags = [*namespace.flags, f"{option_string.removeprefix('--')}={values}"]
+
+
+def overrides(parser: Parser, rest: Sequence[str]) -> list[str]:
+    """`key=value` for each of the arguments that `parser` has left over: `--a.b=1`, `--a.b 1` or `a.b=1`.
+
+    Raises:
+        ConfigError: if one is nothing of the kind.
+    """
+    found, words = [], deque(rest)
+    while words:
+        word = words.popleft()
+        if word.startswith("--") and "=" not in word and words and not words[0].startswith("--"):
+            word += f"={words.popleft()}"
+        key, equals, _ = word.partition("=")
+        if not equals or (key.startswith("-") and "." not in key):
+            raise parser.unknown(word)
+        found.append(word)
+    return found
+
+
+def read_params(args: argparse.Namespace) -> RunConfig:
+    """The run that the arguments of a command with `add_params_arguments` describe."""
+    folder = Path(args.params).expanduser()
+    if folder.is_dir():
+        return read_model_dir(folder, args.overrides)
+    return load_params(find_params(args.params), args.overrides)
+
+
+def read_model_dir(folder: Path, changes: Sequence[str] = ()) -> RunConfig:
+    """The run that works in `folder`, wherever that folder was when the run began.
+
+    Raises:
+        ConfigError: if no run was ever there.
+    """
+    return load_params(RunDir(folder).require_params(), [f"model_dir={folder}", *changes])

@@ -1,0 +1,53 @@
+"""`headwater fit`: train."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+from headwater.cli.arguments import USAGE, add_params_arguments, read_params
+from headwater.cli.output import open_console
+from headwater.config import RunConfig
+from headwater.trainer.interrupt import EXIT_CODE
+from headwater.trainer.run_dir import RunDir
+from headwater.trainer.session import FitResult, fit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `headwater fit`."""
+    parser.description = (
+        "Train a model. A run goes on from the last checkpoint in its model_dir. "
+        "Ctrl-C finishes the step and writes a checkpoint; a second one stops at once."
+    )
+    parser.usage = f"headwater fit [-h] {USAGE}"
+    add_params_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains and says where everything is; returns the exit code."""
+    return train(read_params(args))
+
+
+def train(config: RunConfig) -> int:
+    """Trains, prints where everything is, and returns the exit code."""
+    console = open_console(config)
+    result = fit(config, console=console)
+    if console is not None:
+        for line in summary(config, result):
+            console.print(line, markup=False, soft_wrap=True)
+    return EXIT_CODE if result.interrupted else 0
+
+
+def summary(config: RunConfig, result: FitResult) -> list[str]:
+    """What a finished or interrupted run has left, by lines."""
+    run_dir = RunDir(config.init.model_dir)
+    files = {
+        "checkpoint": result.checkpoint,
+        "loss curve": run_dir.loss_curve,
+        "TensorBoard": run_dir.tensorboard,
+    }
+    lines = [f"{name}: {path}" for name, path in files.items() if path is not None and path.exists()]
+    if result.interrupted:
+        again = shlex.join(["headwater", "fit", str(config.init.model_dir)])
+        return [f"stopped after step {result.step}", *lines, f"go on with: {again}"]
+    return [f"done: step {result.step}", *lines]

@@ -1,0 +1,46 @@
+"""`headwater plan`: how a model would be trained on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headwater.cli.arguments import USAGE, add_params_arguments, read_params
+from headwater.cli.output import open_console
+from headwater.core.errors import ConfigError
+from headwater.plan.calibrate import calibrate
+from headwater.plan.command import describe
+from headwater.trainer.planning import device_of, meta_model, plan_run, resources_of, training_workload
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `headwater plan`."""
+    parser.description = (
+        "Show stages, slabs, tiers, memory and step time of a training run, without data. The rates of this "
+        "machine are measured the first time, in about two seconds."
+    )
+    parser.usage = f"headwater plan [-h] [--png FILE] [--sequence_length N] [--recalibrate] {USAGE}"
+    add_params_arguments(parser)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan too")
+    parser.add_argument(
+        "--sequence_length", type=int, metavar="N", help="tokens of a sample (max_position_embeddings)"
+    )
+    parser.add_argument("--recalibrate", action="store_true", help="measure the rates of this machine again")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan; returns the exit code."""
+    config = read_params(args)
+    if config.fit is None:
+        raise ConfigError(
+            "the params have no batch to plan for",
+            where=str(config.source),
+            remedy="add trainer.fit.train_dataloader; its data need not exist",
+        )
+    open_console(config)
+    init = config.init
+    length = args.sequence_length or init.model.max_position_embeddings
+    rates = calibrate(device_of(init.backend), resources_of(init.backend).disk, recalibrate=args.recalibrate)
+    work = training_workload(init, config.fit.train_dataloader.batch_size, length)
+    describe(plan_run(init, meta_model(init.model), work, calibration=rates), drawing=args.png)
+    return 0

@@ -1,0 +1,33 @@
+"""`headwater validate`: evaluate a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+
+from headwater.cli.arguments import USAGE, add_params_arguments, read_params
+from headwater.cli.output import open_console
+from headwater.config import RunConfig
+from headwater.trainer.session import validate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `headwater validate`."""
+    parser.description = (
+        "Evaluate the newest checkpoint in the model_dir, or the one that --checkpoint_path names, "
+        "on the data of the section validate."
+    )
+    parser.usage = f"headwater validate [-h] {USAGE}"
+    add_params_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluates and prints the loss; returns the exit code."""
+    return evaluate(read_params(args))
+
+
+def evaluate(config: RunConfig) -> int:
+    """Evaluates, prints the loss, and returns the exit code."""
+    open_console(config)
+    found = validate(config)
+    print(f"validation loss {found.loss:.6f} ({found.batches} batches)")
+    return 0

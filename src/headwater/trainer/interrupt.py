@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM: the first asks a run to stop after its step, the second stops it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+EXIT_CODE = 130
+"""Of a run that was interrupted: what a shell reports for a process that Ctrl-C ended."""
+
+
+class Interrupt:
+    """Whether somebody has asked the run to stop.
+
+    Attributes:
+        requested: it should stop as soon as its step is complete.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler."""
+        if self.requested:
+            _say("stopped; the last complete checkpoint is intact")
+            os._exit(EXIT_CODE)
+        self.requested = True
+        _say("stopping after this step; once more to stop at once")
+
+
+def _say(text: str) -> None:
+    # A handler may interrupt a write to stderr, and a buffered stream must not be entered twice.
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
+
+
+@contextmanager
+def interrupts() -> Iterator[Interrupt]:
+    """Turns SIGINT and SIGTERM into requests; outside of the main thread there are none to turn."""
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+    before = {number: signal.signal(number, interrupt.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupt
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def shielded(items: Iterable[Item]) -> Iterator[Item]:
+    """`items`, made by worker processes that do not hear Ctrl-C.
+
+    A terminal sends the signal to every process of the job. Processes inherit which signals are blocked, so
+    it is blocked here while they are started, which happens when the first item is asked for.
+    """
+    iterator = iter(items)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        first = [item for item, _ in zip(iterator, range(1), strict=False)]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    yield from first
+    yield from iterator

@@ -1,0 +1,59 @@
+"""Which callbacks a run has."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+from rich.console import Console
+
+from headwater.config.run import InitConfig
+from headwater.config.sections import TensorBoardLoggerConfig
+from headwater.core.errors import ConfigError
+from headwater.trainer.callback import Callback
+from headwater.trainer.history import History
+from headwater.trainer.loss_curve import LossCurve
+from headwater.trainer.progress import ProgressBar
+from headwater.trainer.run_dir import RunDir
+from headwater.trainer.tensorboard import TensorBoard
+
+logger = logging.getLogger(__name__)
+
+
+def make_callbacks(init: InitConfig, run_dir: RunDir, console: Console | None) -> list[Callback]:
+    """The callbacks of a training run.
+
+    History always; progress where there is a console; TensorBoard and the loss curve where their libraries
+    are installed.
+
+    Raises:
+        ConfigError: if the params name TensorBoard and it is not installed.
+    """
+    callbacks: list[Callback] = [History(run_dir.history)]
+    if console is not None:
+        callbacks.append(ProgressBar(console, init.logging.log_steps))
+    asked = _asked_tensorboard(init)
+    if _is_installed("tensorboard"):
+        folder = (asked and asked.summary_dir) or run_dir.tensorboard
+        callbacks.append(TensorBoard(folder, init.logging.log_steps))
+    elif asked is not None:
+        raise ConfigError(
+            "TensorBoardLogger needs tensorboard",
+            where="trainer.init.loggers",
+            remedy="pip install 'headwater[plot]', or leave the logger out",
+        )
+    if _is_installed("matplotlib"):
+        callbacks.append(LossCurve(run_dir.history, run_dir.loss_curve))
+    return callbacks
+
+
+def _asked_tensorboard(init: InitConfig) -> TensorBoardLoggerConfig | None:
+    given = (entry.TensorBoardLogger for entry in init.loggers)
+    return next((entry for entry in given if entry is not None), None)
+
+
+def _is_installed(name: str) -> bool:
+    if importlib.util.find_spec(name) is not None:
+        return True
+    logger.info("%s is not installed: what it would show is left out (pip install 'headwater[plot]')", name)
+    return False

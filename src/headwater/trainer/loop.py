@@ -1,0 +1,185 @@
+"""The training loop: steps, evaluations, checkpoints, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from headwater.config.run import InitConfig
+from headwater.core.errors import NonFiniteError
+from headwater.data.loader import Batch, BatchLoader
+from headwater.store.store import Update
+from headwater.stream.engine import Engine
+from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
+from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.datasets import num_tokens, split_batch
+from headwater.trainer.evaluate import evaluate
+from headwater.trainer.interrupt import Interrupt, shielded
+from headwater.trainer.state import RunState
+
+
+class Trainer:
+    """Brings a run from the step at which it stands to its last one.
+
+    Attributes:
+        state: where it stands.
+        validation: the last evaluation of this process, by data set.
+        checkpoint: what the last save of this process wrote.
+
+    Args:
+        engine: holds the weights of the step at which the run stands.
+        init: the params.
+        state: where the run stands.
+        train: training data; the position in them is taken from the state.
+        evaluations: data to evaluate on in between.
+        checkpoints: where to save.
+        callbacks: are told what happens, in this order.
+        saved_step: step of a checkpoint that need not be written again.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        init: InitConfig,
+        state: RunState,
+        *,
+        train: BatchLoader,
+        evaluations: Sequence[BatchLoader],
+        checkpoints: CheckpointManager,
+        callbacks: Sequence[Callback],
+        saved_step: int | None = None,
+    ) -> None:
+        self.state = state
+        self.validation: list[ValidateEnd] = []
+        self.checkpoint: Path | None = None
+        self._engine = engine
+        self._init = init
+        self._train = train
+        self._evaluations = evaluations
+        self._checkpoints = checkpoints
+        self._callbacks = callbacks
+        self._saved_step = saved_step
+        if state.data is not None:
+            train.load_state_dict(state.data)
+        self._end_step = init.loop.end_step(state.step, train.order.num_samples // train.order.batch_size)
+        self._schedule = init.schedule
+
+    def fit(self, interrupt: Interrupt) -> None:
+        """Train until the last step, or until the step in which `interrupt` asks to stop.
+
+        A checkpoint is written at the end, also where a step is refused because it is not finite.
+        """
+        self._tell(lambda c: c.on_fit_start(FitStart(self.state.step, self._end_step, self._engine.plan)))
+        try:
+            batches = shielded(self._train)
+            while self._between_steps(interrupt):
+                self._step(batches)
+        except NonFiniteError:
+            self._save()
+            raise
+        finally:
+            self._checkpoints.wait()
+            self._tell(lambda c: c.on_fit_end())
+
+    def _between_steps(self, interrupt: Interrupt) -> bool:
+        """Evaluate and save where it is time to; whether to go on."""
+        if self._validation_is_due() and not interrupt.requested:
+            self._validate(interrupt)
+        stop = interrupt.requested or self.state.step >= self._end_step
+        if stop or self._checkpoint_is_due():
+            self._save()
+        return not stop
+
+    # training
+
+    def _step(self, batches: Iterator[Batch]) -> None:
+        start = time.perf_counter()
+        batch = next(batches)
+        update = self._update()
+        report = self._engine.train_step(list(split_batch(batch, self.state.micro_batch_size)), update)
+        self.state = dataclasses.replace(
+            self.state,
+            step=update.step,
+            loss_scale=self.state.loss_scale.after(applied=report.applied),
+            data=self._train.state_dict(),
+        )
+        event = StepEnd(
+            step=update.step,
+            loss=report.loss,
+            learning_rate=update.options["lr"],
+            gradient_norm=report.gradient_norm,
+            applied=report.applied,
+            loss_scale=update.loss_scale,
+            tokens=num_tokens(batch),
+            step_s=time.perf_counter() - start,
+            bytes_in=report.statistics.bytes_in,
+            bytes_out=report.statistics.bytes_out,
+            hit_rate=report.statistics.hit_rate,
+            wait_s=report.statistics.wait_s,
+        )
+        self._tell(lambda callback: callback.on_step_end(event))
+
+    def _update(self) -> Update:
+        """How the next step is applied. Steps count from 1, schedules from 0."""
+        return Update(
+            step=self.state.step + 1,
+            options={"lr": self._schedule.value(self.state.step)},
+            max_norm=self._init.precision.max_gradient_norm,
+            max_value=self._init.precision.max_gradient_value,
+            loss_scale=self.state.loss_scale.value,
+            skip_non_finite=self.state.loss_scale.may_skip,
+        )
+
+    # evaluation
+
+    def _validation_is_due(self) -> bool:
+        step, interval = self.state.step, self._init.loop.eval_interval(self._end_step)
+        if not self._evaluations or not interval or step in (0, self.state.validated_step):
+            return False
+        return step % interval == 0 or step == self._end_step
+
+    def _validate(self, interrupt: Interrupt) -> None:
+        events = []
+        norm = weight_norm(self._engine) if self._init.compute_norm else None
+        for index, loader in enumerate(self._evaluations):
+            found = evaluate(
+                self._engine,
+                shielded(loader),
+                max_batches=self._init.loop.eval_steps,
+                stop=lambda: interrupt.requested,
+            )
+            if found is None:
+                return
+            events.append(ValidateEnd(self.state.step, index, found.loss, found.batches, norm))
+        self.validation = events
+        self.state = dataclasses.replace(self.state, validated_step=self.state.step)
+        for event in events:
+            self._tell(lambda callback, event=event: callback.on_validate_end(event))  # type: ignore[misc]
+
+    # checkpoints
+
+    def _checkpoint_is_due(self) -> bool:
+        if self.state.step == 0:
+            return self._init.checkpoint.save_initial_checkpoint
+        return bool(self._init.checkpoint.steps) and self.state.step % self._init.checkpoint.steps == 0  # type: ignore[operator]
+
+    def _save(self) -> None:
+        if self.state.step == self._saved_step:
+            return
+        path = self._checkpoints.save(self._engine.store, self.state.step, self.state.to_dict())
+        self.checkpoint, self._saved_step = path, self.state.step
+        self._tell(lambda callback: callback.on_checkpoint(self.state.step, path))
+
+    def _tell(self, call: Callable[[Callback], None]) -> None:
+        for callback in self._callbacks:
+            call(callback)
+
+
+def weight_norm(engine: Engine) -> float:
+    """The 2-norm of all parameters together."""
+    norms = [torch.linalg.vector_norm(value, dtype=torch.float64) for _, value in engine.named_masters()]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))

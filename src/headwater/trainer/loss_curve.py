@@ -1,0 +1,48 @@
+"""The loss curve of a run as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headwater.trainer.callback import Callback
+from headwater.trainer.history import read_history
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class LossCurve(Callback):
+    """Draws the losses in a history file when the run ends. Needs matplotlib.
+
+    Args:
+        history: the file; it must be complete when this callback is told that the run ends.
+        path: PNG to write.
+    """
+
+    def __init__(self, history: Path, path: Path) -> None:
+        self._history = history
+        self._path = path
+
+    def on_fit_end(self) -> None:
+        draw_loss_curve(self._history, self._path)
+
+
+def draw_loss_curve(history: Path, path: Path) -> None:
+    """Draw the training and validation losses of `history` (from `History`) as a PNG at `path`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    records = list(read_history(history))
+    _plot(axes, [r for r in records if r["kind"] == "train"], label="training", linewidth=0.8)
+    _plot(axes, [r for r in records if r["kind"] == "validate"], label="validation", marker="o")
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _plot(axes: Axes, records: list[dict[str, float]], **style: object) -> None:
+    if records:
+        axes.plot([r["step"] for r in records], [r["loss"] for r in records], **style)

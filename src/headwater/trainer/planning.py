@@ -1,0 +1,211 @@
+"""From a params file to a plan: the model on the meta device, its dry run, and what the machine offers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from headwater.config.models import ModelConfig
+from headwater.config.run import InitConfig
+from headwater.config.sections import BackendConfig
+from headwater.core.errors import ConfigError
+from headwater.core.stage import ParamSpec
+from headwater.models.registry import build_model, init_parameter
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.calibrate import Calibration
+from headwater.plan.trace import trace_step
+from headwater.plan.types import Activations, Plan, Resources, Trace
+from headwater.store.rule import UpdateRule
+from headwater.stream.engine import Engine, Initial
+
+NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
+"""The optimizer of a run that only evaluates: it keeps no state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is to be computed.
+
+    Attributes:
+        batch_size: samples of one step.
+        sequence_length: tokens of a sample.
+        optimizer: `NO_UPDATES` for an evaluation.
+        micro_batch_size: samples computed at once; the plan chooses where absent.
+    """
+
+    batch_size: int
+    sequence_length: int
+    optimizer: OptimizerSpec = NO_UPDATES
+    micro_batch_size: int | None = None
+
+
+def training_workload(
+    init: InitConfig, batch_size: int, sequence_length: int, resumed_micro_batch_size: int | None = None
+) -> Workload:
+    """The workload of a training step.
+
+    Args:
+        init: the params.
+        batch_size: samples of one step.
+        sequence_length: tokens of a sample.
+        resumed_micro_batch_size: of the run that goes on; counts where the params do not set another.
+    """
+    size = fixed_micro_batch_size(init, batch_size) or resumed_micro_batch_size
+    return Workload(batch_size, sequence_length, init.optimizer_spec, size)
+
+
+def fixed_micro_batch_size(init: InitConfig, batch_size: int) -> int | None:
+    """The micro-batch size that the params set, by itself or as a number of micro-batches.
+
+    Raises:
+        ConfigError: if the two differ, or do not divide the batch.
+    """
+    size, count = init.backend.micro_batch_size, init.loop.grad_accum_steps
+    if count is None:
+        return size
+    if batch_size % count or (size is not None and size * count != batch_size):
+        product = f"micro_batch_size {size}" if size else f"batch_size {batch_size}"
+        raise ConfigError(
+            f"grad_accum_steps {count} does not go with {product}",
+            where="trainer.init.loop.grad_accum_steps",
+            remedy="give one of grad_accum_steps and micro_batch_size, so that it divides batch_size",
+        )
+    return batch_size // count
+
+
+def meta_model(config: ModelConfig) -> nn.Module:
+    """The model without memory or values."""
+    return build_model(config, device="meta")
+
+
+def plan_run(
+    init: InitConfig,
+    model: nn.Module,
+    work: Workload,
+    *,
+    disk: Path | None = None,
+    calibration: Calibration | None = None,
+) -> Plan:
+    """How `work` is done on this machine within the budgets of the params.
+
+    Args:
+        init: the params.
+        model: the model; it may be on the meta device.
+        work: what is to be computed.
+        disk: folder of the disk tier; that of the params if not given.
+        calibration: rates of the machine.
+
+    Raises:
+        ConfigError: if the params ask for what is not there.
+        DoesNotFitError: if a budget is too small.
+    """
+    _check_supported(init.backend)
+
+    @functools.cache
+    def trace_for(size: int) -> Trace:
+        return trace_step(model, _meta_batch(size, work.sequence_length), init.precision.precision)
+
+    return make_plan(
+        trace_for,
+        batch_size=work.batch_size,
+        precision=init.precision.precision,
+        optimizer_state_bytes=optimizer_state_bytes(work.optimizer),
+        resources=resources_of(init.backend, disk),
+        device=device_of(init.backend),
+        calibration=calibration,
+        fixed=_fixed(init.backend, work.micro_batch_size),
+    )
+
+
+def device_of(backend: BackendConfig) -> str:
+    """`cpu` or `cuda`, whichever the params name or, for `CSX`, the better one there is.
+
+    Raises:
+        ConfigError: if they name a GPU and there is none.
+    """
+    if backend.backend_type == "CPU":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if backend.backend_type == "GPU":
+        raise ConfigError(
+            "torch finds no GPU here",
+            where="trainer.init.backend.backend_type",
+            remedy="write CPU, or CSX for the best device there is",
+        )
+    return "cpu"
+
+
+def resources_of(backend: BackendConfig, disk: Path | None = None) -> Resources:
+    """The budgets of the params."""
+    given = backend.disk
+    return Resources(
+        device_memory=backend.device_memory,
+        host_memory=backend.host_memory,
+        disk=disk or (given.path if given else None),
+        disk_bytes=given.size if given else None,
+    )
+
+
+def optimizer_state_bytes(optimizer: OptimizerSpec) -> int:
+    """Bytes of state that `optimizer` keeps for each trained parameter (8 for Adam)."""
+    probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
+    layout = UpdateRule(optimizer).state_layout(probe)
+    return sum(tensor.dtype.itemsize for tensor in layout.values() if tensor.shape is None)
+
+
+def make_engine(
+    init: InitConfig, model: nn.Module, plan: Plan, optimizer: OptimizerSpec, *, blank: bool = False
+) -> Engine:
+    """The engine, each parameter drawn from a stream of its own.
+
+    Args:
+        init: the params.
+        model: the model, on the meta device.
+        plan: how it is trained.
+        optimizer: how it is updated.
+        blank: fill in zeros instead, for what a checkpoint will replace.
+    """
+    return Engine(model, plan, optimizer, initial=_zeros if blank else _drawn(init), seed=init.seed)
+
+
+def _drawn(init: InitConfig) -> Initial:
+    return lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed)
+
+
+def _zeros(spec: ParamSpec) -> torch.Tensor:
+    return torch.zeros(()).expand(spec.shape)
+
+
+def _fixed(backend: BackendConfig, micro_batch_size: int | None) -> Fixed:
+    return Fixed(
+        tier=None if backend.tier == "auto" else backend.tier,
+        num_slabs=backend.num_slabs,
+        activations=None if backend.activations == "auto" else Activations(backend.activations),
+        micro_batch_size=micro_batch_size,
+        gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
+    )
+
+
+def _meta_batch(size: int, sequence_length: int) -> dict[str, torch.Tensor]:
+    names = ("input_ids", "attention_mask", "labels")
+    return {name: torch.empty(size, sequence_length, dtype=torch.int64, device="meta") for name in names}
+
+
+def _check_supported(backend: BackendConfig) -> None:
+    """Refuse what this version cannot do, so that no such key is passed over in silence."""
+    refused = {
+        "cluster_config.num_csx": (backend.num_csx > 1, "more than one compute rank", "1"),
+        "compile": (backend.compile, "compilation of blocks", "false"),
+        "matmul": (backend.matmul == "fast", "the fast fp32 matrix product", "exact"),
+    }
+    for key, (asked, what, value) in refused.items():
+        if asked:
+            raise ConfigError(
+                f"{what} is not in this version", where=f"trainer.init.backend.{key}", remedy=f"write {value}"
+            )

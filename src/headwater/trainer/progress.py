@@ -1,0 +1,75 @@
+"""Progress of a run on the console: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from headwater.core.units import format_bytes
+from headwater.plan.calibrate import resident_bytes
+from headwater.plan.types import Plan
+from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
+
+_RATE_SMOOTHING = 0.9
+"""Weight of the past in the rate that is shown."""
+
+
+class ProgressBar(Callback):
+    """Shows loss, tokens/s, bytes streamed and memory against its budget.
+
+    Args:
+        console: where to.
+        log_steps: steps from one line to the next where the console is not a terminal.
+    """
+
+    def __init__(self, console: Console, log_steps: int = 1) -> None:
+        self._console = console
+        self._log_steps = log_steps
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._budget: int | None = None
+        self._end_step = 0
+        self._tokens_per_s: float | None = None
+
+    def on_fit_start(self, event: FitStart) -> None:
+        self._budget = _memory_budget(event.plan)
+        self._end_step = event.end_step
+        if self._console.is_terminal:
+            text = TextColumn("{task.description}")
+            columns = (BarColumn(20), MofNCompleteColumn(), text, TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("", total=event.end_step, completed=event.start_step)
+            self._bar.start()
+
+    def on_step_end(self, event: StepEnd) -> None:
+        past = event.tokens_per_s if self._tokens_per_s is None else self._tokens_per_s
+        self._tokens_per_s = _RATE_SMOOTHING * past + (1 - _RATE_SMOOTHING) * event.tokens_per_s
+        if self._bar is not None:
+            self._bar.update(self._task, completed=event.step, description=self._text(event))
+        elif event.step % self._log_steps == 0 or event.step == self._end_step:
+            self._print(f"step {event.step}/{self._end_step}  {self._text(event)}")
+
+    def on_validate_end(self, event: ValidateEnd) -> None:
+        name = f" {event.loader}" if event.loader else ""
+        self._print(f"step {event.step}  validation{name} loss {event.loss:.4f} ({event.batches} batches)")
+
+    def on_fit_end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _text(self, event: StepEnd) -> str:
+        limit = "" if self._budget is None else f" of {format_bytes(self._budget)}"
+        parts = [
+            f"loss {event.loss:.4f}",
+            f"{self._tokens_per_s:,.0f} tokens/s",
+            f"streamed {format_bytes(event.bytes_in + event.bytes_out)} a step",
+            f"memory {format_bytes(resident_bytes())}{limit}",
+        ]
+        return "  ".join(parts if event.applied else [*parts, "step skipped, not finite"])
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _memory_budget(plan: Plan) -> int | None:
+    return None if plan.budget is None else plan.budget.host_memory

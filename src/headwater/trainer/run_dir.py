@@ -1,0 +1,108 @@
+"""The files of a run, all below its model_dir."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from headwater.config.run import RunConfig
+from headwater.core.errors import ConfigError
+from headwater.plan.report import render_plan
+from headwater.plan.types import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDir:
+    """Where each file of a run lies; checkpoints are found by `CheckpointManager`.
+
+    Attributes:
+        path: the model_dir.
+    """
+
+    path: Path
+
+    @property
+    def params(self) -> Path:
+        """The params as resolved: a run can be resumed and its model used from this file alone."""
+        return self.path / "params.yaml"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.txt"
+
+    @property
+    def history(self) -> Path:
+        return self.path / "history.jsonl"
+
+    @property
+    def loss_curve(self) -> Path:
+        return self.path / "loss_curve.png"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def write_params(self, config: RunConfig) -> None:
+        """Write the params as resolved."""
+        self.params.write_text(yaml.safe_dump(resolved_params(config), sort_keys=False, allow_unicode=True))
+
+    def write_plan(self, plan: Plan) -> None:
+        """Write the plan as `headwater plan` prints it."""
+        with self.plan.open("w") as file:
+            Console(file=file, width=120).print(render_plan(plan))
+
+    def keep_tokenizer(self, source: Path | None) -> None:
+        """Copy the tokenizer of the training data, so that text can be generated without the data."""
+        if source is not None and source.absolute() != self.tokenizer.absolute():
+            shutil.copyfile(source, self.tokenizer)
+
+    def require_params(self) -> Path:
+        """The params file.
+
+        Raises:
+            ConfigError: if there is none: no run was ever here.
+        """
+        if not self.params.is_file():
+            raise ConfigError(
+                "the folder is not the model_dir of a run",
+                where=str(self.path),
+                remedy="name the folder that headwater fit wrote; it holds params.yaml",
+            )
+        return self.params
+
+
+def resolved_params(config: RunConfig) -> dict[str, Any]:
+    """What was given in all files and on the command line, as one tree in the newer form.
+
+    Paths are absolute, so that the tree means the same wherever it is read.
+    """
+    sections = {
+        "init": config.init,
+        "fit": config.fit,
+        "validate": config.validation,
+        "validate_all": config.validate_all,
+    }
+    return {
+        "trainer": {
+            key: _plain(section.model_dump(by_alias=True, exclude_unset=True))
+            for key, section in sections.items()
+            if section is not None
+        }
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value.absolute()) if isinstance(value, Path) else value

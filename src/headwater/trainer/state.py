@@ -1,0 +1,52 @@
+"""Where a run stands: all of its state that is neither weights nor optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headwater.core.errors import CheckpointError
+from headwater.trainer.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from headwater.data.loader import LoaderState
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """The state after a number of steps. Random streams have none: each is keyed by the seed and the step.
+
+    Attributes:
+        step: steps done.
+        loss_scale: for the next step.
+        micro_batch_size: of the plan: another one would sum gradients in another order.
+        validated_step: step of the last finished validation; -1 before the first.
+        data: position after the batch of the last step; `None` before the first.
+    """
+
+    step: int
+    loss_scale: LossScale
+    micro_batch_size: int
+    validated_step: int = -1
+    data: LoaderState | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for a checkpoint."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any], *, where: str) -> RunState:
+        """The inverse of `to_dict`.
+
+        Raises:
+            CheckpointError: if it is not the state of a run.
+        """
+        try:
+            return cls(**{**state, "loss_scale": LossScale(**state["loss_scale"])})
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not hold the state of a run: {error}",
+                where=where,
+                remedy="start from its weights alone, with the callback LoadCheckpointStates: model",
+            ) from error
