@@ -35,7 +35,7 @@ def test_a_known_machine_is_not_measured_again(measured, monkeypatch):
 
 @pytest.mark.parametrize("damage", ["", "{", '{"machine": {"fp32_flops_per_s": 1.0}}'])
 def test_a_damaged_or_old_cache_is_measured_anew(tmp_path, monkeypatch, damage):
-    fresh = Calibration(1.0, 2.0, 3.0, 4.0, 5.0)
+    fresh = Calibration(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
     monkeypatch.setattr(module, "_measure", lambda *_: fresh)
     cache = tmp_path / "cache.json"
     cache.write_text(damage)
@@ -44,7 +44,12 @@ def test_a_damaged_or_old_cache_is_measured_anew(tmp_path, monkeypatch, damage):
 
 
 def test_recalibrate_measures_again(tmp_path, monkeypatch):
-    rates = iter([Calibration(1.0, 2.0, 3.0, 4.0, 5.0), Calibration(6.0, 2.0, 3.0, 4.0, 5.0)])
+    rates = iter(
+        [
+            Calibration(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0),
+            Calibration(9.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0),
+        ]
+    )
     monkeypatch.setattr(module, "_measure", lambda *_: next(rates))
     cache = tmp_path / "cache.json"
     assert calibrate(cache=cache) != calibrate(cache=cache, recalibrate=True)

@@ -8,7 +8,7 @@ from synthetic import gpt_trace
 from headwater.core.precision import Precision
 from headwater.core.units import MIB
 from headwater.plan.calibrate import Calibration
-from headwater.plan.footprint import Footprint, minimum_slabs
+from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
 from headwater.plan.predict import Predictor
 from headwater.plan.types import Activations, Plan
 
@@ -16,6 +16,9 @@ RATES = Calibration(
     fp32_flops_per_s=1e9,
     bf16_flops_per_s=1e9,
     fp16_flops_per_s=1e9,
+    fp32_saved_bytes_per_s=1e30,
+    bf16_saved_bytes_per_s=1e30,
+    fp16_saved_bytes_per_s=1e30,
     memory_bytes_per_s=1e30,
     adamw_params_per_s=1e30,
     link_bytes_per_s=1e6,
@@ -128,3 +131,10 @@ def test_stages_bound_together_need_slabs_together():
     assert minimum_slabs(trace) == 2
     nested = dataclasses.replace(trace, sites={"blocks": (1, 2, 3), "blocks.3": (4,)})
     assert minimum_slabs(nested) == 4
+
+
+def test_only_what_one_module_saves_can_be_recomputed():
+    # The tied embedding is read by the head too: running the embedding again frees nothing of the head's.
+    trace = gpt_trace(layers=2)
+    costs = tuple(dataclasses.replace(cost, recomputable=True) for cost in trace.costs)
+    assert recomputable(dataclasses.replace(trace, costs=costs)) == [False, True, True]

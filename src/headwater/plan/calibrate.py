@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import mmap
 import os
@@ -17,6 +16,9 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 
 from headwater.core.errors import ConfigError
 from headwater.core.precision import PrecisionName
@@ -26,7 +28,8 @@ from headwater.plan.types import Resources
 FREE_SHARE = 0.9
 """Share of the free memory or disk that a plan takes where the user sets no budget."""
 
-_MATRIX_SHAPES = ((1024, 768, 3072), (1024, 1024, 1024))
+_MATRIX_SHAPES = ((512, 768, 3072), (256, 768, 8192))
+_BLOCK_SHAPE = (4, 128, 512, 8)  # sequences, their length, width, heads
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DISK_BYTES, _DISK_CHUNK_BYTES, _DISK_WORKERS = 64 * MIB, 4 * MIB, 4
 
@@ -37,6 +40,8 @@ class Calibration:
 
     Attributes:
         fp32_flops_per_s: matrix products in fp32 on the compute device; `bf16_…`, `fp16_…` alike.
+        fp32_saved_bytes_per_s: bytes that autograd saves in forward, by the time that forward and backward of
+            a transformer block take beyond its matrix products (norms, activation functions, allocation).
         memory_bytes_per_s: bytes read plus bytes written by a copy within the compute device's memory.
         adamw_params_per_s: parameters that fused AdamW updates in host memory.
         link_bytes_per_s: pinned host memory to the device; `None` on CPU.
@@ -47,6 +52,9 @@ class Calibration:
     fp32_flops_per_s: float
     bf16_flops_per_s: float
     fp16_flops_per_s: float
+    fp32_saved_bytes_per_s: float
+    bf16_saved_bytes_per_s: float
+    fp16_saved_bytes_per_s: float
     memory_bytes_per_s: float
     adamw_params_per_s: float
     link_bytes_per_s: float | None = None
@@ -55,8 +63,19 @@ class Calibration:
 
     def flops_per_s(self, precision: PrecisionName) -> float:
         """Rate of matrix products in `precision`."""
-        rates = {"fp32": self.fp32_flops_per_s, "bf16": self.bf16_flops_per_s, "fp16": self.fp16_flops_per_s}
-        return rates[precision]
+        return {
+            "fp32": self.fp32_flops_per_s,
+            "bf16": self.bf16_flops_per_s,
+            "fp16": self.fp16_flops_per_s,
+        }[precision]
+
+    def saved_bytes_per_s(self, precision: PrecisionName) -> float:
+        """Saved bytes for each second of training that is not spent in matrix products, in `precision`."""
+        return {
+            "fp32": self.fp32_saved_bytes_per_s,
+            "bf16": self.bf16_saved_bytes_per_s,
+            "fp16": self.fp16_saved_bytes_per_s,
+        }[precision]
 
 
 def calibrate(
@@ -106,11 +125,15 @@ def free_resources(resources: Resources, device: str) -> Resources:
 
 def _measure(device: str, folder: Path | None) -> Calibration:
     matrix = {name: _matrix_flops_per_s(device, dtype) for name, dtype in _DTYPES.items()}
+    saved = {name: _saved_bytes_per_s(device, dtype, matrix[name]) for name, dtype in _DTYPES.items()}
     read, write = (None, None) if folder is None else _disk_rates(folder)
     return Calibration(
         fp32_flops_per_s=matrix["fp32"],
         bf16_flops_per_s=matrix["bf16"],
         fp16_flops_per_s=matrix["fp16"],
+        fp32_saved_bytes_per_s=saved["fp32"],
+        bf16_saved_bytes_per_s=saved["bf16"],
+        fp16_saved_bytes_per_s=saved["fp16"],
         memory_bytes_per_s=_copy_bytes_per_s(device),
         adamw_params_per_s=_adamw_params_per_s(),
         link_bytes_per_s=None if device == "cpu" else _link_bytes_per_s(device),
@@ -119,7 +142,7 @@ def _measure(device: str, folder: Path | None) -> Calibration:
     )
 
 
-def _best_s(run: Callable[[], object], device: str = "cpu", budget_s: float = 0.08) -> float:
+def _best_s(run: Callable[[], object], device: str = "cpu", budget_s: float = 0.05) -> float:
     """Shortest time of `run`: one run to warm up, then at least two and as many as `budget_s` allows."""
 
     def wait() -> None:
@@ -138,13 +161,46 @@ def _best_s(run: Callable[[], object], device: str = "cpu", budget_s: float = 0.
 
 
 def _matrix_flops_per_s(device: str, dtype: torch.dtype) -> float:
-    rates = []
+    """Rate of a linear layer's three products, forward and backward."""
+    flops = seconds = 0.0
     for rows, inner, columns in _MATRIX_SHAPES:
-        left = torch.randn(rows, inner, device=device).to(dtype)
-        right = torch.randn(columns, inner, device=device).to(dtype)
-        product = functools.partial(torch.nn.functional.linear, left, right)
-        rates.append(2 * rows * inner * columns / _best_s(product, device))
-    return sum(rates) / len(rates)
+        inputs = torch.randn(rows, inner, device=device).to(dtype).requires_grad_()
+        weight = torch.randn(columns, inner, device=device).to(dtype).requires_grad_()
+        upstream = torch.ones(rows, columns, dtype=dtype, device=device)
+
+        def products(inputs: Tensor = inputs, weight: Tensor = weight, upstream: Tensor = upstream) -> None:
+            torch.autograd.grad(functional.linear(inputs, weight), (inputs, weight), upstream)
+
+        flops += 6 * rows * inner * columns
+        seconds += _best_s(products, device)
+    return flops / seconds
+
+
+def _saved_bytes_per_s(device: str, dtype: torch.dtype, flops_per_s: float) -> float:
+    """Bytes that a transformer block saves, over the time it takes beyond its matrix products."""
+    sequences, length, width, heads = _BLOCK_SHAPE
+    layer = nn.TransformerEncoderLayer(
+        width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    ).to(device, dtype)
+    batch = torch.randn(sequences, length, width, device=device).to(dtype)
+    saved: dict[int, int] = {param.data_ptr(): 0 for param in layer.parameters()}
+
+    def count(tensor: Tensor) -> Tensor:
+        saved.setdefault(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        return tensor
+
+    def train() -> None:
+        with torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype != torch.float32):
+            output = layer(batch)
+        output.sum().backward()
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        train()
+    tokens = sequences * length
+    flops = 3 * 2 * tokens * (12 * width**2 + 2 * length * width)
+    seconds = _best_s(train, device)
+    # Where products take nearly all of it, the rest is lost in the noise of two measurements.
+    return sum(saved.values()) / max(seconds - flops / flops_per_s, 0.05 * seconds)
 
 
 def _copy_bytes_per_s(device: str) -> float:

@@ -15,6 +15,7 @@ from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, Encoding, encodi
 
 _STAGING_BUFFERS = 4
 _FP32_BYTES = 4
+_ALLOCATOR_SHARE = 5  # measured on CPU: peaks are up to a fifth above what tensors alone account for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,17 @@ class Peak:
     gradients: int
 
     @property
+    def allocator(self) -> int:
+        """Bytes that the allocator holds beside them: gaps, and scratch memory of kernels."""
+        return (self.activations + self.gradients) // _ALLOCATOR_SHARE
+
+    @property
     def total(self) -> int:
-        return self.activations + self.gradients
+        return self.activations + self.gradients + self.allocator
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return {"activations": self.activations, "gradients": self.gradients, "allocator": self.allocator}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +94,7 @@ class Footprint:
         """Peak bytes of `plan` by where they lie."""
         peak = self.peak(plan)
         slabs = 0 if plan.in_place else _pool_bytes(self.slab_sizes, plan.slabs)
-        compute = {"slabs": slabs, "activations": peak.activations, "gradients": peak.gradients}
+        compute = {"slabs": slabs} | peak.parts
         host, disk = self._store_bytes(plan)
         held, moved = self.held_gradients(plan), self.offloaded_bytes(plan)
         if plan.gradient_tier == "disk":
@@ -192,6 +202,17 @@ class Footprint:
 def _holds_exact_gradients(plan: Plan) -> bool:
     """Whether the store holds the very tensors that autograd made, and not sums in fp32."""
     return plan.num_micro_batches == 1 and plan.precision.name != "fp16"
+
+
+def recomputable(trace: Trace) -> list[bool]:
+    """Which stages can be recomputed: those that save something, all of it in the module of their own."""
+    elsewhere = {
+        stage for site, stages in trace.sites.items() for stage in stages if site != trace.stages[stage].name
+    }
+    return [
+        cost.recomputable and cost.saved_bytes > 0 and stage not in elsewhere
+        for stage, cost in enumerate(trace.costs)
+    ]
 
 
 def minimum_slabs(trace: Trace) -> int:

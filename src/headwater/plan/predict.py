@@ -15,6 +15,9 @@ NOMINAL = Calibration(
     fp32_flops_per_s=200e9,
     bf16_flops_per_s=400e9,
     fp16_flops_per_s=200e9,
+    fp32_saved_bytes_per_s=2 * GIB,
+    bf16_saved_bytes_per_s=1 * GIB,
+    fp16_saved_bytes_per_s=1 * GIB,
     memory_bytes_per_s=20 * GIB,
     adamw_params_per_s=1e9,
 )
@@ -26,7 +29,7 @@ USE_OVERHEAD_S = 1e-4
 """Hooks and bookkeeping each time a stage is used."""
 
 _ADAMW_BYTES = 28  # moved for an fp32 parameter: weight, gradient and two moments in, weight and moments out
-_PASSES = 4  # times that each byte of saved or short-lived tensors goes through memory in forward
+_FORWARD_SHARE = 1 / 3  # of the time that is not spent in matrix products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +101,14 @@ class Predictor:
 
     def _compute_s(self, plan: Plan) -> Phases:
         """Forward and backward of all micro-batches."""
-        trace, rate = self.footprint.trace, self._rates.flops_per_s(plan.precision.name)
+        trace, name = self.footprint.trace, plan.precision.name
+        flops_per_s, saved_bytes_per_s = self._rates.flops_per_s(name), self._rates.saved_bytes_per_s(name)
         forward = backward = USE_OVERHEAD_S * len(trace.uses)
         for cost, policy in zip(trace.costs, plan.activations, strict=True):
-            moved_s = _PASSES * (cost.saved_bytes + cost.transient_bytes) / self._rates.memory_bytes_per_s
-            once = cost.flops / rate + moved_s
+            others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
+            once = cost.flops / flops_per_s + _FORWARD_SHARE * others
             forward += once
-            backward += cost.backward_flops / rate + 2 * moved_s
+            backward += cost.backward_flops / flops_per_s + (1 - _FORWARD_SHARE) * others
             backward += once if policy is Activations.RECOMPUTE else 0.0
         return Phases(forward, plan.num_micro_batches * (forward + backward) - forward)
 

@@ -31,6 +31,7 @@ _PART_COLORS = {
     "slabs": "#5f9e94",
     "activations": "#d9a760",
     "gradients": "#b58bb5",
+    "allocator": "#e3d9c9",
 }
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from headwater.core.precision import Precision
 from headwater.plan.calibrate import Calibration
-from headwater.plan.footprint import Footprint, minimum_slabs
+from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
 from headwater.plan.predict import Predictor
-from headwater.plan.types import Activations, Plan, Prediction, StageCost, Tier, Trace
+from headwater.plan.types import Activations, Plan, Prediction, Tier, Trace
 
 TraceFor = Callable[[int], Trace]
 """Micro-batch size -> its dry run; should remember what it has traced."""
@@ -173,7 +173,7 @@ def activation_ladder(footprint: Footprint, frame: Plan, *, fixed: Activations |
     be recomputed is offloaded next, and at the end everything.
     """
     ladder: list[Rung] = []
-    for activations in _policies(frame) if fixed is None else (_uniform(frame.trace.costs, fixed),):
+    for activations in _policies(frame) if fixed is None else (_uniform(frame.trace, fixed),):
         peak = footprint.peak(dataclasses.replace(frame, activations=activations)).total
         if not ladder or peak < ladder[-1].peak_bytes:
             ladder.append(Rung(activations, peak))
@@ -184,7 +184,7 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
     costs = frame.trace.costs
     policies = [Activations.KEEP] * len(costs)
     yield tuple(policies)
-    worth = [stage for stage, cost in enumerate(costs) if cost.recomputable and cost.saved_bytes]
+    worth = [stage for stage, can_be in enumerate(recomputable(frame.trace)) if can_be]
     # Of equal stages the earliest comes first: late ones are whole again at the turn, when memory is fullest.
     for stage in sorted(worth, key=lambda stage: (costs[stage].flops / costs[stage].saved_bytes, stage)):
         policies[stage] = Activations.RECOMPUTE
@@ -196,10 +196,11 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
         yield (Activations.OFFLOAD,) * len(costs)
 
 
-def _uniform(costs: Sequence[StageCost], policy: Activations) -> tuple[Activations, ...]:
+def _uniform(trace: Trace, policy: Activations) -> tuple[Activations, ...]:
+    """`policy` for every stage that can follow it."""
     if policy is Activations.RECOMPUTE:
-        return tuple(policy if cost.recomputable else Activations.KEEP for cost in costs)
-    return (policy,) * len(costs)
+        return tuple(policy if can_be else Activations.KEEP for can_be in recomputable(trace))
+    return (policy,) * len(trace.stages)
 
 
 def _promising(footprint: Footprint, frame: Plan, ladder: Sequence[Rung], request: Request) -> list[int]:
