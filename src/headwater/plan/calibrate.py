@@ -124,9 +124,9 @@ def free_resources(resources: Resources, device: str) -> Resources:
 
 
 def _measure(device: str, folder: Path | None) -> Calibration:
+    read, write = (None, None) if folder is None else _disk_rates(folder)
     matrix = {name: _matrix_flops_per_s(device, dtype) for name, dtype in _DTYPES.items()}
     saved = {name: _saved_bytes_per_s(device, dtype, matrix[name]) for name, dtype in _DTYPES.items()}
-    read, write = (None, None) if folder is None else _disk_rates(folder)
     return Calibration(
         fp32_flops_per_s=matrix["fp32"],
         bf16_flops_per_s=matrix["bf16"],
