@@ -1,0 +1,211 @@
+"""Trains a model twice, in plain PyTorch and by weight streaming, and compares what came out."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwater.core.precision import Precision
+from headwater.core.seeding import derive_seed
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.partition import find_stages
+from headwater.plan.trace import autocast, trace_step
+from headwater.plan.types import Activations, Plan
+from headwater.store.store import Update
+from headwater.stream.engine import Engine
+
+SEED = 7
+ADAMW = OptimizerSpec("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A model, the batch of each (step, micro-batch), the loss, and how it is optimized."""
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[int, int], Any]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    optimizer: OptimizerSpec = ADAMW
+    max_norm: float | None = 0.5
+    max_value: float | None = None
+    micro_batches: int = 1
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make_model().train()
+
+    def batches(self, step: int) -> list[Any]:
+        return [self.make_batch(step, index) for index in range(self.micro_batches)]
+
+    def update(self, step: int, **changes: Any) -> Update:
+        options = {"lr": self.optimizer.kwargs["lr"] / (step + 1)}
+        return Update(step, options, max_norm=self.max_norm, max_value=self.max_value, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How weights are streamed."""
+
+    tier: str = "memory"
+    slabs: int = 2
+    activations: str = "keep"
+    gradient_tier: str = "memory"
+    in_place: bool = False
+    precision: Precision = Precision()
+    patterns: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = "in_place" if self.in_place else f"{self.slabs}_slabs"
+        gradients = "-gradients_on_disk" if self.gradient_tier == "disk" else ""
+        return f"{self.tier}-{where}-{self.activations}{gradients}"
+
+
+@dataclasses.dataclass
+class History:
+    """What a run gave: one entry a step, and the state at the end."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    norms: list[float] = dataclasses.field(default_factory=list)
+    weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Plan:
+    """The plan that `setting` describes."""
+    partition = find_stages(model, setting.precision, setting.patterns)
+    trace = trace_step(
+        model, job.make_batch(0, 0), setting.precision, loss_function=job.loss, partition=partition
+    )
+    policy = Activations(setting.activations)
+    return Plan(
+        trace=trace,
+        precision=setting.precision,
+        device="cpu",
+        tier=setting.tier,
+        in_place=setting.in_place,
+        slabs=setting.slabs,
+        activations=tuple(
+            policy if cost.recomputable or policy is not Activations.RECOMPUTE else Activations.KEEP
+            for cost in trace.costs
+        ),
+        micro_batch_size=trace.micro_batch_size,
+        num_micro_batches=job.micro_batches,
+        gradient_tier=setting.gradient_tier,
+        disk=folder,
+    )
+
+
+def make_engine(job: Job, setting: Setting, folder: Path, model: nn.Module | None = None) -> Engine:
+    """An engine for `job`; `model` if given is traced and taken over."""
+    model = model if model is not None else job.model()
+    plan = make_plan(job, model, setting, folder)
+    return Engine(model, plan, job.optimizer, seed=SEED, loss_function=job.loss)
+
+
+def train_streamed(job: Job, setting: Setting, folder: Path, *, steps: int) -> History:
+    """Train by weight streaming."""
+    history = History()
+    with make_engine(job, setting, folder) as engine:
+        for step in range(steps):
+            report = engine.train_step(job.batches(step), job.update(step))
+            history.losses.append(report.loss)
+            history.norms.append(report.gradient_norm)
+        collect(engine, history)
+    return history
+
+
+def collect(engine: Engine, history: History) -> History:
+    """Add the final state of an engine to a history."""
+    history.weights = {name: value.clone() for name, value in engine.named_masters()}
+    history.buffers = {name: value.clone() for name, value in engine.model.named_buffers()}
+    return history
+
+
+def train_plain(job: Job, *, steps: int, precision: Precision | None = None) -> History:
+    """Train in plain PyTorch, as one writes it without this library."""
+    model = job.model()
+    optimizer = job.optimizer.build(job.optimizer.groups(model.named_parameters()))
+    history = History()
+    for step in range(steps):
+        loss = _plain_backward(job, model, step, precision or Precision())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        _clip(job, model)
+        for group in optimizer.param_groups:
+            group["lr"] = job.optimizer.kwargs["lr"] / (step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.losses.append(loss)
+        history.norms.append(float(norm))
+    history.weights = {name: value.detach() for name, value in model.named_parameters()}
+    history.buffers = dict(model.named_buffers())
+    return history
+
+
+def _plain_backward(job: Job, model: nn.Module, step: int, precision: Precision) -> float:
+    total = 0.0
+    for index, batch in enumerate(job.batches(step)):
+        torch.manual_seed(derive_seed(SEED, "micro_batch", step, index))
+        with autocast(precision, "cpu"):
+            loss = job.loss(model, batch)
+        total += loss.item()
+        (loss / job.micro_batches if job.micro_batches > 1 else loss).backward()
+    return total / job.micro_batches
+
+
+def _clip(job: Job, model: nn.Module) -> None:
+    if job.max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
+    if job.max_value is not None:
+        torch.nn.utils.clip_grad_value_(model.parameters(), job.max_value, foreach=False)
+
+
+def assert_equal(streamed: History, plain: History) -> None:
+    """Every number of two runs is the same, to the last bit."""
+    assert streamed.losses == plain.losses
+    assert streamed.norms == plain.norms
+    _assert_same(streamed.weights, plain.weights)
+    _assert_same(streamed.buffers, plain.buffers)
+
+
+def _assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not different
+
+
+def check(job: Job, setting: Setting, folder: Path, *, steps: int = 3) -> History:
+    """Streaming gives what plain PyTorch gives; returns what that is."""
+    plain = train_plain(job, steps=steps)
+    assert all(loss == loss for loss in plain.losses), "the reference itself is not finite"
+    assert_equal(train_streamed(job, setting, folder, steps=steps), plain)
+    return plain
+
+
+def regression(make_model: Callable[[], nn.Module], *shape: int, **options: Any) -> Job:
+    """A job that fits the mean square of a model's output on random input of `shape`."""
+
+    def batch(step: int, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        return torch.randn(*shape, generator=generator)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) - 1).square().mean()
+
+    return Job(make_model, batch, loss, **options)
+
+
+def token_batch(step: int, index: int, *, vocabulary: int = 96, shape: tuple[int, ...] = (2, 12)) -> torch.Tensor:
+    """Random token ids `[batch, seq]`."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    return torch.randint(0, vocabulary, shape, generator=generator)
+
+
+def copy_of(history: History) -> History:
+    """An independent copy."""
+    return copy.deepcopy(history)
