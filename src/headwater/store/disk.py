@@ -61,10 +61,13 @@ class DiskTier(Tier):
         self._all_blocks(self._files[stage].write, image[: self.layouts[stage].wire_bytes])
 
     def _all_blocks(self, transfer: Callable[[int, torch.Tensor], None], image: torch.Tensor) -> None:
-        futures = [
-            self._threads.submit(transfer, start, image[start : start + _WIRE_BLOCK_BYTES])
-            for start in range(0, image.numel(), _WIRE_BLOCK_BYTES)
-        ]
+        starts = range(0, image.numel(), _WIRE_BLOCK_BYTES)
+        blocks = {start: image[start : start + _WIRE_BLOCK_BYTES] for start in starts}
+
+        def one(start: int) -> None:  # a worker keeps its last arguments a while: no view among them
+            transfer(start, blocks.pop(start))
+
+        futures = [self._threads.submit(one, start) for start in starts]
         for future in futures:
             future.result()
 
