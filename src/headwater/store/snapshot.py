@@ -1,0 +1,246 @@
+"""Checkpoints written stage by stage while training goes on, each stage as it was when that began."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import torch
+
+from headwater.core.errors import HeadwaterError
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.store.files import disk_errors
+from headwater.store.rule import Scalars, UpdateRule
+from headwater.store.snapshot_file import DTYPE_CODES, DTYPES, CheckedFile, TensorFileWriter
+from headwater.store.snapshot_manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    Manifest,
+    ParamEntry,
+    StageEntry,
+    TensorEntry,
+    encode_scalars,
+)
+from headwater.store.store import WeightStore
+
+PARTIAL_SUFFIX = ".partial"
+"""Of a folder that is not a checkpoint yet, or no longer."""
+
+BUFFERS_FILE = "weights_buffers.safetensors"
+"""The model's buffers; with the stages' weights files it is the whole model."""
+
+REPLACED_SUFFIX = ".replaced"
+"""Of a checkpoint that gives way to another of the same step."""
+
+
+class Snapshot:
+    """The store as it is now, written to a folder by `run`, on any thread.
+
+    From its making on, an update that comes later saves the stage first if that has not happened yet, on the
+    thread that updates ("copy on write"); so training may go on at once. A stage is saved once, under its
+    lock. An error on a training thread is kept for `run` to raise, and training goes on.
+
+    Args:
+        store: what is saved; one snapshot of it at a time.
+        folder: the checkpoint; it appears under this name when it is complete.
+        step: training steps behind it.
+        buffers: tensors of the model that are not parameters; written at once.
+        extras: further files, by name; written at once.
+
+    Raises:
+        DiskFullError: if there is no room; nothing is left behind then.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        folder: Path,
+        step: int,
+        *,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        extras: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.folder = folder
+        self._store = store
+        self._partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+        self._step = step
+        self._up_to = store.num_commits
+        self._saved: dict[int, StageEntry] = {}
+        self._failure: HeadwaterError | None = None
+        self._no_hook = store.before_update
+        with self._nothing_left_on_failure():
+            with disk_errors(self._partial):
+                remove_folder(self._partial)
+                self._partial.mkdir(parents=True)
+            self._extras = [self._write_extra(name, data) for name, data in (extras or {}).items()]
+            self._extras.append(self._write_buffers(buffers or {}))
+            self._weights = [self._weights_file(stage) for stage in store.stages]
+            self._optimizer = [self._optimizer_file(stage) for stage in store.stages]
+        store.before_update = self._save_first
+
+    @contextmanager
+    def _nothing_left_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise
+
+    def _write_extra(self, name: str, data: bytes) -> CheckedFile:
+        with CheckedFile(self._partial / name, len(data)) as file:
+            file.put(0, memoryview(data))
+        return file
+
+    def _write_buffers(self, buffers: Mapping[str, torch.Tensor]) -> CheckedFile:
+        tensors = {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
+        with TensorFileWriter(self._partial / BUFFERS_FILE, tensors) as file:
+            for name, buffer in buffers.items():
+                file.write(name, 0, buffer.cpu())
+        return file
+
+    def _weights_file(self, stage: StageSpec) -> TensorFileWriter:
+        tensors = {param.name: (param.dtype, param.shape) for param in stage.params}
+        return TensorFileWriter(self._partial / f"weights_{stage.index:04d}.safetensors", tensors)
+
+    def _optimizer_file(self, stage: StageSpec) -> TensorFileWriter:
+        tensors = {
+            state_name(param.name, name): (DTYPES[entry.dtype], entry.shape)
+            for param in stage.params
+            for name, entry in state_entries(self._store.rule, param).items()
+        }
+        return TensorFileWriter(self._partial / f"optimizer_{stage.index:04d}.safetensors", tensors)
+
+    def _save_first(self, stage: int, commit: int) -> None:
+        """The store's `before_update`: called under the stage's lock."""
+        if commit <= self._up_to:
+            return
+        try:
+            self.save_stage(stage)
+        except HeadwaterError as error:
+            self._failure = self._failure or error
+
+    def save_stage(self, stage: int) -> None:
+        """Save one stage, unless that has been done.
+
+        Raises:
+            HeadwaterError: if it fails, or another stage has failed on another thread.
+        """
+        with self._store.exclusive(stage), torch.no_grad():
+            if self._failure is not None:
+                raise self._failure
+            if stage not in self._saved:
+                self._saved[stage] = self._write_stage(self._store.stages[stage])
+
+    def _write_stage(self, stage: StageSpec) -> StageEntry:
+        store, weights, optimizer = self._store, self._weights[stage.index], self._optimizer[stage.index]
+        with weights, optimizer, closing(store.read(stage.index, up_to=self._up_to)) as pieces:
+            for piece in pieces:
+                param = stage.params[piece.param]
+                weights.write(param.name, piece.start, piece.master)
+                updated = store.scalars(stage.index)[piece.param] is not None
+                for name, values in piece.states.items():
+                    known = values if updated else torch.zeros_like(values)  # no update has written it yet
+                    optimizer.write(state_name(param.name, name), piece.start, known)
+        entries = map(self._param_entry, stage.params, store.scalars(stage.index))
+        return StageEntry(stage.name, weights.path.name, optimizer.path.name, list(entries))
+
+    def _param_entry(self, param: ParamSpec, scalars: Scalars | None) -> ParamEntry:
+        states = state_entries(self._store.rule, param)
+        return ParamEntry(param.name, DTYPE_CODES[param.dtype], param.shape, states, encode_scalars(scalars))
+
+    def run(self) -> Path:
+        """Save what is not saved yet and make the checkpoint appear.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            DiskFullError: if the disk is full; nothing is left behind then.
+        """
+        try:
+            with self._nothing_left_on_failure():
+                for stage in self._store.stages:
+                    self.save_stage(stage.index)
+                self._write_extra(MANIFEST_FILE, self._manifest().to_json())
+                publish(self._partial, self.folder)
+        finally:
+            self._store.before_update = self._no_hook
+        return self.folder
+
+    def _manifest(self) -> Manifest:
+        files = [*self._extras, *self._weights, *self._optimizer]
+        return Manifest(
+            step=self._step,
+            optimizer=self._store.rule.spec.name,
+            stages=[self._saved[stage.index] for stage in self._store.stages],
+            files={file.path.name: FileEntry(file.num_bytes, file.chunks) for file in files},
+        )
+
+
+def state_entries(rule: UpdateRule, param: ParamSpec) -> dict[str, TensorEntry]:
+    """Dtype and shape of each optimizer state tensor of a whole parameter."""
+    return {
+        name: TensorEntry(DTYPE_CODES[state.dtype], param.shape if state.shape is None else state.shape)
+        for name, state in rule.state_layout(param).items()
+    }
+
+
+def state_name(param: str, state: str) -> str:
+    """Name of an optimizer state tensor in its file."""
+    return f"{param}/{state}"
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Give a complete checkpoint its name; one of the same name gives way.
+
+    Killed at any instant it leaves at least one of the two, under a name that `recover` knows.
+    """
+    replaced = folder.with_name(folder.name + REPLACED_SUFFIX)
+    with disk_errors(folder):
+        sync_folder(partial)
+        if folder.exists():
+            remove_folder(replaced)
+            folder.rename(replaced)
+        partial.rename(folder)
+        sync_folder(folder.parent)
+        remove_folder(replaced)
+
+
+def recover(model_dir: Path) -> None:
+    """Clear away what a killed process has left among the checkpoints in `model_dir`."""
+    with disk_errors(model_dir):
+        for replaced in model_dir.glob(f"*{REPLACED_SUFFIX}"):
+            folder = replaced.with_name(replaced.name.removesuffix(REPLACED_SUFFIX))
+            if folder.exists():
+                remove_folder(replaced)
+            else:
+                replaced.rename(folder)
+        for partial in model_dir.glob(f"*{PARTIAL_SUFFIX}"):
+            remove_folder(partial)
+
+
+def retire(folder: Path) -> None:
+    """Delete a checkpoint; at no instant is there half of it under its name."""
+    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    with disk_errors(folder):
+        remove_folder(partial)
+        folder.rename(partial)
+        remove_folder(partial)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder with all it holds, if it is there."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

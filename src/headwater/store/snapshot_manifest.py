@@ -1,0 +1,190 @@
+"""The manifest of a checkpoint: what it holds, written last, so that only a complete checkpoint has one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from headwater.core.errors import CheckpointError, CorruptError
+from headwater.store.files import disk_errors
+from headwater.store.rule import Scalars
+from headwater.store.snapshot_file import DTYPE_CODES, DTYPES, Chunk
+
+MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """Dtype, as safetensors names it, and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamEntry:
+    """A parameter as it was saved.
+
+    Attributes:
+        name: qualified name.
+        dtype: of its master.
+        shape: its shape.
+        states: optimizer state tensors, by name.
+        scalars: the rest of its optimizer state; `None` if it was never updated.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    states: dict[str, TensorEntry]
+    scalars: dict[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StageEntry:
+    """A stage as it was saved."""
+
+    name: str
+    weights_file: str
+    optimizer_file: str
+    params: list[ParamEntry]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileEntry:
+    """Size and checksums of a file; the chunks cover all of it, in order."""
+
+    num_bytes: int
+    chunks: list[Chunk]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: training steps behind it.
+        optimizer: class name of the optimizer.
+        stages: its parameters, by stage.
+        files: every file but the manifest itself, by name.
+    """
+
+    step: int
+    optimizer: str
+    stages: list[StageEntry]
+    files: dict[str, FileEntry]
+
+    @property
+    def params(self) -> dict[str, ParamEntry]:
+        """Every parameter, by name."""
+        return {param.name: param for stage in self.stages for param in stage.params}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files.values())
+
+    def to_json(self) -> bytes:
+        """The manifest file's content; the inverse of `read_manifest`."""
+        content = dataclasses.asdict(self)
+        document = {
+            "format_version": FORMAT_VERSION,
+            "checksum": zlib.crc32(_canonical(content)),
+            "content": content,
+        }
+        return json.dumps(document).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: if there is none, or a newer version wrote it.
+        CorruptError: if it is not what was written.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            "this is no complete checkpoint: it has no manifest",
+            where=str(folder),
+            remedy="name a folder checkpoint_<step>; one that ends in .partial was interrupted",
+        )
+    try:
+        with disk_errors(path):
+            document = json.loads(path.read_bytes())
+        version, checksum = int(document["format_version"]), document["checksum"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, repr(error)) from error
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"the checkpoint has format version {version}, this headwater knows up to {FORMAT_VERSION}",
+            where=str(path),
+            remedy="install the headwater that wrote it, or a newer one",
+        )
+    return _parse_content(path, document.get("content"), checksum)
+
+
+def _parse_content(path: Path, content: object, checksum: object) -> Manifest:
+    if zlib.crc32(_canonical(content)) != checksum:
+        raise _damaged(path, "its checksum does not match")
+    try:
+        manifest = TypeAdapter(Manifest).validate_python(content)
+    except ValidationError as error:
+        raise _damaged(path, str(error)) from error
+    named = [*manifest.files, *(f for s in manifest.stages for f in (s.weights_file, s.optimizer_file))]
+    if any(Path(name).name != name or name not in manifest.files for name in named):
+        raise _damaged(path, "it names files that are not the checkpoint's own")
+    if not all(_covers(file) for file in manifest.files.values()):
+        raise _damaged(path, "its checksums do not cover its files")
+    return manifest
+
+
+def _covers(file: FileEntry) -> bool:
+    position = 0
+    for offset, length, _ in file.chunks:
+        if offset != position:
+            return False
+        position += length
+    return position == file.num_bytes
+
+
+def _canonical(content: object) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _damaged(path: Path, why: str) -> CorruptError:
+    return CorruptError(
+        f"the manifest is damaged: {why}",
+        where=str(path),
+        remedy="use another checkpoint, or another copy of this one",
+    )
+
+
+def encode_scalars(scalars: Scalars | None) -> dict[str, Any] | None:
+    """Optimizer scalars as JSON, exactly: numbers as they are, tensors with their dtype."""
+    return None if scalars is None else {name: _encode(name, value) for name, value in scalars.items()}
+
+
+def _encode(name: str, value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        assert value.dim() == 0, f"optimizer state {name} of shape {tuple(value.shape)} is not a scalar"
+        return {"dtype": DTYPE_CODES[value.dtype], "value": value.item()}
+    assert value is None or isinstance(value, bool | int | float | str), f"{name} is a {type(value).__name__}"
+    return value
+
+
+def decode_scalars(scalars: Mapping[str, Any] | None) -> Scalars | None:
+    """The inverse of `encode_scalars`."""
+    if scalars is None:
+        return None
+    return {
+        name: torch.tensor(value["value"], dtype=DTYPES[value["dtype"]]) if isinstance(value, dict) else value
+        for name, value in scalars.items()
+    }

@@ -1,0 +1,298 @@
+"""The checkpoints of a run: written while it goes on, found again, cleared away; and their folder's lock."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fcntl
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from headwater.core.errors import ConfigError, HeadwaterError, ModelDirBusyError
+from headwater.store.files import disk_errors
+from headwater.store.snapshot import Snapshot, recover, retire
+from headwater.store.snapshot_load import Buffers, SavedCheckpoint, load_weights
+from headwater.store.snapshot_manifest import MANIFEST_FILE
+from headwater.store.store import WeightStore
+
+_NAME = re.compile(r"checkpoint_(\d+)")
+_STATE_FILE = "trainer.json"
+_STATE_TENSORS_FILE = "trainer.safetensors"
+_TENSOR_KEY = "__tensor__"
+_LOCK_FILE = "run.lock"
+
+
+class CheckpointManager:
+    """Writes and reads the folders `checkpoint_<step>` in a model_dir.
+
+    Reading needs no more than the folder; whoever saves holds its `ModelDirLock`.
+
+    Args:
+        model_dir: where they are.
+        keep_n: newest checkpoints to keep; all if not given.
+
+    Raises:
+        ConfigError: if `keep_n` is less than one.
+    """
+
+    def __init__(self, model_dir: Path, keep_n: int | None = None) -> None:
+        if keep_n is not None and keep_n < 1:
+            raise ConfigError(
+                f"keep_n is {keep_n}", remedy="keep at least one checkpoint, or leave keep_n out"
+            )
+        self.model_dir = model_dir
+        self._keep_n = keep_n
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(
+        self,
+        store: WeightStore,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        buffers: Buffers | None = None,
+    ) -> Path:
+        """Begin to write a checkpoint of the store as it is now; training may go on at once.
+
+        Args:
+            store: holds weights and optimizer state; it stays open until `wait`.
+            step: training steps done.
+            state: the rest of the run's state: JSON values and tensors, nested in dictionaries and lists.
+            buffers: the model's persistent buffers; see `persistent_buffers`.
+
+        Returns:
+            Where it will be when it is complete.
+
+        Raises:
+            DiskFullError: if there is no room for it, or was none for the one before. Those that are complete
+                stay.
+            HeadwaterError: if the one before failed in any other way.
+        """
+        self.wait()
+        folder = self.model_dir / f"checkpoint_{step}"
+        snapshot = Snapshot(store, folder, step, buffers=buffers, extras=_pack_state(state))
+        self._writing = self._thread.submit(self._finish, snapshot)
+        return folder
+
+    def _finish(self, snapshot: Snapshot) -> None:
+        newest = snapshot.run()
+        if self._keep_n is not None:
+            others = [path for path in complete_checkpoints(self.model_dir) if path != newest]
+            for path in others[: max(len(others) - (self._keep_n - 1), 0)]:
+                retire(path)
+
+    def check(self) -> None:
+        """Raise what the writing in the background has failed with, if it has; returns at once."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            HeadwaterError: if the last checkpoint could not be written; those before it are intact.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def latest(self) -> Path | None:
+        """The complete checkpoint with the highest step."""
+        return max(complete_checkpoints(self.model_dir), key=_step_of, default=None)
+
+    def load(
+        self,
+        store: WeightStore,
+        path: Path,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        buffers: Buffers | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """Bring a checkpoint back.
+
+        Args:
+            store: what is filled.
+            path: the checkpoint.
+            weights_only: leave the optimizer at its start.
+            strict: whether every parameter must be in the checkpoint and no other; one that is not keeps
+                its value.
+            buffers: the model's persistent buffers, overwritten in place.
+
+        Returns:
+            Its step, and the state that was given to `save`.
+
+        Raises:
+            CheckpointError: if it is missing, not complete, or of another model or optimizer.
+            CorruptError: if bytes are damaged; the store is not to be used then.
+        """
+        self.wait()
+        saved = SavedCheckpoint(path)
+        if weights_only:
+            load_weights(store, path, buffers, strict=strict)
+        else:
+            saved.restore(store, buffers, strict=strict)
+        return saved.manifest.step, _unpack_state(saved)
+
+    def describe(self, path: Path) -> CheckpointDescription:
+        """What a checkpoint holds, without reading its weights.
+
+        Raises:
+            CheckpointError: if it is missing or not complete.
+        """
+        return describe(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointDescription:
+    """What a checkpoint holds.
+
+    Attributes:
+        path: its folder.
+        step: training steps behind it.
+        optimizer: class name of the optimizer.
+        num_parameters: elements of all parameters.
+        num_bytes: bytes on disk.
+        state: what was given to `CheckpointManager.save`.
+    """
+
+    path: Path
+    step: int
+    optimizer: str
+    num_parameters: int
+    num_bytes: int
+    state: dict[str, Any]
+
+
+def describe(path: Path) -> CheckpointDescription:
+    """What a checkpoint holds, without reading its weights.
+
+    Raises:
+        CheckpointError: if it is missing or not complete.
+        CorruptError: if manifest or state are damaged.
+    """
+    saved = SavedCheckpoint(path)
+    manifest = saved.manifest
+    return CheckpointDescription(
+        path=path,
+        step=manifest.step,
+        optimizer=manifest.optimizer,
+        num_parameters=sum(math.prod(param.shape) for param in manifest.params.values()),
+        num_bytes=manifest.num_bytes,
+        state=_unpack_state(saved),
+    )
+
+
+def complete_checkpoints(model_dir: Path) -> list[Path]:
+    """Every complete checkpoint in a model_dir, by step."""
+    folders = [path.parent for path in model_dir.glob(f"checkpoint_*/{MANIFEST_FILE}")]
+    return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, f"{path.name} is not the name of a checkpoint"
+    return int(match[1])
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong in a checkpoint, by qualified name, each once."""
+    return {name: buffer for name, buffer in model.named_buffers() if not _is_transient(model, name)}
+
+
+def _is_transient(model: nn.Module, name: str) -> bool:
+    path, _, leaf = name.rpartition(".")
+    return leaf in model.get_submodule(path)._non_persistent_buffers_set
+
+
+def _pack_state(state: Mapping[str, Any]) -> dict[str, bytes]:
+    """Files for the run's state: the tree as JSON, and the tensors in it."""
+    tensors: dict[str, torch.Tensor] = {}
+    tree = json.dumps(_split(state, "state", tensors), indent=1).encode()
+    return {_STATE_FILE: tree, _STATE_TENSORS_FILE: safetensors.torch.save(tensors)}
+
+
+def _split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` with its tensors moved to `tensors`, and their names in their place."""
+    match value:
+        case torch.Tensor():
+            tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            return {_TENSOR_KEY: name}
+        case Mapping():
+            assert all(isinstance(key, str) for key in value), f"{name} has keys that are not strings"
+            return {key: _split(entry, f"{name}/{key}", tensors) for key, entry in value.items()}
+        case list():
+            return [_split(entry, f"{name}/{index}", tensors) for index, entry in enumerate(value)]
+    assert value is None or isinstance(value, bool | int | float | str), f"{name} is a {type(value).__name__}"
+    return value
+
+
+def _unpack_state(saved: SavedCheckpoint) -> dict[str, Any]:
+    tensors = safetensors.torch.load(saved.read(_STATE_TENSORS_FILE))
+
+    def join(entry: dict[str, Any]) -> Any:
+        return tensors[entry[_TENSOR_KEY]] if _TENSOR_KEY in entry else entry
+
+    state: dict[str, Any] = json.loads(saved.read(_STATE_FILE), object_hook=join)
+    return state
+
+
+class ModelDirLock:
+    """Keeps other runs out of a model_dir while it is entered; the system frees it when the process ends.
+
+    On entering, what a killed run has left half written is cleared away.
+
+    Args:
+        model_dir: the folder; created if missing.
+
+    Raises:
+        ModelDirBusyError: on entering, if another run is in it; names its process.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._path = model_dir / _LOCK_FILE
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        with disk_errors(self._path):
+            self._model_dir.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.read(self._fd, 1000).decode(errors="replace")
+                os.close(self._fd)
+                raise ModelDirBusyError(
+                    f"another run works in this model_dir: {holder or 'it has just begun'}",
+                    where=str(self._model_dir),
+                    remedy="wait for it, stop it, or name another model_dir",
+                ) from error
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, _this_process().encode(), 0)
+        try:
+            recover(self._model_dir)
+        except HeadwaterError:
+            os.close(self._fd)
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._fd)
+
+
+def _this_process() -> str:
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    return f"process {os.getpid()} on {socket.gethostname()}, since {now}"

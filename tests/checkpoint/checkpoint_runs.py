@@ -1,0 +1,140 @@
+"""Small stores that train on made-up gradients, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from headwater.core.buffers import aligned_empty
+from headwater.core.seeding import derive_seed
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.disk import DiskTier
+from headwater.store.layout import StageLayout
+from headwater.store.memory import MemoryTier
+from headwater.store.rule import UpdateRule
+from headwater.store.store import PieceState, Update, WeightStore
+from headwater.store.tier import Tier
+
+ADAMW = OptimizerSpec("AdamW", {"lr": 0.01, "weight_decay": 0.1})
+MOMENTUM = OptimizerSpec("SGD", {"lr": 0.1, "momentum": 0.9})
+ADAFACTOR = OptimizerSpec("Adafactor", {"lr": 0.1})
+
+SHAPES = {
+    "embed.weight": (1100, 1003),  # more than one piece
+    "embed.scale": (),
+    "block.0.weight": (30, 40),
+    "block.0.bias": (40,),
+    "block.1.weight": (30, 40),
+    "block.1.bias": (40,),
+    "head.weight": (7, 3),
+}
+FROZEN = "block.0.bias"
+UNUSED = "block.1.bias"
+STAGES = (("embed.weight", "embed.scale"), ("block.0.weight", "block.0.bias"),
+          ("block.1.weight", "block.1.bias"), ("head.weight",))  # fmt: skip
+
+
+def make_store(
+    folder: Path | None = None,
+    *,
+    wire: torch.dtype = torch.float32,
+    optimizer: OptimizerSpec = ADAMW,
+    stages: Sequence[Sequence[str]] = STAGES,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+) -> WeightStore:
+    """A store in memory, or on disk in `folder`, with values that depend on the names alone."""
+    specs = [
+        StageSpec(index, f"stage{index}", tuple(_spec(name, shapes[name], wire) for name in names))
+        for index, names in enumerate(stages)
+    ]
+
+    def make_tier(layouts: list[StageLayout]) -> Tier:
+        return MemoryTier(layouts) if folder is None else DiskTier(layouts, folder)
+
+    store = WeightStore(specs, UpdateRule(optimizer), make_tier)
+    for stage in specs:
+        _initialize(store, stage)
+    return store
+
+
+def _spec(name: str, shape: tuple[int, ...], wire: torch.dtype) -> ParamSpec:
+    return ParamSpec(name, shape, torch.float32, wire, requires_grad=name != FROZEN)
+
+
+def _initialize(store: WeightStore, stage: StageSpec) -> None:
+    values = [_random(f"initial {p.name}", p.shape).view(-1) for p in stage.params]
+
+    def fill(piece: PieceState) -> None:
+        piece.master.copy_(values[piece.param][piece.start : piece.start + piece.master.numel()])
+        for state in piece.states.values():
+            state.fill_(float("nan"))  # what an optimizer has never written must not matter
+
+    store.write(stage.index, fill)
+
+
+def _random(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(derive_seed(0, key))
+    return torch.randn(shape, generator=generator)
+
+
+def train(store: WeightStore, step: int, *, fetch: bool = True) -> None:
+    """Fetch every stage and give it gradients that depend on step and parameter name; commit."""
+    store.begin_step()
+    for stage in store.stages:
+        if fetch:
+            fetch_stage(store, stage.index)
+    for stage in store.stages:
+        for index, spec in enumerate(stage.params):
+            if spec.requires_grad and spec.name != UNUSED:
+                gradient = _random(f"{step} {spec.name}", spec.shape).to(spec.wire_dtype)
+                store.add_gradient(stage.index, index, gradient, last=True)
+    store.end_micro_batch(last=True)
+    store.commit(Update(step, {"lr": 0.01 / (step + 1)}))
+
+
+def fetch_stage(store: WeightStore, stage: int) -> None:
+    """What the executor does before it uses a stage."""
+    store.fetch(stage, aligned_empty(store.layouts[stage].wire_bytes))
+
+
+def contents(store: WeightStore) -> dict[str, torch.Tensor | dict[str, object] | None]:
+    """Masters, optimizer state tensors and scalars, by name; state that was never written is left out."""
+    found: dict[str, torch.Tensor | dict[str, object] | None] = {}
+    for stage in store.stages:
+        runs: dict[str, list[torch.Tensor]] = {}
+        for piece in store.read(stage.index):
+            name = stage.params[piece.param].name
+            runs.setdefault(name, []).append(piece.master.clone())
+            if store.scalars(stage.index)[piece.param] is not None:
+                for state, values in piece.states.items():
+                    runs.setdefault(f"{name}/{state}", []).append(values.clone().view(-1))
+        found |= {name: torch.cat(parts) for name, parts in runs.items()}
+        found |= {
+            f"{spec.name}/scalars": scalars
+            for spec, scalars in zip(stage.params, store.scalars(stage.index), strict=True)
+        }
+    return found
+
+
+def assert_same(left: WeightStore, right: WeightStore) -> None:
+    """Both stores hold the same bits."""
+    ours, theirs = contents(left), contents(right)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        other = theirs[name]
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other), name  # type: ignore[arg-type]
+        else:
+            assert _typed(value) == _typed(other), name
+
+
+def _typed(scalars: object) -> object:
+    if not isinstance(scalars, dict):
+        return scalars
+    return {
+        name: (value.dtype, value.item()) if isinstance(value, torch.Tensor) else (type(value), value)
+        for name, value in scalars.items()
+    }

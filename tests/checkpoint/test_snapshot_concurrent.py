@@ -1,0 +1,192 @@
+"""A snapshot taken while training goes on equals one taken while everything stands still."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_runs import MOMENTUM, STAGES, assert_same, fetch_stage, make_store, train
+from torch import nn
+
+from headwater.core.errors import DiskFullError
+from headwater.core.precision import Precision
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.trace import trace_step
+from headwater.plan.types import Activations, Plan
+from headwater.store.snapshot import Snapshot
+from headwater.store.snapshot_load import SavedCheckpoint
+from headwater.store.store import Update
+from headwater.stream.engine import Engine
+from headwater.trainer.checkpoint import CheckpointManager
+
+NUM_STAGES = len(STAGES)
+
+
+def trained(folder: Path | None, steps: int, **options):
+    store = make_store(folder, **options)
+    for step in range(steps):
+        train(store, step)
+    return store
+
+
+def assert_is_step(path: Path, steps: int, **options) -> None:
+    """The checkpoint equals a store that stopped after `steps` steps."""
+    loaded, reference = make_store(**options), trained(None, steps, **options)
+    SavedCheckpoint(path).restore(loaded)
+    assert_same(loaded, reference)
+
+
+@pytest.mark.parametrize("saved_before", range(NUM_STAGES + 1))
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_training_overtakes_the_snapshot(tmp_path, tier, saved_before):
+    """Some stages are saved, then training goes two steps on, then the rest is saved."""
+    options = {"wire": torch.bfloat16, "optimizer": MOMENTUM}
+    store = trained(tmp_path / "tier" if tier == "disk" else None, 2, **options)
+    snapshot = Snapshot(store, tmp_path / "c", 2)
+    for stage in range(saved_before):
+        snapshot.save_stage(stage)
+    train(store, 2)
+    train(store, 3)
+    assert_is_step(snapshot.run(), 2, **options)
+    train(store, 4)
+    assert_same(store, trained(None, 5, **options))
+    store.close()
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3), (2,)])
+def test_pending_updates_of_both_ages(tmp_path, order):
+    """Stages of which the snapshot's own update, or the one after it, has not been applied yet."""
+    store = trained(None, 2)
+    snapshot = Snapshot(store, tmp_path / "c", 2)
+    for stage in order[:2]:
+        fetch_stage(store, stage)
+    train(store, 2, fetch=False)  # commits: every stage has an update that the snapshot must not see
+    for stage in order:
+        fetch_stage(store, stage)
+    assert_is_step(snapshot.run(), 2)
+    assert_same(store, trained(None, 3))
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_threads(tmp_path, tier):
+    """A save at every step, in the background of the next ones."""
+    store = make_store(tmp_path / "tier" if tier == "disk" else None, wire=torch.bfloat16)
+    manager = CheckpointManager(tmp_path)
+    paths = []
+    for step in range(4):
+        train(store, step)
+        paths.append(manager.save(store, step + 1, {}))
+    manager.wait()
+    for steps, path in enumerate(paths, start=1):
+        assert_is_step(path, steps, wire=torch.bfloat16)
+    store.close()
+
+
+def test_update_waits_for_the_stage_being_saved(tmp_path, monkeypatch):
+    """A stage that is half saved on one thread is not changed by another."""
+    store = trained(None, 1)
+    train(store, 1)  # an update of the snapshot's own step is pending
+    snapshot = Snapshot(store, tmp_path / "c", 2)
+    half_way, go_on = threading.Event(), threading.Event()
+    read = store.read
+
+    def slow_read(stage, **options):
+        for count, piece in enumerate(read(stage, **options)):
+            if stage == 0 and count == 1:
+                half_way.set()
+                assert go_on.wait(30)
+            yield piece
+
+    monkeypatch.setattr(store, "read", slow_read)
+    writer = threading.Thread(target=snapshot.run)
+    writer.start()
+    assert half_way.wait(30)
+    train_thread = threading.Thread(target=train, args=(store, 2))  # begins by fetching stage 0
+    train_thread.start()
+    train_thread.join(0.1)
+    assert train_thread.is_alive()
+    go_on.set()
+    train_thread.join()
+    writer.join()
+    assert_is_step(tmp_path / "c", 2)
+
+
+def test_failure_on_the_training_thread_stops_the_snapshot_only(tmp_path, monkeypatch):
+    store = trained(None, 1)
+    snapshot = Snapshot(store, tmp_path / "c", 1)
+    (tmp_path / "c.partial" / "weights_0001.safetensors").unlink()
+    train(store, 1)
+    train(store, 2)  # the hook fails here, in the first update after the snapshot
+    with pytest.raises(Exception, match=r"weights_0001.safetensors: No such file"):
+        snapshot.run()
+    assert list(tmp_path.iterdir()) == []
+    train(store, 3)
+    assert_same(store, trained(None, 4))
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def engine(slabs: int) -> Engine:
+    torch.manual_seed(0)
+    model = Chain()
+    precision = Precision("fp32")
+    trace = trace_step(model, batch(0), precision, loss_function=call)
+    plan = Plan(
+        trace, precision, "cpu", "memory", False, slabs, (Activations.KEEP,) * len(trace.stages), 4, 1, "memory"
+    )
+    return Engine(model, plan, OptimizerSpec("AdamW", {"lr": 0.1}), loss_function=call)
+
+
+def call(model, x):
+    return model(x)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.rand(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("slabs", [2, 99])
+def test_weights_on_the_device_follow_updates_by_the_snapshot(tmp_path, slabs):
+    """The snapshot applies updates before the executor asks for them: no slab may keep older weights."""
+
+    def losses(folder: Path | None) -> list[float]:
+        found = []
+        with engine(slabs) as running:
+            for step in range(5):
+                found.append(running.train_step([batch(step)], Update(step, {"lr": 0.1})).loss)
+                if folder is not None:
+                    Snapshot(running.store, folder / f"{step}", step).run()
+        return found
+
+    assert losses(tmp_path) == losses(None)
+
+
+def test_full_disk_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    store = trained(None, 1)
+    manager = CheckpointManager(tmp_path)
+    first = manager.save(store, 1, {})
+    manager.wait()
+    train(store, 1)
+    monkeypatch.setattr(Snapshot, "save_stage", _no_space)
+    manager.save(store, 2, {})
+    with pytest.raises(DiskFullError):
+        manager.save(store, 3, {})
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    assert manager.latest() == first
+    manager.save(store, 3, {})
+    manager.wait()
+    assert_is_step(tmp_path / "checkpoint_3", 2)
+
+
+def _no_space(snapshot, stage):
+    raise DiskFullError("no space left", where=str(snapshot.folder))
