@@ -23,6 +23,19 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the base class, but an unknown option is refused before anything is said to be missing."""
+        if self._subparsers is None:
+            for word in args or ():
+                option = word.partition("=")[0]
+                if (
+                    option.startswith("--")
+                    and "." not in option
+                    and option not in self._option_string_actions
+                ):
+                    raise self.unknown(word)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", remedy=f"see {self.prog} --help")
 

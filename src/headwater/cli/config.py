@@ -14,13 +14,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Check params files."
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     validate = commands.add_parser("validate", help="read a params file and say what is wrong with it")
-    validate.set_defaults(parser=validate, run=run)
+    validate.set_defaults(parser=validate, action=run_validate)
     add_params_arguments(validate)
     listing = commands.add_parser("list", help="name the params files that ship with the package")
-    listing.set_defaults(parser=listing, run=run_list)
+    listing.set_defaults(parser=listing, action=run_list)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Does what is asked for; returns the exit code."""
+    return int(args.action(args))
+
+
+def run_validate(args: argparse.Namespace) -> int:
     """Reads a params file; returns the exit code."""
     config = read_params(args)
     open_console(config)

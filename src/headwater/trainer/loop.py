@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -15,7 +14,7 @@ from headwater.data.loader import Batch, BatchLoader
 from headwater.store.store import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
-from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.datasets import num_tokens, split_batch
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.interrupt import Interrupt, shielded
@@ -28,7 +27,6 @@ class Trainer:
     Attributes:
         state: where it stands.
         validation: the last evaluation of this process, by data set.
-        checkpoint: what the last save of this process wrote.
 
     Args:
         engine: holds the weights of the step at which the run stands.
@@ -55,7 +53,6 @@ class Trainer:
     ) -> None:
         self.state = state
         self.validation: list[ValidateEnd] = []
-        self.checkpoint: Path | None = None
         self._engine = engine
         self._init = init
         self._train = train
@@ -82,11 +79,14 @@ class Trainer:
             self._save()
             raise
         finally:
-            self._checkpoints.wait()
-            self._tell(lambda c: c.on_fit_end())
+            try:
+                self._checkpoints.wait()
+            finally:
+                self._tell(lambda c: c.on_fit_end())
 
     def _between_steps(self, interrupt: Interrupt) -> bool:
         """Evaluate and save where it is time to; whether to go on."""
+        self._checkpoints.check()
         if self._validation_is_due() and not interrupt.requested:
             self._validate(interrupt)
         stop = interrupt.requested or self.state.step >= self._end_step
@@ -100,7 +100,7 @@ class Trainer:
         start = time.perf_counter()
         batch = next(batches)
         update = self._update()
-        report = self._engine.train_step(list(split_batch(batch, self.state.micro_batch_size)), update)
+        report = self._engine.train_step(list(split_batch(batch, self._engine.plan.micro_batch_size)), update)
         self.state = dataclasses.replace(
             self.state,
             step=update.step,
@@ -170,8 +170,11 @@ class Trainer:
     def _save(self) -> None:
         if self.state.step == self._saved_step:
             return
-        path = self._checkpoints.save(self._engine.store, self.state.step, self.state.to_dict())
-        self.checkpoint, self._saved_step = path, self.state.step
+        buffers = persistent_buffers(self._engine.model)
+        path = self._checkpoints.save(
+            self._engine.store, self.state.step, self.state.to_dict(), buffers=buffers
+        )
+        self._saved_step = self.state.step
         self._tell(lambda callback: callback.on_checkpoint(self.state.step, path))
 
     def _tell(self, call: Callable[[Callback], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwater.trainer.callback import Callback
 from headwater.trainer.history import read_history
@@ -43,6 +43,6 @@ def draw_loss_curve(history: Path, path: Path) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
-def _plot(axes: Axes, records: list[dict[str, float]], **style: object) -> None:
+def _plot(axes: Axes, records: list[dict[str, float]], **style: Any) -> None:
     if records:
         axes.plot([r["step"] for r in records], [r["loss"] for r in records], **style)

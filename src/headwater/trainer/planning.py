@@ -55,7 +55,9 @@ def training_workload(
         sequence_length: tokens of a sample.
         resumed_micro_batch_size: of the run that goes on; counts where the params do not set another.
     """
-    size = fixed_micro_batch_size(init, batch_size) or resumed_micro_batch_size
+    size = fixed_micro_batch_size(init, batch_size)
+    if size is None and resumed_micro_batch_size and batch_size % resumed_micro_batch_size == 0:
+        size = resumed_micro_batch_size
     return Workload(batch_size, sequence_length, init.optimizer_spec, size)
 
 

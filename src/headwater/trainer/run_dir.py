@@ -52,8 +52,10 @@ class RunDir:
         return self.path / "tensorboard"
 
     def write_params(self, config: RunConfig) -> None:
-        """Write the params as resolved."""
-        self.params.write_text(yaml.safe_dump(resolved_params(config), sort_keys=False, allow_unicode=True))
+        """Write the params as resolved, without the checkpoint from which the run started: it has its own."""
+        tree = resolved_params(config)
+        tree["trainer"].get("fit", {}).pop("ckpt_path", None)
+        self.params.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
     def write_plan(self, plan: Plan) -> None:
         """Write the plan as `headwater plan` prints it."""

@@ -22,7 +22,7 @@ from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 from headwater.stream.engine import Engine
 from headwater.trainer.callback import ValidateEnd
-from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock
+from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, persistent_buffers
 from headwater.trainer.datasets import find_tokenizer, open_data
 from headwater.trainer.evaluate import Evaluation, evaluate
 from headwater.trainer.interrupt import interrupts, shielded
@@ -73,8 +73,9 @@ def fit(config: RunConfig, *, console: Console | None = None) -> FitResult:
     train = open_data(section.train_dataloader, init.model, seed=init.seed, repeat=True)
     evaluations = [open_data(d, init.model, seed=init.seed, repeat=False) for d in section.val_dataloader]
     run_dir = RunDir(init.model_dir)
-    with ModelDirLock(init.model_dir), _training_disk(init) as disk:
+    with ModelDirLock(init.model_dir), training_disk(init) as disk:
         checkpoints = CheckpointManager(init.model_dir, init.keep_checkpoints)
+        strict = not init.checkpoint.disable_strict_checkpoint_loading
         start = find_start(init, section.ckpt_path, checkpoints)
         work = training_workload(
             init,
@@ -82,25 +83,25 @@ def fit(config: RunConfig, *, console: Console | None = None) -> FitResult:
             train.sequence_length,
             start.state.micro_batch_size if start.state else None,
         )
-        run_dir.write_params(config)
-        run_dir.keep_tokenizer(find_tokenizer(section.train_dataloader))
 
         def show(plan: Plan) -> None:
             run_dir.write_plan(plan)
             if console is not None:
                 console.print(render_plan(plan))
 
-        with _open_engine(init, work, disk, blank=start.path is not None, show=show) as engine:
+        with open_engine(init, work, disk, blank=strict and start.path is not None, show=show) as engine:
             trainer = Trainer(
                 engine,
                 init,
-                start.enter(engine, checkpoints, init.precision.precision),
+                start.enter(engine, checkpoints, strict=strict),
                 train=train.create_dataloader(),
                 evaluations=[data.create_dataloader() for data in evaluations],
                 checkpoints=checkpoints,
                 callbacks=make_callbacks(init, run_dir, console),
                 saved_step=start.state.step if start.own and start.state else None,
             )
+            run_dir.write_params(config)
+            run_dir.keep_tokenizer(find_tokenizer(section.train_dataloader))
             return _train(trainer, start, checkpoints)
 
 
@@ -143,10 +144,10 @@ def trained_model(init: InitConfig, work: Workload, checkpoint: Path | None) -> 
     Raises:
         CheckpointError: if there is no checkpoint, or it is damaged or of another shape.
     """
-    checkpoints = CheckpointManager(init.model_dir, None)
+    checkpoints = CheckpointManager(init.model_dir)
     path = find_trained(checkpoint, checkpoints, init.model_dir)
-    with _scratch_disk(init) as disk, _open_engine(init, work, disk, blank=True) as engine:
-        checkpoints.load(engine.store, path, weights_only=True)
+    with _scratch_disk(init) as disk, open_engine(init, work, disk, blank=True) as engine:
+        checkpoints.load(engine.store, path, weights_only=True, buffers=persistent_buffers(engine.model))
         engine.model.eval()
         yield engine
 
@@ -154,18 +155,21 @@ def trained_model(init: InitConfig, work: Workload, checkpoint: Path | None) -> 
 def _train(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> FitResult:
     if start.path is not None:
         logger.info("going on from step %d: %s", trainer.state.step, start.path)
+    first_step = trainer.state.step
     with interrupts() as interrupt:
         trainer.fit(interrupt)
-        return FitResult(
-            step=trainer.state.step,
-            interrupted=interrupt.requested,
-            checkpoint=checkpoints.latest(),
-            validation=trainer.validation,
-        )
+    if trainer.state.step == first_step and not interrupt.requested:
+        logger.warning("nothing to do: step %d was the last; train longer with --num_steps", first_step)
+    return FitResult(
+        step=trainer.state.step,
+        interrupted=interrupt.requested,
+        checkpoint=checkpoints.latest(),
+        validation=trainer.validation,
+    )
 
 
 @contextmanager
-def _open_engine(
+def open_engine(
     init: InitConfig,
     work: Workload,
     disk: Path | None,
@@ -185,7 +189,7 @@ def _open_engine(
 
 
 @contextmanager
-def _training_disk(init: InitConfig) -> Iterator[Path | None]:
+def training_disk(init: InitConfig) -> Iterator[Path | None]:
     """The folder of the disk tier of the run in this model_dir; what a killed run left there is reused."""
     if init.backend.disk is None:
         yield None

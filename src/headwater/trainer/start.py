@@ -7,9 +7,8 @@ from pathlib import Path
 
 from headwater.config.run import InitConfig
 from headwater.core.errors import CheckpointError, ConfigError
-from headwater.core.precision import Precision
 from headwater.stream.engine import Engine
-from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.loss_scale import LossScale
 from headwater.trainer.state import RunState
 
@@ -28,16 +27,27 @@ class Start:
     state: RunState | None = None
     own: bool = False
 
-    def enter(self, engine: Engine, checkpoints: CheckpointManager, precision: Precision) -> RunState:
+    def enter(self, engine: Engine, checkpoints: CheckpointManager, *, strict: bool = True) -> RunState:
         """Bring the engine to this point.
+
+        Args:
+            engine: holds the initial values.
+            checkpoints: reads the checkpoint.
+            strict: whether the checkpoint must have every parameter and no other.
 
         Returns:
             Where the run stands.
         """
         if self.path is not None:
-            checkpoints.load(engine.store, self.path, weights_only=self.state is None)
+            checkpoints.load(
+                engine.store,
+                self.path,
+                weights_only=self.state is None,
+                strict=strict,
+                buffers=persistent_buffers(engine.model),
+            )
         if self.state is None:
-            return RunState(0, LossScale.of(precision), engine.plan.micro_batch_size)
+            return RunState(0, LossScale.of(engine.plan.precision), engine.plan.micro_batch_size)
         return dataclasses.replace(self.state, micro_batch_size=engine.plan.micro_batch_size)
 
 

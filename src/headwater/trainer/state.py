@@ -20,14 +20,15 @@ class RunState:
     Attributes:
         step: steps done.
         loss_scale: for the next step.
-        micro_batch_size: of the plan: another one would sum gradients in another order.
+        micro_batch_size: of the plan: another one would sum gradients in another order; `None` before there
+            was a plan.
         validated_step: step of the last finished validation; -1 before the first.
         data: position after the batch of the last step; `None` before the first.
     """
 
     step: int
     loss_scale: LossScale
-    micro_batch_size: int
+    micro_batch_size: int | None = None
     validated_step: int = -1
     data: LoaderState | None = None
 

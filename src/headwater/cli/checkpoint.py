@@ -1,0 +1,124 @@
+"""`headwater checkpoint`: look into, export and import checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from headwater.cli.arguments import Parser, read_model_dir
+from headwater.config import ModelConfig, RunConfig, find_params, load_params
+from headwater.convert.gpt2 import export_hf, import_hf
+from headwater.core.errors import RunError
+from headwater.core.units import format_bytes
+from headwater.store.snapshot_load import SavedCheckpoint
+from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints, describe
+from headwater.trainer.pretrained import checkpoint_weights, import_weights
+from headwater.trainer.run_dir import RunDir
+from headwater.trainer.start import find_trained
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `headwater checkpoint`."""
+    parser.description = "Look into, export and import checkpoints."
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+
+    info = commands.add_parser("info", help="say what checkpoints hold")
+    info.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a model_dir")
+    info.add_argument("--verify", action="store_true", help="compare every byte with its checksum")
+    info.set_defaults(parser=info, action=run_info)
+
+    export = commands.add_parser("export", help="write a model in Hugging Face's format")
+    export.add_argument("--model_dir", required=True, type=Path, metavar="DIR", help="folder of the run")
+    export.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="new folder")
+    export.add_argument(
+        "--checkpoint_path", type=Path, metavar="PATH", help="export this one, not the newest"
+    )
+    export.add_argument("--dtype", choices=_DTYPES, default="fp32", help="dtype of the files (%(default)s)")
+    export.set_defaults(parser=export, action=run_export)
+
+    importer = commands.add_parser("import", help="begin a run with weights in Hugging Face's format")
+    importer.add_argument("folder", type=Path, metavar="FOLDER", help="what save_pretrained has written")
+    importer.add_argument(
+        "--model_dir", required=True, type=Path, metavar="DIR", help="folder of the new run"
+    )
+    importer.add_argument(
+        "--params", metavar="PARAMS", help="everything but the model; without, a start to be completed"
+    )
+    importer.set_defaults(parser=importer, action=run_import)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does what is asked for; returns the exit code."""
+    return int(args.action(args))
+
+
+def run_info(args: argparse.Namespace) -> int:
+    """Prints a table of checkpoints; returns the exit code."""
+    paths = complete_checkpoints(args.path) or [args.path]
+    table = Table("checkpoint", "step", "parameters", "optimizer", "size", box=None, pad_edge=False)
+    for path in paths:
+        found = describe(path)
+        if args.verify:
+            SavedCheckpoint(path).verify()
+        size = format_bytes(found.num_bytes)
+        table.add_row(path.name, str(found.step), f"{found.num_parameters:,}", found.optimizer, size)
+    Console(highlight=False).print(table)
+    if args.verify:
+        print("every byte is as it was written")
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Writes a folder that `AutoModelForCausalLM` loads; returns the exit code."""
+    config, run_dir = read_model_dir(args.model_dir), RunDir(args.model_dir)
+    path = find_trained(args.checkpoint_path, CheckpointManager(args.model_dir), args.model_dir)
+    tokenizer = [run_dir.tokenizer] if run_dir.tokenizer.is_file() else []
+    export_hf(
+        checkpoint_weights(path),
+        config.init.model,
+        args.out,
+        dtype=_DTYPES[args.dtype],
+        tokenizer_files=tokenizer,
+    )
+    print(f"{path} written to {args.out}")
+    return 0
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Makes a model_dir with a checkpoint of step 0; returns the exit code."""
+    model, weights = import_hf(args.folder)
+    with ModelDirLock(args.model_dir), tempfile.TemporaryDirectory(dir=args.model_dir) as scratch:
+        if complete_checkpoints(args.model_dir):
+            raise RunError(
+                "there is a run in this model_dir already",
+                where=str(args.model_dir),
+                remedy="name a new folder",
+            )
+        config = _config_with(model, args.params, Path(scratch), args.model_dir)
+        path = import_weights(config, weights, Path(scratch))
+        run_dir = RunDir(args.model_dir)
+        tokenizer = args.folder / "tokenizer.json"
+        run_dir.keep_tokenizer(tokenizer if tokenizer.is_file() else None)
+        run_dir.write_params(config)
+    print(f"{args.folder} imported to {path}; params in {run_dir.params}")
+    return 0
+
+
+def _config_with(model: ModelConfig, params: str | None, scratch: Path, model_dir: Path) -> RunConfig:
+    """The run that PARAMS describe, or one that needs data to be added, with this model."""
+    section = model.model_dump(exclude_unset=True) | {"name": model.name}
+    tree = {"extends": str(find_params(params).absolute())} if params else {}
+    init: dict[str, object] = {"model": section, "model_dir": str(model_dir)}
+    if not params:
+        init |= {"optimizer": {"AdamW": {"learning_rate": 1e-4}}, "loop": {"max_steps": 1000}}
+    path = scratch / "params.yaml"
+    path.write_text(yaml.safe_dump({**tree, "trainer": {"init": init}}))
+    return load_params(path)

@@ -1,0 +1,56 @@
+"""Weights out of a checkpoint, and weights from elsewhere into the first checkpoint of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from headwater.config.run import RunConfig
+from headwater.convert.shards import ShardWriter, plan_shards
+from headwater.store.snapshot_load import SavedCheckpoint, load_weights
+from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.loss_scale import LossScale
+from headwater.trainer.planning import Workload, meta_model
+from headwater.trainer.session import open_engine, training_disk
+from headwater.trainer.state import RunState
+
+
+def checkpoint_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter in a checkpoint by name, one at a time."""
+    for file in SavedCheckpoint(path).weights():
+        for name, place in file.places.items():
+            yield name, file.read(name, 0, torch.Size(place.shape).numel()).view(place.shape)
+
+
+def import_weights(config: RunConfig, weights: Iterable[tuple[str, torch.Tensor]], scratch: Path) -> Path:
+    """Write the checkpoint with which a run starts that has these weights.
+
+    One tensor or stage is in memory at a time, where the plan has the disk tier.
+
+    Args:
+        config: the run; its model_dir is locked by the caller.
+        weights: every parameter by name, in any order.
+        scratch: folder for the weights in between.
+
+    Returns:
+        The checkpoint, of step 0.
+
+    Raises:
+        CheckpointError: if the weights are not those of the model.
+    """
+    init = config.init
+    shapes = {name: tuple(p.shape) for name, p in meta_model(init.model).named_parameters()}
+    one_file = plan_shards(shapes, torch.float32, max_shard_bytes=1 << 62)
+    with ShardWriter(scratch, one_file, torch.float32) as writer:
+        for name, tensor in weights:
+            writer.write(name, tensor)
+    work = Workload(1, init.model.max_position_embeddings, init.optimizer_spec)
+    checkpoints = CheckpointManager(init.model_dir)
+    with training_disk(init) as disk, open_engine(init, work, disk, blank=True) as engine:
+        load_weights(engine.store, scratch)
+        state = RunState(0, LossScale.of(init.precision.precision))
+        path = checkpoints.save(engine.store, 0, state.to_dict())
+        checkpoints.wait()
+    return path
