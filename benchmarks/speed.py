@@ -1,0 +1,39 @@
+"""Tokens per second side by side: `python -m benchmarks.speed --dtype bf16 --rounds 5`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.runner import System, interleave, print_table, save, table
+from benchmarks.workload import add_workload_arguments, workload_of
+
+PLAIN = System("plain PyTorch", "torch_")
+
+SYSTEMS = [
+    PLAIN,
+    System("plain PyTorch, allocator tuned", "torch_", ("--tuned",)),
+    System("FSDP2, CPU offload", "torch_", ("--fsdp2",)),
+    System("DeepSpeed ZeRO-3, CPU", "deepspeed_"),
+    System("DeepSpeed ZeRO-3, NVMe", "deepspeed_", ("--nvme", "{disk}")),
+    System("Headwater, memory", "headwater_", ("--tier=memory",)),
+    System("Headwater, disk", "headwater_", ("--tier=disk", "--disk={disk}", "--gradient_tier=memory")),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_workload_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", help="systems whose name contains this, beside plain PyTorch")
+    parser.add_argument("--folder", type=Path, help="where the disk tiers work")
+    args = parser.parse_args()
+    systems = [s for s in SYSTEMS if s is PLAIN or not args.only or args.only.lower() in s.name.lower()]
+    results = interleave(systems, workload_of(args), args.rounds, args.folder)
+    rows = table(results, PLAIN.name)
+    print_table(rows)
+    print(save(f"speed_{args.dtype}", {"rows": rows, "runs": results}))
+
+
+if __name__ == "__main__":
+    main()

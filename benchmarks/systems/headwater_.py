@@ -1,0 +1,130 @@
+"""Headwater, through the planner and the engine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import torch
+
+from benchmarks.workload import Step, Workload, add_workload_arguments, measure, workload_of
+from headwater.config.models import GPTConfig
+from headwater.core.buffers import keep_pages
+from headwater.core.precision import Precision
+from headwater.core.stage import ParamSpec
+from headwater.core.units import parse_bytes
+from headwater.models.registry import build_model, init_parameter
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.calibrate import calibrate
+from headwater.plan.trace import trace_step
+from headwater.plan.types import Activations, Plan, Resources, Trace
+from headwater.store.store import Update
+from headwater.stream.engine import Engine
+
+
+def config_of(workload: Workload) -> GPTConfig:
+    """The model section of a params file for this workload."""
+    return GPTConfig(
+        hidden_size=workload.width,
+        num_hidden_layers=workload.layers,
+        num_heads=workload.heads,
+        vocab_size=workload.vocab,
+        max_position_embeddings=workload.sequence,
+        filter_size=4 * workload.width,
+        dropout_rate=0.0,
+        attention_dropout_rate=0.0,
+        embedding_dropout_rate=0.0,
+    )
+
+
+def batch_of(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The batch that the model takes, from [batch, sequence + 1] token ids."""
+    return {
+        "input_ids": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "attention_mask": torch.ones_like(tokens[:, 1:]),
+    }
+
+
+def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module) -> Plan:
+    """The planner's answer for the budgets that the options name."""
+    precision = Precision(workload.dtype)
+    disk = Path(args.disk) if args.disk else None
+
+    @functools.cache
+    def trace_for(size: int) -> Trace:
+        tokens = torch.zeros(size, workload.sequence + 1, dtype=torch.long)
+        return trace_step(model, batch_of(tokens), precision)
+
+    return make_plan(
+        trace_for,
+        batch_size=workload.batch,
+        precision=precision,
+        optimizer_state_bytes=8,
+        resources=Resources(host_memory=parse_bytes(args.memory) if args.memory else None, disk=disk),
+        calibration=calibrate("cpu", disk),
+        fixed=Fixed(
+            tier=args.tier,
+            num_slabs=args.slabs,
+            activations=Activations(args.activations) if args.activations else None,
+            micro_batch_size=args.micro_batch,
+            gradient_tier=args.gradient_tier,
+        ),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    add_workload_arguments(parser)
+    parser.add_argument("--tier", choices=["memory", "disk"])
+    parser.add_argument("--disk")
+    parser.add_argument("--memory")
+    parser.add_argument("--slabs", type=int)
+    parser.add_argument("--activations", choices=["keep", "recompute", "offload"])
+    parser.add_argument("--gradient_tier", choices=["memory", "disk"])
+    parser.add_argument("--micro_batch", type=int)
+    parser.add_argument("--max_norm", type=float)
+    args = parser.parse_args()
+    workload = workload_of(args)
+    keep_pages()
+    config = config_of(workload)
+    model = build_model(config, device="meta").train()
+    plan = plan_of(args, workload, model)
+
+    def initial(spec: ParamSpec) -> torch.Tensor:
+        return init_parameter(spec.name, spec.shape, config, seed=0)
+
+    with Engine(model, plan, OptimizerSpec("AdamW", {"lr": 3e-4}), initial=initial) as engine:
+        measure(workload, _stepper(engine, plan, workload, args.max_norm), **_described(plan))
+
+
+def _stepper(engine: Engine, plan: Plan, workload: Workload, max_norm: float | None) -> Step:
+    def step(index: int) -> float:
+        micro = workload.tokens(index).split(plan.micro_batch_size)
+        report = engine.train_step([batch_of(tokens) for tokens in micro], Update(index, {"lr": 3e-4}, max_norm))
+        return report.loss
+
+    return step
+
+
+def _described(plan: Plan) -> dict[str, object]:
+    assert plan.prediction is not None, "make_plan predicts"
+    return {
+        "parameters": sum(stage.numel for stage in plan.trace.stages),
+        "flops_per_step": plan.num_micro_batches
+        * sum(cost.flops + cost.backward_flops for cost in plan.trace.costs),
+        "tier": plan.tier,
+        "in_place": plan.in_place,
+        "slabs": plan.slabs,
+        "micro_batch_size": plan.micro_batch_size,
+        "activations": sorted({policy.value for policy in plan.activations}),
+        "prediction": json.loads(json.dumps(dataclasses.asdict(plan.prediction))),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Plain PyTorch and FSDP2 with CPU offload, on transformers' GPT-2: what a user would pick instead."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from benchmarks.workload import Step, Workload, add_workload_arguments, measure, workload_of
+from headwater.core.buffers import keep_pages
+
+
+def build(workload: Workload) -> torch.nn.Module:
+    """transformers' GPT-2 of the workload's shape."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=workload.layers,
+        n_embd=workload.width,
+        n_head=workload.heads,
+        n_positions=workload.sequence,
+        vocab_size=workload.vocab,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    config._attn_implementation = "sdpa"
+    return GPT2LMHeadModel(config).train()
+
+
+def stepper(workload: Workload, model: torch.nn.Module, *, autocast: bool) -> Step:
+    """A training step with the fused AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+    def step(index: int) -> float:
+        tokens = workload.tokens(index)[:, :-1]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss)
+
+    return step
+
+
+def shard(workload: Workload, model: torch.nn.Module) -> None:
+    """FSDP2 on one rank: parameters on the host, blocks gathered one by one."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    settings = {
+        "mesh": init_device_mesh("cpu", (1,)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "mp_policy": mixed if workload.dtype == "bf16" else MixedPrecisionPolicy(),
+    }
+    for block in model.transformer.h:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    add_workload_arguments(parser)
+    parser.add_argument("--fsdp2", action="store_true")
+    parser.add_argument("--tuned", action="store_true", help="malloc keeps its pages, as Headwater lets it")
+    args = parser.parse_args()
+    workload = workload_of(args)
+    if args.tuned:
+        keep_pages()
+    model = build(workload)
+    if args.fsdp2:
+        shard(workload, model)
+    step = stepper(workload, model, autocast=workload.dtype == "bf16" and not args.fsdp2)
+    measure(workload, step, parameters=sum(p.numel() for p in model.parameters()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What every benchmark trains: a GPT of given shape on fixed random tokens, and how a run is measured."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+Step = Callable[[int], float]
+"""Runs one optimizer step and returns its loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A GPT-2 shape, a batch, a precision.
+
+    `micro_batch` 0 leaves the choice to the system; `rotate` batches are trained on in turn.
+    """
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocab: int = 50257
+    sequence: int = 512
+    batch: int = 4
+    dtype: str = "bf16"
+    steps: int = 6
+    warmup: int = 2
+    rotate: int = 4
+
+    def tokens(self, index: int) -> torch.Tensor:
+        """[batch, sequence + 1] token ids of step `index`."""
+        generator = torch.Generator().manual_seed(1234 + index % self.rotate)
+        return torch.randint(0, self.vocab, (self.batch, self.sequence + 1), generator=generator)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.sequence
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of `Workload`."""
+    for field in dataclasses.fields(Workload):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """The workload that the options name."""
+    return Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})
+
+
+def workload_options(workload: Workload) -> list[str]:
+    """The options that name `workload`."""
+    return [f"--{key}={value}" for key, value in dataclasses.asdict(workload).items()]
+
+
+def peak_rss_bytes() -> int:
+    """Peak resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(workload: Workload, step: Step, **extra: object) -> None:
+    """Run the warm-up and the counted steps, and print one JSON line of what was measured."""
+    losses, times = [], []
+    for index in range(workload.warmup + workload.steps):
+        start = time.perf_counter()
+        losses.append(step(index))
+        times.append(time.perf_counter() - start)
+    counted = times[workload.warmup :]
+    result = {
+        "step_s": statistics.median(counted),
+        "step_s_best": min(counted),
+        "tokens_per_s": workload.tokens_per_step / statistics.median(counted),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "load": os.getloadavg()[0],
+        **extra,
+    }
+    print("RESULT " + json.dumps(result), flush=True)
