@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from headwater.core.precision import Precision
 from headwater.plan.partition import Partition, find_stages
+from headwater.plan.stand_ins import call_operator
 from headwater.plan.types import StageCost, Trace
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -55,7 +56,7 @@ def trace_step(
     partition = partition or find_stages(model, precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(model, partition)
-    with mode, autocast(precision, "cpu"):
+    with mode, _attributes_restored(model), autocast(precision, "cpu"):
         state = _fake_state(model, partition)
         recorder.register(state)
         fake_batch = tree_map_only(torch.Tensor, _fake, batch)
@@ -76,6 +77,18 @@ def autocast(precision: Precision, device: str) -> Iterator[None]:
         return
     with torch.autocast(device, dtype=precision.wire_dtype):
         yield
+
+
+@contextmanager
+def _attributes_restored(model: nn.Module) -> Iterator[None]:
+    """A forward may keep tensors in plain attributes of a module: no fake one must stay there."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 class _Call(nn.Module):
@@ -221,7 +234,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = call_operator(func, args, kwargs)
         if not self._in_backward:
             for tensor in _tensors((args, kwargs)):
                 stage = self._stage_of_storage.get(_storage(tensor))
