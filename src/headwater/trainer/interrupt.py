@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -65,7 +66,7 @@ def shielded(items: Iterable[Item]) -> Iterator[Item]:
     iterator = iter(items)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        first = [item for item, _ in zip(iterator, range(1), strict=False)]
+        first = list(itertools.islice(iterator, 1))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     yield from first

@@ -1,0 +1,48 @@
+"""Small data, and the command line in this process."""
+
+import gzip
+
+import pytest
+from run_samples import write_params
+
+from headwater.cli.main import main
+from headwater.data.assets import sample_text
+from headwater.data.prepare import prepare
+from headwater.data.tokenizer import TrainBPE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory):
+    """The rates of the machine are measured once, and not where the user keeps theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Samples of 16 tokens from a vocabulary of 300."""
+    folder = tmp_path_factory.mktemp("data")
+    text = folder / "text.txt"
+    text.write_text(gzip.decompress(sample_text().read_bytes()).decode()[:20_000])
+    prepare([text], folder / "samples", tokenizer=TrainBPE(300), sequence_length=16, val_fraction=0.1)
+    return folder / "samples"
+
+
+@pytest.fixture
+def params(tmp_path, data):
+    """A params file; the run works in the folder `run` beside it."""
+    return write_params(tmp_path, data)
+
+
+@pytest.fixture
+def headwater(capsys):
+    """Runs a command line in this process: exit code, stdout and stderr."""
+
+    def run(*words):
+        code = main([str(word) for word in words])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
