@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ MOMENTUM = OptimizerSpec("SGD", {"lr": 0.1, "momentum": 0.9})
 ADAFACTOR = OptimizerSpec("Adafactor", {"lr": 0.1})
 
 SHAPES = {
-    "embed.weight": (1100, 1003),  # more than one piece
+    "embed.weight": (50, 30),
     "embed.scale": (),
     "block.0.weight": (30, 40),
     "block.0.bias": (40,),
@@ -31,6 +31,9 @@ SHAPES = {
     "block.1.bias": (40,),
     "head.weight": (7, 3),
 }
+LARGE = {**SHAPES, "embed.weight": (1100, 1003)}
+"""With a parameter of more than one piece."""
+
 FROZEN = "block.0.bias"
 UNUSED = "block.1.bias"
 STAGES = (("embed.weight", "embed.scale"), ("block.0.weight", "block.0.bias"),
@@ -80,13 +83,13 @@ def _random(key: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def train(store: WeightStore, step: int, *, fetch: bool = True) -> None:
-    """Fetch every stage and give it gradients that depend on step and parameter name; commit."""
+def train(store: WeightStore, step: int, *, used: Iterable[int] | None = None) -> None:
+    """Fetch the stages `used` (all) and give them gradients that depend on step and name; commit."""
+    stages = [store.stages[index] for index in used] if used is not None else store.stages
     store.begin_step()
-    for stage in store.stages:
-        if fetch:
-            fetch_stage(store, stage.index)
-    for stage in store.stages:
+    for stage in stages:
+        fetch_stage(store, stage.index)
+    for stage in stages:
         for index, spec in enumerate(stage.params):
             if spec.requires_grad and spec.name != UNUSED:
                 gradient = _random(f"{step} {spec.name}", spec.shape).to(spec.wire_dtype)

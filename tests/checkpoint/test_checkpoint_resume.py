@@ -9,6 +9,7 @@ from checkpoint_runs import (
     ADAFACTOR,
     ADAMW,
     FROZEN,
+    LARGE,
     MOMENTUM,
     SHAPES,
     UNUSED,
@@ -37,7 +38,8 @@ def save(store, model_dir: Path, step: int, state=None, **options) -> Path:
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_resumed_run_equals_undisturbed(tmp_path, tier, wire, optimizer):
     def new_store(name):
-        return make_store(tmp_path / name if tier == "disk" else None, wire=wire, optimizer=optimizer)
+        folder = tmp_path / name if tier == "disk" else None
+        return make_store(folder, wire=wire, optimizer=optimizer, shapes=LARGE)
 
     undisturbed, resumed = new_store("a"), new_store("b")
     for step in range(3):
@@ -54,11 +56,11 @@ def test_resumed_run_equals_undisturbed(tmp_path, tier, wire, optimizer):
 
 
 def test_plan_may_change(tmp_path):
-    written = make_store(wire=torch.bfloat16)
+    written = make_store(wire=torch.bfloat16, shapes=LARGE)
     for step in range(2):
         train(written, step)
     path = save(written, tmp_path, 2)
-    one_stage = make_store(tmp_path / "tier", wire=torch.float16, stages=[list(reversed(SHAPES))])
+    one_stage = make_store(tmp_path / "tier", wire=torch.float16, stages=[list(LARGE)[::-1]], shapes=LARGE)
     CheckpointManager(tmp_path).load(one_stage, path)
     assert_same_by_name(contents(written), contents(one_stage))
     one_stage.close()

@@ -1,5 +1,6 @@
 """A snapshot taken while training goes on equals one taken while everything stands still."""
 
+import itertools
 import threading
 from pathlib import Path
 
@@ -53,18 +54,18 @@ def test_training_overtakes_the_snapshot(tmp_path, tier, saved_before):
     store.close()
 
 
-@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3), (2,)])
-def test_pending_updates_of_both_ages(tmp_path, order):
-    """Stages of which the snapshot's own update, or the one after it, has not been applied yet."""
-    store = trained(None, 2)
+@pytest.mark.parametrize("used", [(0, 1, 2, 3), (1, 3), (2,), ()])
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3), (2,), ()])
+def test_pending_updates_of_both_ages(tmp_path, used, order):
+    """The next step uses some stages: their update is later than the snapshot, that of the others is not."""
+    store, reference = trained(None, 2), trained(None, 2)
     snapshot = Snapshot(store, tmp_path / "c", 2)
-    for stage in order[:2]:
-        fetch_stage(store, stage)
-    train(store, 2, fetch=False)  # commits: every stage has an update that the snapshot must not see
+    for run in (store, reference):
+        train(run, 2, used=used)
     for stage in order:
         fetch_stage(store, stage)
     assert_is_step(snapshot.run(), 2)
-    assert_same(store, trained(None, 3))
+    assert_same(store, reference)
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
@@ -82,26 +83,28 @@ def test_threads(tmp_path, tier):
     store.close()
 
 
-def test_update_waits_for_the_stage_being_saved(tmp_path, monkeypatch):
-    """A stage that is half saved on one thread is not changed by another."""
+@pytest.mark.parametrize("pieces_read", [0, 1])
+def test_update_waits_for_the_stage_being_saved(tmp_path, monkeypatch, pieces_read):
+    """A stage that one thread begins to save is not saved or changed by another."""
     store = trained(None, 1)
     train(store, 1)  # an update of the snapshot's own step is pending
     snapshot = Snapshot(store, tmp_path / "c", 2)
-    half_way, go_on = threading.Event(), threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
     read = store.read
 
     def slow_read(stage, **options):
-        for count, piece in enumerate(read(stage, **options)):
-            if stage == 0 and count == 1:
-                half_way.set()
-                assert go_on.wait(30)
-            yield piece
+        pieces = read(stage, **options)
+        if stage == 0:
+            yield from itertools.islice(pieces, pieces_read)
+            begun.set()
+            assert go_on.wait(30)
+        yield from pieces
 
     monkeypatch.setattr(store, "read", slow_read)
     writer = threading.Thread(target=snapshot.run)
     writer.start()
-    assert half_way.wait(30)
-    train_thread = threading.Thread(target=train, args=(store, 2))  # begins by fetching stage 0
+    assert begun.wait(30)
+    train_thread = threading.Thread(target=train_twice, args=(store,))  # begins by fetching stage 0
     train_thread.start()
     train_thread.join(0.1)
     assert train_thread.is_alive()
@@ -122,6 +125,11 @@ def test_failure_on_the_training_thread_stops_the_snapshot_only(tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
     train(store, 3)
     assert_same(store, trained(None, 4))
+
+
+def train_twice(store):
+    train(store, 2)
+    train(store, 3)
 
 
 class Chain(nn.Module):

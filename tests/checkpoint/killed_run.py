@@ -1,0 +1,128 @@
+"""Training runs that kill themselves at their n-th file operation, and go on in another process.
+
+Called with a folder and a tier; prints what became of each run as JSON. Runs are forks of this process, which
+has imported everything and started no thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from headwater.core.precision import Precision
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.trace import Trace, trace_step
+from headwater.plan.types import Activations, Plan
+from headwater.store.store import Update
+from headwater.stream.engine import Engine
+from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints
+
+NUM_STEPS = 6
+NUM_KILLS = 16
+_OPERATIONS = ("open", "pwrite", "posix_fallocate", "fsync", "rename", "mkdir", "unlink", "rmdir")
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(16, 1))
+
+
+def loss_function(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def batch_of(step: int) -> torch.Tensor:
+    return torch.rand(4, 16, generator=torch.Generator().manual_seed(step))
+
+
+def train(model_dir: Path, model: nn.Module, plan: Plan) -> None:
+    """From the last checkpoint to the last step, with a checkpoint after each."""
+    checkpoints = CheckpointManager(model_dir, keep_n=2)
+    optimizer = OptimizerSpec("AdamW", {"lr": 0.1})
+    with (
+        ModelDirLock(model_dir),
+        Engine(model, plan, optimizer, seed=1, loss_function=loss_function) as engine,
+    ):
+        latest = checkpoints.latest()
+        step, state = checkpoints.load(engine.store, latest) if latest else (0, {"losses": []})
+        while step < NUM_STEPS:
+            loss = engine.train_step([batch_of(step)], Update(step, {"lr": 0.1}, max_norm=0.5)).loss
+            step, state = step + 1, {"losses": [*state["losses"], loss]}
+            checkpoints.save(engine.store, step, state)
+        checkpoints.wait()
+
+
+def count_operations(kill_at: int | None) -> Callable[[], int]:
+    """Count the file operations of this process from now on, and kill it instead of number `kill_at`."""
+    counted = 0
+
+    def counting(operation: Callable[..., object]) -> Callable[..., object]:
+        def wrapper(*args: object, **kwargs: object) -> object:
+            nonlocal counted
+            counted += 1
+            if counted == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*args, **kwargs)
+
+        return wrapper
+
+    for name in _OPERATIONS:
+        setattr(os, name, counting(getattr(os, name)))
+    return lambda: counted
+
+
+def fork(model_dir: Path, tier: str, trace: Trace, kill_at: int | None = None) -> int:
+    """Run `train` in a process of its own; gives its exit status."""
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    status = 1
+    try:
+        activations = (Activations.KEEP,) * len(trace.stages)
+        disk = model_dir.with_name(model_dir.name + "_tier")
+        plan = Plan(trace, Precision("bf16"), "cpu", tier, False, 2, activations, 4, 1, "memory", disk=disk)  # type: ignore[arg-type]
+        counted = count_operations(kill_at)
+        train(model_dir, make_model(), plan)
+        model_dir.with_name(model_dir.name + ".count").write_text(str(counted()))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def main(root: Path, tier: str) -> None:
+    trace = trace_step(make_model(), batch_of(0), Precision("bf16"), loss_function=loss_function)
+    assert fork(root / "undisturbed", tier, trace) == 0
+    undisturbed = files_in(root / "undisturbed" / f"checkpoint_{NUM_STEPS}")
+    num_operations = int((root / "undisturbed.count").read_text())
+    outcomes = []
+    for instant in sorted(random.Random(tier).sample(range(1, num_operations + 1), NUM_KILLS)):
+        model_dir = root / f"killed_at_{instant}"
+        killed = fork(model_dir, tier, trace, kill_at=instant)
+        resumed_from = [path.name for path in complete_checkpoints(model_dir)]
+        resumed = fork(model_dir, tier, trace)
+        outcomes.append({
+            "instant": instant,
+            "killed": killed,
+            "resumed_from": resumed_from,
+            "resumed": resumed,
+            "same": files_in(model_dir / f"checkpoint_{NUM_STEPS}") == undisturbed,
+            "left": sorted(path.name for path in model_dir.iterdir()),
+        })  # fmt: skip
+    print(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,30 @@
+"""A run that is killed at any instant goes on from its last complete checkpoint to the same bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from killed_run import NUM_KILLS, NUM_STEPS
+
+SCRIPT = Path(__file__).with_name("killed_run.py")
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_killed_run_resumes_to_the_same_bits(tmp_path, tier):
+    command = [sys.executable, "-W", "error", str(SCRIPT), str(tmp_path), tier]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    outcomes = json.loads(finished.stdout)
+    assert len(outcomes) == NUM_KILLS
+    for outcome in outcomes:
+        assert outcome["killed"] == -signal.SIGKILL, outcome
+        assert outcome["resumed"] == 0, (outcome, finished.stderr)
+        assert outcome["same"], outcome
+        last_two = [f"checkpoint_{NUM_STEPS - 1}", f"checkpoint_{NUM_STEPS}"]
+        assert outcome["left"] == [*last_two, "run.lock"], outcome
+    assert len({tuple(outcome["resumed_from"]) for outcome in outcomes}) >= 4  # kills were spread over the run
