@@ -156,9 +156,7 @@ class GradientSum:
         else:
             total.add_(gradient)
         if last:
-            norm = arriving.norms[param] = gradient_norm(total)
-            if self.first_bad is None and not bool(norm.isfinite()):
-                self.first_bad = stage
+            arriving.norms[param] = self._measured(stage, total)
         self.touched.add(stage)
         return last and len(arriving.norms) == sum(p.requires_grad for p in self._stages[stage].params)
 
@@ -166,6 +164,12 @@ class GradientSum:
         if self._mixed_sum_dtype is None or gradient.dtype == self._mixed_sum_dtype:
             return gradient.detach()
         return gradient.to(self._mixed_sum_dtype)
+
+    def _measured(self, stage: int, total: torch.Tensor) -> torch.Tensor:
+        norm = gradient_norm(total)
+        if self.first_bad is None and not bool(norm.isfinite()):
+            self.first_bad = stage
+        return norm
 
     def settle(self, stage: int, *, last: bool) -> None:
         """Hold what has arrived for a stage."""
@@ -175,12 +179,15 @@ class GradientSum:
         if last:  # parameters that got nothing from the last micro-batch, but from one before
             for param, total in enumerate(arriving.gradients):
                 if total is not None and param not in arriving.norms:
-                    arriving.norms[param] = gradient_norm(total)
+                    arriving.norms[param] = self._measured(stage, total)
         self._norms |= {(stage, param): norm for param, norm in arriving.norms.items()}
         self._hold.put(stage, arriving.gradients)
 
     def settle_all(self, *, last: bool) -> None:
         """Hold everything that has arrived; the end of a micro-batch."""
+        if last:  # stages that got nothing from the last micro-batch, but from one before
+            for stage in self.touched - self._arriving.keys() - {stage for stage, _ in self._norms}:
+                self._arriving[stage] = _Arriving(self._hold.take(stage) or [])
         for stage in sorted(self._arriving):
             self.settle(stage, last=last)
 
