@@ -81,6 +81,7 @@ class UpdateRule:
         master.grad = gradient
         optimizer.step()
         master.grad = None
+        optimizer.param_groups = []  # a view of a slab must not be kept
         state = optimizer.state.pop(master, {})
         for name, value in states.items():
             if state[name] is not value:
