@@ -1,6 +1,8 @@
 """One thread: torch may divide sums differently for another number of threads."""
 
 import pytest
+
+pytest.register_assert_rewrite("harness")
 import torch
 
 

@@ -1,4 +1,4 @@
-"""A GPT-2 of the transformers library, small: tied weights, dropout, buffers; activations large enough to offload."""
+"""A small GPT-2 of the transformers library: tied weights, dropout, activations large enough to offload."""
 
 import functools
 

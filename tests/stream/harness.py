@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from headwater.store.store import Update
 from headwater.stream.engine import Engine
 
 SEED = 7
+FP32 = Precision()
 ADAMW = OptimizerSpec("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
 
 
@@ -57,7 +57,7 @@ class Setting:
     activations: str = "keep"
     gradient_tier: str = "memory"
     in_place: bool = False
-    precision: Precision = Precision()
+    precision: Precision = FP32
     patterns: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -127,13 +127,13 @@ def collect(engine: Engine, history: History) -> History:
     return history
 
 
-def train_plain(job: Job, *, steps: int, precision: Precision | None = None) -> History:
+def train_plain(job: Job, *, steps: int, precision: Precision = FP32) -> History:
     """Train in plain PyTorch, as one writes it without this library."""
     model = job.model()
     optimizer = job.optimizer.build(job.optimizer.groups(model.named_parameters()))
     history = History()
     for step in range(steps):
-        loss = _plain_backward(job, model, step, precision or Precision())
+        loss = _plain_backward(job, model, step, precision)
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         _clip(job, model)
         for group in optimizer.param_groups:
@@ -200,12 +200,9 @@ def regression(make_model: Callable[[], nn.Module], *shape: int, **options: Any)
     return Job(make_model, batch, loss, **options)
 
 
-def token_batch(step: int, index: int, *, vocabulary: int = 96, shape: tuple[int, ...] = (2, 12)) -> torch.Tensor:
+def token_batch(
+    step: int, index: int, *, vocabulary: int = 96, shape: tuple[int, ...] = (2, 12)
+) -> torch.Tensor:
     """Random token ids `[batch, seq]`."""
     generator = torch.Generator().manual_seed(1000 * step + index)
     return torch.randint(0, vocabulary, shape, generator=generator)
-
-
-def copy_of(history: History) -> History:
-    """An independent copy."""
-    return copy.deepcopy(history)

@@ -1,4 +1,4 @@
-"""In fp32, streaming gives the bits of plain PyTorch: losses, gradient norms and weights, whatever the plan."""
+"""In fp32, streaming gives the bits of plain PyTorch: losses, norms and weights, whatever the plan."""
 
 import itertools
 
@@ -42,7 +42,12 @@ def test_twenty_steps(setting, tmp_path):
 
 @pytest.mark.parametrize(
     "setting",
-    [Setting(in_place=True), Setting("memory", 2), Setting("disk", 3, "recompute", "disk"), Setting("disk", ALL)],
+    [
+        Setting(in_place=True),
+        Setting("memory", 2),
+        Setting("disk", 3, "recompute", "disk"),
+        Setting("disk", ALL),
+    ],
     ids=str,
 )
 def test_three_micro_batches(setting, tmp_path):
@@ -51,7 +56,9 @@ def test_three_micro_batches(setting, tmp_path):
 
 
 def mlp(depth=4, width=16):
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.LayerNorm(width), nn.GELU())]
+    layers = [
+        layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.LayerNorm(width), nn.GELU())
+    ]
     return nn.Sequential(*layers)
 
 
@@ -111,7 +118,9 @@ def half_frozen():
 
 
 @pytest.mark.parametrize(
-    "setting", [Setting(in_place=True), Setting("memory", 2), Setting("disk", 2, "recompute", "disk")], ids=str
+    "setting",
+    [Setting(in_place=True), Setting("memory", 2), Setting("disk", 2, "recompute", "disk")],
+    ids=str,
 )
 def test_frozen_parameters(setting, tmp_path):
     job = regression(half_frozen, 8, 16)
