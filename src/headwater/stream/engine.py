@@ -117,7 +117,7 @@ class Engine:
         """
         start = time.perf_counter()
         self.store.begin_step()
-        statistics = self._executor.begin(training=True)
+        statistics = self._executor.begin(len(micro_batches))
         total = 0.0
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
@@ -164,7 +164,7 @@ class Engine:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Within it the model computes without gradients; its forward may be called in any way."""
-        self._executor.begin(training=False)
+        self._executor.begin()
         with torch.no_grad(), autocast(self.plan.precision, self.plan.device):
             yield
 

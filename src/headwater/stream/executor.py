@@ -104,8 +104,8 @@ class Executor:
 
     # one step
 
-    def begin(self, *, training: bool) -> StreamStatistics:
-        """Get ready for one training step or evaluation.
+    def begin(self, num_micro_batches: int = 0) -> StreamStatistics:
+        """Get ready for one training step of so many micro-batches, or for inference if there are none.
 
         Returns:
             Statistics that fill as it goes on.
@@ -114,7 +114,10 @@ class Executor:
         self._binder.unbind_all()
         self._depth.clear()
         self._weights.statistics = StreamStatistics()
-        self._weights.begin(trace.schedule if training else trace.uses)
+        if num_micro_batches:
+            self._weights.begin(trace.schedule * num_micro_batches)
+        else:
+            self._weights.begin(trace.uses, repeats=True)
         return self._weights.statistics
 
     @contextmanager

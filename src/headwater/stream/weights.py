@@ -55,8 +55,13 @@ class Weights(abc.ABC):
         self.statistics = StreamStatistics()
 
     @abc.abstractmethod
-    def begin(self, schedule: Sequence[int]) -> None:
-        """Say in which order stages will be used from now on, and that committed updates are to be seen."""
+    def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
+        """Say in which order stages will be used from now on, and that committed updates are to be seen.
+
+        Args:
+            schedule: stage at each use.
+            repeats: whether it will be gone through again and again with the same weights.
+        """
 
     @abc.abstractmethod
     def require(self, stage: int) -> torch.Tensor:
@@ -76,7 +81,7 @@ class InPlaceWeights(Weights):
         super().__init__()
         self._store = store
 
-    def begin(self, schedule: Sequence[int]) -> None:
+    def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
         pass
 
     def require(self, stage: int) -> torch.Tensor:
@@ -148,10 +153,12 @@ class SlabWeights(Weights):
         self._resident: dict[int, _Slab] = {}
         self._policy = CachePolicy([], self._slab_class, self._capacity)
         self._position = 0
+        self._repeats = False
         self._wanted = -1  # the stage that `require` was last asked for; its caller may not hold a view yet
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-fetch")
 
-    def begin(self, schedule: Sequence[int]) -> None:
+    def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
+        self._repeats = repeats
         self._policy = CachePolicy(schedule, self._slab_class, self._capacity)
         self._position = -1
         for stage in [s for s in self._resident if self._store.has_changed(s)]:
@@ -183,7 +190,7 @@ class SlabWeights(Weights):
         """Fetch what comes next in this step, as far as slabs are free or hold what comes later still."""
         last = len(self._policy.schedule) - 1
         for distance, stage in self._policy.upcoming(self._position):
-            if self._position + distance > last:
+            if self._position + distance > last and not self._repeats:
                 return  # beyond the step's end the weights will have changed
             if stage in self._resident:
                 continue
