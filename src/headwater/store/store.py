@@ -163,6 +163,8 @@ class WeightStore:
 
     def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
         """Take one parameter's gradient of one micro-batch; the tensor belongs to the store from now on."""
+        if stage in self._pending:  # not used since the last step: what waits for its update is not this step's
+            self.flush_stage(stage)
         if self.gradients.add(stage, param, gradient, last=last):
             self.gradients.settle(stage, last=last)
 
@@ -191,8 +193,6 @@ class WeightStore:
         factor = _factor(norm, update)
         self.num_commits += 1
         for stage in sorted(self.gradients.touched):
-            if stage in self._pending:  # not used since the last step: its older update comes first
-                self.flush_stage(stage)
             self._pending[stage] = _Pending(self.num_commits, update, factor)
             self._changed.add(stage)
         self.gradients.begin_step()
