@@ -112,7 +112,10 @@ class DiskTier(Tier):
     def _settle(self, stage: int) -> None:
         writes = self._writes[stage]
         while writes:
-            writes.popleft().result()
+            writing = writes.popleft()
+            if writing.exception() is not None:
+                writes.appendleft(writing)  # it stays: the file is not what it should be
+            writing.result()
 
     def settle(self) -> None:
         for stage in range(len(self.layouts)):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from headwater.core.buffers import aligned_empty
-from headwater.core.errors import NonFiniteError
+from headwater.core.errors import NonFiniteError, StoreError
 from headwater.core.stage import StageSpec
 from headwater.store.gradients import Gradients, GradientHold, GradientSum, MemoryHold
 from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
@@ -123,6 +123,7 @@ class WeightStore:
         self._changed: set[int] = set()  # stages whose last fetched image is out of date
         self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
         self._locks = [threading.RLock() for _ in stages]
+        self._torn: set[int] = set()  # stages whose update began and did not end
         self._scratch = threading.local()
 
     # reading weights
@@ -135,7 +136,7 @@ class WeightStore:
             into: uint8 memory for the wire image (page-aligned host memory in the disk tier); may be left
                 out in the memory tier, where the image is read in place: see `resident_wire`.
         """
-        with self._locks[stage]:
+        with self._whole(stage):
             self._changed.discard(stage)
             resident = self.tier.resident_wire(stage)
             if stage in self._pending:
@@ -202,7 +203,7 @@ class WeightStore:
 
     def flush_stage(self, stage: int) -> None:
         """Apply the committed update of a stage now."""
-        with self._locks[stage]:
+        with self._whole(stage):
             if stage in self._pending:
                 self._update(stage, self._wire_buffer(stage))
 
@@ -214,6 +215,7 @@ class WeightStore:
 
     def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
         self.before_update(stage, self._pending[stage].number)
+        self._torn.add(stage)
         pending = self._pending.pop(stage)
         gradients = self.gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
@@ -222,6 +224,18 @@ class WeightStore:
             for group, rest in self.tier.groups(stage, write=True):
                 for piece in group.pieces:
                     self._update_piece(stage, piece, wires[piece.param], rest, gradients, pending)
+        self._torn.discard(stage)
+
+    @contextmanager
+    def _whole(self, stage: int) -> Iterator[None]:
+        """Work on a stage alone, and not if an update of it has failed: part of it is applied, part lost."""
+        with self._locks[stage]:
+            if stage in self._torn:
+                raise StoreError(
+                    f"an update of stage {self.stages[stage].name!r} failed halfway",
+                    remedy="resume from the last checkpoint",
+                )
+            yield
 
     def _update_piece(
         self,
@@ -292,7 +306,7 @@ class WeightStore:
             with_states: whether the optimizer state is wanted too.
             up_to: leave an update committed after this number (see `num_commits`) for later.
         """
-        with self._locks[stage]:
+        with self._whole(stage):
             buffer = self._wire_buffer(stage)
             pending = self._pending.get(stage)
             if pending is not None and (up_to is None or pending.number <= up_to):
@@ -317,6 +331,7 @@ class WeightStore:
     def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
         """Replace a stage: `fill` is called with every piece and writes its `master` and `states`."""
         with self._locks[stage]:
+            self._torn.discard(stage)
             self._pending.pop(stage, None)
             self.gradients.take(stage)
             self._changed.add(stage)
