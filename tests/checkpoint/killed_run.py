@@ -26,7 +26,7 @@ from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints
 
 NUM_STEPS = 6
-NUM_KILLS = 16
+NUM_KILLS = 10
 _OPERATIONS = ("open", "pwrite", "posix_fallocate", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
 

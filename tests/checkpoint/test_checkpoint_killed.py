@@ -27,4 +27,6 @@ def test_killed_run_resumes_to_the_same_bits(tmp_path, tier):
         assert outcome["same"], outcome
         last_two = [f"checkpoint_{NUM_STEPS - 1}", f"checkpoint_{NUM_STEPS}"]
         assert outcome["left"] == [*last_two, "run.lock"], outcome
-    assert len({tuple(outcome["resumed_from"]) for outcome in outcomes}) >= 4  # kills were spread over the run
+    assert (
+        len({tuple(outcome["resumed_from"]) for outcome in outcomes}) >= 4
+    )  # kills were spread over the run

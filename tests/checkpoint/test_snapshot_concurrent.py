@@ -149,7 +149,16 @@ def engine(slabs: int) -> Engine:
     precision = Precision("fp32")
     trace = trace_step(model, batch(0), precision, loss_function=call)
     plan = Plan(
-        trace, precision, "cpu", "memory", False, slabs, (Activations.KEEP,) * len(trace.stages), 4, 1, "memory"
+        trace,
+        precision,
+        "cpu",
+        "memory",
+        False,
+        slabs,
+        (Activations.KEEP,) * len(trace.stages),
+        4,
+        1,
+        "memory",
     )
     return Engine(model, plan, OptimizerSpec("AdamW", {"lr": 0.1}), loss_function=call)
 

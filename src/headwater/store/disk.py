@@ -136,4 +136,3 @@ def largest_group_bytes(layouts: list[StageLayout]) -> int:
 def staging_bytes(layouts: list[StageLayout]) -> int:
     """Host memory that a disk tier of these layouts takes, whatever the size of the model."""
     return _STAGING_BUFFERS * largest_group_bytes(layouts)
-

@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ class BlockFile:
         Raises:
             CorruptError: if the file ends early.
         """
-        view, done = memoryview(into.numpy()), 0
+        view, done = _bytes_of(into), 0
         with disk_errors(self.path):
             while done < len(view):
                 count = os.preadv(self._fd, [view[done:]], offset + done)
@@ -71,13 +72,18 @@ class BlockFile:
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Write `data` (uint8) at `offset`."""
-        view, done = memoryview(data.numpy()), 0
+        view, done = _bytes_of(data), 0
         with disk_errors(self.path):
             while done < len(view):
                 done += os.pwritev(self._fd, [view[done:]], offset + done)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)
 
 
 def _open(path: Path, direct: bool) -> tuple[int, bool]:

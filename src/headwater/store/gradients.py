@@ -218,7 +218,9 @@ class GradientSum:
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     """2-norm in fp32 (or wider). Of a narrow gradient it is taken piece by piece, without a wide copy."""
     if gradient.dtype in (torch.float32, torch.float64):
-        return torch.linalg.vector_norm(gradient)
+        whole: torch.Tensor = torch.linalg.vector_norm(gradient)
+        return whole
     pieces = gradient.reshape(-1).split(PIECE_ELEMENTS)
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    norms = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces])
+    combined: torch.Tensor = torch.linalg.vector_norm(norms)
+    return combined

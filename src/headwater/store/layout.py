@@ -1,4 +1,4 @@
-"""Where each byte of a stage lies: the wire image, and beside it the rest of its masters and optimizer state."""
+"""Where each byte of a stage lies: the wire image, and beside it what else masters and optimizer need."""
 
 from __future__ import annotations
 

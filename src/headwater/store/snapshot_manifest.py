@@ -119,16 +119,18 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         with disk_errors(path):
             document = json.loads(path.read_bytes())
-        version, checksum = int(document["format_version"]), document["checksum"]
+        version, checksum, content = (document[key] for key in ("format_version", "checksum", "content"))
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path, repr(error)) from error
+    if not isinstance(version, int) or version < 1:
+        raise _damaged(path, f"its format version is {version!r}")
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"the checkpoint has format version {version}, this headwater knows up to {FORMAT_VERSION}",
             where=str(path),
             remedy="install the headwater that wrote it, or a newer one",
         )
-    return _parse_content(path, document.get("content"), checksum)
+    return _parse_content(path, content, checksum)
 
 
 def _parse_content(path: Path, content: object, checksum: object) -> Manifest:

@@ -1,4 +1,4 @@
-"""The weight store: hands out weights by stage, takes gradients, and updates a stage when it is next needed."""
+"""The weight store: hands out weights by stage, takes gradients, updates a stage when it is next needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import NonFiniteError, StoreError
 from headwater.core.stage import StageSpec
-from headwater.store.gradients import Gradients, GradientHold, GradientSum, MemoryHold
+from headwater.store.gradients import GradientHold, Gradients, GradientSum, MemoryHold
 from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule
@@ -84,8 +84,8 @@ class WeightStore:
     """Masters and optimizer state of every stage.
 
     What is read from it is always as if every committed update had been applied, although each is applied
-    only when its stage is next needed ("update on fetch"). Any thread may call it; a stage is worked on by one
-    at a time.
+    only when its stage is next needed ("update on fetch"). Any thread may call it; one at a time works on a
+    stage.
 
     Attributes:
         num_commits: updates committed so far; the first has number 1.
@@ -164,7 +164,9 @@ class WeightStore:
 
     def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
         """Take one parameter's gradient of one micro-batch; the tensor belongs to the store from now on."""
-        if stage in self._pending:  # not used since the last step: what waits for its update is not this step's
+        if (
+            stage in self._pending
+        ):  # not used since the last step: what waits for its update is not this step's
             self.flush_stage(stage)
         if self.gradients.add(stage, param, gradient, last=last):
             self.gradients.settle(stage, last=last)
@@ -177,7 +179,8 @@ class WeightStore:
         """End a step: from now on the store reads as if it had been applied.
 
         Raises:
-            NonFiniteError: if a gradient is not finite and such steps are not skipped; the step leaves no trace.
+            NonFiniteError: if a gradient is not finite and such steps are not skipped; the step leaves
+                no trace.
         """
         norm = self.gradients.norm(self._order) / update.loss_scale
         if not bool(norm.isfinite()):
@@ -357,7 +360,9 @@ class WeightStore:
         flat_wire = wire.view(-1)[piece.start : piece.stop]
         same = encoding_of(spec) is Encoding.SAME
         master = flat_wire if same else self._workspace("master", flat_wire.numel())
-        fill(PieceState(piece.param, piece.start, master, {n: fields[n] for n in self.rule.state_layout(spec)}))
+        fill(
+            PieceState(piece.param, piece.start, master, {n: fields[n] for n in self.rule.state_layout(spec)})
+        )
         write_master(encoding_of(spec), master, flat_wire, fields)
 
     def scalars(self, stage: int) -> list[Scalars | None]:

@@ -1,0 +1,364 @@
+"""Whatever is wrong with a checkpoint is said, with the file and the name, and nothing is lost."""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from checkpoint_runs import ADAMW, MOMENTUM, SHAPES, assert_same, contents, make_store, train
+
+from headwater.core.errors import (
+    CheckpointError,
+    CorruptError,
+    DiskFullError,
+    HeadwaterError,
+    ModelDirBusyError,
+)
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.snapshot import publish, recover, retire
+from headwater.store.snapshot_load import SavedCheckpoint, load_weights
+from headwater.store.snapshot_manifest import FORMAT_VERSION
+from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, describe
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """A complete checkpoint; tests damage copies of it."""
+    model_dir = tmp_path_factory.mktemp("run")
+    store = make_store()
+    train(store, 0)
+    manager = CheckpointManager(model_dir)
+    path = manager.save(store, 1, {"random": torch.arange(4)})
+    manager.wait()
+    return path
+
+
+@pytest.fixture
+def checkpoint(written, tmp_path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "checkpoint_1"))
+
+
+def load(path: Path, store=None, **options):
+    return CheckpointManager(path.parent).load(store or make_store(), path, **options)
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_missing(tmp_path):
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        load(tmp_path / "checkpoint_9")
+
+
+def test_interrupted(checkpoint):
+    (checkpoint / "manifest.json").unlink()
+    assert CheckpointManager(checkpoint.parent).latest() is None
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        load(checkpoint)
+
+
+def test_newer_version(checkpoint):
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["format_version"] = FORMAT_VERSION + 1
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"format version {FORMAT_VERSION + 1}"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("file", ["weights_0001.safetensors", "optimizer_0002.safetensors", "trainer.json"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "too long"])
+def test_file_of_another_length(checkpoint, file, damage):
+    path = checkpoint / file
+    data = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(data[:-1] if damage == "truncated" else data + b"x")
+    with pytest.raises(CheckpointError if damage == "missing" else CorruptError, match=damage) as raised:
+        load(checkpoint)
+    assert raised.value.where == str(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "where", "named"),
+    [
+        ("weights_0000.safetensors", -1, "tensor embed.scale"),
+        ("weights_0001.safetensors", -161, "tensor block.0.weight"),
+        ("weights_0001.safetensors", 40, "the header"),
+        ("weights_0001.safetensors", 0, "the header"),
+        ("optimizer_0003.safetensors", -1, "tensor head.weight/exp_avg_sq"),
+        ("weights_buffers.safetensors", 9, "the header"),
+        ("trainer.safetensors", -1, "trainer.safetensors"),
+    ],
+)
+def test_flipped_byte(checkpoint, file, where, named):
+    flip_byte(checkpoint / file, where)
+    with pytest.raises(CorruptError, match=f"{named}: bytes") as raised:
+        load(checkpoint)
+    assert raised.value.where == str(checkpoint / file)
+
+
+def test_flipped_bytes_of_the_manifest_are_found(checkpoint):
+    path = checkpoint / "manifest.json"
+    good = path.read_bytes()
+    for offset in [*range(100), *range(100, len(good), 31)]:
+        flip_byte(path, offset)
+        with pytest.raises(HeadwaterError):
+            SavedCheckpoint(checkpoint)
+        path.write_bytes(good)
+
+
+def test_verify(checkpoint):
+    SavedCheckpoint(checkpoint).verify()
+    flip_byte(checkpoint / "optimizer_0001.safetensors", -3)
+    with pytest.raises(CorruptError, match=r"tensor block.0.weight/exp_avg_sq"):
+        SavedCheckpoint(checkpoint).verify()
+
+
+def other_model(changes: dict[str, tuple[int, ...] | None]):
+    shapes = {name: shape for name, shape in {**SHAPES, **changes}.items() if shape is not None}
+    return make_store(shapes=shapes, stages=[list(shapes)])
+
+
+def test_other_shape(checkpoint):
+    with pytest.raises(CheckpointError, match=r"head.weight has shape \(7, 3\) in the file and \(3, 7\)"):
+        load(checkpoint, other_model({"head.weight": (3, 7)}))
+
+
+def test_missing_parameter(checkpoint):
+    store = other_model({"block.2.bias": (40,)})
+    before = contents(store)
+    with pytest.raises(CheckpointError, match=r"block.2.bias is missing; the files hold block.1.bias"):
+        load(checkpoint, store)
+    after = contents(store)
+    assert all(torch.equal(before[name], after[name]) for name in SHAPES)  # nothing was changed
+    load(checkpoint, store, strict=False)
+    loose, exact = contents(store), make_store()
+    load(checkpoint, exact)
+    assert torch.equal(loose["block.2.bias"], before["block.2.bias"])
+    for name, value in contents(exact).items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(loose[name], value), name
+
+
+def test_unknown_parameter(checkpoint):
+    store = other_model({"block.1.bias": None})
+    with pytest.raises(CheckpointError, match=r"the model has no block.1.bias; it has block.0.bias"):
+        load(checkpoint, store)
+    load(checkpoint, store, strict=False)
+
+
+def test_other_optimizer(checkpoint):
+    store = make_store(optimizer=MOMENTUM)
+    with pytest.raises(CheckpointError, match="with AdamW, this one has SGD"):
+        load(checkpoint, store)
+    load(checkpoint, store, weights_only=True)
+
+
+def test_other_optimizer_state(checkpoint):
+    amsgrad = OptimizerSpec("AdamW", {**ADAMW.kwargs, "amsgrad": True})
+    with pytest.raises(CheckpointError, match=r"optimizer state of embed.weight .* max_exp_avg_sq"):
+        load(checkpoint, make_store(optimizer=amsgrad))
+
+
+def test_buffers_must_match(checkpoint):
+    with pytest.raises(CheckpointError, match=r"norm.mean is missing"):
+        load(checkpoint, buffers={"norm.mean": torch.zeros(2)})
+
+
+def test_manifest_names_only_its_own_files(checkpoint):
+    """A manifest from elsewhere cannot make the reader open a file outside of the checkpoint."""
+    path = checkpoint / "manifest.json"
+    document = json.loads(path.read_text())
+    document["content"]["files"]["../x.safetensors"] = {"num_bytes": 0, "chunks": []}
+    canonical = json.dumps(document["content"], sort_keys=True, separators=(",", ":")).encode()
+    document["checksum"] = zlib.crc32(canonical)
+    path.write_text(json.dumps(document))
+    with pytest.raises(CorruptError, match="not the checkpoint's own"):
+        SavedCheckpoint(checkpoint)
+
+
+def header(text: str) -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+ONE_TENSOR = '{"a":{"dtype":"F32","shape":[%d],"data_offsets":[0,16]}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x04pickle",
+        b"\xff" * 64,
+        header("[]"),
+        header(ONE_TENSOR % 4),
+        header(ONE_TENSOR % 9) + b"0" * 16,
+    ],
+    ids=["empty", "pickle", "noise", "no mapping", "tensor beyond the end", "shape and bytes differ"],
+)
+def test_foreign_file_that_is_not_safetensors(tmp_path, content):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        load_weights(make_store(), path)
+
+
+def test_foreign_folders(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no safetensors files"):
+        load_weights(make_store(), tmp_path)
+    values = {name: torch.ones(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
+    safetensors.torch.save_file(values, tmp_path / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(values, "part.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"embed.weight is torch.int64 in the file"):
+        load_weights(make_store(), tmp_path)
+
+
+# full disks
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes: int):
+    """No file may grow beyond `num_bytes`; to the writer it looks like a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [100, 3000, 10_000])
+def test_full_disk(tmp_path, num_bytes):
+    store = make_store()
+    manager = CheckpointManager(tmp_path)
+    first = manager.save(store, 1, {})
+    manager.wait()
+    train(store, 0)
+    with largest_file(num_bytes), pytest.raises(DiskFullError, match="no space left"):
+        manager.save(store, 2, {})
+        manager.wait()
+    assert list(tmp_path.iterdir()) == [first]
+    load(first)
+    manager.save(store, 3, {})
+    manager.wait()
+    assert manager.latest() == tmp_path / "checkpoint_3"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    mounting = [mount, "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
+    if subprocess.run(mounting, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a small disk cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_really_full_disk(small_disk):
+    store = make_store(stages=[["block.0.weight", "block.0.bias"], ["block.1.weight", "block.1.bias"]])
+    manager = CheckpointManager(small_disk)
+    with pytest.raises(DiskFullError, match="no space left"):
+        for step in range(9):
+            train(store, step)
+            manager.save(store, step, {})
+            manager.wait()
+    kept = manager.latest()
+    assert kept is not None
+    assert not list(small_disk.glob("*.partial"))
+    SavedCheckpoint(kept).verify()
+
+
+# what a kill leaves
+
+
+def test_leftovers_are_cleared_away(checkpoint):
+    model_dir = checkpoint.parent
+    partial = Path(shutil.copytree(checkpoint, model_dir / "checkpoint_2.partial"))
+    replaced = Path(shutil.copytree(checkpoint, model_dir / "checkpoint_1.replaced"))
+    assert CheckpointManager(model_dir).latest() == checkpoint
+    with ModelDirLock(model_dir):
+        assert not partial.exists()
+        assert not replaced.exists()
+    assert describe(checkpoint).step == 1
+
+
+def test_kill_while_one_checkpoint_replaces_another(checkpoint):
+    """Between the two renames there is no folder of that name: the older one gets it back."""
+    model_dir = checkpoint.parent
+    Path(shutil.copytree(checkpoint, model_dir / "checkpoint_1.partial"))
+    checkpoint.rename(model_dir / "checkpoint_1.replaced")
+    recover(model_dir)
+    assert [path.name for path in model_dir.iterdir()] == ["checkpoint_1"]
+    SavedCheckpoint(checkpoint).verify()
+
+
+def test_publish_and_retire(checkpoint):
+    model_dir = checkpoint.parent
+    partial = Path(shutil.copytree(checkpoint, model_dir / "checkpoint_1.partial"))
+    (partial / "new").touch()
+    publish(partial, checkpoint)
+    assert [path.name for path in model_dir.iterdir()] == ["checkpoint_1"]
+    assert (checkpoint / "new").exists()
+    retire(checkpoint)
+    assert list(model_dir.iterdir()) == []
+
+
+# one run in a model_dir
+
+
+def test_second_run_is_refused(tmp_path):
+    with ModelDirLock(tmp_path / "run"):
+        with pytest.raises(ModelDirBusyError, match=f"process {os.getpid()} on ") as raised:
+            ModelDirLock(tmp_path / "run").__enter__()
+        assert raised.value.where == str(tmp_path / "run")
+    with ModelDirLock(tmp_path / "run"):
+        pass
+
+
+def test_lock_ends_with_its_process(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from headwater.trainer.checkpoint import ModelDirLock\n"
+        "ModelDirLock(Path(sys.argv[1])).__enter__(); print('in', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(ModelDirBusyError, match=f"process {other.pid} on "):
+            ModelDirLock(tmp_path).__enter__()
+        other.kill()
+    with ModelDirLock(tmp_path):
+        pass
+
+
+def test_damaged_checkpoint_leaves_the_older_one_usable(tmp_path):
+    store = make_store()
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        train(store, step)
+        manager.save(store, step, {})
+    manager.wait()
+    reference = make_store()
+    load(tmp_path / "checkpoint_1", reference)
+    flip_byte(tmp_path / "checkpoint_2" / "weights_0003.safetensors", -1)
+    fresh = make_store()
+    with pytest.raises(CorruptError):
+        load(tmp_path / "checkpoint_2", fresh)
+    load(tmp_path / "checkpoint_1", fresh)
+    assert_same(fresh, reference)
