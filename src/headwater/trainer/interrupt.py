@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import TypeVar
 
@@ -64,6 +65,7 @@ def shielded(items: Iterable[Item]) -> Iterator[Item]:
     it is blocked here while they are started, which happens when the first item is asked for.
     """
     iterator = iter(items)
+    resource_tracker.ensure_running()  # multiprocessing would start it in between, and unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         first = list(itertools.islice(iterator, 1))

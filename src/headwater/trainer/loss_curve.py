@@ -29,12 +29,17 @@ class LossCurve(Callback):
 
 
 def draw_loss_curve(history: Path, path: Path) -> None:
-    """Draw the training and validation losses of `history` (from `History`) as a PNG at `path`."""
+    """Draw the training and validation losses of `history` (from `History`) as a PNG at `path`.
+
+    Nothing is drawn of a run without any step.
+    """
     from matplotlib.figure import Figure
 
+    records = list(read_history(history))
+    if not records:
+        return
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    records = list(read_history(history))
     _plot(axes, [r for r in records if r["kind"] == "train"], label="training", linewidth=0.8)
     _plot(axes, [r for r in records if r["kind"] == "validate"], label="validation", marker="o")
     axes.set(xlabel="step", ylabel="loss (nats a token)")

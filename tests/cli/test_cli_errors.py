@@ -1,0 +1,121 @@
+"""What a user is told: one short message with place and remedy, an exit code, nothing lost."""
+
+import h5py
+import numpy as np
+import pytest
+
+from headwater.trainer.checkpoint import ModelDirLock, complete_checkpoints
+
+
+def assert_refused(result, *texts, code=2):
+    """The command failed with a message that holds `texts`, and without a traceback."""
+    got, _, err = result
+    assert got == code, err
+    assert err.startswith("error: ") and "Traceback" not in err
+    for text in texts:
+        assert text in err
+
+
+def test_a_misspelt_key(headwater, params):
+    params.write_text(params.read_text().replace("hidden_size", "hiden_size"))
+    assert_refused(headwater("fit", params), "unknown key 'hiden_size'", f"{params}, line 9", "write 'hidden_size'")
+
+
+def test_a_value_of_the_wrong_type(headwater, params):
+    result = headwater("fit", params, "trainer.init.loop.max_steps=many")
+    assert_refused(result, "max_steps is", "command line")
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["fti"], ["unknown command 'fti'", "write fit"]),
+        (["fit", "PARAMS", "--num_stpes", "3"], ["unknown option --num_stpes", "write --num_steps"]),
+        (["fit", "PARAMS", "--trainer.init.sede", "3"], ["unknown key 'sede'", "write 'seed'"]),
+        (["fit", "PARAMS", "trainer.init.seed"], ["unexpected argument"]),
+        (["fit"], ["PARAMS", "headwater fit --help"]),
+        (["fit", "gpt/tinny"], ["there is no params file 'gpt/tinny'", "gpt/tiny"]),
+        (["generate", "--prmpt", "x"], ["unknown option --prmpt", "write --prompt"]),
+        (["checkpoint", "exprt"], ["exprt"]),
+    ],
+)
+def test_a_misspelt_command_line(headwater, params, words, texts):
+    assert_refused(headwater(*(params if word == "PARAMS" else word for word in words)), *texts)
+
+
+def test_data_that_are_not_there(headwater, params, data):
+    params.write_text(params.read_text().replace(f"{data}/train", f"{data}/tarin"))
+    assert_refused(headwater("fit", params), "data_dir", f"did you mean {data / 'train'}")
+
+
+def test_samples_longer_than_the_model(headwater, params):
+    result = headwater("fit", params, "trainer.init.model.max_position_embeddings=8")
+    assert_refused(result, "samples have 16 tokens", "max_position_embeddings is 8")
+
+
+def test_a_token_beyond_the_vocabulary(headwater, params, tmp_path):
+    folder = tmp_path / "beyond"
+    folder.mkdir()
+    with h5py.File(folder / "samples.h5", "w") as file:
+        file["data"] = np.full((16, 3, 16), 300, dtype=np.int32)
+    result = headwater("fit", params, f"trainer.fit.train_dataloader.data_dir={folder}")
+    assert_refused(result, "token id 300 is beyond the vocabulary", "samples.h5", "vocab_size to at least 301")
+
+
+def test_a_loss_that_is_not_finite(headwater, params, tmp_path):
+    schedule = "trainer.init.schedulers=[ConstantLR: {learning_rate: 1e30}]"
+    result = headwater("fit", params, schedule)
+    assert_refused(result, "step 2", "stage '", "learning rate", code=1)
+    assert complete_checkpoints(tmp_path / "run") == [tmp_path / "run" / "checkpoint_1"], "nothing is lost"
+
+
+def test_a_memory_budget_below_the_minimum(headwater, params, tmp_path):
+    result = headwater("fit", params, "--host_memory", "20MiB")
+    assert_refused(result, "does not fit", "20.0 MiB of host memory", "set host_memory")
+    assert not complete_checkpoints(tmp_path / "run")
+
+
+def test_two_runs_in_one_model_dir(headwater, params, tmp_path):
+    with ModelDirLock(tmp_path / "run"):
+        assert_refused(headwater("fit", params), "another run works in this model_dir", str(tmp_path / "run"))
+    assert headwater("fit", params, "--max_steps", 1)[0] == 0
+
+
+def test_a_checkpoint_that_is_not_there(headwater, params, tmp_path):
+    assert_refused(headwater("validate", params), "there is no checkpoint", "headwater fit")
+    missing = tmp_path / "checkpoint_9"
+    assert_refused(headwater("fit", params, "--checkpoint_path", missing), "no such checkpoint", str(missing))
+
+
+def test_a_checkpoint_of_another_shape(headwater, params, tmp_path):
+    assert headwater("fit", params, "--max_steps", 1)[0] == 0
+    result = headwater("fit", params, "--max_steps", 2, "trainer.init.model.hidden_size=64")
+    assert_refused(result, "embedding.weight has shape (300, 32)")
+    assert complete_checkpoints(tmp_path / "run") == [tmp_path / "run" / "checkpoint_1"]
+
+
+def test_a_checkpoint_with_a_flipped_byte(headwater, params, tmp_path):
+    assert headwater("fit", params, "--max_steps", 1)[0] == 0
+    file = max((tmp_path / "run" / "checkpoint_1").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert_refused(headwater("fit", params), str(file), code=1)
+
+
+def test_a_folder_that_is_no_run(headwater, tmp_path):
+    assert_refused(headwater("fit", tmp_path), "not the model_dir of a run", "params.yaml")
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--num_csx=2", "more than one compute rank"),
+        ("trainer.init.loop.grad_accum_steps=3", "grad_accum_steps 3 does not go with batch_size 8"),
+        ("--micro_batch_size=3", "micro_batch_size 3 does not divide batch_size 8"),
+        ("--target_device=GPU", "no GPU"),
+    ],
+)
+def test_what_the_machine_or_this_version_cannot_do(headwater, params, option, text, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert_refused(headwater("fit", params, option), text, "remedy")

@@ -1,0 +1,109 @@
+"""Runs that are interrupted or killed, as processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from run_samples import assert_same_checkpoint, history, write_params
+
+from headwater.trainer.checkpoint import complete_checkpoints
+
+FAR = 1_000_000
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a command line in a process of its own, which does not outlive the test."""
+    processes = []
+
+    def run(*words):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headwater", *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+            start_new_session=True,
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_until(condition, process):
+    while not condition():
+        if process.poll() is not None:
+            pytest.fail(f"the run ended early: {process.communicate()}")
+        time.sleep(0.02)
+
+
+def steps_done(model_dir):
+    path = model_dir / "history.jsonl"
+    return path.read_text().count('"kind": "train"') if path.exists() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_and_says_how_to_go_on(start, headwater, data, tmp_path, number):
+    params, run = write_params(tmp_path, data), tmp_path / "run"
+    workers = "trainer.fit.train_dataloader.num_workers=1"
+    process = start("fit", params, "--max_steps", FAR, "--eval_frequency", 0, workers, "--checkpoint_steps", FAR)
+    wait_until(lambda: steps_done(run) >= 3, process)
+    # As a terminal does it, Ctrl-C goes to every process of the job, the data worker among them.
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    out, err = process.communicate()
+    assert process.returncode == 130, err
+    last = steps_done(run)
+    assert "stopping after this step" in err
+    assert "Traceback" not in err
+    assert f"stopped after step {last}" in out
+    assert f"go on with: headwater fit {run}" in out
+    assert complete_checkpoints(run) == [run / f"checkpoint_{last}"]
+
+    assert headwater("fit", run, "--max_steps", last + 2)[0] == 0
+    undisturbed = write_params(tmp_path, data, "undisturbed")
+    assert headwater("fit", undisturbed, "--max_steps", last + 2, "--eval_frequency", 0)[0] == 0
+    assert history(run) == history(tmp_path / "undisturbed")
+    name = f"checkpoint_{last + 2}"
+    assert_same_checkpoint(run / name, tmp_path / "undisturbed" / name)
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(start, headwater, data, tmp_path):
+    params, run = write_params(tmp_path, data), tmp_path / "run"
+    process = start("fit", params, "--max_steps", FAR, "--eval_frequency", 0)
+    wait_until(lambda: len(complete_checkpoints(run)) >= 2, process)
+    process.kill()
+    process.wait()
+    last = max(int(path.name.split("_")[1]) for path in complete_checkpoints(run))
+    end = max(last, steps_done(run)) + 2
+    code, out, _ = headwater("fit", run, "--max_steps", end)
+    assert code == 0 and "going on from step" in out
+    undisturbed = write_params(tmp_path, data, "undisturbed")
+    assert headwater("fit", undisturbed, "--max_steps", end, "--eval_frequency", 0)[0] == 0
+    assert history(run) == history(tmp_path / "undisturbed")
+    assert_same_checkpoint(run / f"checkpoint_{end}", tmp_path / "undisturbed" / f"checkpoint_{end}")
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    script = (
+        "import os, signal, time\n"
+        "from headwater.trainer.interrupt import interrupts\n"
+        "with interrupts() as interrupt:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    assert interrupt.requested\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 130
+    assert "once more to stop at once" in done.stderr
+    assert "the last complete checkpoint is intact" in done.stderr
