@@ -27,6 +27,8 @@ from headwater.store.store import PieceState, WeightStore
 Buffers = Mapping[str, torch.Tensor]
 """Tensors of the model that are not parameters, by name; they are overwritten in place."""
 
+_OTHER_MODEL = "the weights are of another model; set its section to what they were trained with"
+
 
 class SavedCheckpoint:
     """A complete checkpoint on disk.
@@ -239,7 +241,7 @@ class _Weights:
                 raise CheckpointError(
                     f"{spec.name} is missing; {_nearest(spec.name, self._files, 'the files hold')}",
                     where=self._where,
-                    remedy="the weights are of another model; set its section to what they were trained with",
+                    remedy=_OTHER_MODEL,
                 )
 
     def _refuse_unknown(self, wanted: Iterable[ParamSpec]) -> None:
@@ -249,7 +251,7 @@ class _Weights:
                 raise CheckpointError(
                     f"the model has no {name}; {_nearest(name, known, 'it has')}",
                     where=str(file.path),
-                    remedy="the weights are of another model; set its section to what they were trained with",
+                    remedy=_OTHER_MODEL,
                 )
 
     def _check(self, spec: ParamSpec) -> None:
@@ -260,7 +262,7 @@ class _Weights:
             raise CheckpointError(
                 f"{spec.name} has shape {place.shape} in the file and {spec.shape} in the model",
                 where=str(file.path),
-                remedy="the weights are of another model; set its section to what they were trained with",
+                remedy=_OTHER_MODEL,
             )
         if place.dtype != spec.dtype and (self._exact or not place.dtype.is_floating_point):
             raise CheckpointError(
