@@ -17,7 +17,9 @@ SYSTEMS = [
     System("DeepSpeed ZeRO-3, CPU", "deepspeed_"),
     System("Headwater, memory", "headwater_", ("--tier=memory",)),
     System("Headwater, memory, clipping", "headwater_", ("--tier=memory", "--max_norm=1.0")),
-    System("Headwater, disk", "headwater_", ("--tier=disk", "--disk={disk}", "--slabs=2", "--gradient_tier=disk")),
+    System(
+        "Headwater, disk", "headwater_", ("--tier=disk", "--disk={disk}", "--slabs=2", "--gradient_tier=disk")
+    ),
 ]
 
 
@@ -28,13 +30,17 @@ def main() -> None:
     rows = []
     for system in [system for system in SYSTEMS if system.available]:
         small, medium = (run(system, workload, args.folder) for workload in (SMALL, MEDIUM))
-        slope = (medium["peak_rss_bytes"] - small["peak_rss_bytes"]) / (medium["parameters"] - small["parameters"])
-        rows.append({
-            "system": system.name,
-            "host_bytes_per_parameter": round(slope, 1),
-            "peak_gib_124M": round(small["peak_rss_bytes"] / 2**30, 2),
-            "peak_gib_354M": round(medium["peak_rss_bytes"] / 2**30, 2),
-        })
+        slope = (medium["peak_rss_bytes"] - small["peak_rss_bytes"]) / (
+            medium["parameters"] - small["parameters"]
+        )
+        rows.append(
+            {
+                "system": system.name,
+                "host_bytes_per_parameter": round(slope, 1),
+                "peak_gib_124M": round(small["peak_rss_bytes"] / 2**30, 2),
+                "peak_gib_354M": round(medium["peak_rss_bytes"] / 2**30, 2),
+            }
+        )
         print_table(rows[-1:])
     print_table(rows)
     print(save("memory", rows))

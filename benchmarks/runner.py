@@ -46,7 +46,13 @@ def run(system: System, workload: Workload, disk: Path | None = None) -> dict[st
     """
     folder = Path(tempfile.mkdtemp(prefix="headwater-bench-", dir=disk))
     options = [option.format(disk=folder) for option in system.options]
-    command = [sys.executable, "-m", f"benchmarks.systems.{system.module}", *workload_options(workload), *options]
+    command = [
+        sys.executable,
+        "-m",
+        f"benchmarks.systems.{system.module}",
+        *workload_options(workload),
+        *options,
+    ]
     root = Path(__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "TOKENIZERS_PARALLELISM": "false"}
     try:
@@ -87,13 +93,15 @@ def table(results: dict[str, list[dict[str, object]]], base: str) -> list[dict[s
             run["tokens_per_s"] / reference["tokens_per_s"]
             for run, reference in zip(runs, results[base], strict=True)
         ]
-        rows.append({
-            "system": name,
-            "tokens_per_s": round(statistics.median(run["tokens_per_s"] for run in runs), 1),
-            "ratio": round(statistics.median(ratios), 2),
-            "peak_rss_gib": round(statistics.median(run["peak_rss_bytes"] for run in runs) / 2**30, 2),
-            "last_loss": round(runs[-1]["last_loss"], 4),
-        })
+        rows.append(
+            {
+                "system": name,
+                "tokens_per_s": round(statistics.median(run["tokens_per_s"] for run in runs), 1),
+                "ratio": round(statistics.median(ratios), 2),
+                "peak_rss_gib": round(statistics.median(run["peak_rss_bytes"] for run in runs) / 2**30, 2),
+                "last_loss": round(runs[-1]["last_loss"], 4),
+            }
+        )
     return rows
 
 

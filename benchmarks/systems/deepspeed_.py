@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3 on its CPU accelerator; runs where DeepSpeed is installed.
 
-Traps that cost others an afternoon: it clips at 1.0 unless told otherwise, and a transformers model must have been
-imported before `deepspeed` patches torch.
+Traps that cost others an afternoon: it clips at 1.0 unless told otherwise, and a transformers model must
+have been imported before `deepspeed` patches torch.
 """
 
 from __future__ import annotations

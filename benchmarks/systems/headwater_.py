@@ -105,7 +105,9 @@ def main() -> None:
 def _stepper(engine: Engine, plan: Plan, workload: Workload, max_norm: float | None) -> Step:
     def step(index: int) -> float:
         micro = workload.tokens(index).split(plan.micro_batch_size)
-        report = engine.train_step([batch_of(tokens) for tokens in micro], Update(index, {"lr": 3e-4}, max_norm))
+        report = engine.train_step(
+            [batch_of(tokens) for tokens in micro], Update(index, {"lr": 3e-4}, max_norm)
+        )
         return report.loss
 
     return step

@@ -61,10 +61,13 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
     units += _divide(model, "", _numel(model), frozenset(unit.path for unit in units))
     names = _names_by_param(model)
     if not names:
-        raise PlanError(f"{type(model).__name__} has no parameters", remedy="there is nothing to train or stream")
+        raise PlanError(
+            f"{type(model).__name__} has no parameters", remedy="there is nothing to train or stream"
+        )
     norm_params = _norm_params(model)
     taken: set[int] = set()
-    stages, kept = [], []
+    stages: list[StageSpec] = []
+    kept: list[Unit] = []
     for unit in units:
         module = model.get_submodule(unit.path)
         params = []

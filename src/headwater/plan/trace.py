@@ -1,7 +1,7 @@
 """The dry run: one micro-batch through the model on fake tensors, without memory or data.
 
-What is read where is recorded operator by operator, so that a weight is streamed to the place that reads it and
-not only to the module that owns it.
+What is read where is recorded operator by operator, so that a weight is streamed to the place that reads it
+and not only to the module that owns it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 """Computes the scalar loss of a batch."""
 
 
-def call_model(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ANN401
+def call_model(model: nn.Module, batch: Any) -> torch.Tensor:
     """The default loss function: the model returns it."""
     loss: torch.Tensor = model(batch)
     return loss
@@ -36,7 +36,7 @@ def call_model(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ANN401
 
 def trace_step(
     model: nn.Module,
-    batch: Any,  # noqa: ANN401
+    batch: Any,
     precision: Precision | None = None,
     *,
     loss_function: LossFunction = call_model,
@@ -99,7 +99,7 @@ class _Call(nn.Module):
         self.model = model
         self.loss_function = loss_function
 
-    def forward(self, batch: Any) -> torch.Tensor:  # noqa: ANN401
+    def forward(self, batch: Any) -> torch.Tensor:
         return self.loss_function(self.model, batch)
 
 
@@ -120,13 +120,13 @@ def _fake_state(model: nn.Module, partition: Partition) -> dict[str, torch.Tenso
     return state
 
 
-def _batch_size(batch: Any) -> int:  # noqa: ANN401
+def _batch_size(batch: Any) -> int:
     first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -147,7 +147,7 @@ class _Recorder(TorchDispatchMode):
     """Watches module calls and operators; see `_Recorder.trace` for what comes of it."""
 
     def __init__(self, model: nn.Module, partition: Partition) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._partition = partition
         self._unit_of = {
@@ -205,7 +205,7 @@ class _Recorder(TorchDispatchMode):
         return hook
 
     def _leave(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._modules.pop()
             if path not in self._unit_of:
                 return
@@ -231,8 +231,8 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = call_operator(func, args, kwargs)
         if not self._in_backward:
@@ -255,10 +255,8 @@ class _Recorder(TorchDispatchMode):
     def _read(self, stage: int) -> None:
         """A forward operator reads a parameter of `stage`."""
         unit = self._partition.units[stage]
-        if unit.path in self._modules:
-            site = unit.path
-        else:  # read elsewhere than in the module that owns it
-            site = self._modules[-1] if self._modules else ""
+        innermost = self._modules[-1] if self._modules else ""
+        site = unit.path if unit.path in self._modules else innermost
         self._sites.setdefault(site, set()).add(stage)
         if not self._units:
             self._current = stage
@@ -282,5 +280,5 @@ class _Recorder(TorchDispatchMode):
         )
 
 
-def _tensors(tree: Any) -> Sequence[torch.Tensor]:  # noqa: ANN401
+def _tensors(tree: Any) -> Sequence[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

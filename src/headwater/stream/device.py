@@ -29,7 +29,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def allocate_staging(self, num_bytes: int) -> torch.Tensor | None:
-        """Host memory through which a stage read from disk reaches a slab; `None` if it goes there directly."""
+        """Host memory through which a stage on disk reaches a slab; `None` if it is read there directly."""
 
     @abc.abstractmethod
     def compute_mark(self) -> object:
@@ -38,7 +38,7 @@ class Device(abc.ABC):
     @abc.abstractmethod
     @contextmanager
     def copying(self, after: object) -> Iterator[None]:
-        """Surrounds copies to a slab in the fetch thread; they begin after `after` and are done at the end."""
+        """Surrounds the fetch thread's copies: they begin after `after`, and are done at the end."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:

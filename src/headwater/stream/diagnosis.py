@@ -19,7 +19,7 @@ def first_non_finite_stage(
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
                 found.append(name)

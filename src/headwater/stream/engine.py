@@ -92,7 +92,9 @@ class Engine:
             binder.adopt(stage)
         for name, buffer in model.named_buffers():
             _set_buffer(model, name, buffer, self._device.torch_device)
-        self._executor = Executor(model, plan, self.store, binder, _make_weights(plan, self.store, self._device))
+        self._executor = Executor(
+            model, plan, self.store, binder, _make_weights(plan, self.store, self._device)
+        )
 
     def _fill(self, stage: int, binder: Binder, initial: Initial | None) -> None:
         specs = self.store.stages[stage].params
@@ -124,7 +126,9 @@ class Engine:
             loss = self._forward(batch, update.step, index)
             total += self._checked(loss, batch, update, index)
             scaled = loss * update.loss_scale if update.loss_scale != 1.0 else loss
-            self._executor.backward(scaled / len(micro_batches) if len(micro_batches) > 1 else scaled, last=last)
+            self._executor.backward(
+                scaled / len(micro_batches) if len(micro_batches) > 1 else scaled, last=last
+            )
         committed = self.store.commit(update)
         return StepReport(
             loss=total / len(micro_batches),
@@ -134,13 +138,13 @@ class Engine:
             step_s=time.perf_counter() - start,
         )
 
-    def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:  # noqa: ANN401
+    def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
         if self._seed is not None:
             torch.manual_seed(derive_seed(self._seed, "micro_batch", step, index))
         with self._executor.forward(), autocast(self.plan.precision, self.plan.device):
             return self._loss_function(self.model, self._to_device(batch))
 
-    def _checked(self, loss: torch.Tensor, batch: Any, update: Update, index: int) -> float:  # noqa: ANN401
+    def _checked(self, loss: torch.Tensor, batch: Any, update: Update, index: int) -> float:
         value = loss.item()
         if not torch.isfinite(loss) and not update.skip_non_finite:
             stages = self.plan.trace.stages
@@ -156,8 +160,8 @@ class Engine:
             )
         return value
 
-    def evaluate(self, batch: Any) -> torch.Tensor:  # noqa: ANN401
-        """The loss of a batch, without gradients. The module's train or eval mode is the caller's business."""
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch, without gradients; train or eval mode is the caller's business."""
         with self.inference():
             return self._loss_function(self.model, self._to_device(batch))
 
@@ -182,7 +186,7 @@ class Engine:
             if piece.start + piece.master.numel() == spec.numel:
                 yield spec.name, whole.view(spec.shape)
 
-    def _to_device(self, batch: Any) -> Any:  # noqa: ANN401
+    def _to_device(self, batch: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: t.to(self._device.torch_device), batch)
 
     def close(self) -> None:
@@ -219,9 +223,7 @@ def _make_store(plan: Plan, rule: UpdateRule, device: Device, order: list[tuple[
     if plan.gradient_tier == "disk":
         _folder(plan).mkdir(parents=True, exist_ok=True)
         hold = DiskHold(plan.trace.stages, _folder(plan), lambda wire: sum_dtype or wire)
-    return WeightStore(
-        plan.trace.stages, rule, make_tier, hold=hold, mixed_sum_dtype=sum_dtype, order=order
-    )
+    return WeightStore(plan.trace.stages, rule, make_tier, hold=hold, mixed_sum_dtype=sum_dtype, order=order)
 
 
 def _folder(plan: Plan) -> Path:

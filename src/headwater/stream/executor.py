@@ -6,8 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from headwater.plan.types import Activations, Plan
 from headwater.store.store import WeightStore
-from headwater.stream.activations import DiskOffload, recompute_forward, without_weights
+from headwater.stream.activations import recompute_forward, without_weights
 from headwater.stream.binding import Binder
+from headwater.stream.offload import DiskOffload, HostOffload, Offload
 from headwater.stream.sites import SiteHooks
 from headwater.stream.weights import StreamStatistics, Weights
 
@@ -43,7 +42,7 @@ class Executor:
         self._last_micro_batch = True
         self._in_backward = False
         self._forward_stage = 0
-        self._offload = self._make_offload()
+        self._offload = _make_offload(plan)
         self._hooks = SiteHooks(model, plan.trace.sites, self._enter, self._leave)
         self._gradient_hooks = list(self._hook_gradients())
         for stage, policy in zip(plan.trace.stages, plan.activations, strict=True):
@@ -66,7 +65,7 @@ class Executor:
             self._binder.unbind(stage)
 
     def _release(self) -> None:
-        """Unbind what a forward that ran again has left bound: a frozen parameter is saved there as itself."""
+        """Unbind what a second forward has left bound: a frozen parameter is saved there as itself."""
         if not self._weights.stable:
             self._binder.unbind_all()
 
@@ -79,12 +78,11 @@ class Executor:
     def _hook_recompute(self, module: nn.Module, stage: int) -> None:
         recompute_forward(module, lambda: self._enter(stage), lambda: self._leave(stage))
 
-    def _make_offload(self) -> Callable[[torch.Tensor], Any]:
-        if Activations.OFFLOAD not in self._plan.activations:
-            return lambda tensor: None
-        disk = DiskOffload(self._plan.disk or Path.cwd())
-        moved = [policy is Activations.OFFLOAD for policy in self._plan.activations]
-        return lambda tensor: disk(tensor) if moved[self._forward_stage] else None
+    def _move_out(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Move an activation out if the stage that runs says so."""
+        if self._offload is None or self._plan.activations[self._forward_stage] is not Activations.OFFLOAD:
+            return None
+        return self._offload(tensor)
 
     # gradients out
 
@@ -124,9 +122,9 @@ class Executor:
     def forward(self) -> Iterator[None]:
         """Surrounds the forward of a micro-batch whose backward will follow."""
         with ExitStack() as stack:
-            if not self._weights.stable or Activations.OFFLOAD in self._plan.activations:
+            if not self._weights.stable or self._offload is not None:
                 stage_of = (lambda tensor: None) if self._weights.stable else self._binder.stage_of
-                stack.enter_context(without_weights(stage_of, self._require, self._offload))
+                stack.enter_context(without_weights(stage_of, self._require, self._move_out))
             yield
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
@@ -139,7 +137,7 @@ class Executor:
         self._last_micro_batch = last
         self._in_backward = True
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         finally:
             self._in_backward = False
             self._release()
@@ -156,3 +154,14 @@ class Executor:
         for handle in self._gradient_hooks:
             handle.remove()
         self._weights.close()
+        if self._offload is not None:
+            self._offload.close()
+
+
+def _make_offload(plan: Plan) -> Offload | None:
+    if Activations.OFFLOAD not in plan.activations:
+        return None
+    if plan.device != "cpu":
+        return HostOffload()
+    assert plan.disk is not None, "on CPU activations are offloaded to disk, and the plan names the folder"
+    return DiskOffload(plan.disk)

@@ -41,7 +41,7 @@ class SiteHooks:
 
 
 def _before(stages: Sequence[int], enter: Callable[[int], None]) -> Callable[[nn.Module, Any], None]:
-    def hook(module: nn.Module, args: Any) -> None:  # noqa: ANN401
+    def hook(module: nn.Module, args: Any) -> None:
         for stage in stages:
             enter(stage)
 
@@ -49,7 +49,7 @@ def _before(stages: Sequence[int], enter: Callable[[int], None]) -> Callable[[nn
 
 
 def _after(stages: Sequence[int], leave: Callable[[int], None]) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
         for stage in stages:
             leave(stage)
 

@@ -1,4 +1,4 @@
-"""Weights on the device: in slabs that are filled ahead of use, or in place where the device reads the store."""
+"""Weights on the device: in slabs that are filled ahead of use, or where they lie in the store."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _Slab:
         self._own_references = self._references()
 
     def _references(self) -> int:
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
         return count
 
     @property
@@ -184,7 +184,7 @@ class SlabWeights(Weights):
 
     def _is_here(self, stage: int) -> bool:
         schedule = self._policy.schedule
-        return 0 <= self._position and schedule[self._position % len(schedule)] == stage
+        return self._position >= 0 and schedule[self._position % len(schedule)] == stage
 
     def _prefetch(self) -> None:
         """Fetch what comes next in this step, as far as slabs are free or hold what comes later still."""
