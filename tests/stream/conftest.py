@@ -1,13 +1,14 @@
-"""One thread: torch may divide sums differently for another number of threads."""
+"""Shared by the tests of the streaming engine."""
 
 import pytest
+import torch
 
 pytest.register_assert_rewrite("harness")
-import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
+    """torch may divide a sum differently for another number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,0 +1,205 @@
+"""A step commits or leaves no trace, and says where it failed."""
+
+import errno
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness import History, Job, Setting, assert_equal, collect, make_engine, regression, train_streamed
+from odd_models import WIDTH, linears
+from torch import nn
+
+from headwater.core.errors import CorruptError, DiskFullError, NonFiniteError, StoreError
+from headwater.core.units import MIB
+
+SETTINGS = [
+    Setting(in_place=True),
+    Setting("memory", 2),
+    Setting("memory", 99, "recompute"),
+    Setting("disk", 2, "recompute", "disk"),
+]
+
+
+class Fault(nn.Module):
+    """Passes its input on, until it is told to fail."""
+
+    class _Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, fault):
+            ctx.fault = fault
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if ctx.fault.kind == "raise in backward":
+                raise ZeroDivisionError("in backward")
+            factor = float("nan") if ctx.fault.kind == "nan in backward" else 1.0
+            return gradient * factor, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = ""
+
+    def forward(self, x):
+        if self.kind == "raise in forward":
+            raise ZeroDivisionError("in forward")
+        if self.kind == "inf in forward":
+            x = x / 0
+        return self._Backward.apply(x, self)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linears(1)[0]
+        self.fault = Fault()
+
+    def forward(self, x):
+        return self.fault(self.linear(x)).tanh()
+
+
+def make_job(**options) -> Job:
+    return regression(lambda: nn.Sequential(*(Block() for _ in range(5))), 4, WIDTH, **options)
+
+
+def train_with_fault(
+    setting: Setting, folder: Path, kind: str, error: type[Exception], *, job: Job | None = None
+) -> tuple[History, Exception]:
+    """Four steps; before the third, one that fails."""
+    job = job or make_job(micro_batches=2)
+    history = History()
+    with make_engine(job, setting, folder) as engine:
+        for step in range(4):
+            if step == 2:
+                engine.model[2].fault.kind = kind
+                seen = raised(error, lambda: engine.train_step(job.batches(17), job.update(17)))
+                engine.model[2].fault.kind = ""
+            report = engine.train_step(job.batches(step), job.update(step))
+            history.losses.append(report.loss)
+            history.norms.append(report.gradient_norm)
+        collect(engine, history)
+    return history, seen
+
+
+def raised(error: type[Exception], call: Callable[[], object]) -> Exception:
+    """The error that `call` raises, without the frames that would keep the failed step's tensors alive."""
+    with pytest.raises(error) as caught:
+        call()
+    return caught.value.with_traceback(None)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("raise in forward", ZeroDivisionError),
+        ("raise in backward", ZeroDivisionError),
+        ("inf in forward", NonFiniteError),
+        ("nan in backward", NonFiniteError),
+    ],
+)
+def test_a_failed_step_leaves_no_trace(kind, error, setting, tmp_path):
+    expected = train_streamed(make_job(micro_batches=2), setting, tmp_path, steps=4)
+    history, _ = train_with_fault(setting, tmp_path, kind, error)
+    assert_equal(history, expected)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_non_finite_loss_names_step_and_first_stage(setting, tmp_path):
+    job = regression(lambda: nn.Sequential(*(Block() for _ in range(5))), 4, WIDTH)
+    with make_engine(job, setting, tmp_path) as engine:
+        with torch.no_grad():
+            engine.store.write(3, lambda piece: piece.master.fill_(float("inf")))
+        with pytest.raises(NonFiniteError) as caught:
+            engine.train_step(job.batches(0), job.update(31))
+    assert "step 31" in str(caught.value)
+    assert "'3' first" in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_non_finite_gradient_names_step_and_first_stage(setting, tmp_path):
+    _, error = train_with_fault(setting, tmp_path, "nan in backward", NonFiniteError)
+    assert "gradient of step 17" in str(error)
+    assert "'2' first" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["inf in forward", "nan in backward"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_skipping_a_non_finite_step(kind, setting, tmp_path):
+    job = make_job()
+    expected = train_streamed(job, setting, tmp_path, steps=3)
+    with make_engine(job, setting, tmp_path) as engine:
+        history = History()
+        for step in range(3):
+            engine.model[1].fault.kind = kind
+            skipped = engine.train_step(job.batches(40 + step), job.update(40 + step, skip_non_finite=True))
+            assert not skipped.applied
+            engine.model[1].fault.kind = ""
+            report = engine.train_step(job.batches(step), job.update(step, skip_non_finite=True))
+            assert report.applied
+            history.losses.append(report.loss)
+            history.norms.append(report.gradient_norm)
+        assert_equal(collect(engine, history), expected)
+
+
+@pytest.fixture
+def small_disk():
+    """A file system of 1 MiB."""
+    with tempfile.TemporaryDirectory() as name:
+        mount = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", name], capture_output=True, check=False
+        )
+        if mount.returncode:
+            pytest.skip("mounting a file system needs root")
+        try:
+            yield Path(name)
+        finally:
+            subprocess.run(["umount", "-l", name], check=True)
+
+
+def test_full_disk_is_refused_at_the_start(small_disk):
+    job = regression(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), 4, 256)
+    with pytest.raises(DiskFullError, match=r"stage_\d+.bin") as caught:
+        make_engine(job, Setting("disk"), small_disk)
+    assert str(small_disk) in str(caught.value)
+    assert "larger disk" in str(caught.value)
+
+
+def test_truncated_stage_file(tmp_path):
+    job = make_job()
+    with make_engine(job, Setting("disk", 2), tmp_path) as engine:
+        engine.train_step(job.batches(0), job.update(0))
+        with (tmp_path / "stage_0003.bin").open("r+b") as file:
+            file.truncate(100)
+        with pytest.raises(CorruptError, match="short read") as caught:
+            engine.train_step(job.batches(1), job.update(1))
+        assert "stage_0003.bin" in str(caught.value)
+        assert "checkpoint" in str(caught.value)
+
+
+def test_an_update_that_failed_is_never_read_as_if_it_had_not_been(tmp_path, monkeypatch):
+    job = make_job()
+    with make_engine(job, Setting("disk", 2), tmp_path) as engine:
+        engine.train_step(job.batches(0), job.update(0))
+
+        def fail(*args):
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.preadv", fail)
+            with pytest.raises(StoreError, match="Input/output error"):
+                engine.train_step(job.batches(1), job.update(1))
+        with pytest.raises(StoreError, match="halfway"):
+            dict(engine.named_masters())
+
+
+def test_wide_layers_stay_within_a_tmpfs_that_holds_them(small_disk):
+    job = make_job()
+    with make_engine(job, Setting("disk"), small_disk) as engine:
+        engine.train_step(job.batches(0), job.update(0))
+        used = sum(path.stat().st_size for path in small_disk.iterdir())
+        assert 0 < used < MIB
