@@ -91,7 +91,9 @@ def test_export_is_read_by_transformers_and_import_reads_it_back(headwater, para
     ours.load_state_dict(dict(checkpoint_weights(trained / "checkpoint_2")), strict=False)
     torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
 
-    code, out, _ = headwater("checkpoint", "import", exported, "--model_dir", tmp_path / "new", "--params", params)
+    code, out, _ = headwater(
+        "checkpoint", "import", exported, "--model_dir", tmp_path / "new", "--params", params
+    )
     assert code == 0 and "checkpoint_0" in out
     weights = dict(checkpoint_weights(tmp_path / "new" / "checkpoint_0"))
     for name, value in checkpoint_weights(trained / "checkpoint_2"):
@@ -150,7 +152,10 @@ def test_public_params_run_unchanged_but_for_the_data(headwater, data, tmp_path)
     assert "bf16" in out
     assert "has no effect" in err, "keys that mean nothing here are named"
     assert [record["kind"] for record in history(tmp_path / "run")] == ["train", "train", "validate"]
-    assert yaml.safe_load((tmp_path / "run" / "params.yaml").read_text())["trainer"]["init"]["model"]["name"] == "gpt3"
+    assert (
+        yaml.safe_load((tmp_path / "run" / "params.yaml").read_text())["trainer"]["init"]["model"]["name"]
+        == "gpt3"
+    )
 
 
 def test_the_package_is_a_command():

@@ -18,7 +18,9 @@ def assert_refused(result, *texts, code=2):
 
 def test_a_misspelt_key(headwater, params):
     params.write_text(params.read_text().replace("hidden_size", "hiden_size"))
-    assert_refused(headwater("fit", params), "unknown key 'hiden_size'", f"{params}, line 9", "write 'hidden_size'")
+    assert_refused(
+        headwater("fit", params), "unknown key 'hiden_size'", f"{params}, line 9", "write 'hidden_size'"
+    )
 
 
 def test_a_value_of_the_wrong_type(headwater, params):
@@ -59,7 +61,9 @@ def test_a_token_beyond_the_vocabulary(headwater, params, tmp_path):
     with h5py.File(folder / "samples.h5", "w") as file:
         file["data"] = np.full((16, 3, 16), 300, dtype=np.int32)
     result = headwater("fit", params, f"trainer.fit.train_dataloader.data_dir={folder}")
-    assert_refused(result, "token id 300 is beyond the vocabulary", "samples.h5", "vocab_size to at least 301")
+    assert_refused(
+        result, "token id 300 is beyond the vocabulary", "samples.h5", "vocab_size to at least 301"
+    )
 
 
 def test_a_loss_that_is_not_finite(headwater, params, tmp_path):
@@ -96,7 +100,9 @@ def test_a_checkpoint_of_another_shape(headwater, params, tmp_path):
 
 def test_a_checkpoint_with_a_flipped_byte(headwater, params, tmp_path):
     assert headwater("fit", params, "--max_steps", 1)[0] == 0
-    file = max((tmp_path / "run" / "checkpoint_1").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    file = max(
+        (tmp_path / "run" / "checkpoint_1").rglob("*.safetensors"), key=lambda path: path.stat().st_size
+    )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Training by command line: what it leaves, that it resumes to the same bits, that it equals plain PyTorch."""
+"""Training by command line: what it leaves; equal to plain PyTorch, and to itself after a resume."""
 
 import itertools
 
@@ -20,7 +20,14 @@ def test_a_run_leaves_everything_in_its_model_dir(headwater, params, tmp_path):
     assert "\x1b" not in out, "no escape codes where stdout is not a terminal"
     assert "step 6/6" in out and "validation loss" in out and "tokens/s" in out
     run = tmp_path / "run"
-    for name in ("params.yaml", "plan.txt", "history.jsonl", "loss_curve.png", "tokenizer.json", "tensorboard"):
+    for name in (
+        "params.yaml",
+        "plan.txt",
+        "history.jsonl",
+        "loss_curve.png",
+        "tokenizer.json",
+        "tensorboard",
+    ):
         assert (run / name).exists(), name
     assert [path.name for path in sorted(run.glob("checkpoint_*"))] == ["checkpoint_3", "checkpoint_6"]
     records = history(run)
@@ -61,8 +68,16 @@ def test_a_run_in_two_parts_equals_one_in_one(headwater, data, tmp_path):
     assert headwater("fit", parts, "--max_steps", 4, "trainer.init.loop.eval_frequency=3")[0] == 0
     code, out, _ = headwater("fit", tmp_path / "parts", "--max_steps", 6)
     assert code == 0 and "going on from step 4" in out
-    first = [record for record in history(tmp_path / "whole") if (record["kind"], record["step"]) != ("validate", 4)]
-    second = [record for record in history(tmp_path / "parts") if (record["kind"], record["step"]) != ("validate", 4)]
+    first = [
+        record
+        for record in history(tmp_path / "whole")
+        if (record["kind"], record["step"]) != ("validate", 4)
+    ]
+    second = [
+        record
+        for record in history(tmp_path / "parts")
+        if (record["kind"], record["step"]) != ("validate", 4)
+    ]
     assert first == second
     assert_same_checkpoint(tmp_path / "whole" / "checkpoint_6", tmp_path / "parts" / "checkpoint_6")
 
@@ -90,7 +105,9 @@ def test_micro_batches_are_the_same_after_a_resume(headwater, params, tmp_path):
 def test_the_disk_tier_gives_the_same_bits(headwater, data, tmp_path):
     memory, disk = (write_params(tmp_path, data, name) for name in ("memory", "disk"))
     assert headwater("fit", memory, "--max_steps", 3)[0] == 0
-    code, out, _ = headwater("fit", disk, "--max_steps", 3, "--disk", tmp_path / "tier", "trainer.init.backend.tier=disk")
+    code, out, _ = headwater(
+        "fit", disk, "--max_steps", 3, "--disk", tmp_path / "tier", "trainer.init.backend.tier=disk"
+    )
     assert code == 0 and "masters and optimizer state: disk" in out
     assert history(tmp_path / "memory") == history(tmp_path / "disk")
     assert list((tmp_path / "tier").iterdir()) == [], "the files of the tier are gone"
@@ -109,7 +126,7 @@ def test_weights_alone_can_be_the_start(headwater, data, tmp_path):
     callback = "trainer.init.callbacks=[LoadCheckpointStates: {load_checkpoint_states: model}]"
     code, _, _ = headwater("fit", second, "--max_steps", 1, "--checkpoint_path", start, callback)
     assert code == 0
-    assert [record["step"] for record in history(tmp_path / "second")][0] == 1
+    assert history(tmp_path / "second")[0]["step"] == 1
     assert history(tmp_path / "second")[0]["loss"] < history(tmp_path / "first")[0]["loss"]
 
 

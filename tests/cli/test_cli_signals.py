@@ -56,7 +56,9 @@ def steps_done(model_dir):
 def test_an_interrupted_run_saves_and_says_how_to_go_on(start, headwater, data, tmp_path, number):
     params, run = write_params(tmp_path, data), tmp_path / "run"
     workers = "trainer.fit.train_dataloader.num_workers=1"
-    process = start("fit", params, "--max_steps", FAR, "--eval_frequency", 0, workers, "--checkpoint_steps", FAR)
+    process = start(
+        "fit", params, "--max_steps", FAR, "--eval_frequency", 0, workers, "--checkpoint_steps", FAR
+    )
     wait_until(lambda: steps_done(run) >= 3, process)
     # As a terminal does it, Ctrl-C goes to every process of the job, the data worker among them.
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)

@@ -62,12 +62,12 @@ def shielded(items: Iterable[Item]) -> Iterator[Item]:
     """`items`, made by worker processes that do not hear Ctrl-C.
 
     A terminal sends the signal to every process of the job. Processes inherit which signals are blocked, so
-    it is blocked here while they are started, which happens when the first item is asked for.
+    it is blocked here while they are started: no later than when the first item is asked for.
     """
-    iterator = iter(items)
     resource_tracker.ensure_running()  # multiprocessing would start it in between, and unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        iterator = iter(items)
         first = list(itertools.islice(iterator, 1))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,56 @@
+"""Signals become requests, and data workers do not hear Ctrl-C."""
+
+import os
+import signal
+import threading
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from headwater.trainer.interrupt import interrupts, shielded
+
+
+class BlockedSignals(Dataset):
+    """Says of each sample whether the process that reads it has SIGINT blocked."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return index, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_request(number, capfd):
+    before = signal.getsignal(number)
+    with interrupts() as interrupt:
+        assert not interrupt.requested
+        os.kill(os.getpid(), number)
+        assert interrupt.requested
+    assert signal.getsignal(number) == before
+    assert "once more to stop at once" in capfd.readouterr().err
+
+
+def test_another_thread_leaves_signals_alone():
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def run():
+        with interrupts() as interrupt:
+            seen.append((signal.getsignal(signal.SIGINT), interrupt.requested))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [(before, False)]
+
+
+def test_shielded_workers_have_the_signal_blocked_and_this_process_has_not():
+    loader = DataLoader(BlockedSignals(), num_workers=1, batch_size=None, multiprocessing_context="spawn")
+    assert list(shielded(loader)) == [[index, True] for index in range(6)]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.parametrize("items", [[], [1], [1, 2, 3]])
+def test_shielded_loses_nothing(items):
+    assert list(shielded(items)) == items

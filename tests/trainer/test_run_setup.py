@@ -1,0 +1,144 @@
+"""From params to workloads, starting points and files."""
+
+import pytest
+import torch
+
+from headwater.config import load_params, shipped_params
+from headwater.core.errors import CheckpointError, ConfigError
+from headwater.models.registry import build_model
+from headwater.optim import OptimizerSpec
+from headwater.plan.types import Activations
+from headwater.trainer.evaluate import evaluate
+from headwater.trainer.loss_scale import LossScale
+from headwater.trainer.planning import (
+    Workload,
+    make_engine,
+    meta_model,
+    optimizer_state_bytes,
+    plan_run,
+    training_workload,
+)
+from headwater.trainer.run_dir import RunDir
+from headwater.trainer.state import RunState
+
+SMALL = [
+    "trainer.init.model.vocab_size=50",
+    "trainer.init.model.hidden_size=32",
+    "trainer.init.model.num_hidden_layers=2",
+    "trainer.init.model.num_heads=2",
+    "trainer.init.model.max_position_embeddings=8",
+    "trainer.init.backend.backend_type=CPU",
+]
+
+
+def tiny(*overrides):
+    return load_params(shipped_params()["gpt/tiny"], [*SMALL, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"), [("AdamW", 8), ("SGD", 0), ("Adagrad", 4), ("RMSprop", 4)]
+)
+def test_optimizer_state_bytes(optimizer, expected):
+    assert optimizer_state_bytes(OptimizerSpec(optimizer, {"lr": 0.1})) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "resumed", "expected"),
+    [
+        ([], None, None),
+        ([], 4, 4),
+        ([], 5, None),  # the batch is no multiple of it any more
+        (["micro_batch_size=2"], 4, 2),
+        (["trainer.init.loop.grad_accum_steps=8"], None, 2),
+        (["trainer.init.loop.grad_accum_steps=8", "micro_batch_size=2"], None, 2),
+    ],
+)
+def test_micro_batch_size(overrides, resumed, expected):
+    assert training_workload(tiny(*overrides).init, 16, 8, resumed).micro_batch_size == expected
+
+
+def test_micro_batch_sizes_that_contradict_each_other():
+    with pytest.raises(ConfigError, match="grad_accum_steps 4 does not go with micro_batch_size 2"):
+        training_workload(tiny("trainer.init.loop.grad_accum_steps=4", "micro_batch_size=2").init, 16, 8)
+
+
+def test_plan_follows_the_params():
+    config = tiny(
+        "trainer.init.backend.num_slabs=2", "trainer.init.backend.activations=recompute", "host_memory=4GiB"
+    )
+    plan = plan_run(config.init, meta_model(config.init.model), Workload(4, 8, micro_batch_size=2))
+    assert (plan.slabs, plan.in_place, plan.num_micro_batches) == (2, False, 2)
+    assert Activations.RECOMPUTE in plan.activations
+    assert plan.budget is not None and plan.budget.host_memory == 4 << 30
+
+
+@pytest.mark.parametrize(("override", "text"), [
+    ("trainer.init.backend.matmul=fast", "matrix product"),
+    ("trainer.init.backend.compile=true", "compilation"),
+    ("num_csx=2", "more than one compute rank"),
+])  # fmt: skip
+def test_what_is_not_in_this_version_is_refused(override, text):
+    config = tiny(override)
+    with pytest.raises(ConfigError, match=text):
+        plan_run(config.init, meta_model(config.init.model), Workload(4, 8))
+
+
+def test_resolved_params_mean_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = tiny(
+        "trainer.init.loop.eval_frequency=null", "model_dir=here", "checkpoint_path=other/checkpoint_1"
+    )
+    run_dir = RunDir(tmp_path / "here")
+    run_dir.path.mkdir()
+    run_dir.write_params(config)
+    monkeypatch.chdir("/")
+    again = load_params(run_dir.params)
+    assert again.init.model_copy(update={"model_dir": None}) == config.init.model_copy(
+        update={"model_dir": None}
+    )
+    assert again.init.model_dir == tmp_path / "here"
+    assert again.fit is not None and config.fit is not None
+    assert again.fit.ckpt_path is None, "it goes on from its own checkpoints"
+    assert again.fit.train_dataloader.data_dir == (tmp_path / "data/tiny/train",)
+    run_dir.write_params(again)
+    assert load_params(run_dir.params) == again
+
+
+def test_run_state_round_trip():
+    data = {"samples_consumed": 7, "num_samples": 9, "shuffle": True, "shuffle_seed": 1}
+    state = RunState(5, LossScale(8.0, dynamic=True, good_steps=2), 4, 3, data)
+    assert RunState.from_dict(state.to_dict(), where="here") == state
+    with pytest.raises(CheckpointError, match="does not hold the state of a run"):
+        RunState.from_dict({"steps": 3}, where="here")
+
+
+def test_evaluation_weighs_batches_by_their_samples():
+    config = tiny("micro_batch_size=2")
+    model = build_model(config.init.model, seed=config.init.seed).eval()
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(size):
+        tokens = torch.randint(0, 50, (size, 8), generator=generator)
+        return {"input_ids": tokens, "labels": tokens.roll(-1, 1), "attention_mask": torch.ones_like(tokens)}
+
+    batches = [batch(4), batch(3)]
+    work = Workload(4, 8, micro_batch_size=2)
+    meta = meta_model(config.init.model)
+    with make_engine(config.init, meta, plan_run(config.init, meta, work), work.optimizer) as engine:
+        found = evaluate(engine, batches)
+        assert evaluate(engine, batches, max_batches=1).batches == 1
+        assert evaluate(engine, batches, stop=lambda: True) is None
+    whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    assert found.batches == 2
+    assert found.loss == pytest.approx(model(whole).item(), rel=1e-6)
+
+
+def test_engine_starts_from_the_models_own_initial_values():
+    config = tiny()
+    meta, work = meta_model(config.init.model), Workload(2, 8)
+    expected = dict(build_model(config.init.model, seed=config.init.seed).named_parameters())
+    with make_engine(config.init, meta, plan_run(config.init, meta, work), work.optimizer) as engine:
+        masters = {name: value.clone() for name, value in engine.named_masters()}
+    assert masters.keys() == expected.keys()
+    for name, value in masters.items():
+        assert torch.equal(value, expected[name]), name
