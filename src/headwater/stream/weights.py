@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import gc
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -220,11 +221,13 @@ class SlabWeights(Weights):
                 if other.busy and other.slab_class == self._slab_class[stage]:
                     assert other.ready is not None
                     other.ready.result()
+            gc.collect()  # an error of an earlier step and the graph it failed in may hold each other
             slab = self._available_slab(stage, use_at=None)
         if slab is None:
             raise StreamError(
                 f"no slab is free for stage {self._stages[stage].name!r}: views of all are still held",
-                remedy="the model holds weights of several stages at once; use more slabs",
+                remedy="the model, or a kept output or error of an earlier step, holds weights of several "
+                "stages at once; let go of it or use more slabs",
             )
         return slab
 
