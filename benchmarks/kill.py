@@ -1,0 +1,91 @@
+"""Kills a run at random instants and resumes it: `python -m benchmarks.kill --kills 50`.
+
+Every resumed run must give the losses and the last checkpoint of the undisturbed one, to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.runner import save
+
+SHAPE = [
+    "--trainer.init.model.hidden_size=96",
+    "--trainer.init.model.num_heads=4",
+    "--trainer.init.model.dropout_rate=0.1",
+    "--trainer.init.checkpoint.steps=7",
+    "--trainer.init.loop.max_steps=40",
+    "--trainer.init.loop.eval_frequency=20",
+    "--trainer.fit.train_dataloader.num_workers=0",
+]
+
+
+def command(data: Path, model_dir: Path, tier: str) -> list[str]:
+    """A run of the tiny GPT."""
+    return [
+        sys.executable, "-m", "headwater", "fit", "gpt/tiny", f"--model_dir={model_dir}", *SHAPE,
+        f"--trainer.fit.train_dataloader.data_dir={data}/train",
+        f"--trainer.fit.val_dataloader.data_dir={data}/val",
+        f"--trainer.validate.val_dataloader.data_dir={data}/val",
+        f"--trainer.init.backend.tier={tier}",
+        f"--trainer.init.backend.disk.path={model_dir}/store",
+    ]  # fmt: skip
+
+
+def outcome(model_dir: Path) -> tuple[list[tuple[int, float, float]], dict[str, bytes]]:
+    """Losses and gradient norms by step, and the tensors of the last checkpoint."""
+    lines = (model_dir / "history.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    losses = [(r["step"], r["loss"], r["gradient_norm"]) for r in records if r["kind"] == "train"]
+    last = max(model_dir.glob("checkpoint_*"), key=lambda path: int(path.name.split("_")[1]))
+    return losses, {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    from headwater.data.assets import sample_text
+    from headwater.data.prepare import prepare
+    from headwater.data.tokenizer import TrainBPE
+
+    folder = Path(tempfile.mkdtemp(prefix="headwater-kill-"))
+    data = folder / "data"
+    prepare([sample_text()], data, tokenizer=TrainBPE(2048), sequence_length=128)
+    rng = random.Random(args.seed)
+    report = {}
+    for tier in ("memory", "disk"):
+        start = time.perf_counter()
+        subprocess.run(command(data, folder / tier, tier), check=True, capture_output=True)
+        length_s = time.perf_counter() - start
+        expected = outcome(folder / tier)
+        equal = attempts = 0
+        for _ in range(args.kills // 2):
+            victim = folder / "victim"
+            shutil.rmtree(victim, ignore_errors=True)
+            process = subprocess.Popen(
+                command(data, victim, tier), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            time.sleep(rng.uniform(0, length_s))
+            process.kill()
+            process.wait()
+            subprocess.run(command(data, victim, tier), check=True, capture_output=True)
+            equal += outcome(victim) == expected
+            attempts += 1
+            print(f"{tier}: {equal} of {attempts} resumed to the same bits", flush=True)
+        report[tier] = {"kills": attempts, "equal": equal}
+    shutil.rmtree(folder)
+    print(save("kill", report))
+
+
+if __name__ == "__main__":
+    main()
