@@ -137,6 +137,17 @@ def test_validate_gives_the_loss_of_the_last_evaluation(headwater, params, tmp_p
     assert float(out.split()[2]) == pytest.approx(history(tmp_path / "run")[-1]["loss"], abs=2e-6)
 
 
+def test_validate_all_evaluates_every_checkpoint(headwater, params, data, tmp_path):
+    params.write_text(params.read_text() + "  validate_all:\n    val_dataloaders: *val\n")
+    assert headwater("fit", params)[0] == 0
+    code, out, _ = headwater("validate", params, "--all")
+    assert code == 0
+    expected = [r["loss"] for r in history(tmp_path / "run") if r["kind"] == "validate"]
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[0] for line in lines] == [str(tmp_path / "run" / f"checkpoint_{step}") for step in (3, 6)]
+    assert [float(line[4]) for line in lines] == pytest.approx(expected, abs=2e-6)
+
+
 @pytest.mark.parametrize(("mode", "kinds"), [("train", {"train"}), ("train_and_eval", {"train", "validate"})])
 def test_the_documents_spelling(params, tmp_path, capsys, mode, kinds):
     from headwater.run import main
@@ -147,3 +158,21 @@ def test_the_documents_spelling(params, tmp_path, capsys, mode, kinds):
     capsys.readouterr()
     assert main(["--params", str(params), *options, "--mode", "eval"]) == 0
     assert capsys.readouterr().out.startswith("validation loss")
+
+
+def test_a_dynamic_loss_scale_skips_steps_and_survives_a_resume(headwater, data, tmp_path):
+    whole, parts = (write_params(tmp_path, data, name) for name in ("whole", "parts"))
+    options = [
+        "--eval_frequency=0",
+        "trainer.init.precision={enabled: true, fp16_type: float16, loss_scaling_factor: dynamic}",
+        # So large a weight on the loss overflows fp16 at first.
+        "trainer.init.model.loss_scaling=batch_size",
+        "trainer.init.model.loss_weight=10.0",
+    ]
+    assert headwater("fit", whole, *options, "--max_steps", 8)[0] == 0
+    assert headwater("fit", parts, *options, "--max_steps", 3)[0] == 0
+    assert headwater("fit", parts, *options, "--max_steps", 8)[0] == 0
+    applied = [record["applied"] for record in history(tmp_path / "whole")]
+    assert not applied[0] and applied[-1]
+    assert history(tmp_path / "whole") == history(tmp_path / "parts")
+    assert_same_checkpoint(tmp_path / "whole" / "checkpoint_8", tmp_path / "parts" / "checkpoint_8")

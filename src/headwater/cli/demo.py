@@ -59,9 +59,10 @@ def run(args: argparse.Namespace) -> int:
         loss = result.validation[0].loss if result.validation else validate(config).loss
         console.print(
             f"\nvalidation loss {loss:.3f} nats a token; knowing nothing but how often each token occurs: "
-            f"{statistics.unigram_entropy:.3f}\n"
+            f"{statistics.unigram_entropy:.3f}\n",
+            soft_wrap=True,
         )
-        console.print(_sample(config), markup=False)
+        console.print(_sample(config), markup=False, soft_wrap=True)
         console.print()
     for line in summary(config, result):
         console.print(line, markup=False, soft_wrap=True)

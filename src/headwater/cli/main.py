@@ -55,6 +55,7 @@ def guarded(run: Callable[[], int]) -> int:
     except HeadwaterError as error:
         return print_error(error)
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return EXIT_CODE
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ import argparse
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.config import RunConfig
-from headwater.trainer.session import validate
+from headwater.trainer.session import validate, validate_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,13 +16,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Evaluate the newest checkpoint in the model_dir, or the one that --checkpoint_path names, "
         "on the data of the section validate."
     )
-    parser.usage = f"headwater validate [-h] {USAGE}"
+    parser.usage = f"headwater validate [-h] [--all] {USAGE}"
     add_params_arguments(parser)
+    parser.add_argument(
+        "--all", action="store_true", help="every checkpoint on all data of the section validate_all"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluates and prints the loss; returns the exit code."""
-    return evaluate(read_params(args))
+    config = read_params(args)
+    return evaluate_all(config) if args.all else evaluate(config)
 
 
 def evaluate(config: RunConfig) -> int:
@@ -30,4 +34,13 @@ def evaluate(config: RunConfig) -> int:
     open_console(config)
     found = validate(config)
     print(f"validation loss {found.loss:.6f} ({found.batches} batches)")
+    return 0
+
+
+def evaluate_all(config: RunConfig) -> int:
+    """Evaluates several checkpoints, prints their losses, and returns the exit code."""
+    open_console(config)
+    for path, loader, found in validate_all(config):
+        folders = ", ".join(map(str, loader.data_dir))
+        print(f"{path}  {folders}  validation loss {found.loss:.6f} ({found.batches} batches)")
     return 0

@@ -42,7 +42,7 @@ def draw_loss_curve(history: Path, path: Path) -> None:
     axes = figure.subplots()
     _plot(axes, [r for r in records if r["kind"] == "train"], label="training", linewidth=0.8)
     _plot(axes, [r for r in records if r["kind"] == "validate"], label="validation", marker="o")
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, format="png", dpi=120)

@@ -22,7 +22,12 @@ from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 from headwater.stream.engine import Engine
 from headwater.trainer.callback import ValidateEnd
-from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, persistent_buffers
+from headwater.trainer.checkpoint import (
+    CheckpointManager,
+    ModelDirLock,
+    complete_checkpoints,
+    persistent_buffers,
+)
 from headwater.trainer.datasets import find_tokenizer, open_data
 from headwater.trainer.evaluate import Evaluation, evaluate
 from headwater.trainer.interrupt import interrupts, shielded
@@ -119,6 +124,28 @@ def validate(config: RunConfig) -> Evaluation:
             remedy="add trainer.validate.val_dataloader",
         )
     return evaluate_checkpoint(config, section.val_dataloader, section.ckpt_path)
+
+
+def validate_all(config: RunConfig) -> Iterator[tuple[Path | None, DataConfig, Evaluation]]:
+    """Evaluate several checkpoints on several data sets, as the section `validate_all` says.
+
+    Args:
+        config: the params; where they name no checkpoints, all in the model_dir are evaluated.
+
+    Yields:
+        The checkpoint, the data set, and what was found.
+    """
+    section = config.validate_all
+    if section is None:
+        raise ConfigError(
+            "the params have no section validate_all",
+            where=str(config.source),
+            remedy="add trainer.validate_all.val_dataloaders, or leave --all out",
+        )
+    newest: tuple[Path | None, ...] = (None,)
+    for path in section.ckpt_paths or complete_checkpoints(config.init.model_dir) or newest:
+        for loader in section.val_dataloaders:
+            yield path, loader, evaluate_checkpoint(config, loader, path)
 
 
 def evaluate_checkpoint(config: RunConfig, loader: DataConfig, checkpoint: Path | None) -> Evaluation:
