@@ -23,7 +23,7 @@ def parse_bytes(text: str | int | float) -> int:
     Raises:
         ConfigError: if it is not a size.
     """
-    if isinstance(text, int | float) and not isinstance(text, bool):
+    if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < float("inf"):
         return int(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     if match is None or match[2].lower() not in _FACTORS:
@@ -47,5 +47,5 @@ def _format(value: float, base: float, units: tuple[str, ...]) -> str:
     while value >= base * 0.9995 and index < len(units) - 1:
         value /= base
         index += 1
-    digits = 0 if index == 0 or value >= 100 else 1 if value >= 10 else 2
+    digits = 0 if index == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{sign}{value:.{digits}f} {units[index]}".rstrip()
