@@ -1,0 +1,69 @@
+"""Sizes as people write and read them."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from headwater.core.errors import ConfigError
+from headwater.core.units import GIB, format_bytes, format_count, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("8GiB", 8 * GIB),
+        (" 8 gib ", 8 * GIB),
+        ("8G", 8 * GIB),
+        ("2g", 2 * GIB),
+        ("500 MB", 500_000_000),
+        ("1.5KiB", 1536),
+        ("0.5TB", 5 * 10**11),
+        ("4096", 4096),
+        ("4096b", 4096),
+        (4096, 4096),
+        (4096.9, 4096),
+        (0, 0),
+    ],
+)
+def test_parse(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "8 XB", "-1GiB", "8 GiB please", "1e9", True, None, -1, -0.5, float("inf"), float("nan")],
+)
+def test_what_is_no_size(text):
+    with pytest.raises(ConfigError, match="is not a size in bytes") as caught:
+        parse_bytes(text)
+    assert "8GiB" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1.46 * GIB, "1.46 GiB"),
+        (99.96 * GIB, "100 GiB"),
+        (1023.9 * 1024, "1.00 MiB"),
+        (-3 * GIB, "-3.00 GiB"),
+        (2000 * 2**50, "2000 PiB"),
+    ],
+)
+def test_format_bytes(count, text):
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(7, "7"), (124e6, "124 M"), (1.3e9, "1.30 G"), (999_999, "1.00 M")]
+)
+def test_format_count(count, text):
+    assert format_count(count) == text
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**49))
+def test_what_is_printed_reads_as_nearly_the_same(count):
+    assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.0051)

@@ -1,0 +1,77 @@
+"""An fp32 master as a bf16 wire value and its lower half: no bit is lost, the wire value is the nearest."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis.extra.numpy import arrays
+
+from headwater.store.layout import Encoding
+from headwater.store.masters import join_halves, read_master, split_halves, write_master
+
+FINITE_BITS = st.integers(0, 2**32 - 1).filter(lambda bits: (bits >> 23) & 0xFF != 0xFF)
+
+
+def floats(bits):
+    return torch.from_numpy(np.asarray(bits, dtype=np.uint32).view(np.float32).copy())
+
+
+def split(master):
+    high, low = torch.empty(master.shape, dtype=torch.bfloat16), torch.empty(master.shape, dtype=torch.int16)
+    split_halves(master.clone(), high, low)
+    return high, low
+
+
+@settings(deadline=None)
+@given(arrays(np.uint32, st.integers(1, 64), elements=FINITE_BITS))
+def test_no_bit_is_lost(bits):
+    master = floats(bits)
+    out = torch.full_like(master, float("nan"))
+    join_halves(*split(master), out)
+    assert torch.equal(out.view(torch.int32), master.view(torch.int32))
+
+
+@settings(deadline=None)
+@given(arrays(np.uint32, st.integers(1, 64), elements=FINITE_BITS))
+def test_the_wire_value_is_a_nearest_one(bits):
+    master = floats(bits).double()
+    high, _ = split(master.float())
+    nearest = master.float().to(torch.bfloat16)
+    finite = nearest.isfinite()  # beyond the largest bf16 both are infinite
+    assert torch.equal(high.isfinite(), finite)
+    error, smallest = (high.double() - master).abs(), (nearest.double() - master).abs()
+    assert torch.equal(error[finite], smallest[finite])
+
+
+def test_every_upper_half_with_the_lower_halves_that_matter():
+    upper = np.arange(2**16, dtype=np.uint32)
+    upper = upper[(upper >> 7) & 0xFF != 0xFF]
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        master = floats((upper << 16) | lower)
+        out = torch.empty_like(master)
+        join_halves(*split(master), out)
+        assert torch.equal(out.view(torch.int32), master.view(torch.int32))
+
+
+def test_ties_go_away_from_zero():
+    master = floats([0x3F808000, 0xBF808000, 0x3F807FFF])
+    high, _ = split(master)
+    assert high.view(torch.int16).tolist() == [0x3F81, 0xBF81 - 2**16, 0x3F80]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "wire_dtype", "field"),
+    [
+        (Encoding.SAME, torch.float32, None),
+        (Encoding.SPLIT, torch.bfloat16, ("master.low", torch.int16)),
+        (Encoding.COPY, torch.float16, ("master", torch.float32)),
+    ],
+)
+def test_what_is_written_is_read(encoding, wire_dtype, field):
+    master = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    wire = torch.empty(100, dtype=wire_dtype)
+    rest = {} if field is None else {field[0]: torch.empty(100, dtype=field[1])}
+    write_master(encoding, master.clone(), wire, rest)
+    assert torch.equal(read_master(encoding, wire, rest, torch.empty(128)), master)
+    assert torch.equal(wire, master.to(wire_dtype))

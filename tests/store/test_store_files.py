@@ -1,0 +1,166 @@
+"""Where bytes lie, and what happens when the disk does not do as it is told."""
+
+import errno
+import itertools
+import threading
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from headwater.core.buffers import PAGE_BYTES, aligned_empty
+from headwater.core.errors import CorruptError, DiskFullError, StoreError
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.disk import DiskTier, staging_bytes
+from headwater.store.files import BlockFile
+from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, StageLayout
+from headwater.store.memory import MemoryTier
+from headwater.store.rule import UpdateRule
+from headwater.store.store import Update, WeightStore, stage_layout
+
+SHAPES = st.lists(st.lists(st.integers(1, 3000), min_size=0, max_size=2).map(tuple), min_size=1, max_size=6)
+WIRES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def stage_of(shapes, wire=torch.float32):
+    params = tuple(ParamSpec(f"p{i}", shape, torch.float32, wire) for i, shape in enumerate(shapes))
+    return StageSpec(0, "stage", params)
+
+
+@settings(deadline=None)
+@given(SHAPES, WIRES, st.sampled_from(["AdamW", "SGD", "Adafactor"]))
+def test_pieces_cover_every_parameter_once(shapes, wire, optimizer):
+    rule = UpdateRule(OptimizerSpec(optimizer, {"lr": 0.1}))
+    layout = stage_layout(stage_of(shapes, wire), rule)
+    pieces = [piece for group in layout.groups for piece in group.pieces]
+    for index, param in enumerate(layout.stage.params):
+        own = [(piece.start, piece.stop) for piece in pieces if piece.param == index]
+        assert own[0][0] == 0
+        assert own[-1][1] == param.numel
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(own))
+        assert all(stop - start <= PIECE_ELEMENTS or not rule.elementwise for start, stop in own)
+
+
+@settings(deadline=None)
+@given(SHAPES, WIRES)
+def test_fields_are_aligned_and_do_not_overlap(shapes, wire):
+    rule = UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1}))
+    layout = stage_layout(stage_of(shapes, wire), rule)
+    end_of_last = 0
+    for group in layout.groups:
+        assert group.offset == end_of_last
+        assert group.num_bytes % PAGE_BYTES == 0
+        end_of_last = group.offset + group.num_bytes
+        position = 0
+        for field in (field for piece in group.pieces for field in piece.fields):
+            assert field.offset >= position
+            assert field.offset % 64 == 0
+            position = field.offset + field.view(torch.empty(group.num_bytes, dtype=torch.uint8)).nbytes
+        assert position <= group.num_bytes
+    assert layout.file_bytes == layout.wire_bytes + end_of_last
+
+
+def test_host_memory_of_the_disk_tier_does_not_grow_with_the_model():
+    rule = UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1}))
+    small, large = (stage_layout(stage_of([(4096, width)]), rule) for width in (4096, 65536))
+    assert staging_bytes([large] * 50) == staging_bytes([small])
+    assert staging_bytes([small]) <= 4 * (GROUP_BYTES + 8 * PIECE_ELEMENTS + PAGE_BYTES)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_gives_back_what_was_written(direct, tmp_path):
+    file = BlockFile(tmp_path / "f.bin", 4 * PAGE_BYTES, direct=direct)
+    data, back = aligned_empty(2 * PAGE_BYTES), aligned_empty(2 * PAGE_BYTES)
+    data.random_(0, 256, generator=torch.Generator().manual_seed(0))
+    file.write(PAGE_BYTES, data)
+    file.read(PAGE_BYTES, back)
+    assert torch.equal(data, back)
+    assert (tmp_path / "f.bin").stat().st_size == 4 * PAGE_BYTES
+    file.close()
+
+
+@pytest.mark.parametrize("left", [0, 100, PAGE_BYTES, PAGE_BYTES + 1])
+def test_a_short_file_is_corrupt(left, tmp_path):
+    path = tmp_path / "f.bin"
+    file = BlockFile(path, 2 * PAGE_BYTES)
+    with path.open("r+b") as handle:
+        handle.truncate(left)
+    with pytest.raises(CorruptError, match=r"short read: \d+ of 8192 bytes at offset 0") as caught:
+        file.read(0, aligned_empty(2 * PAGE_BYTES))
+    assert str(path) in str(caught.value)
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EIO, StoreError)],
+)
+def test_errors_of_the_system_name_the_file(number, error, tmp_path, monkeypatch):
+    file = BlockFile(tmp_path / "f.bin", PAGE_BYTES)
+
+    def fail(*args):
+        raise OSError(number, "no")
+
+    monkeypatch.setattr("os.pwritev", fail)
+    with pytest.raises(error, match=r"f\.bin"):
+        file.write(0, aligned_empty(PAGE_BYTES))
+    file.close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(StoreError, match="taken"):
+        DiskTier([], tmp_path / "taken" / "store")
+
+
+def test_a_write_that_failed_is_told_each_time(tmp_path, monkeypatch):
+    layout = stage_layout(stage_of([(64, 64)]), UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1})))
+    tier = DiskTier([layout], tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwritev", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+        for _ in tier.groups(0, read=False, write=True):
+            pass
+        for _ in range(2):
+            with pytest.raises(StoreError):
+                tier.settle()
+    tier.close()
+
+
+@pytest.mark.parametrize("make_tier", [MemoryTier, DiskTier])
+def test_many_threads_may_use_a_store_at_once(make_tier, tmp_path):
+    rule = UpdateRule(OptimizerSpec("SGD", {"lr": 1.0}))
+    stages = [
+        StageSpec(i, f"s{i}", (ParamSpec("w", (1000, 50), torch.float32, torch.float32),)) for i in range(6)
+    ]
+
+    def tier(layouts: list[StageLayout]):
+        return MemoryTier(layouts) if make_tier is MemoryTier else DiskTier(layouts, tmp_path)
+
+    store = WeightStore(stages, rule, tier)
+    for stage in range(6):
+        store.write(stage, lambda piece: piece.master.zero_())
+    wrong = []
+
+    def reader(expected):
+        for stage in range(6):
+            slab = aligned_empty(store.layouts[stage].wire_bytes)
+            store.fetch(stage, slab)
+            pieces = [piece.master.clone() for piece in store.read(stage)]
+            if not all(bool((p == expected).all()) for p in [*pieces, stages[stage].views(slab)[0]]):
+                wrong.append(stage)
+
+    for step in range(4):
+        store.begin_step()
+        for stage in range(6):
+            store.add_gradient(stage, 0, torch.ones(1000, 50), last=True)
+        store.end_micro_batch(last=True)
+        store.commit(Update(step, {"lr": 1.0}))
+        threads = [threading.Thread(target=reader, args=(-step - 1,)) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    store.close()
