@@ -128,7 +128,7 @@ def test_demo(headwater, tmp_path):
     for name in ("checkpoint_2", "loss_curve.png", "tensorboard"):
         assert (folder / name).exists() and str(folder / name) in out.replace("\n", "")
     assert [record["step"] for record in history(folder)] == [1, 2, 2]
-    streamed = re.search(r"streamed ([\d.]+) MiB a step", out)
+    streamed = re.search(r"streamed ([\d.]+) MiB/step", out)
     assert streamed is not None and float(streamed[1]) > 8.4, "the weights cross more than once a step"
 
 

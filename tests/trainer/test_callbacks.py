@@ -91,8 +91,8 @@ def test_progress_is_lines_where_there_is_no_terminal():
     run(ProgressBar(console, log_steps=2), *map(step, range(1, 4)), end=3)
     lines = console.file.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 2/3", "step 3/3", "step 3"]
-    assert "loss 1.0000  2,000 tokens/s  streamed 4.00 MiB a step  memory" in lines[0]
-    assert "of 1.00 TiB" in lines[0]
+    assert "loss 1.0000  2,000 tokens/s  streamed 4.00 MiB/step  memory" in lines[0]
+    assert "/ 1.00 TiB" in lines[0]
     assert "validation loss 0.5000 (3 batches)" in lines[-1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from headwater.core.units import format_bytes
 from headwater.plan.calibrate import resident_bytes
@@ -35,8 +36,8 @@ class ProgressBar(Callback):
         self._budget = _memory_budget(event.plan)
         self._end_step = event.end_step
         if self._console.is_terminal:
-            text = TextColumn("{task.description}")
-            columns = (BarColumn(20), MofNCompleteColumn(), text, TimeRemainingColumn())
+            text = TextColumn("{task.description}", table_column=Column(overflow="fold"))
+            columns = (BarColumn(10), MofNCompleteColumn(), text, TimeRemainingColumn())
             self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=event.end_step, completed=event.start_step)
             self._bar.start()
@@ -58,11 +59,11 @@ class ProgressBar(Callback):
             self._bar.stop()
 
     def _text(self, event: StepEnd) -> str:
-        limit = "" if self._budget is None else f" of {format_bytes(self._budget)}"
+        limit = "" if self._budget is None else f" / {format_bytes(self._budget)}"
         parts = [
             f"loss {event.loss:.4f}",
             f"{self._tokens_per_s:,.0f} tokens/s",
-            f"streamed {format_bytes(event.bytes_in + event.bytes_out)} a step",
+            f"streamed {format_bytes(event.bytes_in + event.bytes_out)}/step",
             f"memory {format_bytes(resident_bytes())}{limit}",
         ]
         return "  ".join(parts if event.applied else [*parts, "step skipped, not finite"])
