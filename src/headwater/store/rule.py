@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,8 +29,7 @@ class UpdateRule:
         self.spec = spec
         self.elementwise = spec.elementwise
         self._layouts: dict[tuple[object, ...], StateLayout] = {}
-        self._optimizer = spec.build([torch.nn.Parameter(torch.zeros(1))])
-        self._defaults = {k: v for k, v in self._optimizer.param_groups[0].items() if k != "params"}
+        self._threads = threading.local()  # an optimizer object serves one thread at a time
 
     def state_layout(self, param: ParamSpec) -> StateLayout:
         """State tensors that the optimizer keeps for `param`, found by running it."""
@@ -53,6 +53,13 @@ class UpdateRule:
             if _is_stored(value)
         }
 
+    def _of_this_thread(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        """An optimizer object, and what its parameter groups hold by default."""
+        if not hasattr(self._threads, "optimizer"):
+            optimizer = self._threads.optimizer = self.spec.build([torch.nn.Parameter(torch.zeros(1))])
+            self._threads.defaults = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        return self._threads.optimizer, self._threads.defaults
+
     def apply(
         self,
         master: torch.Tensor,
@@ -73,8 +80,8 @@ class UpdateRule:
         Returns:
             The new scalars.
         """
-        optimizer = self._optimizer
-        optimizer.param_groups = [{"params": [master], **self._defaults, **options}]
+        optimizer, defaults = self._of_this_thread()
+        optimizer.param_groups = [{"params": [master], **defaults, **options}]
         optimizer.state.clear()
         if scalars is not None:
             optimizer.state[master] = {**states, **{k: _clone(v) for k, v in scalars.items()}}

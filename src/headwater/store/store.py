@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import NonFiniteError, StoreError
 from headwater.core.stage import StageSpec
-from headwater.store.gradients import GradientHold, Gradients, GradientSum, MemoryHold
+from headwater.store.gradients import GradientHold, GradientSum, MemoryHold
 from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule
 from headwater.store.tier import Tier
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """What `WeightStore.commit` needs to know of a step.
-
-    Attributes:
-        step: its number; later steps have larger ones.
-        options: optimizer arguments of this step, by name: `lr` and what else a schedule changes.
-        max_norm: clip the global gradient norm to this.
-        max_value: clip every gradient element to ± this.
-        loss_scale: what the loss was multiplied with.
-        skip_non_finite: drop a step whose gradient is not finite, instead of raising.
-    """
-
-    step: int
-    options: Mapping[str, Any]
-    max_norm: float | None = None
-    max_value: float | None = None
-    loss_scale: float = 1.0
-    skip_non_finite: bool = False
+from headwater.store.update import Pending, Update, Updater, Workspaces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +31,6 @@ class Committed:
 
     gradient_norm: float
     applied: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    number: int
-    """Which commit it is of."""
-    update: Update
-    factor: torch.Tensor | None
-    """Clip and unscale in one; `None` where gradients are applied as they are."""
 
 
 @dataclasses.dataclass
@@ -99,6 +69,7 @@ class WeightStore:
         hold: where gradients wait; in memory if not given.
         mixed_sum_dtype: dtype in which gradients narrower than fp32 are summed over micro-batches.
         order: (stage, param) of every parameter in the model's order, in which norms are combined.
+        update_threads: cores that an update may take.
     """
 
     def __init__(
@@ -110,6 +81,7 @@ class WeightStore:
         hold: GradientHold | None = None,
         mixed_sum_dtype: torch.dtype | None = None,
         order: Sequence[tuple[int, int]] | None = None,
+        update_threads: int = 1,
     ) -> None:
         self.stages = list(stages)
         self.rule = rule
@@ -119,12 +91,13 @@ class WeightStore:
         self.num_commits = 0
         self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self._order = order or [(s.index, p) for s in stages for p in range(len(s.params))]
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._changed: set[int] = set()  # stages whose last fetched image is out of date
         self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
         self._locks = [threading.RLock() for _ in stages]
         self._torn: set[int] = set()  # stages whose update began and did not end
-        self._scratch = threading.local()
+        self._workspaces = Workspaces()
+        self._updater = Updater(rule, update_threads)
 
     # reading weights
 
@@ -164,9 +137,7 @@ class WeightStore:
 
     def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
         """Take one parameter's gradient of one micro-batch; the tensor belongs to the store from now on."""
-        if (
-            stage in self._pending
-        ):  # not used since the last step: what waits for its update is not this step's
+        if stage in self._pending:  # not used since the last step: its older update comes first
             self.flush_stage(stage)
         if self.gradients.add(stage, param, gradient, last=last):
             self.gradients.settle(stage, last=last)
@@ -194,10 +165,10 @@ class WeightStore:
                 remedy="lower the learning rate, clip gradients, or look at the data of this step; "
                 "the step was not applied",
             )
-        factor = _factor(norm, update)
         self.num_commits += 1
+        pending = Pending(self.num_commits, update, update.factor(norm))
         for stage in sorted(self.gradients.touched):
-            self._pending[stage] = _Pending(self.num_commits, update, factor)
+            self._pending[stage] = pending
             self._changed.add(stage)
         self.gradients.begin_step()
         return Committed(float(norm), applied=True)
@@ -223,10 +194,10 @@ class WeightStore:
         gradients = self.gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
         with self.tier.wire(stage, buffer, write=True) as image:
-            wires = self.stages[stage].views(image)
-            for group, rest in self.tier.groups(stage, write=True):
-                for piece in group.pieces:
-                    self._update_piece(stage, piece, wires[piece.param], rest, gradients, pending)
+            groups = self.tier.groups(stage, write=True)
+            self._scalars[stage] = self._updater.apply(
+                self.stages[stage], image, groups, gradients, self._scalars[stage], pending
+            )
         self._torn.discard(stage)
 
     @contextmanager
@@ -239,54 +210,6 @@ class WeightStore:
                     remedy="resume from the last checkpoint",
                 )
             yield
-
-    def _update_piece(
-        self,
-        stage: int,
-        piece: Piece,
-        wire: torch.Tensor,
-        rest: torch.Tensor,
-        gradients: Gradients,
-        pending: _Pending,
-    ) -> None:
-        gradient = gradients[piece.param]
-        if gradient is None:
-            return
-        spec = self.stages[stage].params[piece.param]
-        encoding = encoding_of(spec)
-        flat_wire = wire.view(-1)[piece.start : piece.stop]
-        fields = piece.views(rest)
-        master = read_master(encoding, flat_wire, fields, self._workspace("master", flat_wire.numel()))
-        flat_gradient = self._prepared(gradient.reshape(-1)[piece.start : piece.stop], master.dtype, pending)
-        states = {name: fields[name] for name in self.rule.state_layout(spec)}
-        shape = (piece.stop - piece.start,) if self.rule.elementwise else spec.shape
-        scalars = self.rule.apply(
-            master.view(shape),
-            flat_gradient.view(shape),
-            {n: v.view(-1) if self.rule.elementwise else v for n, v in states.items()},
-            self._scalars[stage][piece.param],
-            self.rule.spec.options(spec.name, spec.shape, pending.update.options),
-        )
-        if piece.stop == spec.numel:  # every piece of a parameter starts from the same scalars
-            self._scalars[stage][piece.param] = scalars
-            gradients[piece.param] = None
-        write_master(encoding, master, flat_wire, fields)
-
-    def _prepared(self, gradient: torch.Tensor, dtype: torch.dtype, pending: _Pending) -> torch.Tensor:
-        if gradient.dtype != dtype:
-            gradient = self._workspace("gradient", gradient.numel()).copy_(gradient)
-        if pending.factor is not None:
-            gradient.mul_(pending.factor)
-        if pending.update.max_value is not None:
-            gradient.clamp_(-pending.update.max_value, pending.update.max_value)
-        return gradient
-
-    def _workspace(self, name: str, numel: int) -> torch.Tensor:
-        workspace: torch.Tensor | None = getattr(self._scratch, name, None)
-        if workspace is None or workspace.numel() < numel:
-            workspace = torch.empty(numel, dtype=torch.float32)
-            setattr(self._scratch, name, workspace)
-        return workspace[:numel]
 
     def _wire_buffer(self, stage: int) -> torch.Tensor | None:
         if self.tier.resident_wire(stage) is not None:
@@ -326,7 +249,7 @@ class WeightStore:
         spec = self.stages[stage].params[piece.param]
         flat_wire = wire.view(-1)[piece.start : piece.stop]
         fields = piece.views(rest)
-        scratch = self._workspace("master", flat_wire.numel())
+        scratch = self._workspaces.get("master", flat_wire.numel())
         master = read_master(encoding_of(spec), flat_wire, fields, scratch)
         names = self.rule.state_layout(spec) if with_states else ()
         return PieceState(piece.param, piece.start, master, {name: fields[name] for name in names})
@@ -359,7 +282,7 @@ class WeightStore:
         fields = piece.views(rest)
         flat_wire = wire.view(-1)[piece.start : piece.stop]
         same = encoding_of(spec) is Encoding.SAME
-        master = flat_wire if same else self._workspace("master", flat_wire.numel())
+        master = flat_wire if same else self._workspaces.get("master", flat_wire.numel())
         fill(
             PieceState(piece.param, piece.start, master, {n: fields[n] for n in self.rule.state_layout(spec)})
         )
@@ -375,6 +298,7 @@ class WeightStore:
 
     def close(self) -> None:
         """Give back memory, threads and files."""
+        self._updater.close()
         self.tier.close()
 
 
@@ -382,13 +306,3 @@ def stage_layout(stage: StageSpec, rule: UpdateRule) -> StageLayout:
     """Where the bytes of a stage lie under an update rule."""
     states = [rule.state_layout(param) for param in stage.params]
     return StageLayout(stage, states, elementwise=rule.elementwise)
-
-
-def _factor(norm: torch.Tensor, update: Update) -> torch.Tensor | None:
-    """What every gradient is multiplied with; `torch.nn.utils.clip_grad_norm_` computes the same clip."""
-    factor = None
-    if update.max_norm is not None:
-        factor = (update.max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if update.loss_scale != 1.0:
-        factor = (1.0 if factor is None else factor) * torch.tensor(1.0 / update.loss_scale)
-    return factor

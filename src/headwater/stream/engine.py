@@ -24,8 +24,9 @@ from headwater.store.gradients import DiskHold, GradientHold, MemoryHold
 from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
-from headwater.store.store import PieceState, Update, WeightStore
+from headwater.store.store import PieceState, WeightStore
 from headwater.store.tier import Tier
+from headwater.store.update import Update
 from headwater.stream.binding import Binder
 from headwater.stream.device import Device, make_device
 from headwater.stream.diagnosis import first_non_finite_stage
@@ -223,7 +224,16 @@ def _make_store(plan: Plan, rule: UpdateRule, device: Device, order: list[tuple[
     if plan.gradient_tier == "disk":
         _folder(plan).mkdir(parents=True, exist_ok=True)
         hold = DiskHold(plan.trace.stages, _folder(plan), lambda wire: sum_dtype or wire)
-    return WeightStore(plan.trace.stages, rule, make_tier, hold=hold, mixed_sum_dtype=sum_dtype, order=order)
+    behind_compute = plan.device == "cpu" and not plan.in_place  # then updates share the cores with the model
+    return WeightStore(
+        plan.trace.stages,
+        rule,
+        make_tier,
+        hold=hold,
+        mixed_sum_dtype=sum_dtype,
+        order=order,
+        update_threads=1 if behind_compute else torch.get_num_threads(),
+    )
 
 
 def _folder(plan: Plan) -> Path:

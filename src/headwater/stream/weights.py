@@ -6,12 +6,13 @@ import abc
 import dataclasses
 import gc
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
 from headwater.core.errors import StreamError
 from headwater.core.stage import StageSpec
+from headwater.core.threads import single_core_pool
 from headwater.plan.belady import NEVER, CachePolicy
 from headwater.store.store import WeightStore
 from headwater.stream.device import Device
@@ -156,7 +157,7 @@ class SlabWeights(Weights):
         self._position = 0
         self._repeats = False
         self._wanted = -1  # the stage that `require` was last asked for; its caller may not hold a view yet
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-fetch")
+        self._thread = single_core_pool(1, "headwater-fetch")
 
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
         self._repeats = repeats

@@ -11,7 +11,7 @@ import torch
 from headwater.config.run import InitConfig
 from headwater.core.errors import NonFiniteError
 from headwater.data.loader import Batch, BatchLoader
-from headwater.store.store import Update
+from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers

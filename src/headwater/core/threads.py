@@ -1,0 +1,42 @@
+"""Worker threads that compute on one core each, beside a main thread that computes on all."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+_OPENMP_LIBRARIES = ("libgomp", "libiomp5", "libomp")
+
+
+def single_core_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Threads whose torch operators run on the calling thread alone.
+
+    Operators that divide themselves among cores meet at a barrier after each; with other work on the same
+    cores most of the time goes there. Where the OpenMP library is not found, operators divide themselves.
+    """
+    return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_use_one_core)
+
+
+def _use_one_core() -> None:
+    """Limit the calling thread only; `torch.set_num_threads` would limit MKL in the whole process."""
+    torch.get_num_threads()  # torch sets its own number at a thread's first use, so let that be over
+    library = _openmp()
+    if library is not None:
+        library.omp_set_num_threads(1)
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that torch has loaded."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines()}
+    for path in sorted(loaded):
+        if Path(path).name.startswith(_OPENMP_LIBRARIES):
+            return ctypes.CDLL(path)
+    return None
