@@ -17,7 +17,7 @@ from headwater.plan.partition import find_stages
 from headwater.plan.trace import autocast, trace_step
 from headwater.plan.types import Activations, Plan
 from headwater.store.store import Update
-from headwater.stream.engine import Engine
+from headwater.stream.engine import Engine, Initial
 
 SEED = 7
 FP32 = Precision()
@@ -101,11 +101,11 @@ def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Pla
     )
 
 
-def make_engine(job: Job, setting: Setting, folder: Path, model: nn.Module | None = None) -> Engine:
-    """An engine for `job`; `model` if given is traced and taken over."""
-    model = model if model is not None else job.model()
+def make_engine(job: Job, setting: Setting, folder: Path, *, initial: Initial | None = None) -> Engine:
+    """An engine for `job`."""
+    model = job.model()
     plan = make_plan(job, model, setting, folder)
-    return Engine(model, plan, job.optimizer, seed=SEED, loss_function=job.loss)
+    return Engine(model, plan, job.optimizer, initial=initial, seed=SEED, loss_function=job.loss)
 
 
 def train_streamed(job: Job, setting: Setting, folder: Path, *, steps: int) -> History:

@@ -1,0 +1,82 @@
+"""The disk tier holds a few stages in memory, never the model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import torch
+from torch import nn
+from harness import Setting, make_engine, regression
+from headwater.core.stage import ParamSpec
+from headwater.optim.spec import OptimizerSpec
+
+torch.set_num_threads(1)
+WIDTH, DEPTH = 1024, 16  # 4 MiB of weights a stage; 192 MiB with the state of Adam
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+def initial(spec: ParamSpec) -> torch.Tensor:
+    return torch.randn(spec.shape) * 0.01
+
+def make_model():
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+optimizer = OptimizerSpec("AdamW", {"lr": 1e-3})
+small = regression(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), 4, 8, optimizer=optimizer)
+with make_engine(small, Setting("disk"), Path(sys.argv[1])) as engine:  # what torch loads at first use
+    engine.train_step(small.batches(0), small.update(0))
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = status("VmRSS")
+job = regression(make_model, 8, WIDTH, optimizer=optimizer)
+setting = Setting(sys.argv[2], 2, gradient_tier=sys.argv[3])
+with make_engine(job, setting, Path(sys.argv[1]), initial=initial) as engine:
+    for step in range(3):
+        engine.train_step(job.batches(step), job.update(step))
+print(json.dumps({"rise": status("VmHWM") - before, "state": 12 * DEPTH * WIDTH * WIDTH}))
+"""
+
+
+def rise(folder: Path, tier: str, gradient_tier: str) -> tuple[int, int]:
+    """(rise of the peak, bytes of weights and optimizer state) of a run in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder), tier, gradient_tier],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+        env={
+            **os.environ,
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+        },  # what is freed goes back to the system at once
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    return result["rise"], result["state"]
+
+
+MIB = 2**20
+
+
+def test_disk_tier_holds_slabs_staging_and_gradients(tmp_path):
+    used, state = rise(tmp_path, "disk", "memory")
+    slabs, staging, gradients, workspaces = 2 * 4, 4 * 8, 64, 24
+    assert used < (slabs + staging + gradients + workspaces) * MIB < state
+
+
+def test_disk_tier_with_gradients_on_disk_holds_no_more_than_a_few_stages(tmp_path):
+    used, state = rise(tmp_path, "disk", "disk")
+    slabs, staging, gradients, workspaces = 2 * 4, 4 * 8, 3 * 4, 24
+    assert used < (slabs + staging + gradients + workspaces) * MIB < state / 2
+
+
+def test_the_measurement_would_see_the_state(tmp_path):
+    used, state = rise(tmp_path, "memory", "memory")
+    assert used > state

@@ -1,0 +1,113 @@
+"""bf16 and fp16: masters keep 32 bits, the loss follows fp32."""
+
+import pytest
+import torch
+from gpt_job import gpt_job, gpt_loss, make_gpt
+from harness import FP32, History, Job, Setting, collect, make_engine, regression, train_plain, train_streamed
+from torch import nn
+
+from headwater.core.precision import Precision
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.store import Update
+
+BF16 = Precision("bf16")
+STEPS = 30
+RATE = OptimizerSpec("AdamW", {"lr": 2e-3, "weight_decay": 0.1})
+
+
+def learnable_job(**options) -> Job:
+    """A GPT on text that repeats, so that the loss falls."""
+
+    def batch(step: int, index: int) -> torch.Tensor:
+        starts = torch.randint(0, 96, (4, 1), generator=torch.Generator().manual_seed(100 * step + index))
+        return (starts + 7 * torch.arange(64)) % 96
+
+    return Job(make_gpt, batch, gpt_loss, optimizer=RATE, **options)
+
+
+@pytest.fixture(scope="module")
+def fp32_run():
+    return train_plain(learnable_job(), steps=STEPS)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("memory", 2, precision=BF16),
+        Setting("disk", 3, "recompute", "disk", precision=BF16),
+        Setting(in_place=True, precision=BF16),
+    ],
+    ids=str,
+)
+def test_bf16_follows_fp32(setting, fp32_run, tmp_path):
+    run = train_streamed(learnable_job(), setting, tmp_path, steps=STEPS)
+    assert run.losses[-1] < 0.85 * run.losses[0]
+    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(fp32_run.losses), rtol=0.03, atol=0.0)
+    assert {value.dtype for value in run.weights.values()} == {torch.float32}
+    bits = torch.cat([value.flatten().view(torch.int32) for value in run.weights.values()])
+    assert (bits & 0xFFFF != 0).float().mean() > 0.9, "the lower half of most masters is in use"
+
+
+def test_every_plan_gives_the_same_bf16_bits(tmp_path):
+    settings = [
+        Setting("memory", 2, precision=BF16),
+        Setting("disk", 2, "recompute", "disk", precision=BF16),
+        Setting("memory", 99, "offload", precision=BF16),
+        Setting(in_place=True, precision=BF16),
+    ]
+    runs = [train_streamed(gpt_job(), setting, tmp_path, steps=3) for setting in settings]
+    for run in runs[1:]:
+        assert run.losses == runs[0].losses
+        assert run.norms == runs[0].norms
+        assert all(torch.equal(run.weights[name], value) for name, value in runs[0].weights.items())
+
+
+def test_updates_smaller_than_bf16_can_hold_add_up(tmp_path):
+    """A weight of 1 that loses 1e-4 a step: in bf16 alone it would stay 1."""
+    optimizer = OptimizerSpec("SGD", {"lr": 1.0})
+    job = regression(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, 4, optimizer=optimizer)
+    with make_engine(job, Setting("disk", precision=BF16), tmp_path) as engine:
+        engine.store.write(0, lambda piece: piece.master.fill_(1.0))
+        for step in range(10):
+            engine.store.begin_step()
+            engine.store.add_gradient(0, 0, torch.full((4, 4), 1e-4), last=True)
+            engine.store.end_micro_batch(last=True)
+            engine.store.commit(Update(step, {"lr": 1.0}))
+        weight = dict(engine.named_masters())["0.weight"]
+    torch.testing.assert_close(weight, torch.full((4, 4), 0.999), rtol=0, atol=1e-6)
+
+
+def test_norms_and_embeddings_of_a_bf16_run(tmp_path):
+    with make_engine(gpt_job(), Setting("memory", precision=BF16), tmp_path) as engine:
+        dtypes = {name: param.dtype for name, param in engine.model.named_parameters()}
+        wire = {spec.name: spec.wire_dtype for stage in engine.store.stages for spec in stage.params}
+    assert {dtype for name, dtype in dtypes.items() if "ln_" in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if "ln_" not in name} == {torch.bfloat16}
+    assert wire == dtypes
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_fp16_with_a_loss_scale(micro_batches, tmp_path):
+    job = learnable_job(micro_batches=micro_batches)
+    plain = train_plain(job, steps=10, precision=FP32)
+    history = History()
+    with make_engine(job, Setting("disk", 2, precision=Precision("fp16", 2.0**12)), tmp_path) as engine:
+        for step in range(10):
+            report = engine.train_step(job.batches(step), job.update(step, loss_scale=2.0**12))
+            history.losses.append(report.loss)
+            history.norms.append(report.gradient_norm)
+        collect(engine, history)
+    torch.testing.assert_close(torch.tensor(history.losses), torch.tensor(plain.losses), rtol=0.01, atol=0)
+    torch.testing.assert_close(torch.tensor(history.norms), torch.tensor(plain.norms), rtol=0.05, atol=0)
+
+
+def test_fp16_overflow_is_skipped_and_leaves_no_trace(tmp_path):
+    job = learnable_job()
+    with make_engine(job, Setting("memory", 2, precision=Precision("fp16", "dynamic")), tmp_path) as engine:
+        before = {name: value.clone() for name, value in engine.named_masters()}
+        report = engine.train_step(job.batches(0), job.update(0, loss_scale=2.0**40, skip_non_finite=True))
+        assert not report.applied
+        assert all(torch.equal(before[name], value) for name, value in engine.named_masters())
+        assert engine.train_step(
+            job.batches(0), job.update(0, loss_scale=2.0**8, skip_non_finite=True)
+        ).applied
