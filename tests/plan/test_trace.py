@@ -1,0 +1,220 @@
+"""The dry run: what it finds, what it costs, and that it touches nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from headwater.core.precision import Precision
+from headwater.plan.partition import find_stages
+from headwater.plan.trace import trace_step
+
+BF16 = Precision("bf16")
+
+
+def language_loss(model, tokens):
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def mean(model, x):
+    return model(x).mean()
+
+
+def trace_gpt(layers=4, hidden=256, vocabulary=1000, batch=2, length=128, precision=BF16):
+    config = GPT2Config(
+        n_layer=layers, n_embd=hidden, n_head=4, vocab_size=vocabulary, n_positions=length, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    tokens = torch.zeros(batch, length, dtype=torch.long)
+    return trace_step(model, tokens, precision, loss_function=language_loss)
+
+
+@pytest.mark.parametrize(("layers", "hidden", "batch"), [(4, 256, 2), (3, 512, 1), (6, 128, 4)])
+def test_flops_of_a_gpt(layers, hidden, batch):
+    length, vocabulary = 128, 1000
+    trace = trace_gpt(layers, hidden, vocabulary, batch, length)
+    tokens = batch * length
+    products = 2 * tokens * (12 * layers * hidden**2 + vocabulary * hidden)
+    attention = 4 * layers * batch * length**2 * hidden
+    forward = sum(cost.flops for cost in trace.costs)
+    backward = sum(cost.backward_flops for cost in trace.costs)
+    assert forward == pytest.approx(products + attention, rel=0.01)
+    assert backward == pytest.approx(2 * forward, rel=0.01)
+
+
+def test_flops_and_bytes_lie_where_they_arise():
+    trace = trace_gpt()
+    blocks = [cost for stage, cost in zip(trace.stages, trace.costs, strict=True) if ".h." in stage.name]
+    assert len({(cost.flops, cost.saved_bytes, cost.output_bytes) for cost in blocks}) == 1
+    assert blocks[0].flops > 0
+    hidden_bytes = 2 * 128 * 256
+    assert hidden_bytes * 2 <= blocks[0].output_bytes <= hidden_bytes * 4 + 2 * 256 * 4
+    assert blocks[0].input_bytes > 0
+    assert all(cost.recomputable for cost in trace.costs)
+
+
+def saved_bytes(model, x):
+    """What autograd really keeps of a forward, weights and input left out, each storage once."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x).mean()
+    return sum(t.numel() * t.element_size() for address, t in kept.items() if address not in own)
+
+
+def test_saved_bytes_are_those_that_autograd_keeps():
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+            for _ in range(3)
+        )
+    )
+    x = torch.randn(8, 64)
+    trace = trace_step(model, x, loss_function=mean)
+    inside = (
+        saved_bytes(model, x) - 2 * x.nbytes
+    )  # inputs of the second and third block are counted as inputs
+    assert sum(cost.saved_bytes for cost in trace.costs) == pytest.approx(inside, rel=0.02)
+    assert [cost.output_bytes for cost in trace.costs] == [x.nbytes] * len(trace.costs)
+
+
+def test_order_of_use():
+    trace = trace_gpt(layers=3)
+    name = {stage.index: stage.name for stage in trace.stages}
+    assert [name[stage] for stage in trace.uses] == [
+        "transformer.wte",
+        "transformer.wpe",
+        "transformer.h.0",
+        "transformer.h.1",
+        "transformer.h.2",
+        "transformer.ln_f",
+        "transformer.wte",
+    ]
+    assert trace.schedule == trace.uses + trace.uses[::-1]
+    assert trace.micro_batch_size == 2
+
+
+def test_sites_are_where_weights_are_read():
+    trace = trace_gpt(layers=2)
+    index = {stage.name: stage.index for stage in trace.stages}
+    assert trace.sites["lm_head"] == (index["transformer.wte"],)
+    assert trace.sites["transformer.wte"] == (index["transformer.wte"],)
+    assert trace.sites["transformer.h.1"] == (index["transformer.h.1"],)
+
+
+def test_a_weight_read_elsewhere_is_bound_there_too():
+    class Reader(nn.Module):
+        def forward(self, x, weight):
+            return x @ weight
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.reader = Reader()
+
+        def forward(self, x):
+            return self.reader(self.layers[1](self.layers[0](x)), self.layers[0].weight)
+
+    trace = trace_step(Model(), torch.zeros(2, 4), loss_function=mean)
+    assert trace.sites["reader"] == (0,)
+    assert trace.uses == (0, 1, 0)
+
+
+def test_a_stage_that_nothing_reads_is_bound_where_its_module_is():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    trace = trace_step(model, torch.zeros(2, 4), loss_function=lambda model, x: model[0](x).mean())
+    assert trace.uses == (0,)
+    assert trace.sites == {"0": (0,), "1": (1,)}
+
+
+def test_named_stages():
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=8, use_cache=False)
+    model = GPT2LMHeadModel(config)
+    partition = find_stages(model, BF16, ("transformer.h.*.mlp",))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    trace = trace_step(model, tokens, BF16, loss_function=language_loss, partition=partition)
+    assert trace.stages == partition.stages
+    assert {"transformer.h.0.mlp", "transformer.h.0.attn"} <= trace.sites.keys()
+
+
+def test_nothing_of_the_model_is_changed():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.norm = nn.BatchNorm1d(4)
+            self.calls, self.table = 0, None
+
+        def forward(self, x):
+            self.calls += 1
+            self.table = torch.arange(4.0)
+            return self.norm(self.layers[1](self.layers[0](x))) + self.table
+
+    model = Counts()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    identities = {name: id(value) for name, value in model.named_parameters()}
+    random_state = torch.get_rng_state()
+    trace_step(model, torch.randn(3, 4), loss_function=mean)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert {name: id(value) for name, value in model.named_parameters()} == identities
+    assert all(param.grad is None for param in model.parameters())
+    assert (model.calls, model.table) == (0, None)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert model.training
+
+
+def test_results_that_depend_on_data():
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            rows = (x[:, 0] > 0).nonzero().squeeze(-1)
+            x = x.index_add(0, rows, self.layers[0](x[rows]))
+            x = x + self.layers[1](x)[x > 0].sum()
+            return x * x.sum().item() if bool((x > 0).any()) else self.layers[2](x)
+
+    trace = trace_step(Routed(), torch.zeros(5, 4), loss_function=mean)
+    assert trace.uses == (0, 1, 2)
+    assert trace.costs[0].flops == 2 * 5 * 4 * 4, "every row is taken to be selected"
+
+
+def test_an_error_of_the_model_is_the_model_s():
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        trace_step(nn.Linear(4, 4), torch.zeros(2, 5), loss_function=mean)
+
+
+@pytest.mark.parametrize(
+    "batch", [{"x": torch.zeros(6, 4)}, (torch.zeros(6, 4), "text"), [torch.zeros(6, 4, device="meta")]]
+)
+def test_batches_of_any_form(batch):
+    def loss(model, batch):
+        return model(batch["x"] if isinstance(batch, dict) else batch[0]).mean()
+
+    assert trace_step(nn.Linear(4, 4), batch, loss_function=loss).micro_batch_size == 6
+
+
+def status_kib(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def test_175b_parameters_need_no_memory():
+    trace_gpt()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status_kib("VmRSS")
+    trace = trace_gpt(layers=96, hidden=12288, vocabulary=50257, batch=1, length=2048)
+    assert 174e9 < sum(stage.numel for stage in trace.stages) < 176e9
+    assert status_kib("VmHWM") - before < 200 * 1024
