@@ -18,7 +18,8 @@ from headwater.store.files import BlockFile
 from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, StageLayout
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
-from headwater.store.store import Update, WeightStore, stage_layout
+from headwater.store.store import WeightStore, stage_layout
+from headwater.store.update import Update
 
 SHAPES = st.lists(st.lists(st.integers(1, 3000), min_size=0, max_size=2).map(tuple), min_size=1, max_size=6)
 WIRES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

@@ -11,7 +11,8 @@ from headwater.store.disk import DiskTier
 from headwater.store.gradients import DiskHold
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
-from headwater.store.store import Update, WeightStore
+from headwater.store.store import WeightStore
+from headwater.store.update import Update
 
 # The third parameter is larger than what is updated at once, and is no multiple of it.
 SHAPES = (((300, 100), (7,)), ((1100, 1003), (8, 8)))

@@ -16,7 +16,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.plan.partition import find_stages
 from headwater.plan.trace import autocast, trace_step
 from headwater.plan.types import Activations, Plan
-from headwater.store.store import Update
+from headwater.store.update import Update
 from headwater.stream.engine import Engine, Initial
 
 SEED = 7

@@ -8,7 +8,7 @@ from torch import nn
 
 from headwater.core.precision import Precision
 from headwater.optim.spec import OptimizerSpec
-from headwater.store.store import Update
+from headwater.store.update import Update
 
 BF16 = Precision("bf16")
 STEPS = 30
