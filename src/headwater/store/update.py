@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -128,11 +129,14 @@ class Updater:
                 after[piece.param] = self._piece(stage, piece, wire, rest, gradient, old, pending)
 
         for group, rest in groups:
-            for done in [self._threads.submit(update, piece, rest) for piece in group.pieces]:
+            updates = [self._threads.submit(update, piece, rest) for piece in group.pieces]
+            wait(updates)  # also if one fails: the group's memory is another reader's then
+            for done in updates:
                 done.result()
             for piece in group.pieces:
                 if piece.stop == stage.params[piece.param].numel:
                     gradients[piece.param] = None
+        wires.clear()  # a worker keeps its last job a while: let it hold no view of a slab
         return after
 
     def _piece(
