@@ -190,6 +190,8 @@ class SlabWeights(Weights):
 
     def _prefetch(self) -> None:
         """Fetch what comes next in this step, as far as slabs are free or hold what comes later still."""
+        if len(self._resident) == len(self._stages):
+            return
         last = len(self._policy.schedule) - 1
         for distance, stage in self._policy.upcoming(self._position):
             if self._position + distance > last and not self._repeats:
@@ -222,6 +224,8 @@ class SlabWeights(Weights):
                 if other.busy and other.slab_class == self._slab_class[stage]:
                     assert other.ready is not None
                     other.ready.result()
+            slab = self._available_slab(stage, use_at=None)
+        if slab is None:
             gc.collect()  # an error of an earlier step and the graph it failed in may hold each other
             slab = self._available_slab(stage, use_at=None)
         if slab is None:
