@@ -123,8 +123,7 @@ class Executor:
         """Surrounds the forward of a micro-batch whose backward will follow."""
         with ExitStack() as stack:
             if not self._weights.stable or self._offload is not None:
-                stage_of = (lambda tensor: None) if self._weights.stable else self._binder.stage_of
-                stack.enter_context(without_weights(stage_of, self._require, self._move_out))
+                stack.enter_context(without_weights(self._binder.stage_of, self._require, self._move_out))
             yield
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
