@@ -1,7 +1,7 @@
 """A model whose state is larger than its memory budget: `python -m benchmarks.large --folder /scratch`.
 
-The 1.3B shape on the disk tier within 4 GiB, against the 111M shape at the same tokens per step, by the rate of
-the FLOPs that the model needs (recomputation not counted).
+The 1.3B shape on the disk tier within 4 GiB, against the 111M shape at the same tokens per step, by the rate
+of the FLOPs that the model needs (recomputation not counted).
 """
 
 from __future__ import annotations

@@ -8,15 +8,18 @@ from pathlib import Path
 from benchmarks.runner import System, print_table, run, save
 from benchmarks.workload import Workload
 
+MEMORY, DISK = ("--tier=memory",), ("--tier=disk", "--disk={disk}")
+SMALL = Workload(layers=6, width=512, heads=8, vocab=8192, dtype="fp32")
+MEDIUM = Workload(layers=24, width=1024, heads=16, batch=2, steps=3)
+
 CASES = [
-    ("12×768 bf16, memory", Workload(), ("--tier=memory",)),
-    ("12×768 bf16, disk", Workload(), ("--tier=disk", "--disk={disk}")),
-    ("12×768 fp32, memory", Workload(dtype="fp32", steps=3), ("--tier=memory",)),
-    ("12×768 bf16, recompute, 2 micro-batches", Workload(), ("--tier=memory", "--activations=recompute", "--micro_batch=2")),
-    ("6×512 fp32, disk, 2 slabs, gradients on disk", Workload(layers=6, width=512, heads=8, vocab=8192, dtype="fp32"),
-     ("--tier=disk", "--disk={disk}", "--slabs=2", "--gradient_tier=disk")),
-    ("24×1024 bf16, disk", Workload(layers=24, width=1024, heads=16, batch=2, steps=3), ("--tier=disk", "--disk={disk}")),
-]  # fmt: skip
+    ("12×768 bf16, memory", Workload(), MEMORY),
+    ("12×768 bf16, disk", Workload(), DISK),
+    ("12×768 fp32, memory", Workload(dtype="fp32", steps=3), MEMORY),
+    ("12×768 bf16, recompute, 2 × 2", Workload(), (*MEMORY, "--activations=recompute", "--micro_batch=2")),
+    ("6×512 fp32, disk, 2 slabs, gradients on disk", SMALL, (*DISK, "--slabs=2", "--gradient_tier=disk")),
+    ("24×1024 bf16, disk", MEDIUM, DISK),
+]
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from headwater.store.store import PieceState, WeightStore
 from headwater.store.tier import Tier
 from headwater.store.update import Update
 from headwater.stream.binding import Binder
+from headwater.stream.compilation import compile_stages
 from headwater.stream.device import Device, make_device
 from headwater.stream.diagnosis import first_non_finite_stage
 from headwater.stream.executor import Executor
+from headwater.stream.matmul import FastMatmul
 from headwater.stream.weights import InPlaceWeights, SlabWeights, StreamStatistics, Weights
 
 Initial = Callable[[ParamSpec], torch.Tensor]
@@ -68,6 +70,9 @@ class Engine:
         seed: seeds the generator anew for each micro-batch, keyed by step and micro-batch; `None` leaves the
             ambient generator alone.
         loss_function: computes the loss of a batch; the model itself if not given.
+        fast_matmul: let fp32 matrix products on the CPU differ from torch's own by rounding, where that is
+            faster.
+        compile_blocks: compile the forward of repeated stages with `torch.compile`.
     """
 
     def __init__(
@@ -79,12 +84,19 @@ class Engine:
         initial: Initial | None = None,
         seed: int | None = None,
         loss_function: LossFunction = call_model,
+        fast_matmul: bool = False,
+        compile_blocks: bool = False,
     ) -> None:
         self.model = model
         self.plan = plan
         self._seed = seed
         self._loss_function = loss_function
         self._device = make_device(plan.device)
+        self._matmul: Callable[[], AbstractContextManager[object]] = nullcontext
+        if fast_matmul and plan.device == "cpu":
+            self._matmul = FastMatmul
+        if compile_blocks:
+            compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
         self.store = _make_store(plan, UpdateRule(optimizer), self._device, order)
         binder = Binder(model, plan.trace.stages, self._device.torch_device)
@@ -123,13 +135,8 @@ class Engine:
         statistics = self._executor.begin(len(micro_batches))
         total = 0.0
         for index, batch in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            loss = self._forward(batch, update.step, index)
-            total += self._checked(loss, batch, update, index)
-            scaled = loss * update.loss_scale if update.loss_scale != 1.0 else loss
-            self._executor.backward(
-                scaled / len(micro_batches) if len(micro_batches) > 1 else scaled, last=last
-            )
+            with self._matmul():
+                total += self._micro_batch(batch, update, index, len(micro_batches))
         committed = self.store.commit(update)
         return StepReport(
             loss=total / len(micro_batches),
@@ -138,6 +145,15 @@ class Engine:
             statistics=statistics,
             step_s=time.perf_counter() - start,
         )
+
+    def _micro_batch(self, batch: Any, update: Update, index: int, count: int) -> float:
+        """Forward and backward of one micro-batch of `count`; gives its loss."""
+        loss = self._forward(batch, update.step, index)
+        value = self._checked(loss, batch, update, index)
+        if update.loss_scale != 1.0:
+            loss = loss * update.loss_scale
+        self._executor.backward(loss / count if count > 1 else loss, last=index == count - 1)
+        return value
 
     def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
         if self._seed is not None:
@@ -170,7 +186,7 @@ class Engine:
     def inference(self) -> Iterator[None]:
         """Within it the model computes without gradients; its forward may be called in any way."""
         self._executor.begin()
-        with torch.no_grad(), autocast(self.plan.precision, self.plan.device):
+        with torch.no_grad(), self._matmul(), autocast(self.plan.precision, self.plan.device):
             yield
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -173,7 +173,15 @@ def make_engine(
         optimizer: how it is updated.
         blank: fill in zeros instead, for what a checkpoint will replace.
     """
-    return Engine(model, plan, optimizer, initial=_zeros if blank else _drawn(init), seed=init.seed)
+    return Engine(
+        model,
+        plan,
+        optimizer,
+        initial=_zeros if blank else _drawn(init),
+        seed=init.seed,
+        fast_matmul=init.backend.matmul == "fast",
+        compile_blocks=init.backend.compile,
+    )
 
 
 def _drawn(init: InitConfig) -> Initial:
@@ -201,13 +209,9 @@ def _meta_batch(size: int, sequence_length: int) -> dict[str, torch.Tensor]:
 
 def _check_supported(backend: BackendConfig) -> None:
     """Refuse what this version cannot do, so that no such key is passed over in silence."""
-    refused = {
-        "cluster_config.num_csx": (backend.num_csx > 1, "more than one compute rank", "1"),
-        "compile": (backend.compile, "compilation of blocks", "false"),
-        "matmul": (backend.matmul == "fast", "the fast fp32 matrix product", "exact"),
-    }
-    for key, (asked, what, value) in refused.items():
-        if asked:
-            raise ConfigError(
-                f"{what} is not in this version", where=f"trainer.init.backend.{key}", remedy=f"write {value}"
-            )
+    if backend.num_csx > 1:
+        raise ConfigError(
+            "more than one compute rank is not in this version",
+            where="trainer.init.backend.cluster_config.num_csx",
+            remedy="write 1",
+        )

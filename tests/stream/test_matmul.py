@@ -1,0 +1,78 @@
+"""The fast fp32 matrix product against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from headwater.stream.matmul import FastMatmul, Product, faster_products, onednn_product
+
+ALL = frozenset(Product)
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+
+
+class Counting(FastMatmul):
+    """Counts the products it is offered."""
+
+    def __init__(self, products):
+        super().__init__(products)
+        self.seen = []
+
+    def _takes(self, left, right):
+        taken = super()._takes(left, right)
+        if taken:
+            self.seen.append(Product.of(left, right))
+        return taken
+
+
+def layer_and_input():
+    torch.manual_seed(0)
+    return nn.Linear(512, 384), torch.randn(256, 512, requires_grad=True)
+
+
+def run(mode=None):
+    layer, x = layer_and_input()
+    if mode is None:
+        layer(x).square().sum().backward()
+    else:
+        with mode:
+            layer(x).square().sum().backward()
+    return x.grad, layer.weight.grad, layer.bias.grad
+
+
+def test_every_product_of_a_linear_layer_is_taken_and_equal_to_rounding():
+    mode = Counting(ALL)
+    for fast, exact in zip(run(mode), run(), strict=True):
+        assert (fast - exact).norm() / exact.norm() < 1e-6
+    assert set(mode.seen) == ALL
+
+
+def test_products_that_are_not_faster_stay_torchs_own():
+    for fast, exact in zip(run(FastMatmul(frozenset())), run(), strict=True):
+        assert torch.equal(fast, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_left_alone(dtype):
+    x, w = torch.randn(256, 512, dtype=dtype), torch.randn(512, 384, dtype=dtype)
+    with Counting(ALL) as mode:
+        out = x @ w
+    assert not mode.seen
+    assert torch.equal(out, x @ w)
+
+
+def test_small_products_are_left_alone():
+    with Counting(ALL) as mode:
+        torch.randn(8, 8) @ torch.randn(8, 8)
+    assert not mode.seen
+
+
+def test_bias_is_added():
+    x, w, bias = torch.randn(64, 32), torch.randn(32, 48), torch.randn(48)
+    torch.testing.assert_close(onednn_product(x, w, bias), torch.addmm(bias, x, w))
+
+
+def test_what_is_faster_is_some_of_the_products():
+    assert faster_products() <= ALL
