@@ -90,11 +90,12 @@ def recompute_forward(module: nn.Module, enter: Callable[[], None], leave: Calla
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
+        buffers = _Buffers(module)
         return checkpoint(
             bound_forward,
             *args,
             use_reentrant=False,
-            context_fn=lambda: (_nothing(), _unchanged_buffers(module)),
+            context_fn=lambda: (_nothing(), buffers.as_before()),
             **kwargs,
         )
 
@@ -106,13 +107,31 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-@contextmanager
-def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """A second forward must not move running statistics a second time."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+class _Buffers:
+    """A module's buffers before a forward, so that a second one begins with them and leaves no trace."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = self._copies()
+
+    def _copies(self) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]]:
+        owners = (owner._buffers for owner in self._module.modules())
+        return [(own, k, b, b.clone()) for own in owners for k, b in own.items() if b is not None]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Within it the buffers are what they were; after it, what they are now."""
+        now = self._copies()
+        _put(self._before)
+        try:
+            yield
+        finally:
+            _put(now)
+
+
+@torch.no_grad()
+def _put(copies: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]]) -> None:
+    for own, name, buffer, value in copies:
+        own[name] = buffer
+        if not torch.equal(buffer, value):  # what did not change may be saved for another backward
+            buffer.copy_(value)
