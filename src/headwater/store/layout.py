@@ -131,7 +131,7 @@ class StageLayout:
 
 def _split(numel: int, elementwise: bool) -> list[tuple[int, int]]:
     step = PIECE_ELEMENTS if elementwise else max(numel, 1)
-    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+    return [(start, min(start + step, numel)) for start in range(0, max(numel, 1), step)]
 
 
 def _field_shapes(
