@@ -29,6 +29,10 @@ class GradientHold(abc.ABC):
     def take(self, stage: int) -> Gradients | None:
         """Give back what is held, and hold it no longer."""
 
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back memory and files."""
+
 
 class MemoryHold(GradientHold):
     """Holds the very tensors that autograd made: nothing is copied."""
@@ -41,6 +45,9 @@ class MemoryHold(GradientHold):
 
     def take(self, stage: int) -> Gradients | None:
         return self._held.pop(stage, None)
+
+    def close(self) -> None:
+        self._held.clear()
 
 
 class DiskHold(GradientHold):
@@ -207,6 +214,10 @@ class GradientSum:
         self._norms.clear()
         self.first_bad = None
         self.touched.clear()
+
+    def close(self) -> None:
+        """Give back memory and files."""
+        self._hold.close()
 
     def discard(self) -> None:
         """Drop all gradients of this step."""

@@ -300,6 +300,7 @@ class WeightStore:
         """Give back memory, threads and files."""
         self._updater.close()
         self.tier.close()
+        self.gradients.close()
 
 
 def stage_layout(stage: StageSpec, rule: UpdateRule) -> StageLayout:
