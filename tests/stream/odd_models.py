@@ -251,6 +251,50 @@ def parametrized() -> nn.Module:
     return nn.Sequential(*(nn.utils.parametrizations.weight_norm(layer) for layer in linears(4)))
 
 
+def spectral() -> nn.Module:
+    """Its forward moves the vectors that the weight is computed with."""
+    return nn.Sequential(*(nn.utils.parametrizations.spectral_norm(layer) for layer in linears(4)))
+
+
+class MovingAverage(nn.Module):
+    """Replaces a buffer in its forward, where others change it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linears(1)[0]
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return (x - self.mean).tanh().square()
+
+
+class EmptyParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*linears(3))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x):
+        return self.layers(x) + self.nothing.sum()
+
+
+class KeepsOutputs(nn.Module):
+    """Keeps what it computes, and the graphs with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linears(4))
+        self.outputs: list[torch.Tensor] = []
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        self.outputs.append(x)
+        return x
+
+
 def tied_in_a_ring() -> nn.Module:
     model = nn.Sequential(*linears(4))
     model[2].weight = model[0].weight
@@ -290,6 +334,12 @@ JOBS: dict[str, Callable[..., Job]] = {
     "recurrent": lambda **o: regression(Recurrent, 2, 5, WIDTH, **o),
     "batch norm": lambda **o: regression(batch_norms, 2, 3, 6, 6, **o),
     "weight norm": lambda **o: regression(parametrized, 4, WIDTH, **o),
+    "spectral norm": lambda **o: regression(spectral, 4, WIDTH, **o),
+    "moving average": lambda **o: regression(
+        lambda: nn.Sequential(*(MovingAverage() for _ in range(3))), 4, WIDTH, **o
+    ),
+    "empty parameter": lambda **o: regression(EmptyParameter, 4, WIDTH, **o),
+    "keeps outputs": lambda **o: regression(KeepsOutputs, 4, WIDTH, **o),
     "tied": lambda **o: regression(tied_in_a_ring, 4, WIDTH, **o),
     "root holds all": lambda **o: regression(root_parameters, 4, WIDTH, **o),
     "one layer": lambda **o: regression(lambda: nn.Linear(WIDTH, WIDTH), 4, WIDTH, **o),
