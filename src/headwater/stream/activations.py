@@ -18,6 +18,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from headwater.core.errors import StreamError
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightHandle:
@@ -58,13 +60,22 @@ def without_weights(
         if stage is not None:
             return WeightHandle.of(stage, tensor)
         moved = offload(tensor)
-        return tensor if moved is None else moved
+        return (tensor, tensor._version) if moved is None else moved
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, WeightHandle):
             return packed.resolve(require(packed.stage))
-        restored: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed()
-        return restored
+        if not isinstance(packed, tuple):
+            moved_back: torch.Tensor = packed()
+            return moved_back
+        tensor: torch.Tensor
+        tensor, version = packed
+        if tensor._version != version:  # autograd itself does not look where there are hooks
+            raise StreamError(
+                f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place",
+                remedy="as in plain PyTorch: use the operator that gives a new tensor",
+            )
+        return tensor
 
     with saved_tensors_hooks(pack, unpack):
         yield

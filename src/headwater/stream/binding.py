@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec, StageSpec
 
 
@@ -23,14 +24,19 @@ class Binder:
         model: whose parameters are bound and unbound, once they are adopted.
         stages: all stages of the model.
         device: where it computes.
+        writable: whether what the model writes into a bound weight reaches the store.
     """
 
-    def __init__(self, model: nn.Module, stages: Sequence[StageSpec], device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, stages: Sequence[StageSpec], device: torch.device, *, writable: bool = False
+    ) -> None:
         self._model = model
         self._device = device
         self._stages = stages
         self._params: list[list[nn.Parameter]] = [[] for _ in stages]
         self._placeholders = [[placeholder(spec, device) for spec in stage.params] for stage in stages]
+        self._writable = writable
+        self._versions: dict[int, int] = {}  # of bound stages
         self._bound: dict[int, int] = {}
         self._stage_at: dict[int, int] = {}
 
@@ -68,6 +74,7 @@ class Binder:
         for param, view in zip(self._params[stage], self._stages[stage].views(image), strict=True):
             param.data = view
         self._bound[stage] = address
+        self._versions[stage] = self._version(stage)
         self._stage_at[address] = stage
 
     def stage_of(self, tensor: torch.Tensor) -> int | None:
@@ -75,10 +82,25 @@ class Binder:
         return self._stage_at.get(tensor.untyped_storage().data_ptr())
 
     def unbind(self, stage: int) -> None:
-        """Let the parameters of a stage be placeholders."""
-        if self._bound.pop(stage, None) is not None:
-            for param, value in zip(self._params[stage], self._placeholders[stage], strict=True):
-                param.data = value
+        """Let the parameters of a stage be placeholders.
+
+        Raises:
+            StreamError: if the model wrote into one of them, and that would be lost.
+        """
+        if self._bound.pop(stage, None) is None:
+            return
+        for param, value in zip(self._params[stage], self._placeholders[stage], strict=True):
+            param.data = value
+        if not self._writable and self._version(stage) != self._versions[stage]:
+            raise StreamError(
+                "the forward changes a weight in place, and streamed weights are only read",
+                where=f"stage {self._stages[stage].name!r}",
+                remedy="change it between steps, or train in fp32 with the model in memory",
+            )
+
+    def _version(self, stage: int) -> int:
+        """Grows with every in-place operation on the parameters."""
+        return sum(param._version for param in self._params[stage])
 
     def unbind_all(self) -> None:
         """Let every parameter be a placeholder."""

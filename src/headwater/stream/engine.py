@@ -99,7 +99,12 @@ class Engine:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
         self.store = _make_store(plan, UpdateRule(optimizer), self._device, order)
-        binder = Binder(model, plan.trace.stages, self._device.torch_device)
+        binder = Binder(
+            model,
+            plan.trace.stages,
+            self._device.torch_device,
+            writable=plan.in_place and not plan.precision.mixed,
+        )
         for stage in range(len(plan.trace.stages)):
             self._fill(stage, binder, initial)
             binder.adopt(stage)
