@@ -8,11 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import History, Job, Setting, assert_equal, collect, make_engine, regression, train_streamed
+from harness import (
+    History,
+    Job,
+    Setting,
+    assert_equal,
+    check,
+    collect,
+    make_engine,
+    regression,
+    token_batch,
+    train_plain,
+    train_streamed,
+)
 from odd_models import WIDTH, linears
 from torch import nn
 
-from headwater.core.errors import CorruptError, DiskFullError, NonFiniteError, StoreError
+from headwater.core.errors import CorruptError, DiskFullError, NonFiniteError, StoreError, StreamError
 from headwater.core.units import KIB
 
 SETTINGS = [
@@ -204,3 +216,48 @@ def test_an_update_that_failed_is_never_read_as_if_it_had_not_been(tmp_path, mon
                 engine.train_step(job.batches(1), job.update(1))
         with pytest.raises(StoreError, match="halfway"):
             dict(engine.named_masters())
+
+
+@pytest.mark.parametrize(
+    "setting", [Setting("memory", 2), Setting("disk", 2), Setting("memory", 99)], ids=str
+)
+def test_a_forward_that_writes_into_its_weights_is_refused(setting, tmp_path):
+    job = Job(renormalizing, token_batch, lambda model, tokens: (model(tokens) - 1).square().mean())
+    with (
+        make_engine(job, setting, tmp_path) as engine,
+        pytest.raises(StreamError, match="in place") as caught,
+    ):
+        for step in range(2):
+            engine.train_step(job.batches(step), job.update(step))
+    assert "stage '0'" in str(caught.value)
+
+
+def test_a_forward_that_writes_into_its_weights_is_followed_where_they_lie(tmp_path):
+    job = Job(renormalizing, token_batch, lambda model, tokens: (model(tokens) - 1).square().mean())
+    check(job, Setting(in_place=True), tmp_path)
+
+
+def renormalizing() -> nn.Module:
+    return nn.Sequential(nn.Embedding(96, WIDTH, max_norm=1.0), *linears(3))
+
+
+@pytest.mark.parametrize("setting", [Setting("memory", 2), Setting(in_place=True)], ids=str)
+def test_a_saved_tensor_that_changes_is_refused_as_in_plain_pytorch(setting, tmp_path):
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(linears(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).sigmoid().mul_(2)
+            return x
+
+    job = regression(Doubled, 4, WIDTH)
+    with pytest.raises((RuntimeError, StreamError), match=r"in.?place"):
+        train_plain(job, steps=1)
+    with (
+        make_engine(job, setting, tmp_path) as engine,
+        pytest.raises((RuntimeError, StreamError), match=r"in.?place"),
+    ):
+        engine.train_step(job.batches(0), job.update(0))
