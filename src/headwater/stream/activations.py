@@ -81,13 +81,18 @@ def without_weights(
         yield
 
 
-def recompute_forward(module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+def recompute_forward(
+    module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]
+) -> Callable[[], None]:
     """From now on `module` keeps only its inputs for backward and runs its forward again there.
 
     Args:
         module: whose forward is wrapped.
         enter: called before each run of the forward: binds the weights.
         leave: called after it.
+
+    Returns:
+        What gives the module its own forward back.
     """
     forward = module.forward
 
@@ -111,6 +116,7 @@ def recompute_forward(module: nn.Module, enter: Callable[[], None], leave: Calla
         )
 
     module.forward = checkpointed
+    return lambda: setattr(module, "forward", forward)
 
 
 @contextmanager

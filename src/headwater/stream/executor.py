@@ -45,9 +45,11 @@ class Executor:
         self._offload = _make_offload(plan)
         self._hooks = SiteHooks(model, plan.trace.sites, self._enter, self._leave)
         self._gradient_hooks = list(self._hook_gradients())
-        for stage, policy in zip(plan.trace.stages, plan.activations, strict=True):
-            if policy is Activations.RECOMPUTE:
-                self._hook_recompute(model.get_submodule(stage.name), stage.index)
+        self._give_forwards_back = [
+            self._hook_recompute(model.get_submodule(stage.name), stage.index)
+            for stage, policy in zip(plan.trace.stages, plan.activations, strict=True)
+            if policy is Activations.RECOMPUTE
+        ]
 
     # weights in
 
@@ -75,8 +77,8 @@ class Executor:
         self._weights.statistics.wait_s += time.perf_counter() - start
         return image
 
-    def _hook_recompute(self, module: nn.Module, stage: int) -> None:
-        recompute_forward(module, lambda: self._enter(stage), lambda: self._leave(stage))
+    def _hook_recompute(self, module: nn.Module, stage: int) -> Callable[[], None]:
+        return recompute_forward(module, lambda: self._enter(stage), lambda: self._leave(stage))
 
     def _move_out(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Move an activation out if the stage that runs says so."""
@@ -150,6 +152,8 @@ class Executor:
     def close(self) -> None:
         """Take the hooks off and give back memory and threads."""
         self._hooks.remove()
+        for give_back in self._give_forwards_back:
+            give_back()
         for handle in self._gradient_hooks:
             handle.remove()
         self._weights.close()
