@@ -177,3 +177,26 @@ def test_hits_and_bytes_are_counted(tmp_path):
             assert statistics.bytes_in == everything
             assert statistics.bytes_out == gradients
             assert statistics.misses + statistics.hits >= len(engine.plan.trace.stages)
+
+
+def test_a_closed_engine_leaves_the_model_as_it_was(tmp_path):
+    job = gpt_job()
+    with make_engine(job, Setting("disk", 2, "recompute"), tmp_path) as engine:
+        engine.train_step(job.batches(0), job.update(0))
+        weights = {name: value.clone() for name, value in engine.named_masters()}
+    model = engine.model
+    for name, value in weights.items():
+        model.get_parameter(name).data = value
+    fresh = job.model()
+    fresh.load_state_dict(weights, strict=False)
+    batch = job.make_batch(5, 0)
+    losses = []
+    for each in (model, fresh):
+        torch.manual_seed(3)
+        losses.append(job.loss(each, batch))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    same = zip(model.parameters(), fresh.parameters(), strict=True)
+    assert all(torch.equal(own.grad, other.grad) for own, other in same)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any("checkpoint" in module.forward.__qualname__ for module in model.modules())
