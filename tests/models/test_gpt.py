@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from headwater.core.errors import DataError
-from headwater.models.gpt import GPT, init_parameter
+from headwater.models.gpt import GPT, init_parameter, learning_rate_scale
 from headwater.models.loss import WORKSPACES
 from headwater.models.registry import FAMILIES, build_model
 
@@ -288,3 +288,15 @@ def test_runs_on_fake_tensors(tiny, batch):
         assert loss.shape == ()
         assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
     assert torch.isfinite(build_model(tiny())(batch))
+
+
+def test_mup_scales_learning_rates_of_hidden_matrices_only(tiny):
+    config = tiny(mup_base_hidden_size=8, mup_base_filter_size=32)
+    scales = {name: learning_rate_scale(name, config) for name, _ in GPT(config).named_parameters()}
+    slowed = {name for name, scale in scales.items() if scale != 1}
+    assert slowed == {
+        n for n in scales if n.startswith("blocks.") and n.endswith("weight") and "norm" not in n
+    }
+    assert scales["blocks.0.attention.qkv.weight"] == 8 / config.hidden_size
+    assert scales["blocks.0.ffn.output.weight"] == 32 / config.ffn_size
+    assert {learning_rate_scale(name, tiny()) for name in scales} == {1.0}

@@ -2,7 +2,9 @@
 
 import errno
 import itertools
+import os
 import threading
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -14,7 +16,7 @@ from headwater.core.errors import CorruptError, DiskFullError, StoreError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.disk import DiskTier, staging_bytes
-from headwater.store.files import BlockFile
+from headwater.store.files import BlockFile, open_files
 from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, StageLayout
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
@@ -78,16 +80,37 @@ def test_a_file_gives_back_what_was_written(direct, tmp_path):
     file.write(PAGE_BYTES, data)
     file.read(PAGE_BYTES, back)
     assert torch.equal(data, back)
-    assert (tmp_path / "f.bin").stat().st_size == 4 * PAGE_BYTES
+    assert os.fstat(file._fd).st_blocks * 512 >= 4 * PAGE_BYTES
     file.close()
+
+
+def test_two_tiers_in_one_folder_do_not_meet_and_leave_nothing_behind(tmp_path):
+    layout = stage_layout(stage_of([(64, 64)]), UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1})))
+    tiers = [DiskTier([layout], tmp_path) for _ in range(2)]
+    assert not list(tmp_path.iterdir())
+    image = aligned_empty(layout.wire_bytes)
+    for number, tier in enumerate(tiers):
+        tier.write_wire(0, image.fill_(number))
+    for number, tier in enumerate(tiers):
+        tier.read_wire(0, image)
+        assert (image == number).all()
+        tier.close()
+
+
+def test_where_one_file_does_not_fit_none_is_kept(tmp_path):
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    sizes = {tmp_path / "a": PAGE_BYTES, tmp_path / "b": 1 << 60}
+    with pytest.raises(DiskFullError, match="b"):
+        open_files(sizes)
+    assert len(list(descriptors.iterdir())) == before
 
 
 @pytest.mark.parametrize("left", [0, 100, PAGE_BYTES, PAGE_BYTES + 1])
 def test_a_short_file_is_corrupt(left, tmp_path):
     path = tmp_path / "f.bin"
     file = BlockFile(path, 2 * PAGE_BYTES)
-    with path.open("r+b") as handle:
-        handle.truncate(left)
+    os.ftruncate(file._fd, left)
     with pytest.raises(CorruptError, match=r"short read: \d+ of 8192 bytes at offset 0") as caught:
         file.read(0, aligned_empty(2 * PAGE_BYTES))
     assert str(path) in str(caught.value)

@@ -194,8 +194,7 @@ def test_truncated_stage_file(tmp_path):
     job = make_job()
     with make_engine(job, Setting("disk", 2), tmp_path) as engine:
         engine.train_step(job.batches(0), job.update(0))
-        with (tmp_path / "stage_0003.bin").open("r+b") as file:
-            file.truncate(100)
+        os.ftruncate(engine.store.tier._files[3]._fd, 100)
         with pytest.raises(CorruptError, match="short read") as caught:
             engine.train_step(job.batches(1), job.update(1))
         assert "stage_0003.bin" in str(caught.value)

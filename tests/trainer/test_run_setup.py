@@ -14,6 +14,7 @@ from headwater.trainer.planning import (
     Workload,
     make_engine,
     meta_model,
+    optimizer_of,
     optimizer_state_bytes,
     plan_run,
     training_workload,
@@ -137,3 +138,14 @@ def test_engine_starts_from_the_models_own_initial_values():
     assert masters.keys() == expected.keys()
     for name, value in masters.items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_learning_rates_of_mup_reach_the_optimizer():
+    config = tiny(
+        "trainer.init.model.mup_base_hidden_size=16",
+        "trainer.init.model.mup_base_filter_size=64",
+        "trainer.init.model.hidden_size=32",
+        "trainer.init.model.filter_size=128",
+    )
+    options = optimizer_of(config.init).options("blocks.0.ffn.input.weight", (128, 32), {"lr": 1.0})
+    assert options["lr"] == 0.5

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from headwater.config.base import nearest
-from headwater.config.document import Document, KeyPath, no_effect, put
+from headwater.config.document import Document, KeyPath, Origin, no_effect, put
 from headwater.core.errors import ConfigError
 
 OLDER_SECTIONS = ("train_input", "eval_input", "model", "optimizer", "runconfig")
@@ -155,7 +155,15 @@ class _Translation:
             if section in self.source.tree:
                 self._check_mapping((section,))
                 translate()
+        self._full_precision_unless_mixed()
         return self.result
+
+    def _full_precision_unless_mixed(self) -> None:
+        """In the older form nothing but `mixed_precision` turns mixed precision on."""
+        precision = self.result.get((*_INIT, *_PRECISION))
+        if isinstance(precision, dict) and "enabled" not in precision:
+            origin: dict[KeyPath, Origin] = {(): self.source.origin((next(iter(self.source.tree)),))}
+            self.result = put(self.result, (*_INIT, *_PRECISION, "enabled"), False, origin)
 
     def _check_mapping(self, path: KeyPath) -> None:
         value = self.source.get(path)

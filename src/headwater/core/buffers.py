@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -10,6 +11,8 @@ import torch
 
 PAGE_BYTES = 4096
 """Alignment of direct disk transfers: buffer address, file offset and length."""
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 def round_up(count: int, multiple: int = PAGE_BYTES) -> int:
@@ -29,7 +32,11 @@ def aligned_empty(num_bytes: int, *, pin: bool = False) -> torch.Tensor:
     size = max(round_up(num_bytes), PAGE_BYTES)
     if pin:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages works as well, only slower
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def keep_pages() -> bool:

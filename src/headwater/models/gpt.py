@@ -187,3 +187,16 @@ def _initializer(name: str, config: GPTConfig) -> InitializerConfig:
         if re.fullmatch(pattern, name):
             return initializer
     raise AssertionError(f"no initializer for parameter {name}")
+
+
+def learning_rate_scale(name: str, config: GPTConfig) -> float:
+    """Factor on the learning rate of the parameter called `name`: 1 without muP.
+
+    Under Adam a matrix whose inputs grow with the model learns more slowly by as much (arXiv:2203.03466,
+    table 8).
+    """
+    if re.fullmatch(r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.input)\.weight", name):
+        return 1 / config.width_ratio
+    if re.fullmatch(r"blocks\.\d+\.ffn\.output\.weight", name):
+        return 1 / config.filter_ratio
+    return 1.0

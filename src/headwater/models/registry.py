@@ -20,15 +20,18 @@ class Family:
         config: schema of its model section.
         model: makes the module. Its `forward(batch)` gives the loss.
         init_parameter: initial value of one parameter from name, shape, config and seed.
+        learning_rate_scale: factor on the learning rate of one parameter from name and config.
     """
 
     config: type[ModelConfig]
     model: Callable[..., nn.Module]
     init_parameter: Callable[[str, Sequence[int], ModelConfig, int], Tensor]
+    learning_rate_scale: Callable[[str, ModelConfig], float]
 
 
 FAMILIES: dict[str, Family] = {
-    name: Family(MODELS[name], gpt.GPT, gpt.init_parameter) for name in ("gpt2", "gpt3")
+    name: Family(MODELS[name], gpt.GPT, gpt.init_parameter, gpt.learning_rate_scale)
+    for name in ("gpt2", "gpt3")
 }
 """Families by the `name` of the model section."""
 
@@ -51,3 +54,8 @@ def build_model(
 def init_parameter(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
     """Initial value of one parameter of the model that `config` describes, fp32 on the CPU."""
     return FAMILIES[config.name].init_parameter(name, shape, config, seed)
+
+
+def learning_rate_scale(name: str, config: ModelConfig) -> float:
+    """Factor on the learning rate of one parameter of the model that `config` describes."""
+    return FAMILIES[config.name].learning_rate_scale(name, config)

@@ -7,12 +7,16 @@ import dataclasses
 from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
 from headwater.plan.calibrate import Calibration, free_resources, resident_bytes
+from headwater.plan.estimate import estimated_traces
 from headwater.plan.footprint import minimum_slabs
 from headwater.plan.refusal import UNLIMITED, refusal
 from headwater.plan.search import Budgets, Fixed, Request, TraceFor, best_plan, micro_batch_sizes
 from headwater.plan.types import Activations, Plan, Resources
 
 __all__ = ["Fixed", "make_plan"]
+
+_FEW_SIZES = 3
+"""So many dry runs are made without asking whether they are needed."""
 
 
 def make_plan(
@@ -59,14 +63,29 @@ def make_plan(
         base_bytes=resident_bytes() if base_bytes is None else base_bytes,
     )
     check(request)
-    plan = best_plan(request)
+    plan = _fastest(request)
     if plan is None:
-        raise refusal(request)
+        raise refusal(dataclasses.replace(request, trace_for=estimated_traces(trace_for)))
     assert plan.prediction is not None, "the best plan is predicted"
     prediction = plan.prediction
     if calibration is None:
         prediction = dataclasses.replace(prediction, step_s=None, step_parts={})
     return dataclasses.replace(plan, prediction=prediction, budget=resources)
+
+
+def _fastest(request: Request) -> Plan | None:
+    """The best plan. Where there are many micro-batch sizes they are compared by estimated dry runs.
+
+    What an estimate has chosen is planned anew with a dry run of that size; should it not fit then, every
+    size gets one.
+    """
+    if len(micro_batch_sizes(request)) <= _FEW_SIZES:
+        return best_plan(request)
+    estimate = best_plan(dataclasses.replace(request, trace_for=estimated_traces(request.trace_for)))
+    if estimate is None:
+        return None
+    fixed = dataclasses.replace(request.fixed, micro_batch_size=estimate.micro_batch_size)
+    return best_plan(dataclasses.replace(request, fixed=fixed)) or best_plan(request)
 
 
 def _budgets(resources: Resources) -> Budgets:
@@ -92,7 +111,7 @@ def check(request: Request) -> None:
             where="activations",
             remedy="set disk, or write recompute",
         )
-    least = minimum_slabs(request.trace_for(micro_batch_sizes(request)[0]))
+    least = minimum_slabs(request.trace_for(micro_batch_sizes(request)[-1]))
     if fixed.num_slabs is not None and fixed.num_slabs < least:
         raise ConfigError(
             f"{fixed.num_slabs} slabs are too few for this model",

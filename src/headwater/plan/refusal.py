@@ -11,7 +11,7 @@ from typing import Any
 
 from headwater.core.errors import DoesNotFitError
 from headwater.core.units import GIB, MIB, format_bytes, parse_bytes
-from headwater.plan.search import Budgets, Request, best_plan, candidates, fits, micro_batch_sizes, usage
+from headwater.plan.search import Budgets, Request, best_plan, candidates, micro_batch_sizes, usage
 from headwater.plan.types import Plan
 
 UNLIMITED = 1 << 62
@@ -33,27 +33,39 @@ class Setting:
 def refusal(request: Request) -> DoesNotFitError:
     """The error for a request that no plan fits: what binds, how much is needed, and what would fit."""
     larger = enough(request)
-    stories = [
-        f"{format_bytes(limit)} of {name.replace('_', ' ')} where {format_bytes(needed)} are needed"
-        for name, limit, needed in zip(Budgets._fields, request.budgets, larger.request.budgets, strict=True)
-        if needed != limit
-    ]
-    texts = [larger.text, *(setting.text for setting in other_settings(request))]
+    stories = [_story(request.budgets, setting.request.budgets) for setting in larger]
+    texts = [setting.text for setting in (*larger, *other_settings(request))]
     return DoesNotFitError(
-        f"the model does not fit: {' and '.join(stories)}", remedy=f"set {', or '.join(texts)}"
+        f"the model does not fit: {', or '.join(stories)}", remedy=f"set {', or '.join(texts)}"
     )
 
 
-def enough(request: Request) -> Setting:
-    """The request with the fewest budgets raised, each no further than a plan needs."""
+def _story(budgets: Budgets, needed: Budgets) -> str:
+    return " and ".join(
+        f"{format_bytes(limit)} of {name.replace('_', ' ')} where {format_bytes(need)} are needed"
+        for name, limit, need in zip(Budgets._fields, budgets, needed, strict=True)
+        if need != limit
+    )
+
+
+def enough(request: Request) -> list[Setting]:
+    """The request with as few budgets raised as possible, each no further than a plan needs, in every way."""
+    needs = _needs(request)
     for count in range(1, len(Budgets._fields) + 1):
-        for names in combinations(Budgets._fields, count):
-            least = _least(_with_budgets(request, dict.fromkeys(names, UNLIMITED)), names)
-            if least is not None:
-                texts = {name: _rounded_up(used) for name, used in least.items()}
-                raised = _with_budgets(request, {name: parse_bytes(text) for name, text in texts.items()})
-                return Setting(" and ".join(f"{name} {text}" for name, text in texts.items()), raised)
+        ways = [
+            _raised(request, least)
+            for names in combinations(Budgets._fields, count)
+            if (least := _least(needs, request.budgets, names)) is not None
+        ]
+        if ways:
+            return ways
     raise AssertionError("without limits every model fits")
+
+
+def _raised(request: Request, least: dict[str, int]) -> Setting:
+    texts = {name: _rounded_up(used) for name, used in least.items()}
+    raised = _with_budgets(request, {name: parse_bytes(text) for name, text in texts.items()})
+    return Setting(" and ".join(f"{name} {text}" for name, text in texts.items()), raised)
 
 
 def other_settings(request: Request) -> Iterator[Setting]:
@@ -71,10 +83,10 @@ def other_settings(request: Request) -> Iterator[Setting]:
 
 def _and_disk(with_disk: Request) -> Setting:
     """A disk tier, with larger budgets where it alone is not enough."""
-    used = _least(with_disk, ("disk_bytes",))
+    used = _least(_needs(with_disk), with_disk.budgets, ("disk_bytes",))
     if used is not None:
         return Setting(f"disk to a folder with {_rounded_up(used['disk_bytes'])} free", with_disk)
-    larger = enough(with_disk)
+    larger = enough(with_disk)[0]
     return Setting(f"{larger.text} and disk", larger.request)
 
 
@@ -85,16 +97,28 @@ def _without_decision(free: Request, name: str, plan: Plan) -> Setting:
     return Setting(f"{name} {getattr(plan, name)}", _with_fixed(free, name, getattr(plan, name)))
 
 
-def _least(request: Request, names: tuple[str, ...]) -> dict[str, int] | None:
-    """The smallest use of the named budgets among plans that fit the others; `None` if none fits."""
-    columns = [Budgets._fields.index(name) for name in names]
-    needs = [
-        tuple(usage(plan)[column] for column in columns)
-        for size in micro_batch_sizes(request)
+def _needs(request: Request) -> list[Budgets]:
+    """What the plans take that take least, whatever the budgets.
+
+    A smaller micro-batch has smaller activations, but more than one micro-batch may need wider gradients: so
+    the least is among the smallest micro-batches and the whole batch.
+    """
+    sizes = micro_batch_sizes(request)
+    return [
+        usage(plan)
+        for size in dict.fromkeys((sizes[-1], sizes[0]))
         for plan in candidates(request, size, smallest=True)
-        if fits(plan, request)
     ]
-    return dict(zip(names, min(needs), strict=True)) if needs else None
+
+
+def _least(needs: list[Budgets], budgets: Budgets, names: tuple[str, ...]) -> dict[str, int] | None:
+    """The smallest use of the named budgets where the others are kept; `None` where they cannot be."""
+    limits = budgets._replace(**dict.fromkeys(names, UNLIMITED))
+    fitting = [need for need in needs if all(used <= limit for used, limit in zip(need, limits, strict=True))]
+    if not fitting:
+        return None
+    least = min(tuple(getattr(need, name) for name in names) for need in fitting)
+    return dict(zip(names, least, strict=True))
 
 
 def _with_budgets(request: Request, budgets: dict[str, int]) -> Request:

@@ -175,10 +175,13 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
+_SMALLEST_SHOWN_S = 1e-6
+
+
 def _step_table(prediction: Prediction) -> Table:
     table = _table("Predicted step", "", "seconds")
     for name, seconds in prediction.step_parts.items():
-        if seconds:
+        if abs(seconds) >= _SMALLEST_SHOWN_S:
             table.add_row(name, f"{seconds:.3g}")
     table.add_row("step", f"{prediction.step_s:.3g}", style="bold")
     return table

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from headwater.core.errors import UnboundWeightError
 from headwater.core.precision import Precision
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.stand_ins import call_operator
@@ -255,8 +256,12 @@ class _Recorder(TorchDispatchMode):
     def _read(self, stage: int) -> None:
         """A forward operator reads a parameter of `stage`."""
         unit = self._partition.units[stage]
-        innermost = self._modules[-1] if self._modules else ""
-        site = unit.path if unit.path in self._modules else innermost
+        if not self._modules:
+            raise UnboundWeightError(
+                f"a weight of stage {unit.path!r} is read outside the forward of any module",
+                remedy="read it within a module's forward: weights are on the device only then",
+            )
+        site = unit.path if unit.path in self._modules else self._modules[-1]
         self._sites.setdefault(site, set()).add(stage)
         if not self._units:
             self._current = stage

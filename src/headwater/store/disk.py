@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from headwater.core.buffers import aligned_empty
-from headwater.store.files import BlockFile, disk_errors
+from headwater.store.files import disk_errors, open_files
 from headwater.store.layout import Group, StageLayout
 from headwater.store.tier import Tier
 
@@ -22,7 +22,7 @@ _WIRE_BLOCK_BYTES = 16 << 20
 
 
 class DiskTier(Tier):
-    """Files `stage_<n>.bin` in a folder: the wire image, then the rest.
+    """A file without a name for each stage: the wire image, then the rest.
 
     Host memory: `staging_bytes`, whatever the size of the model; a wire image is read into its slab.
 
@@ -39,10 +39,8 @@ class DiskTier(Tier):
         super().__init__(layouts)
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        self._files = [
-            BlockFile(folder / f"stage_{index:04d}.bin", layout.file_bytes, direct=direct)
-            for index, layout in enumerate(layouts)
-        ]
+        sizes = {folder / f"stage_{i:04d}.bin": lay.file_bytes for i, lay in enumerate(layouts)}
+        self._files = open_files(sizes, direct=direct)
         self._threads = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="headwater-disk")
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(_STAGING_BUFFERS):
@@ -125,7 +123,6 @@ class DiskTier(Tier):
         self._threads.shutdown(wait=True, cancel_futures=True)
         for file in self._files:
             file.close()
-            file.path.unlink(missing_ok=True)
 
 
 def largest_group_bytes(layouts: list[StageLayout]) -> int:

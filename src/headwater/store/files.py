@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,13 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 class BlockFile:
-    """A file of fixed size. Offsets, lengths and buffers are multiples of the page size.
+    """A scratch file of fixed size. Offsets, lengths and buffers are multiples of the page size.
+
+    It loses its name as soon as it is open: two runs cannot meet in one file, and whatever ends the process,
+    nothing is left behind.
 
     Args:
-        path: where it is created; whatever was there is replaced.
+        path: where it is created, and what errors call it.
         num_bytes: its size; the space is reserved at once, so that a full disk shows now and not hours later.
         direct: bypass the page cache (O_DIRECT); ignored where the file system refuses it.
 
@@ -48,9 +51,13 @@ class BlockFile:
         self.path = path
         self.num_bytes = num_bytes
         with disk_errors(path):
-            self._fd, self.direct = _open(path, direct)
-            if num_bytes:
-                os.posix_fallocate(self._fd, 0, num_bytes)
+            self._fd, self.direct = _open_unnamed(path, direct)
+            try:
+                if num_bytes:
+                    os.posix_fallocate(self._fd, 0, num_bytes)
+            except OSError:
+                os.close(self._fd)
+                raise
 
     def read(self, offset: int, into: torch.Tensor) -> None:
         """Fill `into` (uint8) from `offset`.
@@ -86,9 +93,30 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _open(path: Path, direct: bool) -> tuple[int, bool]:
+def open_files(sizes: Mapping[Path, int], *, direct: bool = True) -> list[BlockFile]:
+    """A file for each path; if one cannot be made, none is kept.
+
+    Raises:
+        DiskFullError: if there is no room for all of them.
+    """
+    with contextlib.ExitStack() as opened:
+        files = []
+        for path, num_bytes in sizes.items():
+            files.append(BlockFile(path, num_bytes, direct=direct))
+            opened.callback(files[-1].close)
+        opened.pop_all()
+    return files
+
+
+def _open_unnamed(path: Path, direct: bool) -> tuple[int, bool]:
+    """A descriptor of a new file that has no name any more, and whether it bypasses the page cache."""
+    path = path.with_name(f"{path.name}.{os.getpid()}")  # no other process meets it in between
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+    file, bypasses = None, False
     if direct and hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):
-            return os.open(path, flags | os.O_DIRECT, 0o600), True
-    return os.open(path, flags, 0o600), False
+            file, bypasses = os.open(path, flags | os.O_DIRECT, 0o600), True
+    if file is None:
+        file = os.open(path, flags, 0o600)
+    path.unlink()
+    return file, bypasses

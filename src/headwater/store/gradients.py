@@ -11,7 +11,7 @@ import torch
 
 from headwater.core.buffers import aligned_empty, round_up
 from headwater.core.stage import StageSpec
-from headwater.store.files import BlockFile
+from headwater.store.files import open_files
 from headwater.store.layout import PIECE_ELEMENTS
 
 Gradients = list[torch.Tensor | None]
@@ -71,10 +71,10 @@ class DiskHold(GradientHold):
         self._stages = stages
         self._dtype_of = dtype_of
         self._present: dict[int, list[bool]] = {}
-        self._files = [
-            BlockFile(folder / f"gradient_{stage.index:04d}.bin", self._span(stage), direct=direct)
-            for stage in stages
-        ]
+        self._files = open_files(
+            {folder / f"gradient_{s.index:04d}.bin": self._span(s) for s in stages},
+            direct=direct,
+        )
 
     def _views(self, stage: StageSpec, buffer: torch.Tensor) -> list[torch.Tensor]:
         views, offset = [], 0
@@ -111,7 +111,6 @@ class DiskHold(GradientHold):
     def close(self) -> None:
         for file in self._files:
             file.close()
-            file.path.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass

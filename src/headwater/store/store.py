@@ -161,15 +161,14 @@ class WeightStore:
                 return Committed(float(norm), applied=False)
             raise NonFiniteError(
                 f"the gradient of step {update.step} is not finite",
-                where=f"stage {self.stages[first].name!r} first" if first is not None else None,
+                where=f"stage {self.stages[first].name!r} first in backward" if first is not None else None,
                 remedy="lower the learning rate, clip gradients, or look at the data of this step; "
                 "the step was not applied",
             )
         self.num_commits += 1
         pending = Pending(self.num_commits, update, update.factor(norm))
-        for stage in sorted(self.gradients.touched):
-            self._pending[stage] = pending
-            self._changed.add(stage)
+        self._changed |= self.gradients.touched
+        self._pending |= dict.fromkeys(self.gradients.touched, pending)
         self.gradients.begin_step()
         return Committed(float(norm), applied=True)
 
@@ -249,8 +248,7 @@ class WeightStore:
         spec = self.stages[stage].params[piece.param]
         flat_wire = wire.view(-1)[piece.start : piece.stop]
         fields = piece.views(rest)
-        scratch = self._workspaces.get("master", flat_wire.numel())
-        master = read_master(encoding_of(spec), flat_wire, fields, scratch)
+        master = read_master(encoding_of(spec), flat_wire, fields, torch.empty(flat_wire.numel()))
         names = self.rule.state_layout(spec) if with_states else ()
         return PieceState(piece.param, piece.start, master, {name: fields[name] for name in names})
 

@@ -13,8 +13,12 @@ from headwater.core.stage import ParamSpec, StageSpec
 
 def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
     """What an unbound parameter holds: right shape and dtype, NaN everywhere, one element of memory."""
-    value = float("nan") if param.wire_dtype.is_floating_point else 0
-    return torch.full((), value, dtype=param.wire_dtype, device=device).expand(param.shape)
+    return _loud(param.shape, param.wire_dtype, device)
+
+
+def _loud(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 class Binder:
@@ -54,6 +58,8 @@ class Binder:
         if (param.dtype, param.device) == (spec.wire_dtype, self._device):
             param.data = placeholder(spec, self._device)
             return param
+        if not param.is_meta:  # who else holds the old object must not go on with old weights
+            param.data = _loud(param.shape, param.dtype, param.device)
         param = nn.Parameter(placeholder(spec, self._device), requires_grad=spec.requires_grad)
         for name in (spec.name, *spec.aliases):
             path, _, leaf = name.rpartition(".")

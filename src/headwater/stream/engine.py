@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from headwater.core.errors import NonFiniteError
+from headwater.core.errors import NonFiniteError, StreamError
 from headwater.core.seeding import derive_seed
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import OptimizerSpec
@@ -28,6 +28,7 @@ from headwater.store.store import PieceState, WeightStore
 from headwater.store.tier import Tier
 from headwater.store.update import Update
 from headwater.stream.binding import Binder
+from headwater.stream.buffers import Buffers
 from headwater.stream.compilation import compile_stages
 from headwater.stream.device import Device, make_device
 from headwater.stream.diagnosis import first_non_finite_stage
@@ -108,8 +109,7 @@ class Engine:
         for stage in range(len(plan.trace.stages)):
             self._fill(stage, binder, initial)
             binder.adopt(stage)
-        for name, buffer in model.named_buffers():
-            _set_buffer(model, name, buffer, self._device.torch_device)
+        self._buffers = Buffers(model, self._device.torch_device)
         self._executor = Executor(
             model, plan, self.store, binder, _make_weights(plan, self.store, self._device)
         )
@@ -117,6 +117,11 @@ class Engine:
     def _fill(self, stage: int, binder: Binder, initial: Initial | None) -> None:
         specs = self.store.stages[stage].params
         values = binder.values(stage) if initial is None else [initial(spec) for spec in specs]
+        if any(value.is_meta for value in values):
+            raise StreamError(
+                f"stage {self.store.stages[stage].name!r} is on the meta device: its weights have no values",
+                remedy="pass `initial`, which gives them",
+            )
 
         def fill(piece: PieceState) -> None:
             flat = values[piece.param].reshape(-1)
@@ -139,10 +144,13 @@ class Engine:
         self.store.begin_step()
         statistics = self._executor.begin(len(micro_batches))
         total = 0.0
-        for index, batch in enumerate(micro_batches):
-            with self._matmul():
-                total += self._micro_batch(batch, update, index, len(micro_batches))
-        committed = self.store.commit(update)
+        with self._buffers.transaction() as undo:
+            for index, batch in enumerate(micro_batches):
+                with self._matmul():
+                    total += self._micro_batch(batch, update, index, len(micro_batches))
+            committed = self.store.commit(update)
+            if not committed.applied:
+                undo()
         return StepReport(
             loss=total / len(micro_batches),
             gradient_norm=committed.gradient_norm,
@@ -195,18 +203,17 @@ class Engine:
             yield
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 master) of every parameter, up to date, one at a time; aliases are left out."""
+        """(name, fp32 master) of every parameter, up to date, a stage at a time; aliases are left out."""
         for stage in self.store.stages:
             yield from self._masters_of(stage.index)
 
     def _masters_of(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-        for piece in self.store.read(stage, with_states=False):
-            spec = self.store.stages[stage].params[piece.param]
-            if piece.start == 0:
-                whole = torch.empty(spec.numel, dtype=spec.dtype)
-            whole[piece.start : piece.start + piece.master.numel()].copy_(piece.master)
-            if piece.start + piece.master.numel() == spec.numel:
-                yield spec.name, whole.view(spec.shape)
+        params = self.store.stages[stage].params
+        masters = [torch.empty(spec.shape, dtype=spec.dtype) for spec in params]
+        for piece in self.store.read(stage, with_states=False):  # to its end: it holds the stage meanwhile
+            flat = masters[piece.param].view(-1)
+            flat[piece.start : piece.start + piece.master.numel()].copy_(piece.master)
+        yield from zip([spec.name for spec in params], masters, strict=True)
 
     def _to_device(self, batch: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: t.to(self._device.torch_device), batch)
@@ -266,8 +273,3 @@ def _make_weights(plan: Plan, store: WeightStore, device: Device) -> Weights:
     if plan.in_place:
         return InPlaceWeights(store)
     return SlabWeights(store, plan.trace.stages, plan.slabs, device)
-
-
-def _set_buffer(model: nn.Module, name: str, buffer: torch.Tensor, device: torch.device) -> None:
-    path, _, leaf = name.rpartition(".")
-    model.get_submodule(path)._buffers[leaf] = buffer.to(device)

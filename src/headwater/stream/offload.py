@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,8 @@ from headwater.store.files import BlockFile, disk_errors
 
 _SMALLEST_BYTES = 64 << 10
 """What is smaller stays: moving it costs more than it frees."""
+
+_WRITERS = 2
 
 
 class Offload(abc.ABC):
@@ -62,10 +65,15 @@ class DiskOffload(Offload):
             folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._names = itertools.count()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="headwater-offload")
+        self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="headwater-offload")
+        self._slots = threading.BoundedSemaphore(2 * _WRITERS)  # else a slow disk would leave all in memory
 
     def move(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return _Offloaded(self._folder / f"activation_{next(self._names)}.bin", tensor, self._threads)
+        self._slots.acquire()
+        path = self._folder / f"activation_{next(self._names)}.bin"
+        moved = _Offloaded(path, tensor, self._threads)
+        moved.written.add_done_callback(lambda _: self._slots.release())
+        return moved
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)
@@ -78,11 +86,10 @@ class _Offloaded:
         self._path = path
         self._dtype, self._shape = tensor.dtype, tensor.shape
         self._num_bytes = tensor.numel() * tensor.element_size()
-        self._writing: Future[BlockFile] = threads.submit(self._write, tensor)
+        self.written: Future[BlockFile] = threads.submit(self._write, tensor)
 
     def _write(self, tensor: torch.Tensor) -> BlockFile:
         file = BlockFile(self._path, round_up(self._num_bytes))
-        self._path.unlink()  # the open file is all we need: nothing is left behind if the process dies
         buffer = aligned_empty(self._num_bytes)
         self._view(buffer).copy_(tensor.detach())
         file.write(0, buffer)
@@ -93,9 +100,9 @@ class _Offloaded:
 
     def __call__(self) -> torch.Tensor:
         buffer = aligned_empty(self._num_bytes)
-        self._writing.result().read(0, buffer)
+        self.written.result().read(0, buffer)
         return self._view(buffer)
 
     def __del__(self) -> None:
-        if not self._writing.cancel():
-            self._writing.result().close()
+        if not self.written.cancel() and self.written.exception() is None:
+            self.written.result().close()

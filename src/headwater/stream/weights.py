@@ -179,10 +179,19 @@ class SlabWeights(Weights):
             self._fetch(stage, slab)
         else:
             self.statistics.hits += 1
-        assert slab.ready is not None
-        slab.ready.result()
+        self._arrived(stage, slab)
         self._prefetch()
         return slab.buffer
+
+    def _arrived(self, stage: int, slab: _Slab) -> None:
+        """Wait for a fetch; one that failed is forgotten, so that the next use tries again."""
+        assert slab.ready is not None, "a resident stage has been asked for"
+        try:
+            slab.ready.result()
+        except BaseException:
+            slab.stage = None
+            self._resident.pop(stage, None)
+            raise
 
     def _is_here(self, stage: int) -> bool:
         schedule = self._policy.schedule

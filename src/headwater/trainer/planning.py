@@ -14,7 +14,7 @@ from headwater.config.run import InitConfig
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
 from headwater.core.stage import ParamSpec
-from headwater.models.registry import build_model, init_parameter
+from headwater.models.registry import build_model, init_parameter, learning_rate_scale
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import Fixed, make_plan
 from headwater.plan.calibrate import Calibration
@@ -58,7 +58,14 @@ def training_workload(
     size = fixed_micro_batch_size(init, batch_size)
     if size is None and resumed_micro_batch_size and batch_size % resumed_micro_batch_size == 0:
         size = resumed_micro_batch_size
-    return Workload(batch_size, sequence_length, init.optimizer_spec, size)
+    return Workload(batch_size, sequence_length, optimizer_of(init), size)
+
+
+def optimizer_of(init: InitConfig) -> OptimizerSpec:
+    """The optimizer of the params, with the learning rates that the model wants for its parameters."""
+    return dataclasses.replace(
+        init.optimizer_spec, lr_scale=lambda name: learning_rate_scale(name, init.model)
+    )
 
 
 def fixed_micro_batch_size(init: InitConfig, batch_size: int) -> int | None:

@@ -1,0 +1,32 @@
+"""Dry runs of many micro-batch sizes from two: what a stage costs grows by as much with every sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from headwater.plan.search import TraceFor
+from headwater.plan.types import StageCost, Trace
+
+_COUNTS = [field.name for field in dataclasses.fields(StageCost) if field.name != "recomputable"]
+
+
+def estimated_traces(trace_for: TraceFor) -> TraceFor:
+    """Dry runs of any size, from those of one and two samples."""
+
+    @functools.cache
+    def estimate(size: int) -> Trace:
+        one = trace_for(1)
+        if size == 1:
+            return one
+        two = trace_for(2)
+        costs = tuple(_at(size, first, second) for first, second in zip(one.costs, two.costs, strict=True))
+        return dataclasses.replace(one, costs=costs, micro_batch_size=size)
+
+    return estimate
+
+
+def _at(size: int, one: StageCost, two: StageCost) -> StageCost:
+    counts = {name: (getattr(one, name), getattr(two, name)) for name in _COUNTS}
+    grown = {name: max(0, first + (size - 1) * (second - first)) for name, (first, second) in counts.items()}
+    return dataclasses.replace(one, **grown)

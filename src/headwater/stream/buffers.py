@@ -1,0 +1,55 @@
+"""Buffers of the model: they stay on the device, and a step that fails leaves them as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from headwater.core.errors import StreamError
+
+
+class Buffers:
+    """The buffers of a model, moved to the device.
+
+    Args:
+        model: whose buffers they are.
+        device: where it computes.
+
+    Raises:
+        StreamError: if a buffer has no values.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        moved: dict[int, torch.Tensor] = {}
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if buffer.is_meta:
+                raise StreamError(
+                    f"buffer {name!r} is on the meta device and has no values",
+                    remedy="make it on the cpu, or register it in the forward",
+                )
+            self._set(name, moved.setdefault(id(buffer), buffer.to(device)))
+
+    def _set(self, name: str, buffer: torch.Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        self._model.get_submodule(path)._buffers[leaf] = buffer
+
+    @contextmanager
+    def transaction(self) -> Iterator[Callable[[], None]]:
+        """Within it buffers may change; they are put back if it fails, or if what it gives is called."""
+        buffers = self._model.named_buffers(remove_duplicate=False)
+        before = [(name, buffer, buffer.clone()) for name, buffer in buffers]
+        try:
+            yield lambda: self._put_back(before)
+        except BaseException:
+            self._put_back(before)
+            raise
+
+    def _put_back(self, before: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            for name, buffer, value in before:
+                buffer.copy_(value)
+                self._set(name, buffer)

@@ -1,0 +1,77 @@
+"""Estimated dry runs against made ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from headwater.config.models import GPTConfig
+from headwater.core.errors import DoesNotFitError
+from headwater.core.precision import Precision
+from headwater.models.registry import build_model
+from headwater.plan.budget import make_plan
+from headwater.plan.estimate import estimated_traces
+from headwater.plan.trace import trace_step
+from headwater.plan.types import Resources
+
+CONFIG = GPTConfig(
+    hidden_size=32, num_hidden_layers=3, num_heads=2, vocab_size=101, max_position_embeddings=16
+)
+
+
+class Traces:
+    """Dry runs of a small GPT, counted."""
+
+    def __init__(self):
+        self.model = build_model(CONFIG, device="meta").train()
+        self.made = []
+
+    @functools.cache  # noqa: B019
+    def __call__(self, size):
+        self.made.append(size)
+        tokens = torch.zeros(size, 16, dtype=torch.long)
+        return trace_step(
+            self.model, {"input_ids": tokens, "labels": tokens, "attention_mask": tokens}, Precision()
+        )
+
+
+def plan(traces, memory):
+    return make_plan(
+        traces,
+        batch_size=64,
+        precision=Precision(),
+        optimizer_state_bytes=8,
+        resources=Resources(host_memory=memory),
+        base_bytes=0,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 6, 64])
+def test_an_estimate_is_what_a_dry_run_finds(size):
+    traces = Traces()
+    estimate, made = estimated_traces(traces)(size), traces(size)
+    assert estimate.micro_batch_size == made.micro_batch_size
+    assert (estimate.uses, estimate.sites) == (made.uses, made.sites)
+    for stage, (ours, theirs) in enumerate(zip(estimate.costs, made.costs, strict=True)):
+        for field in dataclasses.fields(theirs):
+            if field.name == "transient_bytes":
+                continue  # the chunked loss takes as many rows at once as fit its workspace
+            expected = getattr(theirs, field.name)
+            assert getattr(ours, field.name) == pytest.approx(expected, rel=0.01), (stage, field.name)
+
+
+def test_many_sizes_need_three_dry_runs():
+    traces = Traces()
+    chosen = plan(traces, 1 << 30)
+    assert len(traces.made) <= 3
+    assert chosen.trace is traces(chosen.micro_batch_size)
+
+
+def test_a_refusal_needs_two():
+    traces = Traces()
+    with pytest.raises(DoesNotFitError, match="host_memory"):
+        plan(traces, 1 << 10)
+    assert set(traces.made) <= {1, 2}

@@ -1,0 +1,78 @@
+"""Buffers through steps that fail, and weights that have no values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from headwater.core.errors import NonFiniteError, StreamError, UnboundWeightError
+from headwater.core.precision import Precision
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.trace import trace_step
+from headwater.plan.types import Activations, Plan
+from headwater.store.update import Update
+from headwater.stream.engine import Engine
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def engine_of(model, x, *, loss_function=lambda model, x: model(x)):
+    trace = trace_step(model, x, loss_function=loss_function)
+    keep = (Activations.KEEP,) * len(trace.stages)
+    plan = Plan(trace, Precision(), "cpu", "memory", False, 2, keep, len(x), 1, "memory")
+    return Engine(model, plan, OptimizerSpec("SGD", {"lr": 0.1}), loss_function=loss_function)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_step_that_is_not_applied_leaves_running_statistics_alone(skip):
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    model = Normed()
+    with engine_of(model, x) as engine:
+        engine.train_step([x], Update(0, {"lr": 0.1}))
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        bad = Update(1, {"lr": 0.1}, skip_non_finite=skip)
+        if skip:
+            assert not engine.train_step([x * float("nan")], bad).applied
+        else:
+            with pytest.raises(NonFiniteError):
+                engine.train_step([x * float("nan")], bad)
+        assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+        engine.train_step([x], Update(2, {"lr": 0.1}))
+        assert not torch.equal(before["layers.1.running_mean"], model.layers[1].running_mean)
+
+
+def test_reading_masters_does_not_keep_others_from_the_weights():
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    with engine_of(Normed(), x) as engine:
+        engine.train_step([x], Update(0, {"lr": 0.1}))
+        losses = [engine.evaluate(x).item() for _ in engine.named_masters()]
+    assert len(set(losses)) == 1
+
+
+def test_a_weight_read_outside_every_forward_is_refused_by_the_dry_run():
+    def penalized(model, x):
+        return model(x) + model.layers[0].weight.square().sum()
+
+    with pytest.raises(UnboundWeightError, match=r"layers\.0.*outside the forward"):
+        engine_of(Normed(), torch.randn(16, 4), loss_function=penalized)
+
+
+@pytest.mark.parametrize("what", ["weights", "buffer"])
+def test_values_that_are_not_there(what):
+    x = torch.randn(16, 4)
+    model = Normed()
+    if what == "weights":
+        model.to_empty(device="meta")
+    else:
+        model.layers[1].running_mean = model.layers[1].running_mean.to("meta")
+    with pytest.raises(StreamError, match="meta device"):
+        engine_of(model, x)
