@@ -54,7 +54,11 @@ def run(system: System, workload: Workload, disk: Path | None = None) -> dict[st
         *options,
     ]
     root = Path(__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     finally:

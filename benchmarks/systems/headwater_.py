@@ -90,10 +90,11 @@ def main() -> None:
     parser.add_argument("--max_norm", type=float)
     args = parser.parse_args()
     workload = workload_of(args)
-    keep_pages()
     config = config_of(workload)
     model = build_model(config, device="meta").train()
     plan = plan_of(args, workload, model)
+    if plan.memory_is_ample:
+        keep_pages()
 
     def initial(spec: ParamSpec) -> torch.Tensor:
         return init_parameter(spec.name, spec.shape, config, seed=0)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -48,10 +49,23 @@ def keep_pages() -> bool:
     Returns:
         Whether the C library has the setting (glibc does).
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _glibc("mallopt")
     if mallopt is None:
         return False
     trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1
     return bool(mallopt(mmap_threshold, largest)) and bool(mallopt(trim_threshold, largest))
+
+
+def return_pages() -> bool:
+    """Return the memory that malloc holds and nobody uses to the system; see `keep_pages`.
+
+    Returns:
+        Whether there was any.
+    """
+    malloc_trim = _glibc("malloc_trim")
+    return malloc_trim is not None and bool(malloc_trim(0))
+
+
+def _glibc(function: str) -> Callable[..., int] | None:
+    """A function of the C library, if it is one that has it."""
+    return getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None

@@ -159,3 +159,8 @@ class Plan:
     prediction: Prediction | None = None
     disk: Path | None = None
     budget: Resources | None = None
+
+    @property
+    def memory_is_ample(self) -> bool:
+        """Whether no activation had to give way. Then an allocator that keeps its pages is worth their memory."""
+        return set(self.activations) == {Activations.KEEP}

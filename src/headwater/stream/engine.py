@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from headwater.core.buffers import return_pages
 from headwater.core.errors import NonFiniteError, StreamError
 from headwater.core.seeding import derive_seed
 from headwater.core.stage import ParamSpec
@@ -113,6 +114,7 @@ class Engine:
         self._executor = Executor(
             model, plan, self.store, binder, _make_weights(plan, self.store, self._device)
         )
+        return_pages()  # initial values took more memory than a step may
 
     def _fill(self, stage: int, binder: Binder, initial: Initial | None) -> None:
         specs = self.store.stages[stage].params

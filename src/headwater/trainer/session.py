@@ -206,11 +206,11 @@ def open_engine(
 ) -> Iterator[Engine]:
     """The engine for `work`; `blank`: a checkpoint will replace the parameters. The plan is shown first."""
     device = device_of(init.backend)
-    if device == "cpu" and init.backend.allocator == "tuned":
-        keep_pages()
     model = meta_model(init.model)
     plan = plan_run(init, model, work, disk=disk, calibration=calibrate(device, disk))
     show(plan)
+    if device == "cpu" and init.backend.allocator == "tuned" and plan.memory_is_ample:
+        keep_pages()
     with make_engine(init, model, plan, work.optimizer, blank=blank) as engine:
         yield engine
 
