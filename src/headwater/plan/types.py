@@ -162,5 +162,5 @@ class Plan:
 
     @property
     def memory_is_ample(self) -> bool:
-        """Whether no activation had to give way. Then an allocator that keeps its pages is worth their memory."""
+        """Whether no activation had to give way; then an allocator that keeps its pages is worth them."""
         return set(self.activations) == {Activations.KEEP}
