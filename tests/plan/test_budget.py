@@ -155,7 +155,7 @@ def test_refusal_names_the_binding_budget_and_what_would_fit():
 def test_refusal_offers_a_smaller_micro_batch():
     shape = gpt(layers=12, hidden=128, length=512, vocabulary=128)
     fixed = Fixed(micro_batch_size=4, activations=Activations.KEEP)
-    room = Resources(host_memory=80 * MIB)
+    room = Resources(host_memory=100 * MIB)
     with pytest.raises(DoesNotFitError, match="micro_batch_size 1"):
         make_plan(shape, resources=room, fixed=fixed, **ARGUMENTS)
 

@@ -15,7 +15,8 @@ from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, Encoding, encodi
 
 _STAGING_BUFFERS = 4
 _FP32_BYTES = 4
-_ALLOCATOR_SHARE = 5  # measured on CPU: peaks are up to a fifth above what tensors alone account for
+# Measured on CPU: how far peaks are above what tensors alone account for, in shares of those.
+_ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Peak:
 
     activations: int
     gradients: int
+    keeps_pages: bool = False
 
     @property
     def allocator(self) -> int:
         """Bytes that the allocator holds beside them: gaps, and scratch memory of kernels."""
-        return (self.activations + self.gradients) // _ALLOCATOR_SHARE
+        share = _SHARE_OF_KEPT_PAGES if self.keeps_pages else _ALLOCATOR_SHARE
+        return int((self.activations + self.gradients) * share)
 
     @property
     def total(self) -> int:
@@ -143,7 +146,10 @@ class Footprint:
         if key not in self._peaks:
             gradients = self._gradients_alive(plan)
             moments = zip(self._live(plan.activations), gradients, strict=True)
-            self._peaks[key] = max((Peak(*moment) for moment in moments), key=lambda peak: peak.total)
+            keeps_pages = plan.device == "cpu" and plan.memory_is_ample
+            self._peaks[key] = max(
+                (Peak(*moment, keeps_pages) for moment in moments), key=lambda peak: peak.total
+            )
         return self._peaks[key]
 
     def _live(self, activations: Sequence[Activations]) -> list[int]:
