@@ -85,7 +85,7 @@ class Snapshot:
     def _nothing_left_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException:  # an interrupt must not leave half a checkpoint either; it goes on from here
             shutil.rmtree(self._partial, ignore_errors=True)
             raise
 

@@ -44,7 +44,7 @@ class Buffers:
         before = [(name, buffer, buffer.clone()) for name, buffer in buffers]
         try:
             yield lambda: self._put_back(before)
-        except BaseException:
+        except BaseException:  # an interrupt must not leave half a step either; it goes on from here
             self._put_back(before)
             raise
 

@@ -186,12 +186,10 @@ class SlabWeights(Weights):
     def _arrived(self, stage: int, slab: _Slab) -> None:
         """Wait for a fetch; one that failed is forgotten, so that the next use tries again."""
         assert slab.ready is not None, "a resident stage has been asked for"
-        try:
-            slab.ready.result()
-        except BaseException:
+        if slab.ready.exception() is not None:
             slab.stage = None
             self._resident.pop(stage, None)
-            raise
+        slab.ready.result()
 
     def _is_here(self, stage: int) -> bool:
         schedule = self._policy.schedule
