@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from headwater.core.buffers import aligned_empty
-from headwater.core.errors import NonFiniteError, StoreError
+from headwater.core.errors import HeadwaterError, NonFiniteError, StoreError
 from headwater.core.stage import StageSpec
 from headwater.store.gradients import GradientHold, GradientSum, MemoryHold
 from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
@@ -95,7 +95,7 @@ class WeightStore:
         self._changed: set[int] = set()  # stages whose last fetched image is out of date
         self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
         self._locks = [threading.RLock() for _ in stages]
-        self._torn: set[int] = set()  # stages whose update began and did not end
+        self._torn: dict[int, str] = {}  # stages whose update began and did not end, and why
         self._workspaces = Workspaces()
         self._updater = Updater(rule, update_threads)
 
@@ -188,7 +188,15 @@ class WeightStore:
 
     def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
         self.before_update(stage, self._pending[stage].number)
-        self._torn.add(stage)
+        self._torn[stage] = "it was interrupted"
+        try:
+            self._apply(stage, buffer)
+        except HeadwaterError as error:
+            self._torn[stage] = error.what
+            raise
+        self._torn.pop(stage, None)
+
+    def _apply(self, stage: int, buffer: torch.Tensor | None) -> None:
         pending = self._pending.pop(stage)
         gradients = self.gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
@@ -197,7 +205,6 @@ class WeightStore:
             self._scalars[stage] = self._updater.apply(
                 self.stages[stage], image, groups, gradients, self._scalars[stage], pending
             )
-        self._torn.discard(stage)
 
     @contextmanager
     def _whole(self, stage: int) -> Iterator[None]:
@@ -205,7 +212,7 @@ class WeightStore:
         with self._locks[stage]:
             if stage in self._torn:
                 raise StoreError(
-                    f"an update of stage {self.stages[stage].name!r} failed halfway",
+                    f"an update of stage {self.stages[stage].name!r} failed halfway: {self._torn[stage]}",
                     remedy="resume from the last checkpoint",
                 )
             yield
@@ -255,7 +262,7 @@ class WeightStore:
     def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
         """Replace a stage: `fill` is called with every piece and writes its `master` and `states`."""
         with self._locks[stage]:
-            self._torn.discard(stage)
+            self._torn.pop(stage, None)
             self._pending.pop(stage, None)
             self.gradients.take(stage)
             self._changed.add(stage)
