@@ -1,0 +1,1 @@
+"""The torch-mirroring API: compile, trace, closures, checkpoints, on top of the streaming engine."""

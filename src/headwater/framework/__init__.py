@@ -1,0 +1,1 @@
+"""The session form of the API."""

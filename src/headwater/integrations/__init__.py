@@ -1,0 +1,1 @@
+"""The streaming engine inside other trainers."""

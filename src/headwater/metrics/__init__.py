@@ -1,0 +1,1 @@
+"""Metrics of a training loop, on top of torchmetrics."""

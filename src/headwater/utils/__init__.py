@@ -1,0 +1,1 @@
+"""What a training script needs beside the model: data, configuration, logs."""
