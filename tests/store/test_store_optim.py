@@ -63,7 +63,7 @@ class Pair:
             if place not in skip:
                 param.grad = torch.randn(param.shape, generator=self.gradients)
                 self.store.add_gradient(*place, param.grad.clone(), last=True)
-        self.store.end_micro_batch(last=True)
+        self.store.end_micro_batch()
 
     def step(self, number, *, max_norm=None, skip=()):
         rate = self.spec.kwargs["lr"] / (number + 1)
@@ -154,7 +154,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(value, tmp_path):
     for skip in (False, True):
         pair.store.begin_step()
         pair.store.add_gradient(1, 1, torch.full((8, 8), value), last=True)
-        pair.store.end_micro_batch(last=True)
+        pair.store.end_micro_batch()
         update = Update(7, {"lr": 0.1}, skip_non_finite=skip)
         if skip:
             assert not pair.store.commit(update).applied
@@ -172,7 +172,7 @@ def test_an_interrupted_step_is_forgotten(tmp_path):
     pair.step(0)
     pair.store.begin_step()
     pair.store.add_gradient(0, 0, torch.ones(300, 100), last=False)
-    pair.store.end_micro_batch(last=False)
+    pair.store.end_micro_batch()
     pair.store.add_gradient(0, 1, torch.ones(7), last=True)
     pair.step(1)
     pair.assert_same()
@@ -184,9 +184,9 @@ def test_micro_batches_are_summed_and_late_ones_may_miss_a_stage(tmp_path):
     expected = [param.detach().clone() for param in pair.params]
     pair.store.begin_step()
     pair.store.add_gradient(0, 0, torch.full((300, 100), 3.0), last=False)
-    pair.store.end_micro_batch(last=False)
+    pair.store.end_micro_batch()
     pair.store.add_gradient(1, 1, torch.full((8, 8), 4.0), last=True)
-    pair.store.end_micro_batch(last=True)
+    pair.store.end_micro_batch()
     committed = pair.store.commit(Update(0, {"lr": 1.0}))
     assert committed.gradient_norm == pytest.approx((30000 * 9 + 64 * 16) ** 0.5, rel=1e-6)
     masters = {(s, piece.param): piece.master.clone() for s in (0, 1) for piece in pair.store.read(s)}
@@ -199,7 +199,7 @@ def test_loss_scale_is_taken_out(tmp_path):
     for pair, scale in ((scaled, 1024.0), (plain, 1.0)):
         pair.store.begin_step()
         pair.store.add_gradient(0, 1, torch.arange(7.0) * scale, last=True)
-        pair.store.end_micro_batch(last=True)
+        pair.store.end_micro_batch()
         norm = pair.store.commit(Update(0, {"lr": 0.5}, max_norm=1.0, loss_scale=scale)).gradient_norm
         assert norm == pytest.approx(91**0.5)
     values = [[piece.master.clone() for piece in pair.store.read(0)] for pair in (scaled, plain)]
@@ -211,7 +211,7 @@ def test_clip_by_value(tmp_path):
     before = pair.params[1].detach().clone()
     pair.store.begin_step()
     pair.store.add_gradient(0, 1, torch.tensor([-9.0, -0.5, -0.1, 0.0, 0.1, 0.5, 9.0]), last=True)
-    pair.store.end_micro_batch(last=True)
+    pair.store.end_micro_batch()
     pair.store.commit(Update(0, {"lr": 1.0}, max_value=0.5))
     after = next(piece.master for piece in pair.store.read(0) if piece.param == 1)
     assert torch.equal(after, before - torch.tensor([-0.5, -0.5, -0.1, 0.0, 0.1, 0.5, 0.5]))

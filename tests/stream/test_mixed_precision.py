@@ -71,7 +71,7 @@ def test_updates_smaller_than_bf16_can_hold_add_up(tmp_path):
         for step in range(10):
             engine.store.begin_step()
             engine.store.add_gradient(0, 0, torch.full((4, 4), 1e-4), last=True)
-            engine.store.end_micro_batch(last=True)
+            engine.store.end_micro_batch()
             engine.store.commit(Update(step, {"lr": 1.0}))
         weight = dict(engine.named_masters())["0.weight"]
     torch.testing.assert_close(weight, torch.full((4, 4), 0.999), rtol=0, atol=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,11 +69,12 @@ class DiskTier(Tier):
         for future in futures:
             future.result()
 
-    def groups(self, stage: int, *, read: bool = True, write: bool) -> Iterator[tuple[Group, torch.Tensor]]:
+    def groups(
+        self, stage: int, *, read: bool = True, write: bool, params: Collection[int] | None = None
+    ) -> Iterator[tuple[Group, torch.Tensor]]:
         self._settle(stage)
-        layout = self.layouts[stage]
         waiting: deque[tuple[Group, torch.Tensor, Future[None] | None]] = deque()
-        todo = deque(layout.groups)
+        todo = deque(self.layouts[stage].groups_of(params))
         try:
             while todo or waiting:
                 while todo and len(waiting) < _READ_AHEAD:

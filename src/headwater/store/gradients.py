@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,8 +18,17 @@ Gradients = list[torch.Tensor | None]
 """One per parameter of a stage; `None` where the parameter got none."""
 
 
+_NARROW = (torch.bfloat16, torch.float16)
+
+
 class GradientHold(abc.ABC):
-    """Where summed gradients wait for the update."""
+    """Where summed gradients wait for the update.
+
+    Attributes:
+        is_memory: whether what `look` gives is what is held, and not a copy.
+    """
+
+    is_memory: bool
 
     @abc.abstractmethod
     def put(self, stage: int, gradients: Gradients) -> None:
@@ -30,12 +39,22 @@ class GradientHold(abc.ABC):
         """Give back what is held, and hold it no longer."""
 
     @abc.abstractmethod
+    def look(self, stage: int) -> Gradients:
+        """What is held; it stays held."""
+
+    @abc.abstractmethod
+    def drop(self, stage: int, param: int) -> None:
+        """Hold the gradient of one parameter no longer."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Give back memory and files."""
 
 
 class MemoryHold(GradientHold):
     """Holds the very tensors that autograd made: nothing is copied."""
+
+    is_memory = True
 
     def __init__(self) -> None:
         self._held: dict[int, Gradients] = {}
@@ -45,6 +64,16 @@ class MemoryHold(GradientHold):
 
     def take(self, stage: int) -> Gradients | None:
         return self._held.pop(stage, None)
+
+    def look(self, stage: int) -> Gradients:
+        return self._held.get(stage, [])
+
+    def drop(self, stage: int, param: int) -> None:
+        held = self._held.get(stage)
+        if held is not None:
+            held[param] = None
+            if all(gradient is None for gradient in held):
+                del self._held[stage]
 
     def close(self) -> None:
         self._held.clear()
@@ -59,6 +88,8 @@ class DiskHold(GradientHold):
         dtype_of: dtype in which the gradient of a parameter is held.
         direct: bypass the page cache.
     """
+
+    is_memory = False
 
     def __init__(
         self,
@@ -99,9 +130,18 @@ class DiskHold(GradientHold):
         self._present[stage] = [gradient is not None for gradient in gradients]
 
     def take(self, stage: int) -> Gradients | None:
-        present = self._present.pop(stage, None)
-        if present is None:
-            return None
+        held = self.look(stage)
+        self._present.pop(stage, None)
+        return held or None
+
+    def drop(self, stage: int, param: int) -> None:
+        if stage in self._present:
+            self._present[stage][param] = False
+
+    def look(self, stage: int) -> Gradients:
+        present = self._present.get(stage, [])
+        if not any(present):
+            return []
         spec = self._stages[stage]
         buffer = aligned_empty(self._span(spec))
         self._files[stage].read(0, buffer[: self._span(spec)])
@@ -113,20 +153,38 @@ class DiskHold(GradientHold):
             file.close()
 
 
+ParamKey = tuple[int, int]
+"""A parameter: its stage, and its index in the stage."""
+
+
 @dataclasses.dataclass
 class _Arriving:
     gradients: Gradients
-    norms: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    measured: set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exposed:
+    """A gradient that somebody outside has been given, and how often it had been changed by then."""
+
+    gradient: torch.Tensor
+    version: int
 
 
 class GradientSum:
     """Sums the gradients of a step's micro-batches and takes their norms as they arrive.
 
+    A sum is *present* until a commit takes it or it is dropped; what a commit has taken stays in the hold
+    until the update of its stage.
+
+    Attributes:
+        first_bad: the first stage whose gradient was not finite.
+
     Args:
         stages: the stages.
         hold: where sums wait.
-        mixed_sum_dtype: dtype of the sums of mixed-precision gradients; `None` keeps the gradient's own,
-            which is exact where there is one micro-batch.
+        mixed_sum_dtype: dtype of the sums of mixed-precision gradients; `None` keeps the gradient's own until
+            there is a second one to add, which is exact where there is one micro-batch.
     """
 
     def __init__(
@@ -136,9 +194,15 @@ class GradientSum:
         self._hold = hold
         self._mixed_sum_dtype = mixed_sum_dtype
         self._arriving: dict[int, _Arriving] = {}
-        self._norms: dict[tuple[int, int], torch.Tensor] = {}
+        self._norms: dict[ParamKey, torch.Tensor] = {}
+        self._exposed: dict[ParamKey, _Exposed] = {}
+        self.present: set[ParamKey] = set()
         self.first_bad: int | None = None
-        self.touched: set[int] = set()
+
+    @property
+    def touched(self) -> set[int]:
+        """The stages of which sums are present."""
+        return {stage for stage, _ in self.present}
 
     def add(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> bool:
         """Take the gradient of one parameter for one micro-batch.
@@ -147,82 +211,143 @@ class GradientSum:
             stage: its stage.
             param: its index in the stage.
             gradient: it belongs to the store from now on.
-            last: whether it is the step's last micro-batch.
+            last: whether it is the step's last micro-batch, as far as is known.
 
         Returns:
             Whether the stage now has the gradients of all its trainable parameters.
         """
         arriving = self._arriving.get(stage)
         if arriving is None:
+            self._put_back_exposed(stage)
             held = self._hold.take(stage)
             arriving = self._arriving[stage] = _Arriving(held or [None] * len(self._stages[stage].params))
-        total = arriving.gradients[param]
-        if total is None:
-            arriving.gradients[param] = total = self._own(gradient)
-        else:
-            total.add_(gradient)
+        total = self._sum(arriving.gradients[param], gradient, self._stages[stage].params[param].dtype)
+        arriving.gradients[param] = total
+        self._norms.pop((stage, param), None)
+        self.present.add((stage, param))
         if last:
-            arriving.norms[param] = self._measured(stage, total)
-        self.touched.add(stage)
-        return last and len(arriving.norms) == sum(p.requires_grad for p in self._stages[stage].params)
+            self._measure((stage, param), total)
+            arriving.measured.add(param)
+        return last and len(arriving.measured) == sum(p.requires_grad for p in self._stages[stage].params)
 
-    def _own(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self._mixed_sum_dtype is None or gradient.dtype == self._mixed_sum_dtype:
-            return gradient.detach()
-        return gradient.to(self._mixed_sum_dtype)
+    def _sum(
+        self, total: torch.Tensor | None, gradient: torch.Tensor, master_dtype: torch.dtype
+    ) -> torch.Tensor:
+        if total is None:
+            wide = self._mixed_sum_dtype or gradient.dtype
+            return gradient.detach() if gradient.dtype == wide else gradient.to(wide)
+        if total.dtype in _NARROW:
+            total = total.to(master_dtype)
+        return total.add_(gradient)
 
-    def _measured(self, stage: int, total: torch.Tensor) -> torch.Tensor:
-        norm = gradient_norm(total)
+    def _measure(self, key: ParamKey, total: torch.Tensor) -> None:
+        norm = self._norms[key] = gradient_norm(total)
         if self.first_bad is None and not bool(norm.isfinite()):
-            self.first_bad = stage
-        return norm
+            self.first_bad = key[0]
 
-    def settle(self, stage: int, *, last: bool) -> None:
+    def settle(self, stage: int) -> None:
         """Hold what has arrived for a stage."""
         arriving = self._arriving.pop(stage, None)
-        if arriving is None:
-            return
-        if last:  # parameters that got nothing from the last micro-batch, but from one before
-            for param, total in enumerate(arriving.gradients):
-                if total is not None and param not in arriving.norms:
-                    arriving.norms[param] = self._measured(stage, total)
-        self._norms |= {(stage, param): norm for param, norm in arriving.norms.items()}
-        self._hold.put(stage, arriving.gradients)
+        if arriving is not None:
+            self._hold.put(stage, arriving.gradients)
 
-    def settle_all(self, *, last: bool) -> None:
-        """Hold everything that has arrived; the end of a micro-batch."""
-        if last:  # stages that got nothing from the last micro-batch, but from one before
-            for stage in self.touched - self._arriving.keys() - {stage for stage, _ in self._norms}:
-                self._arriving[stage] = _Arriving(self._hold.take(stage) or [])
+    def settle_all(self) -> None:
+        """Hold everything that has arrived."""
         for stage in sorted(self._arriving):
-            self.settle(stage, last=last)
+            self.settle(stage)
 
-    def norm(self, order: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """The global norm, fp32, as `torch.nn.utils.get_total_norm` takes it over parameters in `order`."""
-        norms = [self._norms[key] for key in order if key in self._norms]
+    def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
+        """The global norm, fp32, as `torch.nn.utils.get_total_norm` takes it over parameters in this order."""
+        self.settle_all()
+        missing = {key for key in keys if key not in self._norms}
+        for stage in sorted({stage for stage, _ in missing}):
+            self._put_back_exposed(stage)
+            for param, total in enumerate(self._hold.look(stage)):
+                if total is not None and (stage, param) in missing:
+                    self._measure((stage, param), total)
+        norms = [self._norms[key] for key in keys]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
+    def commit(self, keys: Iterable[ParamKey]) -> None:
+        """These sums belong to an update from now on."""
+        for key in keys:
+            self._forget(key)
+        self.first_bad = None
+
+    def _forget(self, key: ParamKey) -> None:
+        self.present.discard(key)
+        self._norms.pop(key, None)
+        self._exposed.pop(key, None)
+
     def take(self, stage: int) -> Gradients | None:
-        """Give the sums of a stage away."""
+        """Give what is held of a stage away, what a commit has taken and what not."""
+        self.settle(stage)
+        self._put_back_exposed(stage)
         return self._hold.take(stage)
 
-    def begin_step(self) -> None:
-        """Forget norms, and what a step that did not commit has left behind."""
-        for stage in [*self._arriving, *self.touched]:
-            self._arriving.pop(stage, None)
-        self._norms.clear()
+    def put_back(self, stage: int, gradients: Gradients) -> None:
+        """Hold on to what an update did not want."""
+        if any(gradient is not None for gradient in gradients):
+            self._hold.put(stage, gradients)
+
+    def drop(self, stage: int, param: int) -> None:
+        """Forget the sum of one parameter."""
+        self.settle(stage)
+        self._forget((stage, param))
+        self._hold.drop(stage, param)
+
+    def discard(self) -> None:
+        """Drop every sum that no commit has taken."""
+        for stage, param in list(self.present):
+            self.drop(stage, param)
         self.first_bad = None
-        self.touched.clear()
+
+    def discard_stage(self, stage: int) -> None:
+        """Drop everything of a stage, what a commit has taken included."""
+        self.take(stage)
+        for key in [key for key in self.present if key[0] == stage]:
+            self._forget(key)
+
+    # gradients that the user looks at
+
+    def expose(self, stage: int, param: int) -> torch.Tensor | None:
+        """The sum of one parameter, `None` if none is present. It may be changed in place until the commit."""
+        key = (stage, param)
+        if key not in self.present:
+            return None
+        if key not in self._exposed:
+            self.settle(stage)
+            gradient = self._hold.look(stage)[param]
+            assert gradient is not None, "a present sum is held"
+            self._exposed[key] = _Exposed(gradient, gradient._version)
+            self._norms.pop(key, None)
+        return self._exposed[key].gradient
+
+    def replace(self, stage: int, param: int, gradient: torch.Tensor) -> None:
+        """Let this be the sum of one parameter."""
+        if stage not in self._arriving:
+            held = self._hold.take(stage)
+            self._arriving[stage] = _Arriving(held or [None] * len(self._stages[stage].params))
+        self._arriving[stage].gradients[param] = gradient.detach()
+        self._forget((stage, param))
+        self.present.add((stage, param))
+
+    def _put_back_exposed(self, stage: int) -> None:
+        """What was changed in a copy of a held gradient goes back to the hold."""
+        if self._hold.is_memory:
+            return
+        keys = [key for key in self._exposed if key[0] == stage]
+        changed = {k[1]: e.gradient for k in keys if (e := self._exposed[k]).gradient._version != e.version}
+        for key in keys:
+            del self._exposed[key]
+        if changed:
+            held = self._hold.take(stage) or []
+            self._hold.put(stage, [changed.get(param, total) for param, total in enumerate(held)])
 
     def close(self) -> None:
         """Give back memory and files."""
+        self._exposed.clear()
         self._hold.close()
-
-    def discard(self) -> None:
-        """Drop all gradients of this step."""
-        for stage in self.touched:
-            self._hold.take(stage)
-        self.begin_step()
 
 
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:

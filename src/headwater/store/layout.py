@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -118,6 +118,12 @@ class StageLayout:
             for index, param in enumerate(stage.params)
             for start, stop in _split(param.numel, elementwise)
         ])  # fmt: skip
+
+    def groups_of(self, params: Collection[int] | None = None) -> Sequence[Group]:
+        """The groups that hold something of these parameters; all if none are named."""
+        if params is None:
+            return self.groups
+        return [group for group in self.groups if any(piece.param in params for piece in group.pieces)]
 
     @cached_property
     def rest_bytes(self) -> int:

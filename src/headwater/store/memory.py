@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -33,8 +33,10 @@ class MemoryTier(Tier):
     def write_wire(self, stage: int, image: torch.Tensor) -> None:
         self._wire[stage][: image.numel()].copy_(image)
 
-    def groups(self, stage: int, *, read: bool = True, write: bool) -> Iterator[tuple[Group, torch.Tensor]]:
-        for group in self.layouts[stage].groups:
+    def groups(
+        self, stage: int, *, read: bool = True, write: bool, params: Collection[int] | None = None
+    ) -> Iterator[tuple[Group, torch.Tensor]]:
+        for group in self.layouts[stage].groups_of(params):
             yield group, self._rest[stage][group.offset : group.offset + group.num_bytes]
 
     def settle(self) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 
 import torch
 
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import HeadwaterError, NonFiniteError, StoreError
 from headwater.core.stage import StageSpec
-from headwater.store.gradients import GradientHold, GradientSum, MemoryHold
+from headwater.store.gradients import GradientHold, GradientSum, MemoryHold, ParamKey
 from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule
 from headwater.store.tier import Tier
-from headwater.store.update import Pending, Update, Updater, Workspaces
+from headwater.store.update import Part, Pending, Update, Updater, Workspaces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,7 @@ class WeightStore:
         self.tier = make_tier(self.layouts)
         self.gradients = GradientSum(self.stages, hold or MemoryHold(), mixed_sum_dtype)
         self.num_commits = 0
+        self._last_applied = 0  # the newest commit of which some stage has been updated
         self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self._order = order or [(s.index, p) for s in stages for p in range(len(s.params))]
         self._pending: dict[int, Pending] = {}
@@ -140,23 +141,32 @@ class WeightStore:
         if stage in self._pending:  # not used since the last step: its older update comes first
             self.flush_stage(stage)
         if self.gradients.add(stage, param, gradient, last=last):
-            self.gradients.settle(stage, last=last)
+            self.gradients.settle(stage)
 
-    def end_micro_batch(self, *, last: bool) -> None:
+    def end_micro_batch(self) -> None:
         """Say that no more gradients of this micro-batch will come."""
-        self.gradients.settle_all(last=last)
+        self.gradients.settle_all()
 
-    def commit(self, update: Update) -> Committed:
+    def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:
         """End a step: from now on the store reads as if it had been applied.
+
+        Args:
+            update: the step.
+            parts: the parameters that it updates, each with an `Update` that may have other options; other
+                parameters keep their gradients. By default all that have a gradient, with `update`.
 
         Raises:
             NonFiniteError: if a gradient is not finite and such steps are not skipped; the step leaves
                 no trace.
         """
-        norm = self.gradients.norm(self._order) / update.loss_scale
+        present = self.gradients.present
+        keys = [key for key in self._order if key in present and (parts is None or key in parts)]
+        norm = self.gradients.norm(keys) / update.loss_scale
         if not bool(norm.isfinite()):
             first = self.gradients.first_bad
-            self.gradients.discard()
+            for stage, param in keys:
+                self.gradients.drop(stage, param)
+            self.gradients.first_bad = None
             if update.skip_non_finite:
                 return Committed(float(norm), applied=False)
             raise NonFiniteError(
@@ -166,11 +176,30 @@ class WeightStore:
                 "the step was not applied",
             )
         self.num_commits += 1
-        pending = Pending(self.num_commits, update, update.factor(norm))
-        self._changed |= self.gradients.touched
-        self._pending |= dict.fromkeys(self.gradients.touched, pending)
-        self.gradients.begin_step()
+        factor = update.factor(norm)
+        for key in keys:
+            self._add_pending(key, Part(update if parts is None else parts[key], factor))
+        self.gradients.commit(keys)
         return Committed(float(norm), applied=True)
+
+    def _add_pending(self, key: ParamKey, part: Part) -> None:
+        """Two optimizers may share a stage: then the later commit joins the earlier one."""
+        stage, param = key
+        earlier = self._pending[stage].parts if stage in self._pending else {}
+        assert param not in earlier, "a new gradient has made the older update happen"
+        self._pending[stage] = Pending(self.num_commits, {**earlier, param: part})
+        self._changed.add(stage)
+
+    def rollback(self, num_commits: int) -> bool:
+        """Undo the commits after number `num_commits`, as far as no use of a stage has applied them.
+
+        Returns:
+            Whether all of them are undone.
+        """
+        for stage in [s for s, pending in self._pending.items() if pending.number > num_commits]:
+            for param in self._pending.pop(stage).parts:
+                self.gradients.drop(stage, param)
+        return self._last_applied <= num_commits
 
     # updates
 
@@ -198,6 +227,7 @@ class WeightStore:
 
     def _apply(self, stage: int, buffer: torch.Tensor | None) -> None:
         pending = self._pending.pop(stage)
+        self._last_applied = max(self._last_applied, pending.number)
         gradients = self.gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
         with self.tier.wire(stage, buffer, write=True) as image:
@@ -205,6 +235,7 @@ class WeightStore:
             self._scalars[stage] = self._updater.apply(
                 self.stages[stage], image, groups, gradients, self._scalars[stage], pending
             )
+        self.gradients.put_back(stage, gradients)
 
     @contextmanager
     def _whole(self, stage: int) -> Iterator[None]:
@@ -229,7 +260,12 @@ class WeightStore:
         return self._locks[stage]
 
     def read(
-        self, stage: int, *, with_states: bool = True, up_to: int | None = None
+        self,
+        stage: int,
+        *,
+        with_states: bool = True,
+        up_to: int | None = None,
+        params: Collection[int] | None = None,
     ) -> Generator[PieceState, None, None]:
         """Every piece of a stage, up to date. The tensors are valid until the next one is asked for.
 
@@ -237,6 +273,7 @@ class WeightStore:
             stage: which stage.
             with_states: whether the optimizer state is wanted too.
             up_to: leave an update committed after this number (see `num_commits`) for later.
+            params: only these parameters, by index.
         """
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
@@ -245,8 +282,10 @@ class WeightStore:
                 self._update(stage, buffer)
             with self.tier.wire(stage, buffer, write=False) as image:
                 wires = self.stages[stage].views(image)
-                for group, rest in self.tier.groups(stage, write=False):
+                for group, rest in self.tier.groups(stage, write=False, params=params):
                     for piece in group.pieces:
+                        if params is not None and piece.param not in params:
+                            continue
                         yield self._piece_state(stage, piece, wires[piece.param], rest, with_states)
 
     def _piece_state(
@@ -264,7 +303,7 @@ class WeightStore:
         with self._locks[stage]:
             self._torn.pop(stage, None)
             self._pending.pop(stage, None)
-            self.gradients.take(stage)
+            self.gradients.discard_stage(stage)
             self._changed.add(stage)
             image = self.tier.resident_wire(stage)
             target = image if image is not None else aligned_empty(self.layouts[stage].wire_bytes)
@@ -275,6 +314,46 @@ class WeightStore:
             if image is None:
                 self.tier.write_wire(stage, target)
 
+    def read_param(self, stage: int, param: int, state: str | None = None) -> torch.Tensor:
+        """A copy of one parameter's master, or of one of its optimizer state tensors, up to date.
+
+        Args:
+            stage: its stage.
+            param: its index in the stage.
+            state: name of the state tensor; the master if not given.
+        """
+        spec = self.stages[stage].params[param]
+        shape, dtype = spec.shape, spec.dtype
+        if state is not None:
+            layout = self.rule.state_layout(spec)[state]
+            shape, dtype = spec.shape if layout.shape is None else layout.shape, layout.dtype
+        out = torch.empty(shape, dtype=dtype)
+        with closing(self.read(stage, with_states=state is not None, params={param})) as pieces:
+            for piece in pieces:
+                value = piece.master if state is None else piece.states[state]
+                out.view(-1)[piece.start : piece.start + value.numel()].copy_(value.view(-1))
+        return out
+
+    def write_param(self, stage: int, param: int, value: torch.Tensor, state: str | None = None) -> None:
+        """Replace one parameter's master, or one of its optimizer state tensors, by a tensor of its shape."""
+        flat = value.reshape(-1)
+        with self._whole(stage):
+            buffer = self._wire_buffer(stage)
+            if stage in self._pending:
+                self._update(stage, buffer)
+            self._changed.add(stage)
+            with self.tier.wire(stage, buffer, write=True) as image:
+                wire = self.stages[stage].views(image)[param]
+
+                def fill(piece: PieceState) -> None:
+                    target = piece.master if state is None else piece.states[state].view(-1)
+                    target.copy_(flat[piece.start : piece.start + target.numel()])
+
+                for group, rest in self.tier.groups(stage, write=True, params={param}):
+                    for piece in group.pieces:
+                        if piece.param == param:
+                            self._fill_piece(stage, piece, wire, rest, fill, keep=state is not None)
+
     def _fill_piece(
         self,
         stage: int,
@@ -282,16 +361,22 @@ class WeightStore:
         wire: torch.Tensor,
         rest: torch.Tensor,
         fill: Callable[[PieceState], None],
+        *,
+        keep: bool = False,
     ) -> None:
+        """Let `fill` write a piece; with `keep` it finds the master that is there."""
         spec = self.stages[stage].params[piece.param]
-        fields = piece.views(rest)
+        encoding, fields = encoding_of(spec), piece.views(rest)
         flat_wire = wire.view(-1)[piece.start : piece.stop]
-        same = encoding_of(spec) is Encoding.SAME
-        master = flat_wire if same else self._workspaces.get("master", flat_wire.numel())
+        master = flat_wire
+        if encoding is not Encoding.SAME:
+            master = self._workspaces.get("master", flat_wire.numel())
+            if keep:
+                master = read_master(encoding, flat_wire, fields, master)
         fill(
             PieceState(piece.param, piece.start, master, {n: fields[n] for n in self.rule.state_layout(spec)})
         )
-        write_master(encoding_of(spec), master, flat_wire, fields)
+        write_master(encoding, master, flat_wire, fields)
 
     def scalars(self, stage: int) -> list[Scalars | None]:
         """Optimizer scalars of each parameter, up to date after `read` or `flush_stage`."""

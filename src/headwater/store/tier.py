@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -50,13 +50,16 @@ class Tier(abc.ABC):
         """Replace the wire image."""
 
     @abc.abstractmethod
-    def groups(self, stage: int, *, read: bool = True, write: bool) -> Iterator[tuple[Group, torch.Tensor]]:
+    def groups(
+        self, stage: int, *, read: bool = True, write: bool, params: Collection[int] | None = None
+    ) -> Iterator[tuple[Group, torch.Tensor]]:
         """Each group of the stage with its bytes, which stay valid until the next one is asked for.
 
         Args:
             stage: which stage.
             read: whether the bytes are wanted, or will be written whole.
             write: whether the bytes are changed and must be put back.
+            params: only groups that hold something of these parameters.
         """
 
     @abc.abstractmethod

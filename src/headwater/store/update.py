@@ -55,18 +55,29 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """The update of one parameter.
+
+    Attributes:
+        update: the step.
+        factor: see `Update.factor`.
+    """
+
+    update: Update
+    factor: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Pending:
     """An update that waits for its stage.
 
     Attributes:
         number: which commit it is of.
-        update: the step.
-        factor: see `Update.factor`.
+        parts: what is done to each parameter, by index; what is not named here keeps its gradient.
     """
 
     number: int
-    update: Update
-    factor: torch.Tensor | None
+    parts: Mapping[int, Part]
 
 
 class Workspaces(threading.local):
@@ -111,9 +122,9 @@ class Updater:
             stage: what is updated.
             image: its wire image; changed in place.
             groups: its groups with their bytes; changed in place.
-            gradients: one per parameter; each is given up when its parameter is done.
+            gradients: one per parameter; each that is used is given up when its parameter is done.
             scalars: the optimizer scalars of each parameter.
-            pending: the step.
+            pending: what is done to which parameter.
 
         Returns:
             The new scalars. Every piece of a parameter starts from the same old ones.
@@ -122,11 +133,11 @@ class Updater:
         after = list(scalars)
 
         def update(piece: Piece, rest: torch.Tensor) -> None:
-            gradient = gradients[piece.param]
-            if gradient is not None:
+            gradient, part = gradients[piece.param], pending.parts.get(piece.param)
+            if gradient is not None and part is not None:
                 wire = wires[piece.param].view(-1)[piece.start : piece.stop]
                 old = scalars[piece.param]
-                after[piece.param] = self._piece(stage, piece, wire, rest, gradient, old, pending)
+                after[piece.param] = self._piece(stage, piece, wire, rest, gradient, old, part)
 
         for group, rest in groups:
             updates = [self._threads.submit(update, piece, rest) for piece in group.pieces]
@@ -134,7 +145,7 @@ class Updater:
             for done in updates:
                 done.result()
             for piece in group.pieces:
-                if piece.stop == stage.params[piece.param].numel:
+                if piece.stop == stage.params[piece.param].numel and piece.param in pending.parts:
                     gradients[piece.param] = None
         wires.clear()  # a worker keeps its last job a while: let it hold no view of a slab
         return after
@@ -147,30 +158,31 @@ class Updater:
         rest: torch.Tensor,
         gradient: torch.Tensor,
         scalars: Scalars | None,
-        pending: Pending,
+        part: Part,
     ) -> Scalars:
         spec = stage.params[piece.param]
         encoding, fields = encoding_of(spec), piece.views(rest)
         master = read_master(encoding, wire, fields, self._workspaces.get("master", wire.numel()))
-        own = self._prepared(gradient.reshape(-1)[piece.start : piece.stop], master.dtype, pending)
+        own = self._prepared(gradient.reshape(-1)[piece.start : piece.stop], master.dtype, part)
         elementwise = self._rule.elementwise
         shape = (piece.stop - piece.start,) if elementwise else spec.shape
         states = {
             name: fields[name].view(-1) if elementwise else fields[name]
             for name in self._rule.state_layout(spec)
         }
-        options = self._rule.spec.options(spec.name, spec.shape, pending.update.options)
+        options = self._rule.spec.options(spec.name, spec.shape, part.update.options)
         new = self._rule.apply(master.view(shape), own.view(shape), states, scalars, options)
         write_master(encoding, master, wire, fields)
         return new
 
-    def _prepared(self, gradient: torch.Tensor, dtype: torch.dtype, pending: Pending) -> torch.Tensor:
+    def _prepared(self, gradient: torch.Tensor, dtype: torch.dtype, part: Part) -> torch.Tensor:
         if gradient.dtype != dtype:
             gradient = self._workspaces.get("gradient", gradient.numel()).copy_(gradient)
-        if pending.factor is not None:
-            gradient.mul_(pending.factor)
-        if pending.update.max_value is not None:
-            gradient.clamp_(-pending.update.max_value, pending.update.max_value)
+        if part.factor is not None:
+            gradient.mul_(part.factor)
+        limit = part.update.max_value
+        if limit is not None:
+            gradient.clamp_(-limit, limit)
         return gradient
 
     def close(self) -> None:

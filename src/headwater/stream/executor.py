@@ -142,7 +142,7 @@ class Executor:
         finally:
             self._in_backward = False
             self._release()
-        self._store.end_micro_batch(last=last)
+        self._store.end_micro_batch()
 
     def bind_all(self, stages: Sequence[int]) -> None:
         """Bind stages outside any forward, while there are slabs for all of them."""
