@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from headwater.core.buffers import aligned_empty
-from headwater.store.files import disk_errors, open_files
+from headwater.core.files import disk_errors
+from headwater.store.files import open_files
 from headwater.store.layout import Group, StageLayout
 from headwater.store.tier import Tier
 

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headwater.core.buffers import PAGE_BYTES
-from headwater.core.errors import CorruptError, DiskFullError, StoreError
-
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the system's errors into the project's own, naming `path`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NO_SPACE:
-            raise DiskFullError(
-                f"no space left for {path.name}",
-                where=str(path),
-                remedy="free space there or name a folder on a larger disk; the last checkpoint is intact",
-            ) from error
-        raise StoreError(f"{path.name}: {error.strerror or error}", where=str(path)) from error
+from headwater.core.errors import CorruptError
+from headwater.core.files import disk_errors
 
 
 class BlockFile:

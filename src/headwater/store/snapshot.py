@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -11,10 +10,10 @@ from pathlib import Path
 import torch
 
 from headwater.core.errors import HeadwaterError
+from headwater.core.files import CheckedFile, disk_errors, sync_folder
+from headwater.core.safetensors import DTYPE_CODES, DTYPES, TensorFileWriter
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.store.files import disk_errors
 from headwater.store.rule import Scalars, UpdateRule
-from headwater.store.snapshot_file import DTYPE_CODES, DTYPES, CheckedFile, TensorFileWriter
 from headwater.store.snapshot_manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -235,12 +234,3 @@ def remove_folder(folder: Path) -> None:
     """Delete a folder with all it holds, if it is there."""
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

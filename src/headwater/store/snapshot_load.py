@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from headwater.core.errors import CheckpointError
+from headwater.core.files import FileBytes
+from headwater.core.safetensors import TensorFile
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.rule import Scalars
 from headwater.store.snapshot import BUFFERS_FILE, state_entries, state_name
-from headwater.store.snapshot_file import FileBytes, TensorFile
 from headwater.store.snapshot_manifest import (
     MANIFEST_FILE,
     ParamEntry,

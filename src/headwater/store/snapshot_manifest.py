@@ -13,9 +13,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from headwater.core.errors import CheckpointError, CorruptError
-from headwater.store.files import disk_errors
+from headwater.core.files import Chunk, disk_errors
+from headwater.core.safetensors import DTYPE_CODES, DTYPES
 from headwater.store.rule import Scalars
-from headwater.store.snapshot_file import DTYPE_CODES, DTYPES, Chunk
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1

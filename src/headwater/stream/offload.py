@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from headwater.core.buffers import aligned_empty, round_up
-from headwater.store.files import BlockFile, disk_errors
+from headwater.core.files import disk_errors
+from headwater.store.files import BlockFile
 
 _SMALLEST_BYTES = 64 << 10
 """What is smaller stays: moving it costs more than it frees."""

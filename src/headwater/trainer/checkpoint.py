@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from headwater.core.errors import ConfigError, HeadwaterError, ModelDirBusyError
-from headwater.store.files import disk_errors
+from headwater.core.files import disk_errors
 from headwater.store.snapshot import Snapshot, recover, retire
 from headwater.store.snapshot_load import Buffers, SavedCheckpoint, load_weights
 from headwater.store.snapshot_manifest import MANIFEST_FILE

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headwater.core import files
 from headwater.core.errors import CorruptError
-from headwater.store import snapshot_file
-from headwater.store.snapshot_file import DTYPE_CODES, TensorFile, TensorFileWriter
+from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter
 
 TENSORS = {
     "flags": torch.tensor([True, False, True]),
@@ -28,7 +28,7 @@ def written(tmp_path_factory):
     """A file in small chunks, and its checksums."""
     path = tmp_path_factory.mktemp("file") / "x.safetensors"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_file, "CHUNK_BYTES", 24)
+        patch.setattr(files, "CHUNK_BYTES", 24)
         with TensorFileWriter(path, LAYOUT) as file:
             for name, value in reversed(TENSORS.items()):  # in another order than they lie
                 flat = value.view(-1)

@@ -1,0 +1,190 @@
+"""Files that must last: written with a checksum for every chunk, read with a look at it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from headwater.core.errors import CheckpointError, CorruptError, DiskFullError, StoreError
+
+CHUNK_BYTES = 4 << 20
+"""A checksum covers at most this much, so that reading part of a file verifies little more than that."""
+
+Chunk = tuple[int, int, int]
+"""Offset in the file, length, CRC-32."""
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OTHER_COPY = "use another checkpoint, or another copy of this one"
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the system's errors into the project's own, naming `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise DiskFullError(
+                f"no space left for {path.name}",
+                where=str(path),
+                remedy="free space there or name a folder on a larger disk; the last checkpoint is intact",
+            ) from error
+        raise StoreError(f"{path.name}: {error.strerror or error}", where=str(path)) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class CheckedFile:
+    """A file of known size, written in any order while it is entered as a context, on disk when that ends.
+
+    Args:
+        path: where it is created; whatever was there is replaced.
+        num_bytes: its size; the space is reserved at once.
+
+    Raises:
+        DiskFullError: if there is no room.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        self._chunks: list[Chunk] = []
+        with disk_errors(path):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                if num_bytes:
+                    os.posix_fallocate(self._fd, 0, num_bytes)
+            finally:
+                os.close(self._fd)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """What was written, in file order."""
+        return sorted(self._chunks)
+
+    def __enter__(self) -> Self:
+        with disk_errors(self.path):
+            self._fd = os.open(self.path, os.O_RDWR)
+        return self
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Write bytes at `offset`, once each."""
+        with disk_errors(self.path):
+            for first in range(0, len(data), CHUNK_BYTES):
+                chunk = data[first : first + CHUNK_BYTES]
+                done = 0
+                while done < len(chunk):
+                    done += os.pwrite(self._fd, chunk[done:], offset + first + done)
+                self._chunks.append((offset + first, len(chunk), zlib.crc32(chunk)))
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        with disk_errors(self.path):
+            try:
+                if kind is None:
+                    os.fsync(self._fd)
+            finally:
+                os.close(self._fd)
+
+
+class FileBytes:
+    """The bytes of a file that exists, compared with their checksums where there are some.
+
+    Args:
+        path: the file.
+        chunks: checksums of all its bytes, in file order.
+        hold: keep the file open, and so go on reading this one, whatever takes its name.
+
+    Raises:
+        CheckpointError: if it is missing.
+        CorruptError: if it is not as long as it was.
+    """
+
+    def __init__(self, path: Path, chunks: Sequence[Chunk] | None = None, *, hold: bool = False) -> None:
+        if not path.is_file():
+            raise CheckpointError("the file is missing", where=str(path), remedy=_OTHER_COPY)
+        self.path = path
+        self._held: int | None = None
+        if hold:
+            with disk_errors(path):
+                self._held = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._held)
+        self.num_bytes = (path.stat() if self._held is None else os.fstat(self._held)).st_size
+        self._chunks = chunks
+        self._last: tuple[int, bytes] | None = None  # a chunk of which the rest is likely to be wanted next
+        written = self.num_bytes if chunks is None else sum(length for _, length, _ in chunks)
+        if self.num_bytes != written:
+            kind = "truncated" if self.num_bytes < written else "too long"
+            raise CorruptError(
+                f"the file is {kind}: {self.num_bytes} bytes of {written}",
+                where=str(path),
+                remedy=_OTHER_COPY,
+            )
+
+    def read(self, low: int, count: int, what: str) -> bytes:
+        """`count` bytes from offset `low` on; errors call them `what`.
+
+        Raises:
+            CorruptError: if they are not those that were written.
+        """
+        if self._chunks is None:
+            return self._read(low, count, what)
+        high, parts = low + count, []
+        index = bisect_right(self._chunks, low, key=lambda chunk: chunk[0]) - 1
+        while index < len(self._chunks) and self._chunks[index][0] < high:
+            offset, length, _ = self._chunks[index]
+            chunk = self._chunk(index, what)
+            parts.append(chunk[max(low - offset, 0) : high - offset])
+            self._last = (index, chunk) if high < offset + length else None
+            index += 1
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _chunk(self, index: int, what: str) -> bytes:
+        assert self._chunks is not None, "only a file with checksums has chunks"
+        if self._last is not None and self._last[0] == index:
+            return self._last[1]
+        offset, length, checksum = self._chunks[index]
+        data = self._read(offset, length, what)
+        if zlib.crc32(data) != checksum:
+            raise CorruptError(
+                f"{what}: bytes {offset} to {offset + length} of the file are not what was written",
+                where=str(self.path),
+                remedy=_OTHER_COPY,
+            )
+        return data
+
+    def _read(self, low: int, count: int, what: str) -> bytes:
+        with disk_errors(self.path), self._opened() as file:
+            data = _read_at(file, low, count)
+        if len(data) < count:
+            raise CorruptError(f"{what}: the file is truncated", where=str(self.path), remedy=_OTHER_COPY)
+        return data
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        if self._held is not None:
+            yield self._held
+            return
+        with self.path.open("rb") as file:
+            yield file.fileno()
+
+
+def _read_at(file: int, low: int, count: int) -> bytes:
+    """`count` bytes from offset `low` on, or as many as there are; one call reads 2 GiB at most."""
+    parts = [os.pread(file, count, low)]
+    while parts[-1] and (done := sum(map(len, parts))) < count:
+        parts.append(os.pread(file, count - done, low + done))
+    return parts[0] if len(parts) == 1 else b"".join(parts)

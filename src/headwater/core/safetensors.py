@@ -1,0 +1,194 @@
+"""Safetensors files written and read a run of elements at a time, with a checksum for every chunk.
+
+The format, from its documentation: the header's length (8 bytes, little-endian), the header (JSON: dtype,
+shape and byte range of each tensor, counted from the header's end), then the tensors' bytes without gaps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwater.core.errors import CheckpointError
+from headwater.core.files import CHUNK_BYTES, CheckedFile, Chunk, FileBytes
+
+DTYPE_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64", torch.bool: "BOOL",
+}  # fmt: skip
+"""The format's names of dtypes."""
+
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+"""The inverse."""
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a file, by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPlace:
+    """A tensor in a file; `offset` is in bytes from the file's start."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def lay_out(
+    tensors: Layout, metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, TensorPlace]]:
+    """The first bytes of a file for `tensors` and `metadata`, and where each tensor will lie."""
+    by_alignment = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
+    places, position = {}, 0
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    for name, (dtype, shape) in by_alignment:
+        place = places[name] = TensorPlace(dtype, shape, position)
+        end = position + place.num_bytes
+        header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # data starts on a multiple of 8 bytes
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return head, {n: dataclasses.replace(p, offset=p.offset + len(head)) for n, p in places.items()}
+
+
+class TensorFileWriter(CheckedFile):
+    """A safetensors file whose tensors are written in any runs and order.
+
+    Args:
+        path: where it is created.
+        tensors: what it will hold.
+        metadata: further entries of the header.
+
+    Attributes:
+        metadata: the entries; until the file is closed they may change, but not in length.
+    """
+
+    def __init__(self, path: Path, tensors: Layout, metadata: Mapping[str, str] | None = None) -> None:
+        self._tensors = tensors
+        self.metadata = dict(metadata or {})
+        head, self._places = lay_out(tensors, self.metadata)
+        self._head_bytes = len(head)
+        super().__init__(path, len(head) + sum(place.num_bytes for place in self._places.values()))
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                head, _ = lay_out(self._tensors, self.metadata)
+                assert len(head) == self._head_bytes, "the metadata has changed in length"
+                self.put(0, memoryview(head))
+        finally:
+            super().__exit__(kind, *rest)
+
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Write a run of elements of tensor `name` that begins with its element `start`."""
+        place = self._places[name]
+        assert values.dtype == place.dtype, f"{name} is laid out as {place.dtype}, not {values.dtype}"
+        self.put(place.offset + start * place.dtype.itemsize, as_bytes(values))
+
+
+def as_bytes(values: torch.Tensor) -> memoryview:
+    """The bytes of a host tensor, without a copy where it is contiguous."""
+    return values.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+class TensorFile:
+    """A safetensors file, read a run of elements at a time.
+
+    Args:
+        path: the file.
+        chunks: checksums of all its bytes, in file order, if there are some.
+        hold: go on reading this file, whatever takes its name.
+
+    Attributes:
+        places: where each tensor lies, by name.
+        metadata: further entries of the header.
+
+    Raises:
+        CheckpointError: if it is missing or is not a safetensors file.
+        CorruptError: if its length or header is not what was written.
+    """
+
+    def __init__(self, path: Path, chunks: Sequence[Chunk] | None = None, *, hold: bool = False) -> None:
+        self._bytes = FileBytes(path, chunks, hold=hold)
+        self.path = path
+        if self._bytes.num_bytes < _LENGTH_BYTES:
+            raise _not_safetensors(path, "it is too short")
+        length = int.from_bytes(self._bytes.read(0, _LENGTH_BYTES, "the header"), "little")
+        if length > min(_MAX_HEADER_BYTES, self._bytes.num_bytes - _LENGTH_BYTES):
+            raise _not_safetensors(path, "its header is longer than the file")
+        header = self._bytes.read(_LENGTH_BYTES, length, "the header")
+        self.places, self.metadata = _parse_header(path, header, self._bytes.num_bytes)
+
+    def read(self, name: str, start: int, count: int) -> torch.Tensor:
+        """`count` elements of tensor `name` from its element `start` on, 1-D.
+
+        Raises:
+            CorruptError: if they are not those that were written.
+        """
+        place = self.places[name]
+        if count == 0:
+            return torch.empty(0, dtype=place.dtype)
+        size = place.dtype.itemsize
+        data = self._bytes.read(place.offset + start * size, count * size, f"tensor {name}")
+        return torch.frombuffer(bytearray(data), dtype=place.dtype)
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """Tensor `name` in its shape."""
+        shape = self.places[name].shape
+        return self.read(name, 0, math.prod(shape)).view(shape)
+
+    def verify(self) -> None:
+        """Read every tensor and compare it with its checksums."""
+        for name, place in self.places.items():
+            numel, run = math.prod(place.shape), CHUNK_BYTES // place.dtype.itemsize
+            for start in range(0, numel, run):
+                self.read(name, start, min(run, numel - start))
+
+
+def _parse_header(
+    path: Path, header: bytes, file_bytes: int
+) -> tuple[dict[str, TensorPlace], dict[str, str]]:
+    start = _LENGTH_BYTES + len(header)
+    try:
+        entries = json.loads(header)
+        metadata = dict(entries.pop("__metadata__", {}))
+        places = {name: _parse_place(entry, start) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _not_safetensors(path, f"its header cannot be read ({error!r})") from error
+    for name, place in places.items():
+        if not start <= place.offset <= place.offset + place.num_bytes <= file_bytes:
+            raise _not_safetensors(path, f"tensor {name} lies outside of it")
+    return places, metadata
+
+
+def _parse_place(entry: Mapping[str, Any], start: int) -> TensorPlace:
+    first, end = map(int, entry["data_offsets"])
+    place = TensorPlace(DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), start + first)
+    if place.num_bytes != end - first:
+        raise ValueError(f"{end - first} bytes for shape {place.shape}")
+    return place
+
+
+def _not_safetensors(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"this is no safetensors file, or a damaged one: {why}",
+        where=str(path),
+        remedy="copy it again, or save it anew with safetensors; pickled weights are not read",
+    )
