@@ -3,6 +3,7 @@
     HeadwaterError
     ├── ConfigError            a params file, command line or argument is wrong
     ├── DataError              an input file is missing, malformed or does not fit the model
+    ├── ModelError             a model, its loss, its optimizer and its batch do not go together
     ├── PlanError              no plan can be made for this model on this machine
     │   └── DoesNotFitError    a budget is too small; names the tier and the nearest setting that fits
     ├── StoreError             the weight store failed
@@ -55,6 +56,10 @@ class ConfigError(HeadwaterError):
 
 class DataError(HeadwaterError):
     """An input file is missing, malformed or does not fit the model."""
+
+
+class ModelError(HeadwaterError):
+    """A model, its loss, its optimizer and its batch do not go together."""
 
 
 class PlanError(HeadwaterError):

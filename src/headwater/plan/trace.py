@@ -35,6 +35,31 @@ def call_model(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss
 
 
+@dataclasses.dataclass(frozen=True)
+class OperatorCall:
+    """One operator of the dry run, as an observer sees it.
+
+    Attributes:
+        func: the operator, an overload of `torch.ops`.
+        args: its arguments, tensors and others in any nesting, those given by name last.
+        out: what it returned.
+        stage: index of the stage whose cost it is.
+        flops: floating-point operations; 0 where torch counts none.
+        backward: whether it belongs to the backward.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    out: Any
+    stage: int
+    flops: int
+    backward: bool
+
+
+Observer = Callable[[OperatorCall], None]
+"""Is told of every operator of a dry run, in order."""
+
+
 def trace_step(
     model: nn.Module,
     batch: Any,
@@ -42,6 +67,7 @@ def trace_step(
     *,
     loss_function: LossFunction = call_model,
     partition: Partition | None = None,
+    observer: Observer | None = None,
 ) -> Trace:
     """Record which stage is used when, and what it costs.
 
@@ -52,13 +78,14 @@ def trace_step(
         precision: precision of the run; fp32 if not given.
         loss_function: gives the scalar loss.
         partition: the stages; found automatically if not given.
+        observer: is told of every operator.
     """
     precision = precision or Precision()
     partition = partition or find_stages(model, precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = _Recorder(model, partition)
+    recorder = _Recorder(model, partition, observer)
     with mode, _attributes_restored(model), autocast(precision, "cpu"):
-        state = _fake_state(model, partition)
+        state = fake_state(model, partition)
         recorder.register(state)
         fake_batch = tree_map_only(torch.Tensor, _fake, batch)
         with recorder.recording():
@@ -108,8 +135,8 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def _fake_state(model: nn.Module, partition: Partition) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer by every name it has, parameters in wire precision."""
+def fake_state(model: nn.Module, partition: Partition) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer by every name it has, parameters in wire precision; needs a fake mode."""
     state: dict[str, torch.Tensor] = {}
     for stage in partition.stages:
         for param in stage.params:
@@ -147,10 +174,11 @@ class _Cost:
 class _Recorder(TorchDispatchMode):
     """Watches module calls and operators; see `_Recorder.trace` for what comes of it."""
 
-    def __init__(self, model: nn.Module, partition: Partition) -> None:
+    def __init__(self, model: nn.Module, partition: Partition, observer: Observer | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._partition = partition
+        self._observer = observer
         self._unit_of = {
             unit.path: index for index, unit in enumerate(partition.units) if not unit.direct_only
         }
@@ -245,12 +273,14 @@ class _Recorder(TorchDispatchMode):
         if not func.is_view:
             cost.transient_bytes = max(cost.transient_bytes, sum(_bytes(tensor) for tensor in _tensors(out)))
         count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            flops = count(*args, **kwargs, out_val=out)
-            if self._in_backward:
-                cost.backward_flops += flops
-            else:
-                cost.flops += flops
+        flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+        if self._in_backward:
+            cost.backward_flops += flops
+        else:
+            cost.flops += flops
+        if self._observer is not None:
+            arguments = (*args, *kwargs.values())
+            self._observer(OperatorCall(func, arguments, out, self._current, flops, self._in_backward))
         return out
 
     def _read(self, stage: int) -> None:
