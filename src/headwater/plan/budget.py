@@ -6,12 +6,12 @@ import dataclasses
 
 from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
-from headwater.plan.calibrate import Calibration, free_resources, resident_bytes
 from headwater.plan.estimate import estimated_traces
 from headwater.plan.footprint import minimum_slabs
+from headwater.plan.machine import free_resources, resident_bytes
 from headwater.plan.refusal import UNLIMITED, refusal
 from headwater.plan.search import Budgets, Fixed, Request, TraceFor, best_plan, micro_batch_sizes
-from headwater.plan.types import Activations, Plan, Resources
+from headwater.plan.types import Activations, Calibration, Plan, Resources
 
 __all__ = ["Fixed", "make_plan"]
 

@@ -7,9 +7,8 @@ from functools import lru_cache
 
 from headwater.core.units import GIB
 from headwater.plan.belady import simulate, slab_capacity
-from headwater.plan.calibrate import Calibration
 from headwater.plan.footprint import Footprint
-from headwater.plan.types import Activations, Plan, Prediction
+from headwater.plan.types import Activations, Calibration, Plan, Prediction
 
 NOMINAL = Calibration(
     fp32_flops_per_s=200e9,

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwater.core.precision import Precision
-from headwater.plan.calibrate import Calibration
 from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
 from headwater.plan.predict import Predictor
-from headwater.plan.types import Activations, Plan, Prediction, Tier, Trace
+from headwater.plan.types import Activations, Calibration, Plan, Prediction, Tier, Trace
 
 TraceFor = Callable[[int], Trace]
 """Micro-batch size -> its dry run; should remember what it has traced."""

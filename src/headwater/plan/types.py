@@ -7,7 +7,7 @@ import enum
 from pathlib import Path
 from typing import Literal
 
-from headwater.core.precision import Precision
+from headwater.core.precision import Precision, PrecisionName
 from headwater.core.stage import StageSpec
 
 
@@ -81,6 +81,50 @@ class Resources:
     host_memory: int | None = None
     disk: Path | None = None
     disk_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """How fast one machine computes and moves bytes, each rate the best of a few short runs.
+
+    Attributes:
+        fp32_flops_per_s: matrix products in fp32 on the compute device; `bf16_…`, `fp16_…` alike.
+        fp32_saved_bytes_per_s: bytes that autograd saves in forward, by the time that forward and backward of
+            a transformer block take beyond its matrix products (norms, activation functions, allocation).
+        memory_bytes_per_s: bytes read plus bytes written by a copy within the compute device's memory.
+        adamw_params_per_s: parameters that fused AdamW updates in host memory.
+        link_bytes_per_s: pinned host memory to the device; `None` on CPU.
+        disk_read_bytes_per_s: from the folder of the disk tier; `None` where no folder was given.
+        disk_write_bytes_per_s: to that folder.
+    """
+
+    fp32_flops_per_s: float
+    bf16_flops_per_s: float
+    fp16_flops_per_s: float
+    fp32_saved_bytes_per_s: float
+    bf16_saved_bytes_per_s: float
+    fp16_saved_bytes_per_s: float
+    memory_bytes_per_s: float
+    adamw_params_per_s: float
+    link_bytes_per_s: float | None = None
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+
+    def flops_per_s(self, precision: PrecisionName) -> float:
+        """Rate of matrix products in `precision`."""
+        return {
+            "fp32": self.fp32_flops_per_s,
+            "bf16": self.bf16_flops_per_s,
+            "fp16": self.fp16_flops_per_s,
+        }[precision]
+
+    def saved_bytes_per_s(self, precision: PrecisionName) -> float:
+        """Saved bytes for each second of training that is not spent in matrix products, in `precision`."""
+        return {
+            "fp32": self.fp32_saved_bytes_per_s,
+            "bf16": self.bf16_saved_bytes_per_s,
+            "fp16": self.fp16_saved_bytes_per_s,
+        }[precision]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 from headwater.core.units import format_bytes
-from headwater.plan.calibrate import resident_bytes
+from headwater.plan.machine import resident_bytes
 from headwater.plan.types import Plan
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 
