@@ -1,58 +1,151 @@
-"""The calibration measures something, once."""
+"""The calibration measures something, remembers it, and doubts it where it should."""
 
 import dataclasses
 import json
+import logging
+import time
 
 import pytest
 
 from headwater.core.errors import ConfigError
 from headwater.plan import calibrate as module
-from headwater.plan.calibrate import Calibration, calibrate, free_resources
-from headwater.plan.types import Resources
+from headwater.plan.calibrate import Calibration, Known, calibrate
+from headwater.plan.probes import Measurement, Probe, Timing, measure, time_probes
+
+RATES = Calibration(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+DAY_S = 86_400.0
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("calibration")
-    return calibrate(disk=folder, cache=folder / "cache.json"), folder
+def taken(fp32=1.0, quick_s=0.02, cpu_share=1.0):
+    return Measurement(dataclasses.replace(RATES, fp32_flops_per_s=fp32), quick_s, cpu_share)
 
 
-def test_every_rate_of_a_cpu_is_measured(measured):
-    rates = dataclasses.asdict(measured[0])
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine whose measurements are told: change what `measurements` and `quick` hold."""
+
+    class Machine:
+        measurements: list[Measurement] = []  # noqa: RUF012
+        quick = Timing({"quick": 0.02}, 1.0)
+        now_s = 1e9
+
+    monkeypatch.setattr(module, "measure", lambda *_: Machine.measurements.pop(0))
+    monkeypatch.setattr(module, "time_quick", lambda _: Machine.quick)
+    monkeypatch.setattr(module.time, "time", lambda: Machine.now_s)
+    return Machine
+
+
+def test_every_rate_of_a_cpu_is_measured_and_nothing_is_left(tmp_path):
+    rates = dataclasses.asdict(measure("cpu", tmp_path).rates)
     assert rates.pop("link_bytes_per_s") is None
     assert all(1e6 < rate < 1e16 for rate in rates.values()), rates
+    assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_left_in_the_folder(measured):
-    assert [path.name for path in measured[1].iterdir()] == ["cache.json"]
+def test_probes_take_turns_and_the_best_time_counts():
+    turns = []
+    naps_s = iter([0.1, 0.1, 0.002, 0.1, 0.1, 0.1])
+    slow = Probe(lambda: (turns.append("slow"), time.sleep(next(naps_s))), on_cores=False)
+    timing = time_probes({"slow": slow, "fast": Probe(lambda: turns.append("fast"), on_cores=False)})
+    assert turns[:4] == ["slow", "fast", "slow", "fast"]
+    assert 0.002 <= timing.best_s["slow"] < 0.1
 
 
-def test_a_known_machine_is_not_measured_again(measured, monkeypatch):
-    known, folder = measured
-    monkeypatch.setattr(module, "_measure", lambda *_: pytest.fail("measured again"))
-    assert calibrate(disk=folder / "not" / "yet", cache=folder / "cache.json") == known
+def test_a_process_that_waits_for_cores_is_not_alone():
+    assert not time_probes({"waits": Probe(lambda: time.sleep(0.01), on_cores=True)}).quiet
+    assert time_probes({"waits": Probe(lambda: time.sleep(0.01), on_cores=False)}).quiet
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"machine": {"fp32_flops_per_s": 1.0}}'])
-def test_a_damaged_or_old_cache_is_measured_anew(tmp_path, monkeypatch, damage):
-    fresh = Calibration(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
-    monkeypatch.setattr(module, "_measure", lambda *_: fresh)
+def test_a_known_machine_is_not_measured_again(tmp_path, machine):
+    machine.measurements = [taken()]
+    first = calibrate(disk=tmp_path, cache=tmp_path / "cache.json")
+    assert calibrate(disk=tmp_path / "not" / "yet", cache=tmp_path / "cache.json") == first
+
+
+@pytest.mark.parametrize("days", [31, -1])
+def test_what_is_too_old_or_from_the_future_is_measured_anew(tmp_path, machine, days):
+    machine.measurements = [taken(1.0), taken(9.0)]
+    calibrate(cache=tmp_path / "cache.json")
+    machine.now_s += days * DAY_S
+    assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 9.0
+
+
+BUSY, QUIET = 0.5, 1.0
+
+
+@pytest.mark.parametrize(
+    ("then", "now_s", "now", "holds"),
+    [
+        (QUIET, 0.021, QUIET, True),
+        (QUIET, 0.05, QUIET, False),  # slower, though nobody else is here: another machine now
+        (QUIET, 0.2, BUSY, True),  # slower, because it is busy now
+        (QUIET, 0.01, QUIET, False),  # it was slower than it should have been then
+        (QUIET, 0.01, BUSY, False),
+        (BUSY, 0.02, BUSY, True),
+        (BUSY, 0.02, QUIET, False),  # a quiet moment for a better one
+    ],
+)
+def test_what_a_quick_check_says(then, now_s, now, holds):
+    known = Known(taken(quick_s=0.02, cpu_share=then), taken_s=0.0)
+    assert known.holds(Timing({"quick": now_s}, now)) == holds
+
+
+def test_a_busy_measurement_counts_for_an_hour_with_a_warning(tmp_path, machine, caplog):
+    machine.measurements = [taken(1.0, cpu_share=BUSY), taken(9.0)]
+    machine.quick = Timing({"quick": 0.02}, BUSY)
+    with caplog.at_level(logging.WARNING):
+        assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
+    assert "50 % of its cores" in caplog.text
+    machine.now_s += 3000
+    assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
+    machine.now_s += 3000
+    assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 9.0
+
+
+def test_a_busy_measurement_does_not_replace_a_quiet_one(tmp_path, machine):
+    machine.measurements = [taken(1.0), taken(9.0, cpu_share=BUSY), taken(5.0)]
+    calibrate(cache=tmp_path / "cache.json")
+    machine.now_s += 31 * DAY_S
+    assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
+    assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 5.0  # and it is tried again
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", '{"machine": {"fp32_flops_per_s": 1.0}}', '{"machine": {"rates": {}, "quick_s": 1.0}}'],
+)
+def test_a_damaged_or_old_cache_is_measured_anew(tmp_path, machine, damage):
     cache = tmp_path / "cache.json"
     cache.write_text(damage)
-    assert calibrate(cache=cache) == fresh
-    assert list(json.loads(cache.read_text()).values()) == [dataclasses.asdict(fresh)]
+    machine.measurements = [taken(2.0)]
+    assert calibrate(cache=cache).fp32_flops_per_s == 2.0
+    (entry,) = json.loads(cache.read_text()).values()
+    assert entry["rates"]["fp32_flops_per_s"] == 2.0
 
 
-def test_recalibrate_measures_again(tmp_path, monkeypatch):
-    rates = iter(
-        [
-            Calibration(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0),
-            Calibration(9.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0),
-        ]
-    )
-    monkeypatch.setattr(module, "_measure", lambda *_: next(rates))
-    cache = tmp_path / "cache.json"
-    assert calibrate(cache=cache) != calibrate(cache=cache, recalibrate=True)
+def test_recalibrate_measures_again_even_on_a_busy_machine(tmp_path, machine):
+    machine.measurements = [taken(1.0), taken(9.0, cpu_share=BUSY)]
+    calibrate(cache=tmp_path / "cache.json")
+    assert calibrate(cache=tmp_path / "cache.json", recalibrate=True).fp32_flops_per_s == 9.0
+
+
+def test_a_home_that_cannot_be_written_to_is_a_warning(tmp_path, machine, caplog):
+    (tmp_path / "home").write_text("a file where a folder should be")
+    machine.measurements = [taken(1.0), taken(2.0)]
+    with caplog.at_level(logging.WARNING):
+        assert calibrate(cache=tmp_path / "home" / "cache.json").fp32_flops_per_s == 1.0
+    assert "XDG_CACHE_HOME" in caplog.text
+    assert calibrate(cache=tmp_path / "home" / "cache.json").fp32_flops_per_s == 2.0
+
+
+def test_a_user_without_a_home_has_no_cache(machine, monkeypatch):
+    def no_home():
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(module.Path, "home", no_home)
+    machine.measurements = [taken(1.0), taken(2.0)]
+    assert [calibrate().fp32_flops_per_s, calibrate().fp32_flops_per_s] == [1.0, 2.0]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
@@ -60,9 +153,3 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     file.write_text("not a folder")
     with pytest.raises(ConfigError, match="file"):
         calibrate(disk=file, cache=tmp_path / "cache.json")
-
-
-def test_budgets_that_are_set_stay(tmp_path):
-    asked = Resources(host_memory=1, disk=tmp_path, disk_bytes=2)
-    assert free_resources(asked, "cpu") == asked
-    assert free_resources(Resources(), "cpu").host_memory > 0

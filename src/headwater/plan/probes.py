@@ -1,0 +1,286 @@
+"""Short runs that show how fast this machine computes and moves bytes, and whether it was busy."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from headwater.core.errors import ConfigError
+from headwater.core.units import MIB
+from headwater.plan.types import Calibration
+
+QUIET_CPU_SHARE = 0.8
+"""A process that gets this share of its cores has them for itself; beside one busy process it gets half."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MATRIX_SHAPES = ((512, 768, 3072), (256, 768, 8192))
+_QUICK_SHAPE = (256, 768, 3072)
+_BLOCK_SHAPE = (4, 128, 512, 8)  # sequences, their length, width, heads
+_COPY_BYTES = 64 * MIB
+_ADAMW_PARAMS = 4 * MIB
+_DISK_BYTES, _DISK_CHUNK_BYTES, _DISK_WORKERS = 64 * MIB, 4 * MIB, 4
+_MOST_ROUNDS, _BUDGET_S = 5, 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Something to time.
+
+    Attributes:
+        run: does it once.
+        on_cores: whether it does nothing but compute, on all threads that torch has.
+    """
+
+    run: Callable[[], object]
+    on_cores: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """What came of timing some probes.
+
+    Attributes:
+        best_s: shortest time of each.
+        cpu_share: CPU time that this process got, as a share of what its threads had got on idle cores.
+    """
+
+    best_s: Mapping[str, float]
+    cpu_share: float
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the process had the cores for itself."""
+        return self.cpu_share >= QUIET_CPU_SHARE
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """The rates of this machine, and under what conditions they were taken.
+
+    Attributes:
+        rates: the rates.
+        quick_s: what `time_quick` found then.
+        cpu_share: see `Timing`.
+    """
+
+    rates: Calibration
+    quick_s: float
+    cpu_share: float
+
+
+def measure(device: str, folder: Path | None) -> Measurement:
+    """Measure everything, in about two seconds.
+
+    Args:
+        device: `cpu` or `cuda`.
+        folder: an existing folder of the disk tier, if there is one.
+
+    Raises:
+        ConfigError: if nothing can be written to `folder`.
+    """
+    blocks = {name: _Block(device, dtype) for name, dtype in _DTYPES.items()}
+    probes = {"quick": _quick(device), "copy": _copy(device), "adamw": _adamw()}
+    for name, dtype in _DTYPES.items():
+        probes[f"matrix {name}"] = _matrix(device, dtype, _MATRIX_SHAPES)
+        probes[f"block {name}"] = Probe(blocks[name].train, on_cores=device == "cpu")
+    if device != "cpu":
+        probes["link"] = _link(device)
+    with ExitStack() as stack:
+        if folder is not None:
+            probes |= stack.enter_context(_disk(folder))
+        timing = time_probes(probes, device)
+    return Measurement(_rates(timing.best_s, blocks), timing.best_s["quick"], timing.cpu_share)
+
+
+def time_quick(device: str) -> Timing:
+    """A tenth of a second that tells whether the machine is as fast as it was."""
+    return time_probes({"quick": _quick(device)}, device)
+
+
+def time_probes(probes: Mapping[str, Probe], device: str = "cpu") -> Timing:
+    """Time each probe a few times, in turns: what disturbs for a moment then disturbs no probe for good."""
+    best_s = dict.fromkeys(probes, float("inf"))
+    wall_s = cpu_s = 0.0
+    began_s = time.perf_counter()
+    for turn in range(1 + _MOST_ROUNDS):  # the first is to warm up
+        if turn > 1 and time.perf_counter() - began_s > _BUDGET_S:
+            break
+        for name, probe in probes.items():
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            probe.run()
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+            took_s = time.perf_counter() - start_s
+            if turn > 0:
+                best_s[name] = min(best_s[name], took_s)
+            if turn > 0 and probe.on_cores:
+                wall_s += took_s
+                cpu_s += time.process_time() - start_cpu_s
+    return Timing(best_s, min(1.0, cpu_s / (wall_s * torch.get_num_threads())) if wall_s else 1.0)
+
+
+def _rates(best_s: Mapping[str, float], blocks: Mapping[str, _Block]) -> Calibration:
+    flops = sum(map(_flops, _MATRIX_SHAPES))
+    matrix = {name: flops / best_s[f"matrix {name}"] for name in blocks}
+    saved = {
+        name: block.saved_bytes / block.other_s(best_s[f"block {name}"], matrix[name])
+        for name, block in blocks.items()
+    }
+    disk = {name: _DISK_BYTES / best_s[name] for name in ("read", "write") if name in best_s}
+    return Calibration(
+        fp32_flops_per_s=matrix["fp32"],
+        bf16_flops_per_s=matrix["bf16"],
+        fp16_flops_per_s=matrix["fp16"],
+        fp32_saved_bytes_per_s=saved["fp32"],
+        bf16_saved_bytes_per_s=saved["bf16"],
+        fp16_saved_bytes_per_s=saved["fp16"],
+        memory_bytes_per_s=2 * _COPY_BYTES / best_s["copy"],
+        adamw_params_per_s=_ADAMW_PARAMS / best_s["adamw"],
+        link_bytes_per_s=_COPY_BYTES / best_s["link"] if "link" in best_s else None,
+        disk_read_bytes_per_s=disk.get("read"),
+        disk_write_bytes_per_s=disk.get("write"),
+    )
+
+
+def _flops(shape: tuple[int, int, int]) -> int:
+    """Of a linear layer's three products, forward and backward."""
+    rows, inner, columns = shape
+    return 6 * rows * inner * columns
+
+
+def _quick(device: str) -> Probe:
+    return _matrix(device, torch.float32, (_QUICK_SHAPE,))
+
+
+def _matrix(device: str, dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]]) -> Probe:
+    layers = []
+    for rows, inner, columns in shapes:
+        inputs = torch.randn(rows, inner, device=device).to(dtype).requires_grad_()
+        weight = torch.randn(columns, inner, device=device).to(dtype).requires_grad_()
+        layers.append((inputs, weight, torch.ones(rows, columns, dtype=dtype, device=device)))
+
+    def products() -> None:
+        for inputs, weight, upstream in layers:
+            torch.autograd.grad(functional.linear(inputs, weight), (inputs, weight), upstream)
+
+    return Probe(products, on_cores=device == "cpu")
+
+
+class _Block:
+    """A transformer block that trains, for what it takes beyond its matrix products."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        sequences, length, width, heads = _BLOCK_SHAPE
+        self._layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        ).to(device, dtype)
+        self._batch = torch.randn(sequences, length, width, device=device).to(dtype)
+        self._dtype = dtype
+        self.saved_bytes = self._count_saved()
+
+    def train(self) -> None:
+        """One forward and backward."""
+        device_type = self._batch.device.type
+        with torch.autocast(device_type, dtype=self._dtype, enabled=self._dtype != torch.float32):
+            output = self._layer(self._batch)
+        output.sum().backward()
+
+    def _count_saved(self) -> int:
+        """Bytes that autograd keeps of one forward, weights left out."""
+        saved: dict[int, int] = {param.data_ptr(): 0 for param in self._layer.parameters()}
+
+        def count(tensor: Tensor) -> Tensor:
+            saved.setdefault(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+            return tensor
+
+        with saved_tensors_hooks(count, lambda tensor: tensor):
+            self.train()
+        return sum(saved.values())
+
+    def other_s(self, seconds: float, flops_per_s: float) -> float:
+        """What of `seconds` did not go into matrix products.
+
+        Where products take nearly all of it, the rest is lost in the noise of two measurements.
+        """
+        sequences, length, width, _ = _BLOCK_SHAPE
+        flops = 3 * 2 * sequences * length * (12 * width**2 + 2 * length * width)
+        return max(seconds - flops / flops_per_s, 0.05 * seconds)
+
+
+def _copy(device: str) -> Probe:
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Probe(lambda: target.copy_(source), on_cores=device == "cpu")
+
+
+def _link(device: str) -> Probe:
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8).pin_memory()
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    return Probe(lambda: target.copy_(source, non_blocking=True), on_cores=False)
+
+
+def _adamw() -> Probe:
+    param = torch.zeros(_ADAMW_PARAMS, requires_grad=True)
+    param.grad = torch.full_like(param, 1e-3)
+    return Probe(torch.optim.AdamW([param], fused=True).step, on_cores=True)
+
+
+@contextmanager
+def _disk(folder: Path) -> Iterator[dict[str, Probe]]:
+    """`write` and `read` of a file in `folder`, past the page cache where the file system can."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".headwater-calibrate-") as file:
+            os.posix_fallocate(file.fileno(), 0, _DISK_BYTES)
+            direct = _open_direct(file.name)
+            try:
+                with ThreadPoolExecutor(_DISK_WORKERS) as pool:
+                    yield _transfers(direct, pool)
+            finally:
+                os.close(direct)
+    except OSError as error:
+        raise ConfigError(
+            f"the disk tier cannot be measured: {error.strerror}",
+            where=str(folder),
+            remedy=f"choose a folder that can be written to and has {_DISK_BYTES // MIB} MiB free",
+        ) from error
+
+
+def _transfers(file: int, pool: ThreadPoolExecutor) -> dict[str, Probe]:
+    offsets = range(0, _DISK_BYTES, _DISK_CHUNK_BYTES)
+    # Anonymous maps start on a page, as direct input and output require.
+    buffers = {offset: mmap.mmap(-1, _DISK_CHUNK_BYTES) for offset in offsets}
+
+    def write() -> None:
+        _complete(pool.map(lambda offset: os.pwritev(file, [buffers[offset]], offset), offsets))
+        os.fsync(file)
+
+    def read() -> None:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        _complete(pool.map(lambda offset: os.preadv(file, [buffers[offset]], offset), offsets))
+
+    return {"write": Probe(write, on_cores=False), "read": Probe(read, on_cores=False)}
+
+
+def _complete(counts: Iterable[int]) -> None:
+    if any(count != _DISK_CHUNK_BYTES for count in counts):
+        raise OSError(0, "a transfer came up short")
+
+
+def _open_direct(name: str) -> int:
+    """`name` opened past the page cache, or through it on file systems that know no other way."""
+    try:
+        return os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return os.open(name, os.O_RDWR)
