@@ -1,15 +1,54 @@
-"""Optimizers and schedules."""
+"""Optimizers and schedules: plain data, and the classes that a training script uses."""
 
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from headwater.optim import lr_scheduler, weight_decay_scheduler
+from headwater.optim.catalog import is_elementwise
+from headwater.optim.extra import Lamb, Lion
 from headwater.optim.schedules import Constant, CosineDecay, Linear, Schedule, Sequential
-from headwater.optim.spec import OptimizerSpec, is_bias_or_norm, is_elementwise
+from headwater.optim.spec import OptimizerSpec, group_options, is_bias_or_norm
 
 __all__ = [
+    "ASGD",
+    "SGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
     "Constant",
     "CosineDecay",
+    "Lamb",
     "Linear",
+    "Lion",
+    "Muon",
+    "NAdam",
+    "Optimizer",
     "OptimizerSpec",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
     "Schedule",
     "Sequential",
+    "group_options",
     "is_bias_or_norm",
     "is_elementwise",
+    "lr_scheduler",
+    "weight_decay_scheduler",
 ]

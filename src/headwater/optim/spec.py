@@ -3,81 +3,78 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from headwater.core.errors import ConfigError
+from headwater.optim.catalog import FUSED, OptimizerClass, find_optimizer, is_elementwise, optimizers, refusal
+from headwater.optim.probe import check_streamable
 
-_FUSED = {
-    "cpu": frozenset({"Adam", "AdamW", "SGD", "Adagrad"}),
-    "cuda": frozenset({"Adam", "AdamW", "SGD"}),
-}
-"""Optimizers of torch with a fused kernel, by device."""
-
-_ELEMENTWISE = frozenset({
-    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop",
-})  # fmt: skip
-
-_REFUSED = {
-    "LBFGS": "it calls the model several times a step and needs all gradients at once",
-    "SparseAdam": "it takes sparse gradients, and the weight store keeps dense ones",
-}
-
-
-def is_elementwise(name: str) -> bool:
-    """Whether the update of an element depends on the gradient and state of that element alone.
-
-    Such an update may be applied to any piece of a parameter, in any order.
-    """
-    return name in _ELEMENTWISE
+_HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
+"""Arguments of torch's optimizers that say how to compute, not what."""
 
 
 def is_bias_or_norm(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter is a bias or belongs to a normalization layer, neither of which should decay.
 
-    Told by the name and by having at most one dimension, which holds for every normalization layer of torch.
+    Told by the name and by having at most one dimension.
     """
     return "bias" in name or len(shape) <= 1
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer of `torch.optim` by name, with its arguments.
+    """An optimizer by name or class, with its arguments.
 
     Attributes:
-        name: class name in `torch.optim`.
+        name: class name in `torch.optim` or `headwater.optim`; of another class, what to call it.
         kwargs: its arguments; `lr` is the rate it starts with.
         no_decay: which parameters, by name and shape, get no weight decay.
         lr_scale: factor on the learning rate of each parameter, by name (muP).
+        foreign_class: the class, if it is neither torch's nor Headwater's.
 
     Raises:
-        ConfigError: if torch has no such optimizer, or streaming cannot serve it.
+        ConfigError: if there is no such optimizer, or streaming cannot serve it.
     """
 
     name: str
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     no_decay: Callable[[str, tuple[int, ...]], bool] | None = None
     lr_scale: Callable[[str], float] | None = None
+    foreign_class: OptimizerClass | None = None
 
     def __post_init__(self) -> None:
-        if self.name in _REFUSED:
-            raise ConfigError(
-                f"{self.name} cannot be used here: {_REFUSED[self.name]}", remedy="use for example AdamW"
-            )
-        if self.name not in _optimizers():
-            close = difflib.get_close_matches(self.name, _optimizers(), n=1)
-            known = "there are: " + ", ".join(sorted(_optimizers()))
-            raise ConfigError(
-                f"torch.optim has no optimizer {self.name!r}",
-                remedy=f"did you mean {close[0]}? {known}" if close else known,
-            )
+        if self.foreign_class is None:
+            find_optimizer(self.name)
+        else:
+            check_streamable(self.name, self.build)
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+        """The spec that builds optimizers like `optimizer`, with the options that its groups have by default.
+
+        What differs between its groups, or is changed later, `group_options` gives. Where torch has a fused
+        kernel it is used, unless the optimizer was built with `fused` or `foreach` set.
+
+        Raises:
+            ConfigError: if streaming cannot serve it.
+        """
+        kind = type(optimizer)
+        if kind.__module__.startswith("torch.optim."):
+            find_optimizer(kind.__name__)  # refuses what cannot be streamed
+        known = optimizers().get(kind.__name__) is kind
+        name = kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
+        spec = cls(name, _arguments(optimizer), foreign_class=None if known else kind)
+        spec._check_same_defaults(optimizer)
+        return spec
 
     @property
     def elementwise(self) -> bool:
-        return is_elementwise(self.name)
+        """Whether the update may be applied to any piece of a parameter; not known of a foreign class."""
+        return self.foreign_class is None and is_elementwise(self.name)
 
     def options(
         self, name: str, shape: tuple[int, ...], step_options: Mapping[str, Any] | None = None
@@ -113,23 +110,66 @@ class OptimizerSpec:
             ConfigError: if the optimizer does not take one of the arguments.
         """
         kwargs = dict(self.kwargs)
-        if "foreach" not in kwargs and self.name in _FUSED.get(_device(params), frozenset()):
+        fused = self.foreign_class is None and self.name in FUSED.get(_device(params), frozenset())
+        if fused and "foreach" not in kwargs:
             kwargs.setdefault("fused", True)
+        make: Callable[..., torch.optim.Optimizer] = self.foreign_class or find_optimizer(self.name)
         try:
-            return _optimizers()[self.name](params, **kwargs)
+            return make(params, **kwargs)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.name} cannot be built: {error}", remedy="correct the optimizer's arguments"
             ) from error
 
+    def _check_same_defaults(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that what `build` makes has the options of `optimizer`."""
+        shape = (2, 2)
+        rebuilt = _what(self.build([torch.nn.Parameter(torch.zeros(shape))]).defaults)
+        wanted = _what(optimizer.defaults)
+        differing = sorted(
+            key for key in rebuilt.keys() | wanted.keys() if rebuilt.get(key) != wanted.get(key)
+        )
+        if differing:
+            why = f"its {', '.join(differing)} cannot be told from its parameter groups' defaults"
+            raise refusal(self.name, why, wanted.get("lr", 1e-3))
 
-def _optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    base = torch.optim.Optimizer
-    return {
-        name: cls
-        for name, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, base) and cls is not base
-    }
+
+def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of one of the optimizer's parameter groups, as `UpdateRule.apply` takes them.
+
+    What the optimizer does not read (tags, names, factors) is left out; tensors become numbers.
+    """
+    return _what({key: group[key] for key in optimizer.defaults if key in group})
+
+
+def _what(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in options.items() if key not in _HOW}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
+
+
+def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The defaults of the optimizer that its constructor takes."""
+    names = _constructor_names(type(optimizer))
+    given = {key: value for key, value in _what(optimizer.defaults).items() if key in names}
+    chosen = {key: optimizer.defaults.get(key) for key in ("foreach", "fused")}
+    return given | {key: value for key, value in chosen.items() if value is not None}
+
+
+def _constructor_names(kind: type) -> set[str]:
+    """The arguments of the constructor, those that it passes on to its base class as `**kwargs` included."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+            names.update(parameter.name for parameter in parameters)
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                break
+    return names
 
 
 def _device(params: list[torch.nn.Parameter] | list[dict[str, Any]]) -> str:

@@ -1,0 +1,98 @@
+"""Arguments that a user wrote, matched with what a schedule takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from headwater.core.errors import ConfigError
+from headwater.optim.schedules import Schedule
+
+S = TypeVar("S", bound=Schedule)
+
+
+def make_schedule(
+    kind: type[S],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    names: Mapping[str, str],
+    owner: str,
+) -> S:
+    """A schedule of `kind`, a dataclass.
+
+    Args:
+        kind: which.
+        args: what the user gave, in the order of the fields.
+        kwargs: what the user gave, under the names that the user knows.
+        names: how fields of `kind` are called there, where that differs.
+        owner: what takes the arguments, for errors.
+
+    Raises:
+        ConfigError: if an argument is unknown, missing, given twice or out of its range.
+    """
+    fields = {names.get(field.name, field.name): field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    given = _by_name(args, kwargs, list(fields), owner)
+    missing = [name for name, field in fields.items() if _is_required(field) and name not in given]
+    if missing:
+        raise ConfigError(f"{owner} needs {missing[0]}", remedy=_takes(owner, fields))
+    try:
+        schedule: S = _adapter(kind).validate_python({fields[name].name: v for name, v in given.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        raise ConfigError(
+            f"{names.get(key, key)} of {owner} is {first['input']!r}: {first['msg'].lower()}",
+            remedy=f"correct {names.get(key, key)}",
+        ) from error
+    return schedule
+
+
+def _by_name(args: Sequence[Any], kwargs: Mapping[str, Any], names: list[str], owner: str) -> dict[str, Any]:
+    if len(args) > len(names):
+        raise ConfigError(f"{owner} got {len(args)} arguments", remedy=_takes(owner, names))
+    check_names(kwargs, names, owner)
+    given = dict(zip(names, args, strict=False))
+    twice = given.keys() & kwargs.keys()
+    if twice:
+        raise ConfigError(f"{owner} got {min(twice)} twice", remedy="give it once")
+    return given | dict(kwargs)
+
+
+def check_names(given: Iterable[str], valid: Iterable[str], owner: str) -> None:
+    """Check that every name is one that `owner` takes.
+
+    Raises:
+        ConfigError: if not, with the nearest valid name.
+    """
+    valid = list(valid)
+    for name in given:
+        if name not in valid:
+            close = nearest(name, valid)
+            remedy = f"write {close}; {_takes(owner, valid)}" if close else _takes(owner, valid)
+            raise ConfigError(f"{owner} takes no argument {name!r}", remedy=remedy)
+
+
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name that `name` was probably meant to be; case does not count."""
+    by_lower = {candidate.lower(): candidate for candidate in valid}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else None
+
+
+def _takes(owner: str, valid: Iterable[str]) -> str:
+    return f"{owner} takes {', '.join(valid)}"
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

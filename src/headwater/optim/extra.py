@@ -1,0 +1,150 @@
+"""Lamb and Lion, the optimizers that torch does not have.
+
+Each parameter is updated by itself and in place, and all that is remembered of it is in `state[param]`: so a
+streaming engine can run them on one parameter after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from headwater.core.errors import ConfigError
+
+
+class _PerParameter(torch.optim.Optimizer):
+    """An optimizer that updates one parameter at a time."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again, if it is given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, self.state[param], group)
+        return loss
+
+    def _update(
+        self, param: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+
+class Lion(_PerParameter):
+    """Evolved sign momentum (Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675).
+
+    Every element moves by the learning rate, in the direction (the sign) of
+    `betas[0] * momentum + (1 - betas[0]) * gradient`; then the momentum becomes
+    `betas[1] * momentum + (1 - betas[1]) * gradient`. State: one tensor of the parameter's shape.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr: learning rate; the paper advises a third to a tenth of that of AdamW.
+        betas: how much of the momentum is in the step, and how much of it remains.
+        weight_decay: decoupled, times the learning rate.
+
+    Raises:
+        ConfigError: if an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        _check("Lion", lr=lr, betas=betas, weight_decay=weight_decay)
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    def _update(
+        self, param: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param)
+        step_beta, momentum_beta = group["betas"]
+        momentum = state["exp_avg"]
+        direction = (momentum * step_beta).add_(gradient, alpha=1 - step_beta).sign_()
+        param.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+        momentum.mul_(momentum_beta).add_(gradient, alpha=1 - momentum_beta)
+
+
+class Lamb(_PerParameter):
+    """Layer-wise adaptive Adam (You et al., "Large Batch Optimization for Deep Learning", arXiv:1904.00962).
+
+    The step of Adam with decoupled weight decay, scaled for each parameter so that its norm is the learning
+    rate times the norm of the parameter; where one of the norms is 0 it is not scaled. State: two tensors of
+    the parameter's shape and a step count.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr: learning rate.
+        betas: how much of the averages of gradient and squared gradient remains.
+        eps: added to the root of the average squared gradient.
+        weight_decay: decoupled, part of what is scaled.
+        adam: whether to leave the scaling out, which gives Adam.
+
+    Raises:
+        ConfigError: if an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adam: bool = False,
+    ) -> None:
+        _check("Lamb", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "adam": adam}
+        super().__init__(params, defaults)
+
+    def _update(
+        self, param: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        state["step"] += 1
+        step, (beta1, beta2) = state["step"].item(), group["betas"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        direction = (mean / (1 - beta1**step)).div_(denominator).add_(param, alpha=group["weight_decay"])
+        if not group["adam"]:
+            direction.mul_(_trust_ratio(param, direction))
+        param.add_(direction, alpha=-group["lr"])
+
+
+def _trust_ratio(param: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    """How much longer `param` is than `direction`; 1 where either has no length."""
+    ours, theirs = torch.linalg.vector_norm(param), torch.linalg.vector_norm(direction)
+    return torch.where((ours > 0) & (theirs > 0), ours / theirs, torch.ones_like(ours))
+
+
+def _check(name: str, *, betas: tuple[float, float], **others: float) -> None:
+    wrong = [f"{key} is {value}, and it is at least 0" for key, value in others.items() if not value >= 0]
+    wrong += [f"betas are {betas}, and both are at least 0 and below 1"] * any(not 0 <= b < 1 for b in betas)
+    if wrong:
+        raise ConfigError(f"{name} cannot be built: {wrong[0]}", remedy="correct the optimizer's arguments")

@@ -1,0 +1,91 @@
+"""Finds out whether an optimizer may be applied to one parameter after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headwater.optim.catalog import refusal
+
+_SHAPES = ((3, 4), (5, 2))
+_GRADIENT_SCALES = (10.0, 0.1, 1.0)  # large first: a global norm that is clipped must show
+
+Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def check_streamable(name: str, build: Build) -> None:
+    """Check that the optimizer gives the same values where parameters come one by one.
+
+    Two small parameters are trained twice: jointly, by an optimizer that stays as it is; and as the weight store
+    does it, each by itself, in fresh tensors and parameter groups, with nothing kept but what `optimizer.state`
+    holds for the parameter. Equal bits are asked for.
+
+    Args:
+        name: of the optimizer, for errors.
+        build: makes it over some parameters.
+
+    Raises:
+        ConfigError: if not, with the line to write instead.
+    """
+    params = [torch.nn.Parameter(value) for value in _values()]
+    joint, single = build(params), build([torch.nn.Parameter(torch.zeros(_SHAPES[0]))])
+    try:
+        _train_jointly(joint, params)
+        values, states = _train_singly(single)
+    except Exception as error:
+        why = f"an update of one parameter by itself fails ({type(error).__name__}: {error})"
+        raise refusal(name, why) from error
+    odd = [key for key, value in states[0].items() if not _can_be_saved(value)]
+    if odd:
+        raise refusal(
+            name, f"its state {odd[0]!r} is a {type(states[0][odd[0]]).__name__}, not a tensor or number"
+        )
+    if not all(map(torch.equal, params, values)):
+        raise refusal(name, "what it does to a parameter depends on others, or on more than its state of it")
+
+
+def _train_jointly(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> None:
+    for gradients in _gradients():
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        optimizer.step()
+
+
+def _train_singly(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    """The trained values, and the state of each."""
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    values = _values()
+    states: list[dict[str, Any]] = [{} for _ in values]
+    for gradients in _gradients():
+        for index, gradient in enumerate(gradients):
+            values[index] = master = values[index].clone()
+            optimizer.param_groups = [{"params": [master], **group}]
+            optimizer.state.clear()
+            if states[index]:
+                optimizer.state[master] = states[index]
+            master.grad = gradient
+            optimizer.step()
+            states[index] = _copied(optimizer.state.pop(master, {}))
+    return values, states
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+def _can_be_saved(value: object) -> bool:
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str)
+
+
+def _values() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in _SHAPES]
+
+
+def _gradients() -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [torch.randn(shape, generator=generator) * scale for shape in _SHAPES] for scale in _GRADIENT_SCALES
+    ]
