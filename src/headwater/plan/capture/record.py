@@ -1,0 +1,344 @@
+"""The dry run of a step, watched: which operators run where, and what no graph can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from headwater.core.errors import HeadwaterError, ModelError
+from headwater.core.precision import Precision
+from headwater.plan.capture.dtypes import dtype_problem
+from headwater.plan.capture.place import Locator, Place, module_text, tensor_text
+from headwater.plan.capture.tensors import list_tensors, map_tensors
+from headwater.plan.partition import Partition, find_stages
+from headwater.plan.trace import LossFunction, OperatorCall, call_model, trace_step
+from headwater.plan.types import Trace
+
+
+@dataclasses.dataclass
+class OperatorTotal:
+    """All calls of one operator by one stage in a micro-batch.
+
+    Attributes:
+        forward: calls in the forward.
+        backward: calls in the backward.
+        flops: floating-point operations.
+        read_bytes: bytes of the tensors that it took; a view reads none.
+        written_bytes: bytes of the tensors that it gave; a view writes none.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    flops: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+    def __add__(self, other: OperatorTotal) -> OperatorTotal:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return OperatorTotal(*(mine + its for mine, its in pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that a graph cannot hold, or holds in part.
+
+    Attributes:
+        operator: what it is.
+        problem: why.
+        captured: whether there is a graph all the same.
+        place: where it is used first.
+        modules: qualified names of all modules that use it in this line; `None`: outside the model.
+    """
+
+    operator: str
+    problem: str
+    captured: bool
+    place: Place
+    modules: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        path: its qualified name.
+        args: what it was called with, on fake tensors.
+        kwargs: what it was called with by name.
+        digest: equal for calls that run equal operators on equal shapes in equal order.
+    """
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """A training step on one micro-batch, without memory or data.
+
+    Attributes:
+        trace: its dry run.
+        partition: the stages, and the modules they belong to.
+        precision: precision of the run.
+        calls: calls of the modules that read the weights of a stage, in order; not those that hold others
+            which do.
+        operators: totals by operator, one dictionary for each stage.
+        findings: what graphs cannot hold.
+        unused: trainable parameters that get no gradient.
+        batch: the tensors of the batch, in words.
+        warnings: what torch warned of.
+    """
+
+    trace: Trace
+    partition: Partition
+    precision: Precision
+    calls: tuple[ModuleCall, ...]
+    operators: tuple[dict[str, OperatorTotal], ...]
+    findings: tuple[Finding, ...]
+    unused: tuple[str, ...]
+    batch: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def record_step(
+    model: nn.Module,
+    batch: Any,
+    precision: Precision | None = None,
+    *,
+    loss_function: LossFunction = call_model,
+) -> StepRecord:
+    """Run forward, loss and backward of one micro-batch on fake tensors and note what happens.
+
+    Args:
+        model: parameters and buffers may be on the meta device; nothing of it is changed.
+        batch: tensors (real, fake or meta; only their shapes and dtypes matter) in any nesting.
+        precision: precision of the run; fp32 if not given.
+        loss_function: gives the scalar loss.
+
+    Raises:
+        ModelError: if model, loss and batch do not go together.
+        PlanError: if the model has no parameters.
+        UnboundWeightError: if a weight is read outside the forward of any module.
+    """
+    precision = precision or Precision()
+    partition = find_stages(model, precision)
+    recorder = _Recorder(model, partition, loss_function)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trace = trace_step(
+                model,
+                batch,
+                precision,
+                loss_function=recorder.loss,
+                partition=partition,
+                observer=recorder.observe,
+            )
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            raise recorder.misfit(error) from error
+    readers = set(_readers(trace, partition))
+    return StepRecord(
+        trace=trace,
+        partition=partition,
+        precision=precision,
+        calls=tuple(call for call in recorder.calls if call.path in readers),
+        operators=tuple(recorder.operators),
+        findings=tuple(recorder.findings.values()),
+        unused=recorder.unused,
+        batch=tuple(tensor_text(tensor) for tensor in list_tensors(batch)),
+        warnings=tuple(dict.fromkeys(str(warning.message) for warning in caught)),
+    )
+
+
+def _readers(trace: Trace, partition: Partition) -> Iterator[str]:
+    """Modules that read weights and hold no stage, nor lie within the module of one, but for their own."""
+    whole = {unit.path for unit in partition.units if not unit.direct_only}
+    every = {unit.path for unit in partition.units}
+    for path in trace.sites:
+        holds_others = any(_is_inside(other, path) for other in every if other != path)
+        inside = any(_is_inside(path, other) for other in whole if other != path)
+        if (path in whole or path not in every) and not holds_others and not inside:
+            yield path
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
+
+
+class _Recorder:
+    """Notes what a dry run does; `loss` and `observe` are what `trace_step` takes."""
+
+    def __init__(self, model: nn.Module, partition: Partition, loss_function: LossFunction) -> None:
+        self._model = model
+        self._loss_function = loss_function
+        self._locator = Locator(model, trace_step.__code__)
+        self._params: dict[str, nn.Parameter] = {}
+        self._open: list[_Digest] = []
+        self.calls: list[ModuleCall] = []
+        self.operators: list[dict[str, OperatorTotal]] = [{} for _ in partition.units]
+        self.findings: dict[object, Finding] = {}
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The loss of the batch, by the user's function."""
+        self._params = dict(model.named_parameters())
+        with self._watching_modules():
+            loss = self._loss_function(model, batch)
+        _check_loss(loss)
+        return loss
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Trainable parameters that the backward gave no gradient."""
+        return tuple(n for n, param in self._params.items() if param.requires_grad and param.grad is None)
+
+    @contextmanager
+    def _watching_modules(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for path, module in self._model.named_modules():
+                enter = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                leave = module.register_forward_hook(self._leave(path), with_kwargs=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            yield
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._open.append(_Digest(list_tensors((args, kwargs))))
+
+    def _leave(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self.calls.append(ModuleCall(path, args, kwargs, self._open.pop().hexdigest()))
+
+        return hook
+
+    def observe(self, call: OperatorCall) -> None:
+        """Note one operator; those that only ask for a device or a size compute nothing."""
+        if call.func.namespace == "prim":
+            return
+        name = str(call.func._overloadpacket)
+        totals = self.operators[call.stage]
+        totals[name] = totals.get(name, OperatorTotal()) + _total(call)
+        if call.backward:
+            return
+        problem = dtype_problem(call)
+        if problem is not None:
+            raise _Misfit(problem)
+        for digest in self._open:
+            digest.add(call)
+        self._look_for_finding(call, name)
+
+    def _look_for_finding(self, call: OperatorCall, name: str) -> None:
+        place = self._locator.find(traceback.walk_stack(sys._getframe()))
+        if place is None:
+            return
+        if torch.Tag.data_dependent_output in call.func.tags:
+            self._add(name, "the model reads a number out of a tensor", place)
+        if torch.Tag.dynamic_output_shape in call.func.tags:
+            self._add(name, "the shape of its result depends on data", place)
+        if place.function is not None:
+            problem = "a custom autograd function: a graph holds its forward, and not the backward it defines"
+            self._add(place.function, problem, place)
+
+    def _add(self, operator: str, problem: str, place: Place) -> None:
+        key = operator, place.file, place.line
+        before = self.findings.get(key)
+        first, modules = (place, ()) if before is None else (before.place, before.modules)
+        modules = tuple(dict.fromkeys((*modules, place.module)))
+        self.findings[key] = Finding(operator, problem, captured=True, place=first, modules=modules)
+
+    def misfit(self, error: Exception) -> ModelError:
+        """`error`, which the dry run ended with, told with its place."""
+        frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+        place = self._locator.find(frames)
+        story = str(error).strip().split("\n")[0]
+        what = story if isinstance(error, _Misfit) else f"{type(error).__name__}: {story}"
+        if place is None:
+            return ModelError(
+                what, where="the backward", remedy="look at what the forward does to its tensors"
+            )
+        tensors = list(place.tensors)
+        if place.module is not None:
+            params = self._model.get_submodule(place.module).named_parameters(recurse=False)
+            tensors += [f"{name} {tensor_text(param)}" for name, param in params]
+        where = f"{place}; {', '.join(tensors)}" if tensors else str(place)
+        return ModelError(what, where=where, remedy=_remedy(story, place))
+
+
+class _Misfit(Exception):
+    """A call that would fail on real tensors."""
+
+
+class _Digest:
+    """A fingerprint of the operators of a call: which, on which shapes, and whose results they take."""
+
+    def __init__(self, inputs: list[torch.Tensor]) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._seen: dict[int, int] = {}
+        self._keep_alive: list[torch.Tensor] = []  # an identity must not be used again
+        self._hash.update(repr([self._text(tensor) for tensor in inputs]).encode())
+
+    def add(self, call: OperatorCall) -> None:
+        described = tree_map(self._text, (call.args, call.out))
+        self._hash.update(f"{call.func} {described}".encode())
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+    def _text(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        self._keep_alive.append(value)
+        return f"{self._seen.setdefault(id(value), len(self._seen))}:{tensor_text(value)}"
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse what no backward can begin with."""
+    where = "the loss"
+    if not isinstance(loss, torch.Tensor):
+        raise ModelError(
+            f"the loss is a {type(loss).__name__}, not a tensor",
+            where=where,
+            remedy="pass loss_function, which gives the loss of a batch as a tensor",
+        )
+    if loss.numel() != 1:
+        raise ModelError(
+            f"the loss is {tensor_text(loss)}, not one number",
+            where=where,
+            remedy="return for example its mean",
+        )
+    if not loss.requires_grad:
+        raise ModelError(
+            f"the loss ({tensor_text(loss)}) depends on no trainable parameter",
+            where=where,
+            remedy="compute it from the model's output, without detach, no_grad, argmax or integers in between",
+        )
+
+
+def _remedy(story: str, place: Place) -> str:
+    if ".numpy()" in story or "fake" in story.lower():
+        return "write this with torch operators: a dry run has shapes, but no values"
+    user = "the loss function" if place.module is None else module_text(place.module)
+    return f"give {user} tensors of the shape and dtype that it takes, or change it"
+
+
+def _total(call: OperatorCall) -> OperatorTotal:
+    read, written = (0, 0) if call.func.is_view else (_bytes(call.args), _bytes(call.out))
+    return OperatorTotal(not call.backward, call.backward, call.flops, read, written)
+
+
+def _bytes(tree: Any) -> int:
+    distinct = {id(tensor): tensor for tensor in list_tensors(tree)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
