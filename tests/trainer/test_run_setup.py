@@ -9,7 +9,7 @@ from headwater.models.registry import build_model
 from headwater.optim import OptimizerSpec
 from headwater.plan.types import Activations
 from headwater.trainer.evaluate import evaluate
-from headwater.trainer.loss_scale import LossScale
+from headwater.optim.loss_scale import LossScale
 from headwater.trainer.planning import (
     Workload,
     make_engine,

@@ -11,7 +11,7 @@ from headwater.config.run import RunConfig
 from headwater.convert.shards import ShardWriter, plan_shards
 from headwater.store.snapshot_load import SavedCheckpoint, load_weights
 from headwater.trainer.checkpoint import CheckpointManager
-from headwater.trainer.loss_scale import LossScale
+from headwater.optim.loss_scale import LossScale
 from headwater.trainer.planning import Workload, meta_model
 from headwater.trainer.session import open_engine, training_disk
 from headwater.trainer.state import RunState

@@ -9,7 +9,7 @@ from headwater.config.run import InitConfig
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
-from headwater.trainer.loss_scale import LossScale
+from headwater.optim.loss_scale import LossScale
 from headwater.trainer.state import RunState
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import CheckpointError
-from headwater.trainer.loss_scale import LossScale
+from headwater.optim.loss_scale import LossScale
 
 if TYPE_CHECKING:
     from headwater.data.loader import LoaderState

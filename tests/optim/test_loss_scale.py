@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.core.precision import Precision
-from headwater.trainer.loss_scale import GROWTH_INTERVAL, LARGEST, SMALLEST, LossScale
+from headwater.optim.loss_scale import GROWTH_INTERVAL, LARGEST, SMALLEST, LossScale
 
 
 def test_a_static_scale_stays():
