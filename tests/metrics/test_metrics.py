@@ -1,4 +1,4 @@
-"""Metrics against those of torchmetrics, which know no weights: a weight of n is a sample that is there n times."""
+"""Metrics against those of torchmetrics, which know no weights: a weight of n is n equal samples."""
 
 import importlib
 import sys
@@ -70,7 +70,8 @@ def multiclass(function, **options):
         (MeanPerClassAccuracyMetric(CLASSES), multiclass(classification.multiclass_accuracy)),
         (MeanIOUMetric(CLASSES), multiclass(classification.multiclass_jaccard_index)),
         (DiceCoefficientMetric(CLASSES), multiclass(classification.multiclass_f1_score)),
-        (FBetaScoreMetric(CLASSES), multiclass(classification.multiclass_fbeta_score, beta=1.0, average="micro")),
+        (FBetaScoreMetric(CLASSES),
+         multiclass(classification.multiclass_fbeta_score, beta=1.0, average="micro")),
         (FBetaScoreMetric(CLASSES, beta=2.0, average_type="macro"),
          multiclass(classification.multiclass_fbeta_score, beta=2.0)),
     ],

@@ -12,9 +12,10 @@ from headwater.cli.arguments import read_model_dir
 from headwater.config import RunConfig
 from headwater.core.errors import ConfigError, DataError
 from headwater.models.generation import LanguageModel, generate
+from headwater.trainer.engines import trained_model
+from headwater.trainer.gpt_job import gpt_trainable
 from headwater.trainer.planning import Workload
 from headwater.trainer.run_dir import RunDir
-from headwater.trainer.session import trained_model
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,8 +67,11 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
     )
     prompt = torch.tensor([tokenizer.encode(args.prompt).ids], dtype=torch.int64)
     _check_vocabulary(prompt, config)
-    work = Workload(1, config.init.model.max_position_embeddings)
-    with trained_model(config.init, work, args.checkpoint_path) as engine, engine.inference():
+    trainable = gpt_trainable(config.init)
+    with (
+        trained_model(config.init, trainable, Workload(1), args.checkpoint_path) as engine,
+        engine.inference(),
+    ):
         tokens = generate(
             cast(LanguageModel, engine.model),
             prompt.to(engine.plan.device),

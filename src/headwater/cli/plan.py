@@ -10,7 +10,8 @@ from headwater.cli.output import open_console
 from headwater.core.errors import ConfigError
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
-from headwater.trainer.planning import device_of, meta_model, plan_run, resources_of, training_workload
+from headwater.trainer.gpt_job import gpt_trainable
+from headwater.trainer.planning import device_of, plan_run, resources_of, training_workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
         )
     open_console(config)
     init = config.init
-    length = args.sequence_length or init.model.max_position_embeddings
+    trainable = gpt_trainable(init, args.sequence_length)
     rates = calibrate(device_of(init.backend), resources_of(init.backend).disk, recalibrate=args.recalibrate)
-    work = training_workload(init, config.fit.train_dataloader.batch_size, length)
-    describe(plan_run(init, meta_model(init.model), work, calibration=rates), drawing=args.png)
+    work = training_workload(init, trainable, config.fit.train_dataloader.batch_size)
+    describe(plan_run(init, trainable, work, calibration=rates), drawing=args.png)
     return 0

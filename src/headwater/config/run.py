@@ -32,8 +32,8 @@ from headwater.core.errors import ConfigError
 from headwater.optim import Constant, OptimizerSpec, Schedule
 
 
-class InitConfig(Section):
-    """The section `trainer.init`: everything but the data.
+class SetupConfig(Section):
+    """How a model is trained, whatever model and data: the section `trainer.init` without `model`.
 
     Attributes:
         schedulers: at most one; where absent the optimizer's own learning rate holds.
@@ -43,7 +43,6 @@ class InitConfig(Section):
     backend: BackendConfig = BackendConfig()
     model_dir: FilePath = Path("model_dir")
     seed: int = Field(default=0, ge=0)
-    model: ModelConfig
     optimizer: OptimizerConfig
     schedulers: Annotated[tuple[ScheduleConfig, ...], OneOrMore] = ()
     precision: PrecisionConfig = PrecisionConfig(enabled=False)
@@ -108,6 +107,12 @@ class InitConfig(Section):
     def _callbacks(self, name: str) -> list[Any]:
         given = (getattr(entry, name) for entry in self.callbacks)
         return [entry for entry in given if entry is not None]
+
+
+class InitConfig(SetupConfig):
+    """The section `trainer.init`: everything but the data."""
+
+    model: ModelConfig
 
 
 class TrainerConfig(Section):

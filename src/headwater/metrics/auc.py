@@ -57,7 +57,7 @@ class AUCMetric(Metric):
         weights = weights_like(labels, weights)
         counted = weights != 0
         labels, scores, weights = labels[counted], predictions[counted].double(), weights[counted]
-        if not bool((((labels == 0) | (labels == 1)) & (scores >= 0) & (scores <= 1)).all()):
+        if bool((((labels != 0) & (labels != 1)) | ~((scores >= 0) & (scores <= 1))).any()):
             raise DataError(
                 "labels are 0 or 1 and scores lie between 0 and 1",
                 where=self.name,

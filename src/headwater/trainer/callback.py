@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from headwater.plan.types import Plan
@@ -34,12 +35,13 @@ class StepEnd:
         gradient_norm: global 2-norm before clipping.
         applied: `False` if it was skipped because its gradient was not finite.
         loss_scale: factor on its loss.
-        tokens: tokens in its batch.
+        tokens: tokens in its batch; 0 where it has no `input_ids`.
         step_s: seconds it took, the wait for its batch included.
         bytes_in: bytes of weights that streamed in.
         bytes_out: bytes of gradients that streamed out.
         hit_rate: share of the uses of stages that found the weights on the device or on their way.
         wait_s: seconds of it spent waiting for weights.
+        samples: samples in its batch.
     """
 
     step: int
@@ -54,10 +56,13 @@ class StepEnd:
     bytes_out: int
     hit_rate: float
     wait_s: float
+    samples: int = 0
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.step_s
+    def rate(self) -> tuple[float, str]:
+        """How much was done in a second, and of what: `tokens`, or `samples` where there are none."""
+        count, unit = (self.tokens, "tokens") if self.tokens else (self.samples, "samples")
+        return count / self.step_s, unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,7 @@ class ValidateEnd:
         loss: mean over the samples.
         batches: batches evaluated.
         weight_norm: 2-norm of all parameters, where the callback ComputeNorm asks for it.
+        metrics: value of each metric of the model, by name.
     """
 
     step: int
@@ -77,6 +83,7 @@ class ValidateEnd:
     loss: float
     batches: int
     weight_norm: float | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Callback:

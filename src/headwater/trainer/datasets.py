@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from headwater.config.models import ModelConfig
 from headwater.config.sections import DataConfig
 from headwater.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headwater.data.loader import Batch
     from headwater.data.reader import GptHDF5DataProcessor
 
 
@@ -57,21 +53,3 @@ def find_tokenizer(config: DataConfig) -> Path | None:
     """The tokenizer that `headwater data` left beside the folder of samples, if it did."""
     candidates = (folder.absolute().parent / "tokenizer.json" for folder in config.data_dir)
     return next((path for path in candidates if path.is_file()), None)
-
-
-def split_batch(batch: Batch, size: int) -> Iterator[Batch]:
-    """`batch` in micro-batches of `size` samples; the last one has what remains."""
-    for start in range(0, num_samples(batch), size):
-        yield {name: tensor[start : start + size] for name, tensor in batch.items()}
-
-
-def num_samples(batch: Batch) -> int:
-    return len(_first(batch))
-
-
-def num_tokens(batch: Batch) -> int:
-    return _first(batch).numel()
-
-
-def _first(batch: Batch) -> torch.Tensor:
-    return next(iter(batch.values()))

@@ -1,15 +1,16 @@
-"""The loss on a data set, the same in the middle of training and on its own."""
+"""Loss and metrics on a data set, the same in the middle of training and on its own."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from headwater.core.errors import DataError, NonFiniteError
-from headwater.data.loader import Batch
 from headwater.stream.engine import Engine
-from headwater.trainer.datasets import num_samples, split_batch
+from headwater.trainer.batches import num_samples, split_batch
+from headwater.trainer.job import Batch, Trainable
+from headwater.trainer.metrics import metric_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,23 +20,27 @@ class Evaluation:
     Attributes:
         loss: mean over the samples.
         batches: batches evaluated.
+        metrics: value of each metric of the model, by name.
     """
 
     loss: float
     batches: int
+    metrics: Mapping[str, float]
 
 
 def evaluate(
     engine: Engine,
+    trainable: Trainable,
     batches: Iterable[Batch],
     *,
     max_batches: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """The mean loss over `batches`, in eval mode and in the micro-batches of the plan.
+    """The mean loss over `batches` in eval mode, in the micro-batches of the plan where they may be divided.
 
     Args:
-        engine: holds the model.
+        engine: holds the weights.
+        trainable: the model.
         batches: one pass over the data.
         max_batches: take no more than these.
         stop: asked before each batch whether to give up.
@@ -48,18 +53,21 @@ def evaluate(
         NonFiniteError: if the loss is not finite.
     """
     total, samples, count = 0.0, 0, 0
+    for metric in trainable.metrics.values():
+        metric.reset()
     training = engine.model.training
     engine.model.eval()
     try:
         for batch in itertools.islice(batches, max_batches):
             if stop():
                 return None
-            for micro_batch in split_batch(batch, engine.plan.micro_batch_size):
+            size = engine.plan.micro_batch_size if trainable.divisible else num_samples(batch)
+            for micro_batch in split_batch(batch, size):
                 total += engine.evaluate(micro_batch).item() * num_samples(micro_batch)
             samples, count = samples + num_samples(batch), count + 1
     finally:
         engine.model.train(training)
-    return Evaluation(_checked(total, samples), count)
+    return Evaluation(_checked(total, samples), count, metric_values(trainable.metrics))
 
 
 def _checked(total: float, samples: int) -> float:

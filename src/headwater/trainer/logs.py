@@ -7,7 +7,7 @@ import logging
 
 from rich.console import Console
 
-from headwater.config.run import InitConfig
+from headwater.config.run import SetupConfig
 from headwater.config.sections import TensorBoardLoggerConfig
 from headwater.core.errors import ConfigError
 from headwater.trainer.callback import Callback
@@ -20,7 +20,7 @@ from headwater.trainer.tensorboard import TensorBoard
 logger = logging.getLogger(__name__)
 
 
-def make_callbacks(init: InitConfig, run_dir: RunDir, console: Console | None) -> list[Callback]:
+def make_callbacks(init: SetupConfig, run_dir: RunDir, console: Console | None) -> list[Callback]:
     """The callbacks of a training run.
 
     History always; progress where there is a console; TensorBoard and the loss curve where their libraries
@@ -47,7 +47,7 @@ def make_callbacks(init: InitConfig, run_dir: RunDir, console: Console | None) -
     return callbacks
 
 
-def _asked_tensorboard(init: InitConfig) -> TensorBoardLoggerConfig | None:
+def _asked_tensorboard(init: SetupConfig) -> TensorBoardLoggerConfig | None:
     given = (entry.TensorBoardLogger for entry in init.loggers)
     return next((entry for entry in given if entry is not None), None)
 

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from headwater.config.run import InitConfig
 from headwater.core.errors import NonFiniteError
-from headwater.data.loader import Batch, BatchLoader
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
+from headwater.trainer.batches import equal_parts, num_samples, num_tokens
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
-from headwater.trainer.datasets import num_tokens, split_batch
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.interrupt import Interrupt, shielded
+from headwater.trainer.job import Batch, Job
 from headwater.trainer.state import RunState
 
 
@@ -30,10 +29,8 @@ class Trainer:
 
     Args:
         engine: holds the weights of the step at which the run stands.
-        init: the params.
-        state: where the run stands.
-        train: training data; the position in them is taken from the state.
-        evaluations: data to evaluate on in between.
+        job: the run.
+        state: where it stands; the position in the training data is taken from it.
         checkpoints: where to save.
         callbacks: are told what happens, in this order.
         saved_step: step of a checkpoint that need not be written again.
@@ -42,11 +39,9 @@ class Trainer:
     def __init__(
         self,
         engine: Engine,
-        init: InitConfig,
+        job: Job,
         state: RunState,
         *,
-        train: BatchLoader,
-        evaluations: Sequence[BatchLoader],
         checkpoints: CheckpointManager,
         callbacks: Sequence[Callback],
         saved_step: int | None = None,
@@ -54,16 +49,15 @@ class Trainer:
         self.state = state
         self.validation: list[ValidateEnd] = []
         self._engine = engine
-        self._init = init
-        self._train = train
-        self._evaluations = evaluations
+        self._job = job
+        self._init = job.init
         self._checkpoints = checkpoints
         self._callbacks = callbacks
         self._saved_step = saved_step
         if state.data is not None:
-            train.load_state_dict(state.data)
-        self._end_step = init.loop.end_step(state.step, train.order.num_samples // train.order.batch_size)
-        self._schedule = init.schedule
+            job.train.load_state_dict(state.data)
+        self._end_step = job.end_step(state.step)
+        self._schedule = job.init.schedule
 
     def fit(self, interrupt: Interrupt) -> None:
         """Train until the last step, or until the step in which `interrupt` asks to stop.
@@ -72,7 +66,7 @@ class Trainer:
         """
         self._tell(lambda c: c.on_fit_start(FitStart(self.state.step, self._end_step, self._engine.plan)))
         try:
-            batches = shielded(self._train)
+            batches = shielded(self._job.train)
             while self._between_steps(interrupt):
                 self._step(batches)
         except NonFiniteError:
@@ -100,12 +94,12 @@ class Trainer:
         start = time.perf_counter()
         batch = next(batches)
         update = self._update()
-        report = self._engine.train_step(list(split_batch(batch, self._engine.plan.micro_batch_size)), update)
+        report = self._engine.train_step(equal_parts(batch, self._engine.plan.num_micro_batches), update)
         self.state = dataclasses.replace(
             self.state,
             step=update.step,
             loss_scale=self.state.loss_scale.after(applied=report.applied),
-            data=self._train.state_dict(),
+            data=self._job.train.state_dict(),
         )
         event = StepEnd(
             step=update.step,
@@ -120,6 +114,7 @@ class Trainer:
             bytes_out=report.statistics.bytes_out,
             hit_rate=report.statistics.hit_rate,
             wait_s=report.statistics.wait_s,
+            samples=num_samples(batch),
         )
         self._tell(lambda callback: callback.on_step_end(event))
 
@@ -138,23 +133,24 @@ class Trainer:
 
     def _validation_is_due(self) -> bool:
         step, interval = self.state.step, self._init.loop.eval_interval(self._end_step)
-        if not self._evaluations or not interval or step in (0, self.state.validated_step):
+        if not self._job.evaluations or not interval or step in (0, self.state.validated_step):
             return False
         return step % interval == 0 or step == self._end_step
 
     def _validate(self, interrupt: Interrupt) -> None:
         events = []
         norm = weight_norm(self._engine) if self._init.compute_norm else None
-        for index, loader in enumerate(self._evaluations):
+        for index, loader in enumerate(self._job.evaluations):
             found = evaluate(
                 self._engine,
+                self._job.trainable,
                 shielded(loader),
                 max_batches=self._init.loop.eval_steps,
                 stop=lambda: interrupt.requested,
             )
             if found is None:
                 return
-            events.append(ValidateEnd(self.state.step, index, found.loss, found.batches, norm))
+            events.append(ValidateEnd(self.state.step, index, found.loss, found.batches, norm, found.metrics))
         self.validation = events
         self.state = dataclasses.replace(self.state, validated_step=self.state.step)
         for event in events:

@@ -1,4 +1,4 @@
-"""From a params file to a plan: the model on the meta device, its dry run, and what the machine offers."""
+"""From a model and the params to a plan and an engine: the dry run, and what the machine offers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import functools
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from headwater.config.models import ModelConfig
-from headwater.config.run import InitConfig
+from headwater.config.run import SetupConfig
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
 from headwater.core.stage import ParamSpec
-from headwater.models.registry import build_model, init_parameter, learning_rate_scale
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import Fixed, make_plan
 from headwater.plan.calibrate import Calibration
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan, Resources, Trace
 from headwater.store.rule import UpdateRule
-from headwater.stream.engine import Engine, Initial
+from headwater.stream.engine import Engine
+from headwater.trainer.job import Trainable
 
 NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
 """The optimizer of a run that only evaluates: it keeps no state."""
@@ -33,42 +31,43 @@ class Workload:
 
     Attributes:
         batch_size: samples of one step.
-        sequence_length: tokens of a sample.
         optimizer: `NO_UPDATES` for an evaluation.
         micro_batch_size: samples computed at once; the plan chooses where absent.
     """
 
     batch_size: int
-    sequence_length: int
     optimizer: OptimizerSpec = NO_UPDATES
     micro_batch_size: int | None = None
 
 
 def training_workload(
-    init: InitConfig, batch_size: int, sequence_length: int, resumed_micro_batch_size: int | None = None
+    init: SetupConfig,
+    trainable: Trainable,
+    batch_size: int,
+    resumed_micro_batch_size: int | None = None,
 ) -> Workload:
     """The workload of a training step.
 
     Args:
         init: the params.
+        trainable: what is trained.
         batch_size: samples of one step.
-        sequence_length: tokens of a sample.
         resumed_micro_batch_size: of the run that goes on; counts where the params do not set another.
     """
     size = fixed_micro_batch_size(init, batch_size)
+    if size is None and not trainable.divisible:
+        size = batch_size
     if size is None and resumed_micro_batch_size and batch_size % resumed_micro_batch_size == 0:
         size = resumed_micro_batch_size
-    return Workload(batch_size, sequence_length, optimizer_of(init), size)
+    return Workload(batch_size, optimizer_of(init, trainable), size)
 
 
-def optimizer_of(init: InitConfig) -> OptimizerSpec:
+def optimizer_of(init: SetupConfig, trainable: Trainable) -> OptimizerSpec:
     """The optimizer of the params, with the learning rates that the model wants for its parameters."""
-    return dataclasses.replace(
-        init.optimizer_spec, lr_scale=lambda name: learning_rate_scale(name, init.model)
-    )
+    return dataclasses.replace(init.optimizer_spec, lr_scale=trainable.learning_rate_scale)
 
 
-def fixed_micro_batch_size(init: InitConfig, batch_size: int) -> int | None:
+def fixed_micro_batch_size(init: SetupConfig, batch_size: int) -> int | None:
     """The micro-batch size that the params set, by itself or as a number of micro-batches.
 
     Raises:
@@ -87,14 +86,9 @@ def fixed_micro_batch_size(init: InitConfig, batch_size: int) -> int | None:
     return batch_size // count
 
 
-def meta_model(config: ModelConfig) -> nn.Module:
-    """The model without memory or values."""
-    return build_model(config, device="meta")
-
-
 def plan_run(
-    init: InitConfig,
-    model: nn.Module,
+    init: SetupConfig,
+    trainable: Trainable,
     work: Workload,
     *,
     disk: Path | None = None,
@@ -104,7 +98,7 @@ def plan_run(
 
     Args:
         init: the params.
-        model: the model; it may be on the meta device.
+        trainable: what is computed.
         work: what is to be computed.
         disk: folder of the disk tier; that of the params if not given.
         calibration: rates of the machine.
@@ -117,7 +111,12 @@ def plan_run(
 
     @functools.cache
     def trace_for(size: int) -> Trace:
-        return trace_step(model, _meta_batch(size, work.sequence_length), init.precision.precision)
+        return trace_step(
+            trainable.model,
+            trainable.example(size),
+            init.precision.precision,
+            loss_function=trainable.loss,
+        )
 
     return make_plan(
         trace_for,
@@ -169,30 +168,27 @@ def optimizer_state_bytes(optimizer: OptimizerSpec) -> int:
 
 
 def make_engine(
-    init: InitConfig, model: nn.Module, plan: Plan, optimizer: OptimizerSpec, *, blank: bool = False
+    init: SetupConfig, trainable: Trainable, plan: Plan, optimizer: OptimizerSpec, *, blank: bool = False
 ) -> Engine:
-    """The engine, each parameter drawn from a stream of its own.
+    """The engine.
 
     Args:
         init: the params.
-        model: the model, on the meta device.
+        trainable: what is trained.
         plan: how it is trained.
         optimizer: how it is updated.
-        blank: fill in zeros instead, for what a checkpoint will replace.
+        blank: fill in zeros for initial values, for what a checkpoint will replace.
     """
     return Engine(
-        model,
+        trainable.model,
         plan,
         optimizer,
-        initial=_zeros if blank else _drawn(init),
+        initial=_zeros if blank else trainable.initial,
         seed=init.seed,
+        loss_function=trainable.loss,
         fast_matmul=init.backend.matmul == "fast",
         compile_blocks=init.backend.compile,
     )
-
-
-def _drawn(init: InitConfig) -> Initial:
-    return lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed)
 
 
 def _zeros(spec: ParamSpec) -> torch.Tensor:
@@ -207,11 +203,6 @@ def _fixed(backend: BackendConfig, micro_batch_size: int | None) -> Fixed:
         micro_batch_size=micro_batch_size,
         gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
     )
-
-
-def _meta_batch(size: int, sequence_length: int) -> dict[str, torch.Tensor]:
-    names = ("input_ids", "attention_mask", "labels")
-    return {name: torch.empty(size, sequence_length, dtype=torch.int64, device="meta") for name in names}
 
 
 def _check_supported(backend: BackendConfig) -> None:

@@ -9,11 +9,12 @@ import torch
 
 from headwater.config.run import RunConfig
 from headwater.convert.shards import ShardWriter, plan_shards
+from headwater.optim.loss_scale import LossScale
 from headwater.store.snapshot_load import SavedCheckpoint, load_weights
 from headwater.trainer.checkpoint import CheckpointManager
-from headwater.optim.loss_scale import LossScale
-from headwater.trainer.planning import Workload, meta_model
-from headwater.trainer.session import open_engine, training_disk
+from headwater.trainer.engines import open_engine, training_disk
+from headwater.trainer.gpt_job import gpt_trainable
+from headwater.trainer.planning import Workload, optimizer_of
 from headwater.trainer.state import RunState
 
 
@@ -40,15 +41,15 @@ def import_weights(config: RunConfig, weights: Iterable[tuple[str, torch.Tensor]
     Raises:
         CheckpointError: if the weights are not those of the model.
     """
-    init = config.init
-    shapes = {name: tuple(p.shape) for name, p in meta_model(init.model).named_parameters()}
+    init, trainable = config.init, gpt_trainable(config.init)
+    shapes = {name: tuple(p.shape) for name, p in trainable.model.named_parameters()}
     one_file = plan_shards(shapes, torch.float32, max_shard_bytes=1 << 62)
     with ShardWriter(scratch, one_file, torch.float32) as writer:
         for name, tensor in weights:
             writer.write(name, tensor)
-    work = Workload(1, init.model.max_position_embeddings, init.optimizer_spec)
+    work = Workload(1, optimizer_of(init, trainable))
     checkpoints = CheckpointManager(init.model_dir)
-    with training_disk(init) as disk, open_engine(init, work, disk, blank=True) as engine:
+    with training_disk(init) as disk, open_engine(init, trainable, work, disk, blank=True) as engine:
         load_weights(engine.store, scratch)
         state = RunState(0, LossScale.of(init.precision.precision))
         path = checkpoints.save(engine.store, 0, state.to_dict())

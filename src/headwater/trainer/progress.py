@@ -30,7 +30,7 @@ class ProgressBar(Callback):
         self._task = TaskID(0)
         self._budget: int | None = None
         self._end_step = 0
-        self._tokens_per_s: float | None = None
+        self._rate: float | None = None
 
     def on_fit_start(self, event: FitStart) -> None:
         self._budget = _memory_budget(event.plan)
@@ -43,8 +43,9 @@ class ProgressBar(Callback):
             self._bar.start()
 
     def on_step_end(self, event: StepEnd) -> None:
-        past = event.tokens_per_s if self._tokens_per_s is None else self._tokens_per_s
-        self._tokens_per_s = _RATE_SMOOTHING * past + (1 - _RATE_SMOOTHING) * event.tokens_per_s
+        rate, _ = event.rate
+        past = rate if self._rate is None else self._rate
+        self._rate = _RATE_SMOOTHING * past + (1 - _RATE_SMOOTHING) * rate
         if self._bar is not None:
             self._bar.update(self._task, completed=event.step, description=self._text(event))
         elif event.step % self._log_steps == 0 or event.step == self._end_step:
@@ -52,7 +53,10 @@ class ProgressBar(Callback):
 
     def on_validate_end(self, event: ValidateEnd) -> None:
         name = f" {event.loader}" if event.loader else ""
-        self._print(f"step {event.step}  validation{name} loss {event.loss:.4f} ({event.batches} batches)")
+        metrics = "".join(f"  {name} {value:.4f}" for name, value in event.metrics.items())
+        self._print(
+            f"step {event.step}  validation{name} loss {event.loss:.4f} ({event.batches} batches){metrics}"
+        )
 
     def on_fit_end(self) -> None:
         if self._bar is not None:
@@ -62,7 +66,7 @@ class ProgressBar(Callback):
         limit = "" if self._budget is None else f" / {format_bytes(self._budget)}"
         parts = [
             f"loss {event.loss:.4f}",
-            f"{self._tokens_per_s:,.0f} tokens/s",
+            f"{self._rate:,.0f} {event.rate[1]}/s",
             f"streamed {format_bytes(event.bytes_in + event.bytes_out)}/step",
             f"memory {format_bytes(resident_bytes())}{limit}",
         ]

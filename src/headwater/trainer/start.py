@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from headwater.config.run import InitConfig
+from headwater.config.run import SetupConfig
 from headwater.core.errors import CheckpointError, ConfigError
+from headwater.optim.loss_scale import LossScale
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
-from headwater.optim.loss_scale import LossScale
 from headwater.trainer.state import RunState
 
 
@@ -51,7 +51,7 @@ class Start:
         return dataclasses.replace(self.state, micro_batch_size=engine.plan.micro_batch_size)
 
 
-def find_start(init: InitConfig, named: Path | None, checkpoints: CheckpointManager) -> Start:
+def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointManager) -> Start:
     """Where a training run starts.
 
     Args:
@@ -92,7 +92,7 @@ def find_trained(named: Path | None, checkpoints: CheckpointManager, model_dir: 
     return path
 
 
-def _weights_only(init: InitConfig) -> bool:
+def _weights_only(init: SetupConfig) -> bool:
     if init.checkpoint_states in (("all",), ("model",)):
         return init.checkpoint_states == ("model",)
     raise ConfigError(

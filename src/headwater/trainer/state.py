@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwater.core.errors import CheckpointError
 from headwater.optim.loss_scale import LossScale
-
-if TYPE_CHECKING:
-    from headwater.data.loader import LoaderState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +27,7 @@ class RunState:
     loss_scale: LossScale
     micro_batch_size: int | None = None
     validated_step: int = -1
-    data: LoaderState | None = None
+    data: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for a checkpoint."""

@@ -33,10 +33,11 @@ class TensorBoard(Callback):
     def on_step_end(self, event: StepEnd) -> None:
         if event.step % self._log_steps:
             return
+        rate, unit = event.rate
         self._add(event.step, {
             "train/loss": event.loss,
             "train/learning_rate": event.learning_rate,
-            "train/tokens_per_s": event.tokens_per_s,
+            f"train/{unit}_per_s": rate,
             "train/gradient_norm": event.gradient_norm,
             "train/loss_scale": event.loss_scale,
             "stream/bytes_in": event.bytes_in,
@@ -50,6 +51,7 @@ class TensorBoard(Callback):
         self._add(event.step, {f"validate/loss{suffix}": event.loss})
         if event.weight_norm is not None:
             self._add(event.step, {"validate/weight_norm": event.weight_norm})
+        self._add(event.step, {f"validate/{name}{suffix}": value for name, value in event.metrics.items()})
 
     def on_fit_end(self) -> None:
         if self._writer is not None:

@@ -1,0 +1,68 @@
+"""Batches of any kind: tensors in any nesting, whose first dimension is the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from headwater.core.errors import DataError
+
+
+def num_samples(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor.
+
+    Raises:
+        DataError: if there is no tensor in it.
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return len(leaf)
+    raise DataError(
+        f"a batch holds no tensor with a dimension for its samples, it is a {type(batch).__name__}",
+        where="data loader",
+        remedy="let the loader give tensors [batch, …], alone or in tuples, lists and dictionaries",
+    )
+
+
+def num_tokens(batch: Any) -> int:
+    """Tokens in a batch: elements of its `input_ids`; 0 where it has none."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return ids.numel() if isinstance(ids, torch.Tensor) else 0
+
+
+def split_batch(batch: Any, size: int) -> Iterator[Any]:
+    """`batch` in micro-batches of `size` samples; the last one has what remains.
+
+    Tensors that have another first dimension than the samples are in each of them whole.
+    """
+    samples = num_samples(batch)
+    if samples <= size:
+        yield batch
+        return
+    for start in range(0, samples, size):
+        yield tree_map_only(
+            torch.Tensor,
+            lambda tensor, start=start: (
+                tensor[start : start + size] if tensor.dim() and len(tensor) == samples else tensor
+            ),
+            batch,
+        )
+
+
+def equal_parts(batch: Any, count: int) -> list[Any]:
+    """`batch` in `count` micro-batches of equal size.
+
+    Raises:
+        DataError: if its samples cannot be divided so.
+    """
+    samples = num_samples(batch)
+    if samples % count:
+        raise DataError(
+            f"a batch of {samples} samples cannot be divided into {count} equal micro-batches",
+            where="data loader",
+            remedy="let it leave out the batch that is not full (drop_last), or set no micro_batch_size",
+        )
+    return list(split_batch(batch, samples // count))

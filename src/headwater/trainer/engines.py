@@ -1,0 +1,88 @@
+"""Engines of a run, opened with all that belongs to them: plan, folder of the disk tier, weights."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headwater.config.run import SetupConfig
+from headwater.core.buffers import keep_pages
+from headwater.plan.calibrate import calibrate
+from headwater.plan.types import Plan
+from headwater.stream.engine import Engine
+from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
+from headwater.trainer.job import Trainable
+from headwater.trainer.planning import Workload, device_of, make_engine, plan_run
+from headwater.trainer.start import find_trained
+
+
+@contextmanager
+def open_engine(
+    init: SetupConfig,
+    trainable: Trainable,
+    work: Workload,
+    disk: Path | None,
+    *,
+    blank: bool,
+    show: Callable[[Plan], None] = lambda plan: None,
+) -> Iterator[Engine]:
+    """The engine for `work`; `blank`: a checkpoint will replace the parameters. The plan is shown first."""
+    device = device_of(init.backend)
+    plan = plan_run(init, trainable, work, disk=disk, calibration=calibrate(device, disk))
+    show(plan)
+    if device == "cpu" and init.backend.allocator == "tuned" and plan.memory_is_ample:
+        keep_pages()
+    with make_engine(init, trainable, plan, work.optimizer, blank=blank) as engine:
+        yield engine
+
+
+@contextmanager
+def trained_model(
+    init: SetupConfig, trainable: Trainable, work: Workload, checkpoint: Path | None
+) -> Iterator[Engine]:
+    """An engine in eval mode with the weights of a checkpoint, the newest in the model_dir if none is named.
+
+    Args:
+        init: the params.
+        trainable: the model.
+        work: the largest batch that will be computed.
+        checkpoint: its path.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or it is damaged or of another shape.
+    """
+    checkpoints = CheckpointManager(init.model_dir)
+    path = find_trained(checkpoint, checkpoints, init.model_dir)
+    with _scratch_disk(init) as disk, open_engine(init, trainable, work, disk, blank=True) as engine:
+        checkpoints.load(engine.store, path, weights_only=True, buffers=persistent_buffers(engine.model))
+        engine.model.eval()
+        yield engine
+
+
+@contextmanager
+def training_disk(init: SetupConfig) -> Iterator[Path | None]:
+    """The folder of the disk tier of the run in this model_dir; what a killed run left there is reused."""
+    if init.backend.disk is None:
+        yield None
+        return
+    key = hashlib.blake2b(str(init.model_dir.resolve()).encode(), digest_size=6).hexdigest()
+    folder = init.backend.disk.path / f"{init.model_dir.resolve().name}-{key}"
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _scratch_disk(init: SetupConfig) -> Iterator[Path | None]:
+    """A folder of the disk tier for one evaluation, which may run beside training."""
+    if init.backend.disk is None:
+        yield None
+        return
+    init.backend.disk.path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=init.backend.disk.path, prefix="evaluate-") as folder:
+        yield Path(folder)

@@ -1,0 +1,80 @@
+"""Runs of the model families that come with the package, on samples in HDF5 files."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headwater.config.models import ModelConfig
+from headwater.config.run import InitConfig, RunConfig
+from headwater.config.sections import FitConfig
+from headwater.core.errors import ConfigError
+from headwater.models.registry import build_model, init_parameter, learning_rate_scale
+from headwater.trainer.datasets import find_tokenizer, open_data
+from headwater.trainer.job import Job, Trainable
+from headwater.trainer.run_dir import RunDir
+
+
+def meta_model(config: ModelConfig) -> nn.Module:
+    """The model without memory or values."""
+    return build_model(config, device="meta")
+
+
+def gpt_trainable(init: InitConfig, sequence_length: int | None = None) -> Trainable:
+    """The model of the params, each parameter drawn from a stream of its own.
+
+    Args:
+        init: the params.
+        sequence_length: tokens of a sample; the most that the model takes if not given.
+    """
+    length = sequence_length or init.model.max_position_embeddings
+    return Trainable(
+        model=meta_model(init.model),
+        example=lambda size: _meta_batch(size, length),
+        initial=lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed),
+        learning_rate_scale=lambda name: learning_rate_scale(name, init.model),
+        divisible=True,
+    )
+
+
+def gpt_job(config: RunConfig) -> Job:
+    """The training run that the params describe.
+
+    Raises:
+        ConfigError: if they have no training data.
+        DataError: if the data are missing, malformed or do not fit the model.
+    """
+    init, section = config.init, _fit_section(config)
+    train = open_data(section.train_dataloader, init.model, seed=init.seed, repeat=True)
+    evaluations = [open_data(d, init.model, seed=init.seed, repeat=False) for d in section.val_dataloader]
+
+    def write(run_dir: RunDir) -> None:
+        run_dir.write_params(config)
+        run_dir.keep_tokenizer(find_tokenizer(section.train_dataloader))
+
+    batch_size = section.train_dataloader.batch_size
+    return Job(
+        init=init,
+        trainable=gpt_trainable(init, train.sequence_length),
+        train=train.create_dataloader(),
+        batch_size=batch_size,
+        evaluations=[data.create_dataloader() for data in evaluations],
+        steps_per_epoch=train.num_samples // batch_size,
+        checkpoint=section.ckpt_path,
+        write=write,
+    )
+
+
+def _meta_batch(size: int, sequence_length: int) -> dict[str, torch.Tensor]:
+    names = ("input_ids", "attention_mask", "labels")
+    return {name: torch.empty(size, sequence_length, dtype=torch.int64, device="meta") for name in names}
+
+
+def _fit_section(config: RunConfig) -> FitConfig:
+    if config.fit is None:
+        raise ConfigError(
+            "the params have no data to train on",
+            where=str(config.source),
+            remedy="add trainer.fit.train_dataloader",
+        )
+    return config.fit
