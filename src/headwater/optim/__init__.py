@@ -19,7 +19,9 @@ from torch.optim import (
 
 from headwater.optim import lr_scheduler, weight_decay_scheduler
 from headwater.optim.catalog import is_elementwise
+from headwater.optim.configure import configure_lr_scheduler, configure_optimizer, configure_scheduler
 from headwater.optim.extra import Lamb, Lion
+from headwater.optim.param_groups import configure_param_groups
 from headwater.optim.schedules import Constant, CosineDecay, Linear, Schedule, Sequential
 from headwater.optim.spec import OptimizerSpec, group_options, is_bias_or_norm
 
@@ -46,6 +48,10 @@ __all__ = [
     "Rprop",
     "Schedule",
     "Sequential",
+    "configure_lr_scheduler",
+    "configure_optimizer",
+    "configure_param_groups",
+    "configure_scheduler",
     "group_options",
     "is_bias_or_norm",
     "is_elementwise",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 
 import torch
@@ -71,9 +72,23 @@ def find_optimizer(name: str, *, exact_case: bool = True) -> OptimizerClass:
     return optimizers()[found]
 
 
-def refusal(name: str, why: str, lr: object = 1e-3) -> ConfigError:
+def constructor_of(kind: OptimizerClass) -> dict[str, inspect.Parameter]:
+    """What the constructor takes, with what it passes on to that of its base class as `*args, **kwargs`."""
+    taken: dict[str, inspect.Parameter] = {}
+    for base in kind.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+            named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            taken = {parameter.name: parameter for parameter in named} | taken
+            if len(named) == len(parameters):
+                break
+    del taken["self"]
+    return taken
+
+
+def refusal(name: str, why: str) -> ConfigError:
     """The error for an optimizer that streamed parameters cannot have."""
     return ConfigError(
         f"{name} cannot be used here: {why}",
-        remedy=f"write for example optimizer = headwater.optim.AdamW(model.parameters(), lr={lr})",
+        remedy="write for example: optimizer = headwater.optim.AdamW(model.parameters(), lr=1e-3)",
     )

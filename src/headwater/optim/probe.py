@@ -18,9 +18,9 @@ Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 def check_streamable(name: str, build: Build) -> None:
     """Check that the optimizer gives the same values where parameters come one by one.
 
-    Two small parameters are trained twice: jointly, by an optimizer that stays as it is; and as the weight store
-    does it, each by itself, in fresh tensors and parameter groups, with nothing kept but what `optimizer.state`
-    holds for the parameter. Equal bits are asked for.
+    Two small parameters are trained twice: jointly, by an optimizer that stays as it is; and as the weight
+    store does it, each by itself, in fresh tensors and parameter groups, with nothing kept but what
+    `optimizer.state` holds for the parameter. Equal bits are asked for.
 
     Args:
         name: of the optimizer, for errors.
@@ -39,9 +39,8 @@ def check_streamable(name: str, build: Build) -> None:
         raise refusal(name, why) from error
     odd = [key for key, value in states[0].items() if not _can_be_saved(value)]
     if odd:
-        raise refusal(
-            name, f"its state {odd[0]!r} is a {type(states[0][odd[0]]).__name__}, not a tensor or number"
-        )
+        kind = type(states[0][odd[0]]).__name__
+        raise refusal(name, f"its state {odd[0]!r} is a {kind}, and no tensor or number")
     if not all(map(torch.equal, params, values)):
         raise refusal(name, "what it does to a parameter depends on others, or on more than its state of it")
 

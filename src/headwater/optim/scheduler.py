@@ -19,7 +19,7 @@ ADJUSTMENT_KEYS = ("adjust_learning_rate", "adjust_val")
 """Keys of a parameter group with its own factor on what is scheduled, the first that is there."""
 
 NO_WEIGHT_DECAY = "no_weight_decay"
-"""Key of a parameter group that never decays, whatever a scheduler says."""
+"""Key of a parameter group that no weight-decay scheduler changes unless it names the group's tag."""
 
 
 class Scheduler:
@@ -75,6 +75,11 @@ class Scheduler:
             )
         self._write()
 
+    @classmethod
+    def argument_names(cls) -> list[str]:
+        """What the constructor takes beside the optimizer, in order."""
+        return [name for name in inspect.signature(cls).parameters if name != "optimizer"]
+
     def step(self, epoch: int | None = None) -> None:
         """Set the value of the next step, or of step `epoch`."""
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
@@ -105,10 +110,8 @@ class Scheduler:
         self._write()
 
     def _applies(self, group: Mapping[str, Any]) -> bool:
-        if self.option == "weight_decay" and group.get(NO_WEIGHT_DECAY):
-            return False
         if self.param_group_tags is None:
-            return True
+            return not (self.option == "weight_decay" and group.get(NO_WEIGHT_DECAY))
         return bool(self.param_group_tags & set(group.get("tags") or (None,)))
 
     def _factor(self, group: Mapping[str, Any]) -> float:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from headwater.core.errors import ConfigError
-from headwater.optim.catalog import FUSED, OptimizerClass, find_optimizer, is_elementwise, optimizers, refusal
+from headwater.optim.catalog import (
+    FUSED,
+    OptimizerClass,
+    constructor_of,
+    find_optimizer,
+    is_elementwise,
+    optimizers,
+    refusal,
+)
 from headwater.optim.probe import check_streamable
 
 _HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
@@ -103,19 +111,23 @@ class OptimizerSpec:
             groups.setdefault(key, []).append(param)
         return [{"params": params, **dict(key)} for key, params in groups.items()]
 
-    def build(self, params: list[torch.nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer over `params` (parameters or groups), with torch's fused kernel where there is one.
+    def build(self, params: ParamsT) -> torch.optim.Optimizer:
+        """The optimizer over `params`, with torch's fused kernel where there is one.
+
+        Args:
+            params: parameters, named parameters or groups of either.
 
         Raises:
-            ConfigError: if the optimizer does not take one of the arguments.
+            ConfigError: if the optimizer does not take one of the arguments, or not these parameters.
         """
         kwargs = dict(self.kwargs)
-        fused = self.foreign_class is None and self.name in FUSED.get(_device(params), frozenset())
-        if fused and "foreach" not in kwargs:
-            kwargs.setdefault("fused", True)
         make: Callable[..., torch.optim.Optimizer] = self.foreign_class or find_optimizer(self.name)
         try:
-            return make(params, **kwargs)
+            listed = [_with_list(entry) for entry in params]
+            fused = self.foreign_class is None and self.name in FUSED.get(_device(listed), frozenset())
+            if fused and "foreach" not in kwargs:
+                kwargs.setdefault("fused", True)
+            return make(listed, **kwargs)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.name} cannot be built: {error}", remedy="correct the optimizer's arguments"
@@ -123,15 +135,12 @@ class OptimizerSpec:
 
     def _check_same_defaults(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that what `build` makes has the options of `optimizer`."""
-        shape = (2, 2)
-        rebuilt = _what(self.build([torch.nn.Parameter(torch.zeros(shape))]).defaults)
         wanted = _what(optimizer.defaults)
-        differing = sorted(
-            key for key in rebuilt.keys() | wanted.keys() if rebuilt.get(key) != wanted.get(key)
-        )
-        if differing:
-            why = f"its {', '.join(differing)} cannot be told from its parameter groups' defaults"
-            raise refusal(self.name, why, wanted.get("lr", 1e-3))
+        rebuilt = _what(self.build([torch.nn.Parameter(torch.zeros(2, 2))]).defaults)
+        for key, value in wanted.items():
+            if rebuilt.get(key) != value:
+                why = f"its option {key!r} is no argument of that name: it cannot be built again"
+                raise refusal(self.name, why)
 
 
 def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,27 +162,31 @@ def _plain(value: Any) -> Any:
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The defaults of the optimizer that its constructor takes."""
-    names = _constructor_names(type(optimizer))
-    given = {key: value for key, value in _what(optimizer.defaults).items() if key in names}
+    """The defaults of the optimizer that its constructor takes.
+
+    Raises:
+        ConfigError: if the constructor needs more than them.
+    """
+    parameters = constructor_of(type(optimizer))
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in {"params", *optimizer.defaults}:
+            why = f"its argument {name!r} is not among its defaults: it cannot be built again"
+            raise refusal(type(optimizer).__qualname__, why)
+    given = {key: value for key, value in _what(optimizer.defaults).items() if key in parameters}
     chosen = {key: optimizer.defaults.get(key) for key in ("foreach", "fused")}
     return given | {key: value for key, value in chosen.items() if value is not None}
 
 
-def _constructor_names(kind: type) -> set[str]:
-    """The arguments of the constructor, those that it passes on to its base class as `**kwargs` included."""
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if "__init__" in vars(base):
-            parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
-            names.update(parameter.name for parameter in parameters)
-            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-                break
-    return names
+def _with_list(entry: Any) -> Any:
+    """A group with its parameters in a list, so that they can be looked at; anything else as it is."""
+    if isinstance(entry, dict) and not isinstance(entry["params"], torch.Tensor):
+        return {**entry, "params": list(entry["params"])}
+    return entry
 
 
-def _device(params: list[torch.nn.Parameter] | list[dict[str, Any]]) -> str:
+def _device(params: list[Any]) -> str:
+    """The type of device that the first parameter is on."""
     first = params[0] if params else None
-    if isinstance(first, dict):
-        first = next(iter(first["params"]), None)
-    return first.device.type if first is not None else "cpu"
+    while isinstance(first, dict | list | tuple) and first:
+        first = first["params"] if isinstance(first, dict) else first[-1]
+    return first.device.type if isinstance(first, torch.Tensor) else "cpu"
