@@ -10,7 +10,6 @@
     │   ├── DiskFullError      the disk tier ran out of space
     │   └── CorruptError       bytes on disk are not the bytes that were written
     ├── StreamError            the executor failed
-    │   ├── UnboundWeightError a weight was read while it was not on the device
     │   └── NonFiniteError     a loss or gradient is NaN or infinite
     ├── CheckpointError        a checkpoint is missing, incomplete, damaged or of another shape
     └── RunError               a run cannot start or go on
@@ -84,10 +83,6 @@ class CorruptError(StoreError):
 
 class StreamError(HeadwaterError):
     """The executor failed."""
-
-
-class UnboundWeightError(StreamError):
-    """A weight was read while it was not on the device."""
 
 
 class NonFiniteError(StreamError):

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from headwater.core.errors import UnboundWeightError
 from headwater.core.precision import Precision
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.stand_ins import call_operator
@@ -285,12 +284,9 @@ class _Recorder(TorchDispatchMode):
 
     def _read(self, stage: int) -> None:
         """A forward operator reads a parameter of `stage`."""
-        unit = self._partition.units[stage]
         if not self._modules:
-            raise UnboundWeightError(
-                f"a weight of stage {unit.path!r} is read outside the forward of any module",
-                remedy="read it within a module's forward: weights are on the device only then",
-            )
+            return  # outside of every forward it is read from the store
+        unit = self._partition.units[stage]
         site = unit.path if unit.path in self._modules else self._modules[-1]
         self._sites.setdefault(site, set()).add(stage)
         if not self._units:

@@ -257,7 +257,7 @@ class GradientSum:
             self.settle(stage)
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
-        """The global norm, fp32, as `torch.nn.utils.get_total_norm` takes it over parameters in this order."""
+        """The global norm, fp32, as `torch.nn.utils.get_total_norm` takes it in this order."""
         self.settle_all()
         missing = {key for key in keys if key not in self._norms}
         for stage in sorted({stage for stage, _ in missing}):
@@ -311,7 +311,7 @@ class GradientSum:
     # gradients that the user looks at
 
     def expose(self, stage: int, param: int) -> torch.Tensor | None:
-        """The sum of one parameter, `None` if none is present. It may be changed in place until the commit."""
+        """The sum of one parameter, if one is present. It may be changed in place until the commit."""
         key = (stage, param)
         if key not in self.present:
             return None

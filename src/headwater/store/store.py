@@ -93,7 +93,7 @@ class WeightStore:
         self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self._order = order or [(s.index, p) for s in stages for p in range(len(s.params))]
         self._pending: dict[int, Pending] = {}
-        self._changed: set[int] = set()  # stages whose last fetched image is out of date
+        self._versions = [0] * len(self.stages)
         self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
         self._locks = [threading.RLock() for _ in stages]
         self._torn: dict[int, str] = {}  # stages whose update began and did not end, and why
@@ -111,7 +111,6 @@ class WeightStore:
                 out in the memory tier, where the image is read in place: see `resident_wire`.
         """
         with self._whole(stage):
-            self._changed.discard(stage)
             resident = self.tier.resident_wire(stage)
             if stage in self._pending:
                 self._update(stage, into)
@@ -126,9 +125,9 @@ class WeightStore:
         """Wire image in host memory, valid after `fetch`; `None` in the disk tier."""
         return self.tier.resident_wire(stage)
 
-    def has_changed(self, stage: int) -> bool:
-        """Whether the next fetch of this stage will give another image than the last one did."""
-        return stage in self._changed
+    def version(self, stage: int) -> int:
+        """Grows whenever a fetch of this stage will give another image than one before did."""
+        return self._versions[stage]
 
     # gradients
 
@@ -188,7 +187,7 @@ class WeightStore:
         earlier = self._pending[stage].parts if stage in self._pending else {}
         assert param not in earlier, "a new gradient has made the older update happen"
         self._pending[stage] = Pending(self.num_commits, {**earlier, param: part})
-        self._changed.add(stage)
+        self._versions[stage] += 1
 
     def rollback(self, num_commits: int) -> bool:
         """Undo the commits after number `num_commits`, as far as no use of a stage has applied them.
@@ -304,7 +303,7 @@ class WeightStore:
             self._torn.pop(stage, None)
             self._pending.pop(stage, None)
             self.gradients.discard_stage(stage)
-            self._changed.add(stage)
+            self._versions[stage] += 1
             image = self.tier.resident_wire(stage)
             target = image if image is not None else aligned_empty(self.layouts[stage].wire_bytes)
             wires = self.stages[stage].views(target)
@@ -341,7 +340,7 @@ class WeightStore:
             buffer = self._wire_buffer(stage)
             if stage in self._pending:
                 self._update(stage, buffer)
-            self._changed.add(stage)
+            self._versions[stage] += 1
             with self.tier.wire(stage, buffer, write=True) as image:
                 wire = self.stages[stage].views(image)[param]
 

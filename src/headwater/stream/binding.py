@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
-from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.stage import ParamSpec
+from headwater.store.store import WeightStore
+from headwater.stream.parameters import Home, ParameterAtRest
 
 
 def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
     """What an unbound parameter holds: right shape and dtype, NaN everywhere, one element of memory."""
-    return _loud(param.shape, param.wire_dtype, device)
-
-
-def _loud(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    dtype = param.wire_dtype
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+    return torch.full((), value, dtype=dtype, device=device).expand(param.shape)
 
 
 class Binder:
@@ -26,22 +25,32 @@ class Binder:
 
     Args:
         model: whose parameters are bound and unbound, once they are adopted.
-        stages: all stages of the model.
-        device: where it computes.
+        store: where their values are otherwise.
+        device: where the model computes.
+        in_place: whether the memory of a stage is the store's own, and stays the same for good.
         writable: whether what the model writes into a bound weight reaches the store.
     """
 
     def __init__(
-        self, model: nn.Module, stages: Sequence[StageSpec], device: torch.device, *, writable: bool = False
+        self,
+        model: nn.Module,
+        store: WeightStore,
+        device: torch.device,
+        *,
+        in_place: bool = False,
+        writable: bool = False,
     ) -> None:
         self._model = model
+        self._store = store
         self._device = device
-        self._stages = stages
-        self._params: list[list[nn.Parameter]] = [[] for _ in stages]
-        self._placeholders = [[placeholder(spec, device) for spec in stage.params] for stage in stages]
+        self._stages = store.stages
+        self._params: list[list[nn.Parameter]] = [[] for _ in self._stages]
+        self._classes: list[list[type[nn.Parameter]]] = [[] for _ in self._stages]
+        self._placeholders = [[placeholder(spec, device) for spec in stage.params] for stage in self._stages]
+        self._in_place = in_place
         self._writable = writable
-        self._versions: dict[int, int] = {}  # of bound stages
-        self._bound: dict[int, int] = {}
+        self._bound: dict[int, int] = {}  # stage -> how often its bound weights had been changed in place
+        self._address: dict[int, int] = {}  # stage -> the memory that its parameters are views of
         self._stage_at: dict[int, int] = {}
 
     def values(self, stage: int) -> list[torch.Tensor]:
@@ -49,22 +58,27 @@ class Binder:
         return [self._model.get_parameter(spec.name).detach() for spec in self._stages[stage].params]
 
     def adopt(self, stage: int) -> None:
-        """Take over the parameters of a stage; what they hold is forgotten."""
-        self._params[stage] = [self._adopted(spec) for spec in self._stages[stage].params]
+        """Take over the parameters of a stage; what they hold is forgotten. The objects stay the same."""
+        self._params[stage] = [self._model.get_parameter(spec.name) for spec in self._stages[stage].params]
+        for index, param in enumerate(self._params[stage]):
+            spec = self._stages[stage].params[index]
+            value = self._placeholders[stage][index]
+            if (
+                param.is_meta
+            ):  # a meta tensor cannot be given other data, but the object can be another tensor
+                torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=spec.requires_grad))
+            else:
+                param.data = value
+            param.home = Home(self._store, stage, index, self._device)  # type: ignore[attr-defined]
+            self._classes[stage].append(type(param))
+            param.__class__ = ParameterAtRest
 
-    def _adopted(self, spec: ParamSpec) -> nn.Parameter:
-        """The parameter object, made anew if dtype or device of the placeholder differ from it."""
-        param = self._model.get_parameter(spec.name)
-        if (param.dtype, param.device) == (spec.wire_dtype, self._device):
-            param.data = placeholder(spec, self._device)
-            return param
-        if not param.is_meta:  # who else holds the old object must not go on with old weights
-            param.data = _loud(param.shape, param.dtype, param.device)
-        param = nn.Parameter(placeholder(spec, self._device), requires_grad=spec.requires_grad)
-        for name in (spec.name, *spec.aliases):
-            path, _, leaf = name.rpartition(".")
-            setattr(self._model.get_submodule(path), leaf, param)
-        return param
+    def release(self) -> None:
+        """Let every parameter be an ordinary one that holds NaN."""
+        self.unbind_all()
+        for stage in range(len(self._stages)):
+            self._set_classes(stage)  # first: what is assigned to a parameter at rest goes to the store
+            self._point(stage, None)
 
     def parameters(self) -> Iterator[tuple[int, int, nn.Parameter]]:
         """(stage, index in the stage, parameter) of every parameter."""
@@ -75,29 +89,50 @@ class Binder:
     def bind(self, stage: int, image: torch.Tensor) -> None:
         """Let the parameters of a stage be views of `image`."""
         address = image.data_ptr()
-        if self._bound.get(stage) == address:
+        if stage in self._bound and self._address.get(stage) == address:
             return
-        for param, view in zip(self._params[stage], self._stages[stage].views(image), strict=True):
+        self._set_classes(stage)
+        if self._address.get(stage) != address:
+            self._point(stage, image)
+        self._bound[stage] = self._version(stage)
+
+    def _point(self, stage: int, image: torch.Tensor | None) -> None:
+        """Let the parameters of a stage be views of `image`, or placeholders."""
+        params = self._params[stage]
+        if image is None:
+            views = self._placeholders[stage]
+            self._address.pop(stage, None)
+        else:
+            with torch.inference_mode(False):  # what is made there could not be trained with later
+                views = self._stages[stage].views(image)
+            self._address[stage] = image.data_ptr()
+            self._stage_at[image.data_ptr()] = stage
+        for param, view in zip(params, views, strict=True):
             param.data = view
-        self._bound[stage] = address
-        self._versions[stage] = self._version(stage)
-        self._stage_at[address] = stage
+
+    def _set_classes(self, stage: int) -> None:
+        for param, cls in zip(self._params[stage], self._classes[stage], strict=True):
+            param.__class__ = cls
 
     def stage_of(self, tensor: torch.Tensor) -> int | None:
         """The stage in whose memory a tensor lies, if it is a view of bound weights."""
         return self._stage_at.get(tensor.untyped_storage().data_ptr())
 
     def unbind(self, stage: int) -> None:
-        """Let the parameters of a stage be placeholders.
+        """Let the parameters of a stage rest.
 
         Raises:
             StreamError: if the model wrote into one of them, and that would be lost.
         """
-        if self._bound.pop(stage, None) is None:
+        version = self._bound.pop(stage, None)
+        if version is None:
             return
-        for param, value in zip(self._params[stage], self._placeholders[stage], strict=True):
-            param.data = value
-        if not self._writable and self._version(stage) != self._versions[stage]:
+        changed = self._version(stage) != version
+        if not self._in_place:
+            self._point(stage, None)
+        for param in self._params[stage]:
+            param.__class__ = ParameterAtRest
+        if changed and not self._writable:
             raise StreamError(
                 "the forward changes a weight in place, and streamed weights are only read",
                 where=f"stage {self._stages[stage].name!r}",
@@ -109,6 +144,6 @@ class Binder:
         return sum(param._version for param in self._params[stage])
 
     def unbind_all(self) -> None:
-        """Let every parameter be a placeholder."""
+        """Let every parameter rest."""
         for stage in list(self._bound):
             self.unbind(stage)

@@ -65,7 +65,7 @@ class Engine:
 
     Args:
         model: any module; parameters may be on the meta device if `initial` is given. The engine owns its
-            parameters from here on: outside a forward they hold NaN.
+            parameters from here on: outside a forward their values are in the store, and read from there.
         plan: what `headwater.plan` decided.
         optimizer: how parameters are updated.
         initial: initial values; what the model's parameters hold if not given.
@@ -101,24 +101,24 @@ class Engine:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
         self.store = _make_store(plan, UpdateRule(optimizer), self._device, order)
-        binder = Binder(
+        weights = _make_weights(plan, self.store, self._device)
+        self._binder = Binder(
             model,
-            plan.trace.stages,
+            self.store,
             self._device.torch_device,
+            in_place=plan.in_place,
             writable=plan.in_place and not plan.precision.mixed,
         )
         for stage in range(len(plan.trace.stages)):
-            self._fill(stage, binder, initial)
-            binder.adopt(stage)
+            self._fill(stage, initial)
+            self._binder.adopt(stage)
         self._buffers = Buffers(model, self._device.torch_device)
-        self._executor = Executor(
-            model, plan, self.store, binder, _make_weights(plan, self.store, self._device)
-        )
+        self.executor = Executor(model, plan, self.store, self._binder, weights)
         return_pages()  # initial values took more memory than a step may
 
-    def _fill(self, stage: int, binder: Binder, initial: Initial | None) -> None:
+    def _fill(self, stage: int, initial: Initial | None) -> None:
         specs = self.store.stages[stage].params
-        values = binder.values(stage) if initial is None else [initial(spec) for spec in specs]
+        values = self._binder.values(stage) if initial is None else [initial(spec) for spec in specs]
         if any(value.is_meta for value in values):
             raise StreamError(
                 f"stage {self.store.stages[stage].name!r} is on the meta device: its weights have no values",
@@ -144,7 +144,7 @@ class Engine:
         """
         start = time.perf_counter()
         self.store.begin_step()
-        statistics = self._executor.begin(len(micro_batches))
+        statistics = self.executor.begin(len(micro_batches))
         total = 0.0
         with self._buffers.transaction() as undo:
             for index, batch in enumerate(micro_batches):
@@ -167,13 +167,13 @@ class Engine:
         value = self._checked(loss, batch, update, index)
         if update.loss_scale != 1.0:
             loss = loss * update.loss_scale
-        self._executor.backward(loss / count if count > 1 else loss, last=index == count - 1)
+        self.executor.backward(loss / count if count > 1 else loss, last=index == count - 1)
         return value
 
     def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
         if self._seed is not None:
             torch.manual_seed(derive_seed(self._seed, "micro_batch", step, index))
-        with self._executor.forward(), autocast(self.plan.precision, self.plan.device):
+        with autocast(self.plan.precision, self.plan.device):
             return self._loss_function(self.model, self._to_device(batch))
 
     def _checked(self, loss: torch.Tensor, batch: Any, update: Update, index: int) -> float:
@@ -200,7 +200,7 @@ class Engine:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Within it the model computes without gradients; its forward may be called in any way."""
-        self._executor.begin()
+        self.executor.begin()
         with torch.no_grad(), self._matmul(), autocast(self.plan.precision, self.plan.device):
             yield
 
@@ -222,7 +222,8 @@ class Engine:
 
     def close(self) -> None:
         """Give back memory, threads and files; the model's parameters stay unbound."""
-        self._executor.close()
+        self.executor.close()
+        self._binder.release()
         self.store.close()
 
     def __enter__(self) -> Engine:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +20,15 @@ from headwater.stream.offload import DiskOffload, HostOffload, Offload
 from headwater.stream.sites import SiteHooks
 from headwater.stream.weights import StreamStatistics, Weights
 
+_NO_TASK = -1
+_GRAD: Any = torch.Tensor.grad
+
 
 class Executor:
-    """One model, one store, one plan.
+    """One model, one store, one plan. It follows what the model does, whoever calls it.
+
+    A forward of the model, or of a part of it, brings its weights by hooks; what autograd saves then holds no
+    weights; a backward is noticed by the first thing in it that concerns us, and tidied up by a callback.
 
     Args:
         model: the model; hooks are put on it.
@@ -39,11 +46,16 @@ class Executor:
         self._binder = binder
         self._weights = weights
         self._depth: Counter[int] = Counter()
+        self._nesting = 0  # hooked modules whose forward runs
+        self._packing = ExitStack()
+        self._forwards_expected = 0
         self._last_micro_batch = True
-        self._in_backward = False
+        self._backward_task = _NO_TASK
         self._forward_stage = 0
         self._offload = _make_offload(plan)
-        self._hooks = SiteHooks(model, plan.trace.sites, self._enter, self._leave)
+        sites = {"": (), **plan.trace.sites}
+        self._hooks = SiteHooks(model, sites, self.enter_module, self._leave_module)
+        self._root_stages = sites[""]
         self._gradient_hooks = list(self._hook_gradients())
         self._give_forwards_back = [
             self._hook_recompute(model.get_submodule(stage.name), stage.index)
@@ -53,9 +65,46 @@ class Executor:
 
     # weights in
 
+    def enter_model(self) -> None:
+        """Do what the hook before the model's forward does, for a call that began before there was one."""
+        self.enter_module(self._root_stages)
+
+    def enter_module(self, stages: Sequence[int]) -> None:
+        """A module's forward begins; the outermost one opens a forward."""
+        if not self._nesting:
+            if self._in_backward:  # backward is through with what ran again before
+                self._notice_backward()
+                self._release()
+            else:
+                self._open()
+        self._nesting += 1
+        for stage in stages:
+            self._enter(stage)
+
+    def _leave_module(self, stages: Sequence[int]) -> None:
+        for stage in stages:
+            self._leave(stage)
+        self._nesting -= 1
+        if not self._nesting and not self._in_backward:
+            self._close()
+
+    def _open(self) -> None:
+        """A forward begins that is not part of another."""
+        if self._forwards_expected:
+            self._forwards_expected -= 1
+        else:
+            self.begin(1 if torch.is_grad_enabled() else 0)
+            self._forwards_expected = 0
+        if torch.is_grad_enabled() and (not self._weights.stable or self._offload is not None):
+            self._packing.enter_context(without_weights(self._binder.stage_of, self._require, self._move_out))
+
+    def _close(self) -> None:
+        """The forward ends; without gradients there is nothing that will need its weights."""
+        self._packing.close()
+        if not torch.is_grad_enabled():
+            self._binder.unbind_all()
+
     def _enter(self, stage: int) -> None:
-        if self._in_backward and not self._depth.total():  # backward is through with what ran again before
-            self._release()
         self._depth[stage] += 1
         self._forward_stage = stage
         if self._depth[stage] == 1:
@@ -72,13 +121,16 @@ class Executor:
             self._binder.unbind_all()
 
     def _require(self, stage: int) -> torch.Tensor:
+        self._notice_backward()
         start = time.perf_counter()
         image = self._weights.require(stage)
         self._weights.statistics.wait_s += time.perf_counter() - start
         return image
 
     def _hook_recompute(self, module: nn.Module, stage: int) -> Callable[[], None]:
-        return recompute_forward(module, lambda: self._enter(stage), lambda: self._leave(stage))
+        return recompute_forward(
+            module, lambda: self.enter_module((stage,)), lambda: self._leave_module((stage,))
+        )
 
     def _move_out(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Move an activation out if the stage that runs says so."""
@@ -95,12 +147,35 @@ class Executor:
 
     def _give_gradient(self, stage: int, index: int) -> Callable[[torch.Tensor], None]:
         def hook(param: torch.Tensor) -> None:
-            gradient, param.grad = param.grad, None
+            self._notice_backward()
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # torch's own field, not that of a parameter at rest
+                gradient = _GRAD.__get__(param)
+                _GRAD.__set__(param, None)
             assert gradient is not None, "the hook runs when a gradient is there"
             self._weights.statistics.bytes_out += gradient.numel() * gradient.element_size()
             self._store.add_gradient(stage, index, gradient.to("cpu"), last=self._last_micro_batch)
 
         return hook
+
+    # backward
+
+    @property
+    def _in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != _NO_TASK
+
+    def _notice_backward(self) -> None:
+        """Let autograd call us when the backward ends in which we are, if we are in one."""
+        task = torch._C._current_graph_task_id()
+        if task not in (_NO_TASK, self._backward_task):
+            self._backward_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward_task = _NO_TASK
+        self._binder.unbind_all()
+        self._store.end_micro_batch()
 
     # one step
 
@@ -113,20 +188,16 @@ class Executor:
         trace = self._plan.trace
         self._binder.unbind_all()
         self._depth.clear()
+        self._nesting = 0
+        self._packing.close()
+        self._backward_task = _NO_TASK
+        self._forwards_expected = num_micro_batches
         self._weights.statistics = StreamStatistics()
         if num_micro_batches:
             self._weights.begin(trace.schedule * num_micro_batches)
         else:
             self._weights.begin(trace.uses, repeats=True)
         return self._weights.statistics
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Surrounds the forward of a micro-batch whose backward will follow."""
-        with ExitStack() as stack:
-            if not self._weights.stable or self._offload is not None:
-                stack.enter_context(without_weights(self._binder.stage_of, self._require, self._move_out))
-            yield
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Run the backward of one micro-batch; gradients go to the store.
@@ -136,18 +207,11 @@ class Executor:
             last: whether it is the step's last micro-batch.
         """
         self._last_micro_batch = last
-        self._in_backward = True
         try:
             loss.backward()
         finally:
-            self._in_backward = False
-            self._release()
-        self._store.end_micro_batch()
-
-    def bind_all(self, stages: Sequence[int]) -> None:
-        """Bind stages outside any forward, while there are slabs for all of them."""
-        for stage in stages:
-            self._binder.bind(stage, self._require(stage))
+            self._last_micro_batch = True
+            self._binder.unbind_all()
 
     def close(self) -> None:
         """Take the hooks off and give back memory and threads."""

@@ -15,16 +15,16 @@ class SiteHooks:
     Args:
         model: the model.
         sites: qualified module name -> stages read while that module's forward runs.
-        enter: called with each of them before.
-        leave: called with each of them after.
+        enter: called with them before.
+        leave: called with them after.
     """
 
     def __init__(
         self,
         model: nn.Module,
         sites: Mapping[str, Sequence[int]],
-        enter: Callable[[int], None],
-        leave: Callable[[int], None],
+        enter: Callable[[Sequence[int]], None],
+        leave: Callable[[Sequence[int]], None],
     ) -> None:
         self._handles: list[RemovableHandle] = []
         for path, stages in sites.items():
@@ -40,17 +40,13 @@ class SiteHooks:
             handle.remove()
 
 
-def _before(stages: Sequence[int], enter: Callable[[int], None]) -> Callable[[nn.Module, Any], None]:
-    def hook(module: nn.Module, args: Any) -> None:
-        for stage in stages:
-            enter(stage)
-
-    return hook
+def _before(
+    stages: Sequence[int], enter: Callable[[Sequence[int]], None]
+) -> Callable[[nn.Module, Any], None]:
+    return lambda module, args: enter(stages)
 
 
-def _after(stages: Sequence[int], leave: Callable[[int], None]) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        for stage in stages:
-            leave(stage)
-
-    return hook
+def _after(
+    stages: Sequence[int], leave: Callable[[Sequence[int]], None]
+) -> Callable[[nn.Module, Any, Any], None]:
+    return lambda module, args, output: leave(stages)

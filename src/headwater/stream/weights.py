@@ -104,6 +104,7 @@ class _Slab:
         self.buffer = buffer
         self.slab_class = slab_class
         self.stage: int | None = None
+        self.version = 0  # of the stage that it holds
         self.ready: Future[None] | None = None
         self._storage = buffer.untyped_storage()
         self._own_references = self._references()
@@ -163,12 +164,18 @@ class SlabWeights(Weights):
         self._repeats = repeats
         self._policy = CachePolicy(schedule, self._slab_class, self._capacity)
         self._position = -1
-        for stage in [s for s in self._resident if self._store.has_changed(s)]:
-            self._resident.pop(stage).stage = None
+        for stage in list(self._resident):
+            self._drop_if_stale(stage)
         self._prefetch()
+
+    def _drop_if_stale(self, stage: int) -> None:
+        slab = self._resident.get(stage)
+        if slab is not None and slab.version != self._store.version(stage):
+            self._resident.pop(stage).stage = None
 
     def require(self, stage: int) -> torch.Tensor:
         self._wanted = stage
+        self._drop_if_stale(stage)
         distance = self._policy.next_use(stage, self._position)
         if distance != NEVER and not self._is_here(stage):
             self._position += distance
@@ -246,7 +253,7 @@ class SlabWeights(Weights):
     def _fetch(self, stage: int, slab: _Slab) -> None:
         if slab.stage is not None:
             self._resident.pop(slab.stage, None)
-        slab.stage = stage
+        slab.stage, slab.version = stage, self._store.version(stage)
         self._resident[stage] = slab
         self.statistics.bytes_in += self._stages[stage].slab_bytes
         slab.ready = self._thread.submit(self._load, stage, slab.buffer, self._device.compute_mark())
