@@ -86,7 +86,9 @@ class Footprint:
 
     def __init__(self, trace: Trace, *, optimizer_state_bytes: int, base_bytes: int) -> None:
         self.trace = trace
-        self.stages = tuple(_stage_bytes(stage, optimizer_state_bytes) for stage in trace.stages)
+        self.stages = tuple(
+            _stage_bytes(stage, optimizer_state_bytes, trained=not trace.inference) for stage in trace.stages
+        )
         self.slab_sizes = tuple(stage.slab for stage in self.stages)
         self.last_use = {stage: position for position, stage in enumerate(trace.uses)}
         self.first_use = {stage: position for position, stage in reversed(list(enumerate(trace.uses)))}
@@ -158,6 +160,8 @@ class Footprint:
         What a stage keeps is counted from its last use on: a stage used twice is mostly a tied embedding,
         whose first use keeps next to nothing.
         """
+        if self.trace.inference:
+            return [self.trace.costs[stage].transient_bytes for stage in self.trace.uses]
         held, busy = [], []
         for position, stage in enumerate(self.trace.uses):
             cost, policy = self.trace.costs[stage], activations[stage]
@@ -239,15 +243,15 @@ def _enclosing(module: str) -> Iterator[str]:
     yield ""
 
 
-def _stage_bytes(stage: StageSpec, optimizer_state_bytes: int) -> StageBytes:
-    trained = [param for param in stage.params if param.requires_grad]
-    numel = sum(param.numel for param in trained)
+def _stage_bytes(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) -> StageBytes:
+    updated = [param for param in stage.params if trained and param.requires_grad]
+    numel = sum(param.numel for param in updated)
     beyond = {Encoding.SAME: 0, Encoding.SPLIT: 2, Encoding.COPY: _FP32_BYTES}
     return StageBytes(
         slab=stage.slab_bytes,
         state=numel * optimizer_state_bytes + sum(p.numel * beyond[encoding_of(p)] for p in stage.params),
-        gradient=sum(param.wire_bytes for param in trained),
-        gradient_sum=sum(param.numel * max(_FP32_BYTES, param.wire_dtype.itemsize) for param in trained),
+        gradient=sum(param.wire_bytes for param in updated),
+        gradient_sum=sum(param.numel * max(_FP32_BYTES, param.wire_dtype.itemsize) for param in updated),
         trained=numel,
     )
 

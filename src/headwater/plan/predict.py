@@ -102,11 +102,14 @@ class Predictor:
         """Forward and backward of all micro-batches."""
         trace, name = self.footprint.trace, plan.precision.name
         flops_per_s, saved_bytes_per_s = self._rates.flops_per_s(name), self._rates.saved_bytes_per_s(name)
-        forward = backward = USE_OVERHEAD_S * len(trace.uses)
+        forward = USE_OVERHEAD_S * len(trace.uses)
+        backward = 0.0 if trace.inference else forward
         for cost, policy in zip(trace.costs, plan.activations, strict=True):
             others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
             once = cost.flops / flops_per_s + _FORWARD_SHARE * others
             forward += once
+            if trace.inference:
+                continue
             backward += cost.backward_flops / flops_per_s + (1 - _FORWARD_SHARE) * others
             backward += once if policy is Activations.RECOMPUTE else 0.0
         return Phases(forward, plan.num_micro_batches * (forward + backward) - forward)

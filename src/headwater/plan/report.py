@@ -129,7 +129,10 @@ def _stage_table(plan: Plan) -> Table:
 def _decisions(plan: Plan) -> Iterator[str]:
     where = "read in place" if plan.in_place else f"in {_slab_text(plan)}"
     yield f"weights: {plan.precision.name} on {plan.device}, {where}"
-    yield f"masters and optimizer state: {plan.tier}; gradients wait for the update: {plan.gradient_tier}"
+    if plan.trace.inference:
+        yield f"masters: {plan.tier}; nothing is kept for a backward"
+    else:
+        yield f"masters and optimizer state: {plan.tier}; gradients wait for the update: {plan.gradient_tier}"
     samples = plan.micro_batch_size * plan.num_micro_batches
     yield f"batch: {samples} = {plan.num_micro_batches} × {plan.micro_batch_size} samples"
 
@@ -222,7 +225,8 @@ def _draw_schedule(plan: Plan, axes: Axes) -> None:
             cells[stage][use.position] = _READY if stage in use.resident else _ABSENT
         cells[use.stage][use.position] = _USED[plan.activations[use.stage]]
     axes.imshow(cells, cmap=ListedColormap(_COLORS), vmin=0, vmax=len(_COLORS) - 1, aspect="auto")
-    axes.axvline(len(schedule) / 2 - 0.5, color="black", linewidth=0.8, linestyle=":")
+    if not plan.trace.inference:
+        axes.axvline(len(schedule) / 2 - 0.5, color="black", linewidth=0.8, linestyle=":")
     shown = {_READY, *(_USED[each] for each in plan.activations)}
     meanings = {_READY: "weights ready"} | {
         _USED[each]: f"used; activations: {each.value}" for each in Activations

@@ -115,7 +115,9 @@ def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterat
     )
     predictor = Predictor(footprint, request.calibration)
     for frame in _frames(request, trace, size):
-        ladder = activation_ladder(footprint, frame, fixed=request.fixed.activations)
+        ladder = activation_ladder(
+            footprint, frame, fixed=None if trace.inference else request.fixed.activations
+        )
         for slabs in _slab_counts(request, frame)[: 1 if smallest else None]:
             with_slabs = dataclasses.replace(frame, slabs=slabs)
             steps = range(len(ladder)) if smallest else _promising(footprint, with_slabs, ladder, request)
@@ -128,8 +130,9 @@ def _frames(request: Request, trace: Trace, size: int) -> Iterator[Plan]:
     """Plans that differ in their tiers; slabs and activations are still open."""
     tiers: tuple[Tier, ...] = ("memory", "disk") if request.disk else ("memory",)
     keep = (Activations.KEEP,) * len(trace.stages)
+    gradient_tiers = (request.fixed.gradient_tier,) if request.fixed.gradient_tier else tiers
     for tier in (request.fixed.tier,) if request.fixed.tier else tiers:
-        for gradient_tier in (request.fixed.gradient_tier,) if request.fixed.gradient_tier else tiers:
+        for gradient_tier in ("memory",) if trace.inference else gradient_tiers:
             yield Plan(
                 trace=trace,
                 precision=request.precision,
@@ -183,6 +186,8 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
     costs = frame.trace.costs
     policies = [Activations.KEEP] * len(costs)
     yield tuple(policies)
+    if frame.trace.inference:  # nothing is saved
+        return
     worth = [stage for stage, can_be in enumerate(recomputable(frame.trace)) if can_be]
     # Of equal stages the earliest comes first: late ones are whole again at the turn, when memory is fullest.
     for stage in sorted(worth, key=lambda stage: (costs[stage].flops / costs[stage].saved_bytes, stage)):

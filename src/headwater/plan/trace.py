@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from headwater.core.errors import UnboundWeightError
 from headwater.core.precision import Precision
+from headwater.plan.alive import AliveTensors
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.stand_ins import call_operator
 from headwater.plan.types import StageCost, Trace
@@ -67,6 +69,7 @@ def trace_step(
     loss_function: LossFunction = call_model,
     partition: Partition | None = None,
     observer: Observer | None = None,
+    inference: bool = False,
 ) -> Trace:
     """Record which stage is used when, and what it costs.
 
@@ -78,21 +81,23 @@ def trace_step(
         loss_function: gives the scalar loss.
         partition: the stages; found automatically if not given.
         observer: is told of every operator.
+        inference: run the forward alone, without gradients; the loss may then be any tensor.
     """
     precision = precision or Precision()
     partition = partition or find_stages(model, precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = _Recorder(model, partition, observer)
+    recorder = _Recorder(model, partition, observer, inference=inference)
     with mode, _attributes_restored(model), autocast(precision, "cpu"):
         state = fake_state(model, partition)
         recorder.register(state)
         fake_batch = tree_map_only(torch.Tensor, _fake, batch)
-        with recorder.recording():
+        with recorder.recording(), torch.set_grad_enabled(not inference):
             loss = torch.func.functional_call(
                 _Call(model, loss_function), {f"model.{k}": v for k, v in state.items()}, (fake_batch,)
             )
-        with recorder.recording_backward():
-            loss.backward()
+        if not inference:
+            with recorder.recording_backward():
+                loss.backward()
     return recorder.trace(_batch_size(batch))
 
 
@@ -173,11 +178,15 @@ class _Cost:
 class _Recorder(TorchDispatchMode):
     """Watches module calls and operators; see `_Recorder.trace` for what comes of it."""
 
-    def __init__(self, model: nn.Module, partition: Partition, observer: Observer | None) -> None:
+    def __init__(
+        self, model: nn.Module, partition: Partition, observer: Observer | None, *, inference: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._partition = partition
         self._observer = observer
+        self._inference = inference
+        self._alive = AliveTensors()
         self._unit_of = {
             unit.path: index for index, unit in enumerate(partition.units) if not unit.direct_only
         }
@@ -195,6 +204,7 @@ class _Recorder(TorchDispatchMode):
 
     def register(self, state: dict[str, torch.Tensor]) -> None:
         """Learn the fake parameters."""
+        self._alive = AliveTensors(ignored=state.values())
         for stage in self._partition.stages:
             for param in stage.params:
                 self._stage_of_storage[_storage(state[param.name])] = stage.index
@@ -269,8 +279,7 @@ class _Recorder(TorchDispatchMode):
                 if stage is not None:
                     self._read(stage)
         cost = self._costs[self._current]
-        if not func.is_view:
-            cost.transient_bytes = max(cost.transient_bytes, sum(_bytes(tensor) for tensor in _tensors(out)))
+        cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, out))
         count = flop_registry.get(func._overloadpacket)
         flops = 0 if count is None else count(*args, **kwargs, out_val=out)
         if self._in_backward:
@@ -282,11 +291,26 @@ class _Recorder(TorchDispatchMode):
             self._observer(OperatorCall(func, arguments, out, self._current, flops, self._in_backward))
         return out
 
+    def _bytes_beside(self, func: Any, out: Any) -> int:
+        """Bytes that are short-lived: in inference all that is alive, else what the operator returned.
+
+        In training most of what is alive is what autograd has saved, which is counted where it is saved.
+        """
+        tensors = _tensors(out)
+        if not self._inference:
+            return 0 if func.is_view else sum(map(_bytes, tensors))
+        for tensor in tensors:
+            self._alive.add(tensor)
+        return self._alive.num_bytes
+
     def _read(self, stage: int) -> None:
         """A forward operator reads a parameter of `stage`."""
-        if not self._modules:
-            return  # outside of every forward it is read from the store
         unit = self._partition.units[stage]
+        if not self._modules:
+            raise UnboundWeightError(
+                f"a weight of stage {unit.path!r} is read outside the forward of any module",
+                remedy="read it within a module's forward: weights are on the device only then",
+            )
         site = unit.path if unit.path in self._modules else self._modules[-1]
         self._sites.setdefault(site, set()).add(stage)
         if not self._units:
@@ -308,6 +332,7 @@ class _Recorder(TorchDispatchMode):
             ),
             sites={path: tuple(sorted(stages)) for path, stages in sites.items()},
             micro_batch_size=micro_batch_size,
+            inference=self._inference,
         )
 
 

@@ -28,7 +28,8 @@ class StageCost:
         saved_bytes: bytes that autograd keeps for the backward; weights and stage inputs not counted.
         input_bytes: bytes of the tensors that enter the stage and are kept where it is recomputed.
         output_bytes: bytes of the tensors that leave it.
-        transient_bytes: largest bytes of short-lived tensors alive at once within one operator call.
+        transient_bytes: largest bytes of short-lived tensors alive at once within one operator call; in
+            inference, largest bytes of all activations alive at once.
         recomputable: whether the stage has a module of its own whose forward can be run again.
         backward_flops: floating-point operations of the backward, recomputation not counted.
     """
@@ -52,6 +53,7 @@ class Trace:
         costs: one per stage.
         sites: qualified module name -> stages bound while that module's forward runs.
         micro_batch_size: samples in the traced batch.
+        inference: whether only the forward was run, without gradients.
     """
 
     stages: tuple[StageSpec, ...]
@@ -59,11 +61,12 @@ class Trace:
     costs: tuple[StageCost, ...]
     sites: dict[str, tuple[int, ...]]
     micro_batch_size: int
+    inference: bool = False
 
     @property
     def schedule(self) -> tuple[int, ...]:
-        """Stages in the order in which one training step uses them."""
-        return self.uses + self.uses[::-1]
+        """Stages in the order in which one micro-batch uses them."""
+        return self.uses if self.inference else self.uses + self.uses[::-1]
 
 
 @dataclasses.dataclass(frozen=True)

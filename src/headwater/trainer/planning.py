@@ -116,6 +116,7 @@ def plan_run(
             trainable.example(size),
             init.precision.precision,
             loss_function=trainable.loss,
+            inference=work.optimizer is NO_UPDATES,
         )
 
     return make_plan(
