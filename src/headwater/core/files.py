@@ -123,9 +123,19 @@ class FileBytes:
                 self._held = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._held)
         self.num_bytes = (path.stat() if self._held is None else os.fstat(self._held)).st_size
-        self._chunks = chunks
+        self._chunks: Sequence[Chunk] | None = None
         self._last: tuple[int, bytes] | None = None  # a chunk of which the rest is likely to be wanted next
-        written = self.num_bytes if chunks is None else sum(length for _, length, _ in chunks)
+        if chunks is not None:
+            self.expect(chunks)
+
+    def expect(self, chunks: Sequence[Chunk]) -> None:
+        """Compare what is read from now on with `chunks`: checksums of all bytes, in file order.
+
+        Raises:
+            CorruptError: if the file is not as long as they are together.
+        """
+        self._chunks = chunks
+        path, written = self.path, sum(length for _, length, _ in chunks)
         if self.num_bytes != written:
             kind = "truncated" if self.num_bytes < written else "too long"
             raise CorruptError(

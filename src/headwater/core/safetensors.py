@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,16 @@ class TensorFileWriter(CheckedFile):
         metadata: further entries of the header.
 
     Attributes:
+        places: where each tensor lies, by name.
         metadata: the entries; until the file is closed they may change, but not in length.
     """
 
     def __init__(self, path: Path, tensors: Layout, metadata: Mapping[str, str] | None = None) -> None:
         self._tensors = tensors
         self.metadata = dict(metadata or {})
-        head, self._places = lay_out(tensors, self.metadata)
+        head, self.places = lay_out(tensors, self.metadata)
         self._head_bytes = len(head)
-        super().__init__(path, len(head) + sum(place.num_bytes for place in self._places.values()))
+        super().__init__(path, len(head) + sum(place.num_bytes for place in self.places.values()))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
@@ -98,7 +100,7 @@ class TensorFileWriter(CheckedFile):
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         """Write a run of elements of tensor `name` that begins with its element `start`."""
-        place = self._places[name]
+        place = self.places[name]
         assert values.dtype == place.dtype, f"{name} is laid out as {place.dtype}, not {values.dtype}"
         self.put(place.offset + start * place.dtype.itemsize, as_bytes(values))
 
@@ -134,7 +136,17 @@ class TensorFile:
         if length > min(_MAX_HEADER_BYTES, self._bytes.num_bytes - _LENGTH_BYTES):
             raise _not_safetensors(path, "its header is longer than the file")
         header = self._bytes.read(_LENGTH_BYTES, length, "the header")
+        self._head_bytes = _LENGTH_BYTES + length
         self.places, self.metadata = _parse_header(path, header, self._bytes.num_bytes)
+
+    def expect(self, chunks: Sequence[Chunk]) -> None:
+        """Compare what is read from now on with `chunks`: checksums of all bytes behind the header.
+
+        Raises:
+            CorruptError: if the file is not as long as it was.
+        """
+        head = self._bytes.read(0, self._head_bytes, "the header")
+        self._bytes.expect([(0, len(head), zlib.crc32(head)), *chunks])
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
         """`count` elements of tensor `name` from its element `start` on, 1-D.
@@ -154,12 +166,18 @@ class TensorFile:
         shape = self.places[name].shape
         return self.read(name, 0, math.prod(shape)).view(shape)
 
+    def read_pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Tensor `name` in 1-D pieces of up to `CHUNK_BYTES`, in order."""
+        place = self.places[name]
+        numel, count = math.prod(place.shape), CHUNK_BYTES // place.dtype.itemsize
+        for start in range(0, numel, count):
+            yield self.read(name, start, min(count, numel - start))
+
     def verify(self) -> None:
         """Read every tensor and compare it with its checksums."""
-        for name, place in self.places.items():
-            numel, run = math.prod(place.shape), CHUNK_BYTES // place.dtype.itemsize
-            for start in range(0, numel, run):
-                self.read(name, start, min(run, numel - start))
+        for name in self.places:
+            for _ in self.read_pieces(name):
+                pass
 
 
 def _parse_header(

@@ -1,0 +1,230 @@
+"""Training states in files: any nesting of tensors and plain values, saved in pieces and loaded lazily.
+
+A state is one safetensors file, which any reader of that format opens. Its metadata hold the structure with
+the plain values (JSON), a checksum for every `CHUNK_BYTES` of each tensor, and one of the header.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from headwater.api.lazy import LazyTensor, pieces_of
+from headwater.api.structure import decode, encode
+from headwater.core.errors import CheckpointError
+from headwater.core.files import CHUNK_BYTES, Chunk, disk_errors, sync_folder
+from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter, TensorPlace
+
+_STATE, _CHECKSUMS, _SEAL, _VERSION = (
+    f"headwater.{key}" for key in ("state", "checksums", "seal", "version")
+)
+_FORMAT_VERSION = "1"
+_CHECKSUM_DIGITS = 8
+_READ_AT_ONCE_BYTES = 1 << 16
+"""Smaller tensors are not worth laziness, and optimizers count up their step counters in place."""
+
+_LEGACY_PICKLE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""How `torch.save` began its files before they were zip archives."""
+
+
+def save(state: Any, path: str | os.PathLike[str]) -> None:
+    """Save a training state to one file, in pieces: a lazy tensor is never whole in memory.
+
+    The file appears under its name when it is complete and on disk; until then, and if anything fails, what
+    was there stays as it is. Tensors that are the same memory, or the same streamed weight, are written once.
+
+    Args:
+        state: dicts, lists and tuples, in any nesting, of tensors, numbers, strings, bools and `None`: the
+            `state_dict()` of models, optimizers, schedulers and scalers, a step count, and so on.
+        path: the file.
+
+    Raises:
+        CheckpointError: if the state holds anything else (says where), or somebody else is saving this file.
+        DiskFullError: if there is no room.
+    """
+    path = Path(path)
+    structure, tensors = encode(state)
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with _replacing(path) as unfinished:
+        metadata = {_VERSION: _FORMAT_VERSION, _STATE: json.dumps(structure), _SEAL: "0" * _CHECKSUM_DIGITS}
+        num_chunks = sum(-(-tensor.nbytes // CHUNK_BYTES) for tensor in tensors.values())
+        metadata[_CHECKSUMS] = "0" * _CHECKSUM_DIGITS * num_chunks
+        with TensorFileWriter(unfinished, layout, metadata) as file:
+            for name, tensor in tensors.items():
+                start = 0
+                for piece in pieces_of(tensor):
+                    file.write(name, start, piece)
+                    start += piece.numel()
+            file.metadata[_CHECKSUMS] = "".join(map(_digits, (checksum for _, _, checksum in file.chunks)))
+            file.metadata[_SEAL] = _seal(file.metadata, file.places)
+
+
+def load(path: str | os.PathLike[str], map_location: torch.device | str | None = None) -> Any:
+    """Load what `save`, `torch.save` or safetensors have written, without running code from the file.
+
+    Tensors are on the CPU, and lazy where that can be: their values are read, and compared with their
+    checksums, when they are used, say by `load_state_dict`. The file may be replaced meanwhile, not changed.
+
+    Args:
+        path: the file.
+        map_location: read all tensors now and bring them to this device.
+
+    Returns:
+        What was saved; of a foreign safetensors file its tensors by name.
+
+    Raises:
+        CheckpointError: if the file is missing, damaged, of another kind, or a pickle with more than tensors
+            and plain values in it.
+        CorruptError: here or when a tensor is used, if its bytes are not those that were saved.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise CheckpointError(
+            "this is a folder, not a file",
+            where=str(path),
+            remedy="load_pretrained reads a folder in Hugging Face's format; headwater checkpoint export "
+            "makes one of a checkpoint of headwater fit",
+        )
+    state = load_pickled(path) if _is_pickled(path) else _load_safetensors(path)
+    if map_location is None:
+        return state
+    return tree_map_only(Tensor, lambda tensor: tensor.to(map_location), state)
+
+
+def lazy_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        CheckpointError: if it is missing or is none.
+    """
+    return _lazy_tensors(TensorFile(path, hold=True))
+
+
+def load_pickled(path: Path) -> Any:
+    """What `torch.save` has written; tensors are mapped into memory, not read, where the format allows.
+
+    Raises:
+        CheckpointError: if it is damaged, or holds more than tensors and plain values.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"the file holds more than tensors and plain values, and such a pickle can run any code: {error}",
+            where=str(path),
+            remedy="if you trust it, torch.load(path, weights_only=False), then save its state_dicts",
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the file cannot be read: {error}", where=str(path), remedy="copy or save it again"
+        ) from error
+
+
+def _is_pickled(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with disk_errors(path), path.open("rb") as file:
+        return file.read(len(_LEGACY_PICKLE)).startswith((b"PK\x03\x04", _LEGACY_PICKLE))
+
+
+def _load_safetensors(path: Path) -> Any:
+    file = TensorFile(path, hold=True)
+    if not any(key.startswith("headwater.") for key in file.metadata):
+        return _lazy_tensors(file)
+    try:
+        if file.metadata[_SEAL] != _seal(file.metadata, file.places):
+            raise ValueError("its checksum does not match")
+        if file.metadata[_VERSION] != _FORMAT_VERSION:
+            raise CheckpointError(
+                f"the format version is {file.metadata[_VERSION]}, this headwater knows {_FORMAT_VERSION}",
+                where=str(path),
+                remedy="install the headwater that wrote it, or a newer one",
+            )
+        file.expect(_chunks(file))
+        tensors = _lazy_tensors(file)
+        return decode(json.loads(file.metadata[_STATE]), tensors)
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"the header is damaged: {error}", where=str(path), remedy="use another copy of the file"
+        ) from error
+
+
+def _lazy_tensors(file: TensorFile) -> dict[str, Tensor]:
+    return {name: _lazy_tensor(file, name, place) for name, place in file.places.items()}
+
+
+def _lazy_tensor(file: TensorFile, name: str, place: TensorPlace) -> Tensor:
+    if place.num_bytes <= _READ_AT_ONCE_BYTES:
+        return file.read_whole(name)
+    return LazyTensor(partial(file.read_pieces, name), place.shape, place.dtype)
+
+
+def _chunks(file: TensorFile) -> list[Chunk]:
+    """The checksums in the metadata, with the bytes that each of them is of."""
+    spans = [
+        (place.offset + first, min(CHUNK_BYTES, place.num_bytes - first))
+        for place in sorted(file.places.values(), key=lambda place: place.offset)
+        for first in range(0, place.num_bytes, CHUNK_BYTES)
+    ]
+    digits = file.metadata[_CHECKSUMS]
+    starts = range(0, len(digits), _CHECKSUM_DIGITS)
+    checksums = (int(digits[start : start + _CHECKSUM_DIGITS], 16) for start in starts)
+    return [(*span, checksum) for span, checksum in zip(spans, checksums, strict=True)]
+
+
+def _seal(metadata: Mapping[str, str], places: Mapping[str, TensorPlace]) -> str:
+    """A checksum of what a header says."""
+    tensors = [[n, DTYPE_CODES[p.dtype], p.shape, p.offset] for n, p in sorted(places.items())]
+    entries = [metadata[key] for key in (_VERSION, _STATE, _CHECKSUMS)]
+    return _digits(zlib.crc32(json.dumps([entries, tensors]).encode()))
+
+
+def _digits(checksum: int) -> str:
+    return f"{checksum:0{_CHECKSUM_DIGITS}x}"
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`, which takes its name at the end; if anything fails it is removed.
+
+    Only one process holds it at a time. What a killed process has left is used again.
+    """
+    unfinished = path.with_name(path.name + ".partial")
+    with disk_errors(unfinished):
+        handle = os.open(unfinished, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _lock(handle, path)
+        try:
+            yield unfinished
+            with disk_errors(path):
+                unfinished.replace(path)
+                sync_folder(path.parent)
+        except BaseException:  # an interrupt must not leave half a file either; it goes on from here
+            unfinished.unlink(missing_ok=True)
+            raise
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, path: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise CheckpointError(
+            "another process or thread is saving this file",
+            where=str(path),
+            remedy="save from one process, or under another name",
+        ) from error

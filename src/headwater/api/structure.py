@@ -1,0 +1,134 @@
+"""The structure of a training state as JSON: what is not a tensor, and which tensor is where."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwater.api.lazy import LazyTensor
+from headwater.core.errors import CheckpointError
+from headwater.core.safetensors import DTYPE_CODES
+
+KeyPath = tuple[object, ...]
+"""Keys and indices that lead to a value."""
+
+
+def encode(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A state as JSON, and its tensors; the inverse of `decode`.
+
+    Returns:
+        Plain values as they are, anything else as a dict of one key, its kind; and each tensor under a name
+        made of the keys that lead to it. Tensors that are the same memory are one.
+
+    Raises:
+        CheckpointError: if there is something in it that a file cannot hold.
+    """
+    encoder = _Encoder()
+    return encoder.encode(state, ()), encoder.tensors
+
+
+def decode(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that `encode` was given.
+
+    Raises:
+        KeyError, TypeError, ValueError: if `structure` is none that it makes.
+    """
+    if not isinstance(structure, dict):
+        return structure
+    [(kind, content)] = structure.items()
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "list":
+            return [decode(item, tensors) for item in content]
+        case "tuple":
+            return tuple(decode(item, tensors) for item in content)
+        case "dict":
+            return {decode(key, tensors): decode(value, tensors) for key, value in content}
+        case "counter":
+            return Counter(decode(content, tensors))
+        case "module":
+            entries, metadata = (decode(part, tensors) for part in content)
+            state_dict = OrderedDict(entries)
+            state_dict._metadata = metadata  # type: ignore[attr-defined]
+            return state_dict
+        case _:
+            raise ValueError(f"no kind of value is called {kind!r}")
+
+
+class _Encoder:
+    """One pass over a state.
+
+    Attributes:
+        tensors: those met so far.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[object, str] = {}
+
+    def encode(self, value: Any, path: KeyPath) -> Any:
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case Tensor():
+                return {"tensor": self._name(value, path)}
+            case list():
+                return {"list": [self.encode(item, (*path, index)) for index, item in enumerate(value)]}
+            case tuple():
+                return {"tuple": [self.encode(item, (*path, index)) for index, item in enumerate(value)]}
+            case Counter():  # in the state of torch's MultiStepLR
+                return {"counter": self._entries(value, path)}
+            case OrderedDict() if hasattr(value, "_metadata"):  # of an nn.Module: versions of its classes
+                return {"module": [self._entries(value, path), self.encode(value._metadata, path)]}
+            case Mapping():
+                return self._entries(value, path)
+        raise _refusal(
+            path,
+            f"is a {type(value).__module__}.{type(value).__qualname__}",
+            "save dicts, lists and tuples of tensors, numbers, strings, bools and None, as in a state_dict()",
+        )
+
+    def _entries(self, mapping: Mapping[Any, Any], path: KeyPath) -> Any:
+        entries = ((key, value, (*path, key)) for key, value in mapping.items())
+        return {"dict": [[self.encode(key, at), self.encode(value, at)] for key, value, at in entries]}
+
+    def _name(self, tensor: Tensor, path: KeyPath) -> str:
+        identity = _identity(tensor)
+        if identity not in self._names:
+            self._names[identity] = name = self._free_name(path)
+            self.tensors[name] = _checked(tensor, path)
+        return self._names[identity]
+
+    def _free_name(self, path: KeyPath) -> str:
+        name = "/".join(map(str, path)) or "tensor"
+        while name in self.tensors or name == "__metadata__":  # the format's own name
+            name += "'"
+        return name
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for tensors that are the same memory, or the same weights elsewhere."""
+    if isinstance(tensor, LazyTensor):
+        return tensor.read_pieces
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _checked(tensor: Tensor, path: KeyPath) -> Tensor:
+    if tensor.is_meta:
+        raise _refusal(path, "is on the meta device: it has no values", "give it values first")
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPE_CODES:
+        kind = f"is a tensor of {tensor.layout} and {tensor.dtype}"
+        raise _refusal(path, kind, "save it as a dense tensor of a common dtype")
+    return tensor
+
+
+def _refusal(path: KeyPath, what: str, remedy: str) -> CheckpointError:
+    place = "state" + "".join(f"[{key!r}]" for key in path)
+    return CheckpointError(f"{place} {what}, which a checkpoint cannot hold", where=place, remedy=remedy)
