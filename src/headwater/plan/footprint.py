@@ -14,6 +14,7 @@ from headwater.plan.types import Activations, Plan, StageCost, Trace
 from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, Encoding, encoding_of
 
 _STAGING_BUFFERS = 4
+_SNAPSHOT_THREADS = 2
 _FP32_BYTES = 4
 # Measured on CPU: how far peaks are above what tensors alone account for, in shares of those.
 _ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.5
@@ -116,7 +117,8 @@ class Footprint:
         if plan.tier == "memory":
             return host | {"weight store": self.stored_bytes}, {}
         page_locked = 0 if plan.device == "cpu" else max(self.slab_sizes)
-        return host | {"staging": self.staging_bytes + page_locked}, {"weight store": self.stored_bytes}
+        host |= {"staging": self.staging_bytes + page_locked, "snapshot": self.snapshot_bytes}
+        return host, {"weight store": self.stored_bytes}
 
     @cached_property
     def stored_bytes(self) -> int:
@@ -131,6 +133,17 @@ class Footprint:
         group = -(-GROUP_BYTES // piece) * piece
         largest = max(stage.state for stage in self.stages)
         return _STAGING_BUFFERS * min(group, largest) + 2 * PIECE_ELEMENTS * _FP32_BYTES
+
+    @cached_property
+    def snapshot_bytes(self) -> int:
+        """Wire images of the stages that a checkpoint of the disk tier saves at once, each with a piece.
+
+        One is saved in the background, another may be by the thread that is about to update it.
+        """
+        if self.trace.inference:
+            return 0
+        pieces = _SNAPSHOT_THREADS * 2 * PIECE_ELEMENTS * _FP32_BYTES
+        return sum(sorted(self.slab_sizes)[-_SNAPSHOT_THREADS:]) + pieces
 
     def held_gradients(self, plan: Plan) -> int:
         """Bytes of gradients that wait for the update when backward ends."""

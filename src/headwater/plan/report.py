@@ -28,6 +28,7 @@ _PART_COLORS = {
     "interpreter": "#c9c9c9",
     "weight store": "#7fa8c9",
     "staging": "#a9b7a0",
+    "snapshot": "#c9b7a0",
     "slabs": "#5f9e94",
     "activations": "#d9a760",
     "gradients": "#b58bb5",
