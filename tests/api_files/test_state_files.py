@@ -1,4 +1,4 @@
-"""Files of training states: round trips through real optimizers and schedulers, other formats, damage, memory."""
+"""Files of training states: round trips through real optimizers, other formats, damage, memory."""
 
 import os
 import pickle

@@ -232,18 +232,18 @@ def _write_weights(
     max_shard_bytes: int,
 ) -> None:
     shapes = _shapes(config)
-    hf_shapes = {}
+    layout = {}
     for name, shape in shapes.items():
         hf_name, rule = match_rule(name, GPT2_RULES)
-        hf_shapes[hf_name] = rule.transform.shape(shape)
-    shards = plan_shards(hf_shapes, dtype, max_shard_bytes)
+        layout[hf_name] = (dtype, rule.transform.shape(shape))
+    shards = plan_shards(layout, max_shard_bytes)
     # A state_dict names a shared weight twice; the second name holds nothing new.
     own = (pair for pair in pairs if not (config.share_embedding_weights and pair[0] == "head.weight"))
-    with ShardWriter(folder, shards, dtype) as writer:
+    with ShardWriter(folder, shards) as writer:
         for name, tensor in convert(own, GPT2_RULES, shapes, where="the exported parameters"):
             writer.write(name, tensor)
     if len(shards) > 1:
-        (folder / INDEX_FILE).write_text(json.dumps(weight_index(shards, dtype), indent=2) + "\n")
+        (folder / INDEX_FILE).write_text(json.dumps(weight_index(shards), indent=2) + "\n")
 
 
 def _read_weights(config: GPTConfig, folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -34,8 +34,11 @@ DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
-Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of each tensor of a file, by name."""
+TensorKind = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape."""
+
+Layout = Mapping[str, TensorKind]
+"""The tensors of a file, by name."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,9 +42,8 @@ def import_weights(config: RunConfig, weights: Iterable[tuple[str, torch.Tensor]
         CheckpointError: if the weights are not those of the model.
     """
     init, trainable = config.init, gpt_trainable(config.init)
-    shapes = {name: tuple(p.shape) for name, p in trainable.model.named_parameters()}
-    one_file = plan_shards(shapes, torch.float32, max_shard_bytes=1 << 62)
-    with ShardWriter(scratch, one_file, torch.float32) as writer:
+    layout = {name: (torch.float32, tuple(p.shape)) for name, p in trainable.model.named_parameters()}
+    with ShardWriter(scratch, plan_shards(layout, max_shard_bytes=1 << 62)) as writer:
         for name, tensor in weights:
             writer.write(name, tensor)
     work = Workload(1, optimizer_of(init, trainable))
