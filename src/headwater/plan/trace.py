@@ -87,7 +87,7 @@ def trace_step(
     partition = partition or find_stages(model, precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(model, partition, observer, inference=inference)
-    with mode, _attributes_restored(model), autocast(precision, "cpu"):
+    with mode, attributes_restored(model), autocast(precision, "cpu"):
         state = fake_state(model, partition)
         recorder.register(state)
         fake_batch = tree_map_only(torch.Tensor, _fake, batch)
@@ -112,7 +112,7 @@ def autocast(precision: Precision, device: str) -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_restored(model: nn.Module) -> Iterator[None]:
+def attributes_restored(model: nn.Module) -> Iterator[None]:
     """A forward may keep tensors in plain attributes of a module: no fake one must stay there."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
