@@ -22,7 +22,7 @@ class LossScale:
         growth_interval: see `dynamic`.
         smallest: it does not fall below this.
         largest: nor rise above this.
-        overflow_tolerance: share of the steps since it last changed that may be not finite before it is halved.
+        overflow_tolerance: share of the steps since it last changed that may be not finite, with no change.
         steps: steps since it last changed.
         overflows: those among them that were not finite.
     """

@@ -1,0 +1,236 @@
+"""Specs of optimizer objects: what is kept of them, and which classes of others can be streamed."""
+
+import pytest
+import torch
+
+import headwater.optim
+from headwater.core.errors import ConfigError
+from headwater.core.stage import ParamSpec
+from headwater.optim import OptimizerSpec, group_options
+from headwater.store.rule import UpdateRule
+
+
+def params():
+    return [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(5, 2))]
+
+
+class Plain(torch.optim.Optimizer):
+    """Momentum, with a new state tensor at every step."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["velocity"] = state.get("velocity", 0) * group["momentum"] + param.grad
+                state["steps"] = state.get("steps", 0) + 1
+                param.sub_(state["velocity"], alpha=group["lr"] / state["steps"])
+
+
+class Coupled(Plain):
+    """Divides by the norm of all gradients."""
+
+    def step(self):
+        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+
+
+class ClipsTogether(Plain):
+    """Clips the norm of all gradients where it is large."""
+
+    def step(self):
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 5.0)
+        super().step()
+
+
+class CountsItself(Plain):
+    """Keeps a count on the object."""
+
+    count = 0
+
+    def step(self):
+        self.count += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.div_(self.count)
+        super().step()
+
+
+class CountsInGroup(Plain):
+    """Keeps a count in the group."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad / group["count"])
+
+
+class StateAtBirth(Plain):
+    """Makes its state in the constructor."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["sum"] = torch.zeros_like(param)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(self.state[param]["sum"].add_(param.grad))
+
+
+class OddState(Plain):
+    """Keeps a list."""
+
+    def step(self):
+        super().step()
+        for state in self.state.values():
+            state["history"] = [1]
+
+
+class Wrapping(Plain):
+    """Needs another optimizer."""
+
+    def __init__(self, params, base):
+        super().__init__(params)
+        self.base = base
+
+
+class Renaming(torch.optim.Optimizer):
+    """Puts an argument into its defaults under another name."""
+
+    def __init__(self, params, beta=0.9):
+        super().__init__(params, {"lr": 0.1, "betas": (beta, beta)})
+
+    def step(self):
+        pass
+
+
+class MyAdamW(torch.optim.AdamW):
+    """Passes on what it gets."""
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Coupled, "depends on others"),
+        (ClipsTogether, "depends on others"),
+        (CountsItself, "depends on others, or on more than its state"),
+        (CountsInGroup, "depends on others, or on more than its state"),
+        (StateAtBirth, "fails .KeyError"),
+        (OddState, "its state 'history' is a list"),
+        (lambda p: Wrapping(p, Plain(p)), "its argument 'base' is not among its defaults"),
+        (lambda p: Renaming(p, 0.5), "its option 'betas' is no argument of that name"),
+        (torch.optim.LBFGS, "LBFGS cannot be used here: it calls the model several times"),
+        (lambda p: torch.optim.SparseAdam(p), "SparseAdam cannot be used here: it takes sparse gradients"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_with_the_line_to_write(make, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
+        OptimizerSpec.of(make(params()))
+    assert "optimizer = headwater.optim.AdamW(model.parameters(), lr=1e-3)" in caught.value.remedy
+
+
+@pytest.mark.parametrize("make", [Plain, MyAdamW])
+def test_a_foreign_class_that_can_be_streamed_is(make):
+    ours, theirs = params(), params()
+    optimizer = make(theirs, lr=0.05)
+    spec = OptimizerSpec.of(optimizer)
+    assert spec.name == f"{make.__module__}.{make.__name__}"
+    assert not spec.elementwise
+    rule = UpdateRule(spec)
+    layouts = [rule.state_layout(ParamSpec("p", tuple(p.shape), p.dtype, p.dtype)) for p in ours]
+    states = [
+        {name: torch.empty(state.shape or param.shape) for name, state in layout.items()}
+        for param, layout in zip(ours, layouts, strict=True)
+    ]
+    scalars = [None, None]
+    for step in range(50):
+        for index, param in enumerate(theirs):
+            param.grad = torch.sin(torch.arange(param.numel()) + step).view_as(param)
+            scalars[index] = rule.apply(
+                ours[index].data, param.grad.clone(), states[index], scalars[index], {"lr": 0.05}
+            )
+        optimizer.step()
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_class_object_may_be_given():
+    spec = OptimizerSpec("Plain", {"lr": 0.5}, foreign_class=Plain)
+    assert type(spec.build(params())) is Plain
+    with pytest.raises(ConfigError, match="Coupled cannot be used here"):
+        OptimizerSpec("Coupled", {"lr": 0.5}, foreign_class=Coupled)
+
+
+def test_classes_of_torch_are_known_by_name():
+    spec = OptimizerSpec.of(torch.optim.AdamW(params(), lr=torch.tensor(0.25), betas=(0.8, 0.9)))
+    assert (spec.name, spec.foreign_class, spec.elementwise) == ("AdamW", None, True)
+    assert spec.kwargs["lr"] == 0.25
+    assert spec.kwargs["betas"] == (0.8, 0.9)
+    assert not spec.kwargs.keys() & {"foreach", "fused", "capturable", "differentiable"}
+    assert spec.build(params()).defaults["fused"] is True
+
+
+def test_a_kernel_that_was_asked_for_is_kept():
+    for option in ("fused", "foreach"):
+        for value in (True, False):
+            spec = OptimizerSpec.of(torch.optim.AdamW(params(), **{option: value}))
+            assert spec.build(params()).defaults[option] is value
+
+
+def test_lamb_and_lion_are_known():
+    for name, elementwise in (("Lamb", False), ("Lion", True)):
+        kind = getattr(headwater.optim, name)
+        spec = OptimizerSpec.of(kind(params(), lr=0.5))
+        assert (spec.name, spec.elementwise, spec.foreign_class) == (name, elementwise, None)
+        assert type(OptimizerSpec(name, {"lr": 0.1}).build(params())) is kind
+
+
+def test_a_namesake_of_a_known_class_is_another():
+    class AdamW(Plain):
+        pass
+
+    assert OptimizerSpec.of(AdamW(params())).name.endswith("<locals>.AdamW")
+
+
+def test_options_of_a_group_are_what_the_optimizer_reads():
+    groups = [{"params": params(), "lr": torch.tensor(0.5), "tags": ("a",), "betas": [0.5, 0.6]}]
+    optimizer = torch.optim.Adam(groups, lr=0.1, eps=1e-5)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    options = group_options(optimizer, optimizer.param_groups[0])
+    assert options == {
+        "lr": 0.5, "betas": (0.5, 0.6), "eps": 1e-5, "weight_decay": 0, "amsgrad": False, "maximize": False,
+        "decoupled_weight_decay": False,
+    }  # fmt: skip
+
+
+def test_parameters_of_every_form_are_taken():
+    spec = OptimizerSpec("AdamW", {"lr": 0.1})
+    model = torch.nn.Linear(2, 2)
+    forms = (model.parameters(), model.named_parameters(), [{"params": model.parameters()}],
+             [{"params": model.named_parameters()}], [{"params": model.weight}])  # fmt: skip
+    for form in forms:
+        optimizer = spec.build(form)
+        assert optimizer.param_groups[0]["params"][0] is model.weight
+        assert optimizer.defaults["fused"] is True
+    for wrong in (model, [], 3):
+        with pytest.raises(ConfigError, match="AdamW cannot be built"):
+            spec.build(wrong)
