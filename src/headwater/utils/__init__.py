@@ -1,1 +1,6 @@
-"""What a training script needs beside the model: data, configuration, logs."""
+"""What a training loop needs around the model: data, clusters, TensorBoard."""
+
+from headwater.utils import data, tensorboard
+from headwater.utils.cluster import CSConfig
+
+__all__ = ["CSConfig", "data", "tensorboard"]

@@ -1,0 +1,116 @@
+"""The executor: gives a loop its batches, and knows at which of its steps closures run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from headwater.api.backend import current_backend
+from headwater.api.step import driven_by
+from headwater.core.errors import ConfigError
+from headwater.utils.cluster import CSConfig
+from headwater.utils.data.batches import check_batch, to_device
+from headwater.utils.data.loader import checked_iterable, passes, with_last
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class DataExecutor:
+    """Iterates over the batches of a training or evaluation loop, a step for each.
+
+    Batches are checked, and moved to the device of the current backend. Iterated again, it counts the steps
+    on.
+
+    Args:
+        dataloader: a `DataLoader` or another iterable of batches.
+        num_steps: batches to give, starting the loader again at its end; one pass over it if not given.
+        checkpoint_steps: steps from one checkpoint to the next. Checkpoint closures run at these steps and at
+            the last one of an iteration; only at that one if not given, or 0.
+        cs_config: how many compute ranks take part.
+        activation_steps: step closures run at every so many steps and at the last; at each if not given.
+        writer: flushed at the end of the loop.
+        ragged: whether the tensors of a batch may differ in their first dimension.
+
+    Attributes:
+        step: number of the step under way, from 1; between iterations, of the steps done.
+        cs_config: how many compute ranks take part.
+
+    Raises:
+        ConfigError: for a number of steps that is none.
+        DataError: from the iteration, if the loader gives nothing, or something that is not a batch.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        num_steps: int | None = None,
+        checkpoint_steps: int | None = None,
+        cs_config: CSConfig | None = None,
+        activation_steps: int | None = None,
+        writer: SummaryWriter | None = None,
+        *,
+        ragged: bool = False,
+    ) -> None:
+        self._dataloader = checked_iterable(dataloader, what="the executor was given")
+        self._num_steps = _number("num_steps", num_steps, smallest=1)
+        self._checkpoint_steps = _number("checkpoint_steps", checkpoint_steps, smallest=0)
+        self._activation_steps = _number("activation_steps", activation_steps, smallest=1) or 1
+        self.cs_config = cs_config or CSConfig()
+        self._writer = writer
+        self._ragged = ragged
+        self._at_last = False
+        self.step = 0
+
+    @property
+    def at_checkpoint_step(self) -> bool:
+        """Whether checkpoint closures run at the step under way."""
+        return self._at_last or bool(self._checkpoint_steps and self.step % self._checkpoint_steps == 0)
+
+    @property
+    def at_activation_step(self) -> bool:
+        """Whether step closures run at the step under way."""
+        return self._at_last or self.step % self._activation_steps == 0
+
+    def __len__(self) -> int:
+        """Batches of one iteration; raises `TypeError` if only the loader could know, and does not."""
+        return self._num_steps or len(self._dataloader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = passes(self._dataloader, self._num_steps)
+        with self._flushed(), driven_by(self):
+            for batch, at_last in with_last(batches, self._length()):
+                self.step += 1
+                self._at_last = at_last
+                check_batch(batch, where=f"batch of step {self.step}", ragged=self._ragged)
+                yield self._on_device(batch)
+
+    @staticmethod
+    def _on_device(batch: Any) -> Any:
+        backend = current_backend()
+        if backend is None or backend.torch_device.type == "cpu":
+            return batch
+        return to_device(batch, backend.torch_device)
+
+    def _length(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:
+            return None
+
+    @contextmanager
+    def _flushed(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._writer is not None:
+                self._writer.flush()
+
+
+def _number(name: str, value: int | None, *, smallest: int) -> int | None:
+    if value is not None and (type(value) is not int or value < smallest):
+        raise ConfigError(
+            f"{name} is a whole number from {smallest}, found {value!r}", where=f"DataExecutor({name}=…)"
+        )
+    return value

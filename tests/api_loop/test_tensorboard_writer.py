@@ -1,0 +1,30 @@
+"""The writer for TensorBoard: torch's own, when it is there."""
+
+import sys
+
+import pytest
+import torch
+
+from headwater.api.step import step_closure, trace
+from headwater.core.errors import ConfigError
+from headwater.utils import tensorboard
+
+
+def test_scalars_written_in_closures_are_in_the_file(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = tensorboard.SummaryWriter(str(tmp_path))
+    log = step_closure(lambda loss, step: writer.add_scalar("loss", loss, step))
+    step = trace(lambda value: torch.tensor(value, requires_grad=True) * 2)
+    for number in range(3):
+        log(step(float(number)), number)
+    writer.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(0, 0.0), (1, 2.0), (2, 4.0)]
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"SummaryWriter needs .*\n.*pip install 'headwater\[plot\]'"):
+        tensorboard.SummaryWriter  # noqa: B018
+    with pytest.raises(AttributeError):
+        tensorboard.Writer  # noqa: B018
