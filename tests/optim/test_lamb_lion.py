@@ -1,4 +1,4 @@
-"""Lamb and Lion against plain transcriptions of their papers, in float64 and one element or list at a time."""
+"""Lamb and Lion against plain transcriptions of their papers, in plain Python."""
 
 import copy
 import math

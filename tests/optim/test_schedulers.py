@@ -1,5 +1,6 @@
 """Schedulers: what they write to parameter groups, how they resume, and what they refuse."""
 
+import dataclasses
 import inspect
 import pickle
 
@@ -176,6 +177,18 @@ def test_tags_choose_the_groups():
         ConstantLR(optimizer, 0.2, param_group_tags="c")
 
 
+def test_a_tag_may_be_a_plain_name():
+    optimizer = make_optimizer({"tags": "first"}, {"tags": {"second"}})
+    ConstantLR(optimizer, 0.1, param_group_tags="first")
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 5.0]
+
+
+def test_an_optimizer_without_the_option_is_refused():
+    optimizer = torch.optim.Rprop([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ConfigError, match="Rprop has no weight_decay that ConstantWD could set"):
+        ConstantWD(optimizer, 0.1)
+
+
 def test_groups_that_must_not_decay_are_left_alone_unless_named():
     optimizer = make_optimizer({}, {"weight_decay": 0.0, "no_weight_decay": True, "tags": ("a",)})
     LinearWD(optimizer, 0.1, 1.0, 10)
@@ -250,11 +263,14 @@ def test_wrong_arguments_are_named(make, message):
 
 
 def test_a_family_member_of_ones_own():
+    @dataclasses.dataclass(frozen=True)
     class Halving(schedules.Schedule):
-        def __init__(self):
-            pass
+        initial: float
+
+        def value(self, step):
+            return self.initial / 2**step
 
     class HalvingLR(LRScheduler):
-        schedule_class = schedules.Multiplicative
+        schedule_class = Halving
 
-    assert values(HalvingLR(make_optimizer(), 1.0, 0.5), "lr", 3) == [1.0, 0.5, 0.25]
+    assert values(HalvingLR(make_optimizer(), initial_learning_rate=1.0), "lr", 3) == [1.0, 0.5, 0.25]

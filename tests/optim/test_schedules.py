@@ -1,4 +1,4 @@
-"""Schedules against the closed and the chained form of torch.optim.lr_scheduler, and against plain formulas."""
+"""Schedules against both forms of those of torch.optim.lr_scheduler, and against plain formulas."""
 
 import math
 
@@ -165,8 +165,8 @@ def test_lambda(initial):
 )
 def test_cyclic(lower, upper, up, down, mode, gamma):
     make = bound(
-        torch_schedulers.CyclicLR, base_lr=lower, max_lr=upper, step_size_up=up, step_size_down=down, mode=mode,
-        gamma=gamma, cycle_momentum=False,
+        torch_schedulers.CyclicLR, base_lr=lower, max_lr=upper, step_size_up=up, step_size_down=down,
+        mode=mode, gamma=gamma, cycle_momentum=False,
     )  # fmt: skip
     expected = torch_values(make, lower, 60)
     # torch finds its place in the cycle by subtracting numbers that grow with the step

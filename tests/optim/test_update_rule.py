@@ -1,4 +1,4 @@
-"""Fifty steps of every optimizer through the weight store's update rule, against the plain optimizer, bit for bit."""
+"""Fifty steps of every optimizer through the store's update rule, against the plain one, bit for bit."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def groups(name, params):
 
 
 class Piecewise:
-    """What the weight store does with one parameter: each piece with its own state, whole where it must be."""
+    """What the weight store does with a parameter: each piece has its own state; whole where it must be."""
 
     def __init__(self, rule, param):
         self.rule = rule

@@ -66,8 +66,13 @@ class Scheduler:
         self.param_group_tags = tags
         self.last_epoch = 0
         self._step_count = 1
+        if any(self.option not in group for group in optimizer.param_groups):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has no {self.option} that {type(self).__name__} could set",
+                remedy="leave the scheduler out, or take another optimizer",
+            )
         if not any(self._applies(group) for group in optimizer.param_groups):
-            present = sorted({tag for group in optimizer.param_groups for tag in group.get("tags", ())})
+            present = sorted({str(tag) for group in optimizer.param_groups for tag in _tags_of(group) if tag})
             wanted = "" if tags is None else f" with one of the tags {', '.join(map(str, tags))}"
             raise ConfigError(
                 f"{type(self).__name__} finds no parameter group{wanted} to change",
@@ -112,7 +117,7 @@ class Scheduler:
     def _applies(self, group: Mapping[str, Any]) -> bool:
         if self.param_group_tags is None:
             return not (self.option == "weight_decay" and group.get(NO_WEIGHT_DECAY))
-        return bool(self.param_group_tags & set(group.get("tags") or (None,)))
+        return bool(self.param_group_tags & _tags_of(group))
 
     def _factor(self, group: Mapping[str, Any]) -> float:
         return 1.0
@@ -122,11 +127,11 @@ class Scheduler:
         for group in self.optimizer.param_groups:
             if not self._applies(group):
                 continue
-            if isinstance(group.get(self.option), torch.Tensor):
+            if isinstance(group[self.option], torch.Tensor):
                 group[self.option].fill_(value * self._factor(group))
             else:
                 group[self.option] = value * self._factor(group)
-        self._last_values = [float(group.get(self.option, 0.0)) for group in self.optimizer.param_groups]
+        self._last_values = [float(group[self.option]) for group in self.optimizer.param_groups]
 
 
 class Wrapper(Scheduler):
@@ -232,6 +237,10 @@ def _as_set(tags: Tags) -> frozenset[str | None] | None:
     if tags is None:
         return None
     return frozenset((tags,) if isinstance(tags, str) else tags)
+
+
+def _tags_of(group: Mapping[str, Any]) -> frozenset[str | None]:
+    return _as_set(group.get("tags") or None) or frozenset((None,))
 
 
 def _signature(kind: type[Schedule], names: Mapping[str, str]) -> inspect.Signature:
