@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from headwater.api.amp import GradScaler, autocast, get_half_dtype, optimizer_step, set_half_dtype
-from headwater.core.errors import CheckpointError, ConfigError, StreamError
+from headwater.core.errors import CheckpointError, ConfigError, NonFiniteError, StreamError
 from headwater.optim.loss_scale import LossScale
 
 STEPS = 6
@@ -126,6 +126,21 @@ def test_state_goes_on_where_it_was():
     assert resumed.get_scale() == scaler.get_scale() == 2.0**10
     with pytest.raises(CheckpointError, match=r"good_steps.*found scale"):
         resumed.load_state_dict({"scale": 1.0})
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_gradient_that_no_scale_can_save_is_an_error(unscale):
+    model, optimizer = job()
+    before = [param.clone() for param in model.parameters()]
+    scaler = GradScaler("dynamic", init_scale=2.0)
+    optimizer_step(loss_of(model, next(batches(bad={0}))), optimizer, scaler)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, next(batches(bad={0})))).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(NonFiniteError, match="smallest loss scale"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_overflows_up_to_the_tolerance_change_nothing():

@@ -254,23 +254,26 @@ def test_a_checkpoint_within_a_closure_is_refused():
         step_closure(lambda: save())()
 
 
-def test_what_waits_runs_when_the_program_ends():
-    script = """
-import headwater.api.step as step
+AT_EXIT = """
+import dataclasses
+from headwater.api import step
+
 class Late:
-    done = False
-    def query(self): return self.done
-    def synchronize(self): self.done = True
-host_call = step.host_call
-step.host_call = lambda *call: step.dataclasses.replace(host_call(*call), copied=(Late(),))
-"""
-    script = (
-        script.replace("step.dataclasses", "__import__('dataclasses')")
-        + """
+    complete = False
+    def query(self):
+        return self.complete
+    def synchronize(self):
+        self.complete = True
+
+made = step.host_call
+step.host_call = lambda *call: dataclasses.replace(made(*call), copied=(Late(),))
 show = step.step_closure(print)
-show("first"); show("second")
+show("first")
+show("second")
 print("the loop is over")
 """
-    )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines()[:3] == ["the loop is over", "first", "second"]
+
+
+def test_what_waits_runs_when_the_program_ends():
+    ran = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == ["the loop is over", "first", "second"]

@@ -12,7 +12,7 @@ import torch
 from headwater.api import optimizers
 from headwater.api.backend import current_backend
 from headwater.api.trees import map_tensors
-from headwater.core.errors import CheckpointError, ConfigError, StreamError
+from headwater.core.errors import CheckpointError, ConfigError, NonFiniteError, StreamError
 from headwater.optim.loss_scale import GROWTH_INTERVAL, INITIAL, LARGEST, SMALLEST, LossScale
 
 D = TypeVar("D", float, float | None)
@@ -146,16 +146,25 @@ class GradScaler:
 
         Returns:
             Whether the step was applied.
+
+        Raises:
+            NonFiniteError: if it was not, and the scale cannot fall any further.
         """
-        is_unscaled, may_skip = id(optimizer) in self._found_finite, self._scale.may_skip
+        is_unscaled = id(optimizer) in self._found_finite
         applied = False
-        if self._found_finite.get(id(optimizer), True) or not may_skip:
+        if self._found_finite.get(id(optimizer), True) or not self._scale.dynamic:
             applied = optimizers.step(
                 optimizer,
                 max_norm=_positive("max_gradient_norm", max_gradient_norm, self._max_gradient_norm),
                 max_value=_positive("max_gradient_value", max_gradient_value, None),
                 loss_scale=1.0 if is_unscaled else self._scale.value,
-                skip_non_finite=may_skip,
+                skip_non_finite=self._scale.dynamic,
+            )
+        if not applied and not self._scale.may_skip:
+            raise NonFiniteError(
+                f"a gradient is not finite at the smallest loss scale, {self._scale.value}",
+                where="GradScaler.step",
+                remedy="lower the learning rate, look at the data of this step, or lower min_loss_scale",
             )
         self._applied.append(applied)
         return applied
@@ -212,7 +221,8 @@ def optimizer_step(
 
     Raises:
         ConfigError: for two ways of clipping at once, or a limit that is not above 0.
-        NonFiniteError: if a gradient is not finite and no dynamic scale is to blame.
+        NonFiniteError: if a gradient is not finite and no dynamic scale can be the cause. Without a dynamic
+            scale plain parameters are updated all the same, as torch does.
     """
     if max_gradient_norm is not None and max_gradient_value is not None:
         raise ConfigError(
