@@ -217,6 +217,7 @@ def test_tags_hold_for_the_parts():
         ([0.1], "a scheduler is a mapping, found 0.1"),
         ({"SequentialLR": {"schedulers": []}}, "SequentialLR needs schedulers"),
         ({"SequentialLR": {"scheduler": []}}, "write schedulers"),
+        ({"ChainedLR": {"schedulers": [], "milestones": [3]}}, "ChainedLR takes no argument 'milestones'"),
         ({"ScalePerParamLR": {}}, "ScalePerParamLR needs scheduler"),
         ("fast", "learning_rate of ConstantLR is 'fast'"),
         (

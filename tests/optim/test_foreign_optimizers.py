@@ -149,12 +149,17 @@ def test_what_cannot_be_streamed_is_refused_with_the_line_to_write(make, reason)
     assert "optimizer = headwater.optim.AdamW(model.parameters(), lr=1e-3)" in caught.value.remedy
 
 
-@pytest.mark.parametrize("make", [Plain, MyAdamW])
+def transformers_adafactor(params, lr):
+    optimization = pytest.importorskip("transformers.optimization")
+    return optimization.Adafactor(params, lr=lr, relative_step=False, beta1=0.9)
+
+
+@pytest.mark.parametrize("make", [Plain, MyAdamW, transformers_adafactor])
 def test_a_foreign_class_that_can_be_streamed_is(make):
     ours, theirs = params(), params()
     optimizer = make(theirs, lr=0.05)
     spec = OptimizerSpec.of(optimizer)
-    assert spec.name == f"{make.__module__}.{make.__name__}"
+    assert spec.name == f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     assert not spec.elementwise
     rule = UpdateRule(spec)
     layouts = [rule.state_layout(ParamSpec("p", tuple(p.shape), p.dtype, p.dtype)) for p in ours]

@@ -21,8 +21,8 @@ from headwater.optim.scheduler import (
     ChainedScheduler,
     ScalePerParamScheduler,
     Scheduler,
-    SequentialScheduler,
     Tags,
+    Wrapper,
 )
 from headwater.optim.spec import OptimizerSpec
 
@@ -132,25 +132,28 @@ def _combined(optimizer: torch.optim.Optimizer, entries: Sequence[Mapping[str, A
 
 
 def _build(optimizer: torch.optim.Optimizer, entry: Mapping[str, Any], family: type[S], tags: Tags) -> S:
-    name, arguments = _read(entry)
+    name, given = _read(entry)
     kind = _find(name, family)
-    arguments = {_canonical(key, kind): value for key, value in arguments.items()}
-    tags = arguments.pop("param_group_tags", tags)
-    if issubclass(kind, SequentialScheduler | ChainedScheduler):
-        check_names(arguments, ["schedulers", "milestones"], kind.__name__)
-        parts = [_build(optimizer, part, family, tags) for part in arguments.pop("schedulers", ())]
-        if not parts:
-            raise ConfigError(f"{kind.__name__} needs schedulers", remedy="give a list of them")
-        if issubclass(kind, ChainedScheduler):
-            return kind(parts, param_group_tags=tags)
-        return kind(optimizer, parts, arguments.get("milestones"), param_group_tags=tags)
-    if issubclass(kind, ScalePerParamScheduler):
-        check_names(arguments, ["scheduler"], kind.__name__)
-        if "scheduler" not in arguments:
-            raise ConfigError(f"{kind.__name__} needs scheduler", remedy="give the one that it scales")
-        inner = _build(optimizer, arguments["scheduler"], family, tags)
-        return kind(optimizer, inner, param_group_tags=tags)
-    return kind(optimizer, param_group_tags=tags, **arguments)
+    arguments = {"param_group_tags": tags, **{_canonical(key, kind): value for key, value in given.items()}}
+    if issubclass(kind, Wrapper):
+        arguments = _with_parts(optimizer, kind, arguments, family)
+    if not issubclass(kind, ChainedScheduler):  # which has that of its parts
+        arguments["optimizer"] = optimizer
+    return kind(**arguments)
+
+
+def _with_parts(
+    optimizer: torch.optim.Optimizer, kind: type[Wrapper], arguments: dict[str, Any], family: type[S]
+) -> dict[str, Any]:
+    """The arguments of a scheduler made of others, which are built."""
+    check_names(arguments, kind.argument_names(), kind.__name__)
+    single = issubclass(kind, ScalePerParamScheduler)
+    key = "scheduler" if single else "schedulers"
+    if not arguments.get(key):
+        raise ConfigError(f"{kind.__name__} needs {key}", remedy="give what it is made of")
+    entries = [arguments[key]] if single else arguments[key]
+    parts = [_build(optimizer, entry, family, arguments["param_group_tags"]) for entry in entries]
+    return {**arguments, key: parts[0] if single else parts}
 
 
 def _read(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

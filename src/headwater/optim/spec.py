@@ -185,7 +185,7 @@ def _with_list(entry: Any) -> Any:
 
 
 def _device(params: list[Any]) -> str:
-    """The type of device that the first parameter is on."""
+    """The type of device that one of the parameters is on: those of an optimizer are on one."""
     first = params[0] if params else None
     while isinstance(first, dict | list | tuple) and first:
         first = first["params"] if isinstance(first, dict) else first[-1]
