@@ -1,29 +1,28 @@
-"""The captured graph of each distinct stage: `torch.export` on fake tensors, with the weights as arguments."""
+"""The graph of each distinct stage, and why there is none."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import logging
-import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
-from headwater.plan.capture.place import NOT_THE_USERS, Locator, Place
-from headwater.plan.capture.record import Finding, ModuleCall, StepRecord
-from headwater.plan.capture.tensors import list_tensors, map_tensors
-from headwater.plan.trace import autocast, fake_state
+from headwater.plan.capture.export import StageFunction, export_call, quiet, serialise
+from headwater.plan.capture.findings import WHOLE_FORWARD, Finding, Findings
+from headwater.plan.capture.graph_source import graph_source, mark_places
+from headwater.plan.capture.mlir import Lowering
+from headwater.plan.capture.place import Locator, Place, first_sentence
+from headwater.plan.capture.record import ModuleCall, StepRecord
+from headwater.plan.trace import attributes_restored, autocast, fake_state
 
-_LOUD = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-"""Loggers of torch that tell of what ends in an exception all the same."""
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,19 +30,25 @@ class StageGraph:
     """One graph and the modules that share it.
 
     Attributes:
+        name: of the first of them; with a number where that has another graph too.
         modules: their qualified names.
         stages: indices of the stages whose weights they read.
         kind: their class.
         program: takes a dictionary of weights and buffers by their names in the module, and a list of the
             tensors among the arguments of the module's forward; gives the tensors in its result.
         text: the graph as Python, each operator with the module and the line it comes from.
+        serialised: the program as `torch.export.save` writes it; `None` where that fails.
+        mlir: the program as MLIR; `None` where that fails, or torch-mlir is not installed.
     """
 
+    name: str
     modules: tuple[str, ...]
     stages: tuple[int, ...]
     kind: str
     program: ExportedProgram
     text: str
+    serialised: bytes | None
+    mlir: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,38 +59,99 @@ class Captured:
     findings: tuple[Finding, ...]
 
 
-def capture_stages(model: nn.Module, record: StepRecord) -> Captured:
-    """Capture the graph of each stage that has a module of its own, equal ones once.
+def capture_stages(model: nn.Module, record: StepRecord, lowering: Lowering | None = None) -> Captured:
+    """Capture the graph of each module that reads the weights of a stage, equal ones once.
 
     Args:
         model: the model that `record` is of; nothing of it is changed.
         record: its dry run.
+        lowering: gives MLIR.
     """
-    findings = list(record.findings)
-    graphs = []
+    capture = _Capture(model, record, lowering)
+    with quiet():
+        programs = _with_fake_state(model, record, capture.programs)
+        graphs = [capture.graph(name, *rest) for name, rest in programs.items()]
+    return Captured(tuple(graphs), tuple(capture.findings))
 
-    def capture_all() -> None:
-        for calls in _distinct(model, record):
-            graph = _capture(model, record, calls, findings)
-            if graph is not None:
-                graphs.append(graph)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), autocast(record.precision, "cpu"), _quiet():
-        state = fake_state(model, record.partition)
-        functional_call(_Within(model, capture_all), {f"model.{k}": v for k, v in state.items()}, ())
-    return Captured(tuple(graphs), tuple(findings))
+def _with_fake_state(model: nn.Module, record: StepRecord, action: Callable[[], T]) -> T:
+    """What `action` gives while the model has fake weights, in the precision of the run."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, attributes_restored(model), autocast(record.precision, "cpu"):
+        state = {f"model.{name}": tensor for name, tensor in fake_state(model, record.partition).items()}
+        result: T = functional_call(_Within(model, action), state, ())
+        return result
 
 
 class _Within(nn.Module):
-    """Does something while the model holds other weights."""
+    """Gives an action the form that `functional_call` wants."""
 
-    def __init__(self, model: nn.Module, action: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, action: Callable[[], Any]) -> None:
         super().__init__()
         self.model = model
         self._action = action
 
-    def forward(self) -> None:
-        self._action()
+    def forward(self) -> Any:
+        return self._action()
+
+
+class _Capture:
+    """Captures graphs; a failure is a finding."""
+
+    def __init__(self, model: nn.Module, record: StepRecord, lowering: Lowering | None) -> None:
+        self._model = model
+        self._record = record
+        self._lowering = lowering
+        self._locator = Locator(model, StageFunction.forward.__code__)
+        self.findings = Findings(record.findings)
+
+    def programs(self) -> dict[str, tuple[tuple[str, ...], ExportedProgram]]:
+        """The modules of each graph and its program, by name; the model must have fake weights."""
+        programs: dict[str, tuple[tuple[str, ...], ExportedProgram]] = {}
+        for calls in _distinct(self._model, self._record):
+            call, modules = calls[0], tuple(call.path for call in calls)
+            module = self._model.get_submodule(call.path)
+            program = self._attempt(
+                modules, "torch.export: ", partial(export_call, module, call), captured=False
+            )
+            if program is not None:
+                programs[_free_name(call.path, programs)] = modules, program
+        return programs
+
+    def graph(self, name: str, modules: tuple[str, ...], program: ExportedProgram) -> StageGraph:
+        """All there is to know of one graph."""
+        mark_places(program, modules[0])
+        lowering, sites = self._lowering, self._record.trace.sites
+        return StageGraph(
+            name=name,
+            modules=modules,
+            stages=tuple(dict.fromkeys(stage for path in modules for stage in sites[path])),
+            kind=type(self._model.get_submodule(modules[0])).__qualname__,
+            program=program,
+            text=graph_source(program),
+            serialised=self._attempt(modules, "no .pt2 file: ", lambda: serialise(program)),
+            mlir=lowering and self._attempt(modules, "no MLIR: ", lambda: lowering(program, name)),
+        )
+
+    def _attempt(
+        self, modules: tuple[str, ...], failure: str, action: Callable[[], T], *, captured: bool = True
+    ) -> T | None:
+        """What `action` gives; where it fails or warns, that is a finding."""
+        start = _start_of(self._model.get_submodule(modules[0]), modules[0])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                return action()
+            except Exception as error:  # noqa: BLE001  a forward may raise anything, and torch.export does
+                frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+                place = self._locator.find(frames) or start
+                self.findings.add_failure(failure + first_sentence(error), place, modules, captured=captured)
+                return None
+            finally:
+                for each in caught:
+                    if issubclass(each.category, UserWarning):
+                        story = first_sentence(each.message).replace("self.stage.", "self.")
+                        self.findings.add(WHOLE_FORWARD, story, start, modules)
 
 
 def _distinct(model: nn.Module, record: StepRecord) -> list[list[ModuleCall]]:
@@ -99,156 +165,15 @@ def _distinct(model: nn.Module, record: StepRecord) -> list[list[ModuleCall]]:
     return [list(calls.values()) for calls in groups.values()]
 
 
-class _StageFunction(nn.Module):
-    """A stage as a function of its weights and of the tensors that it is called with."""
-
-    def __init__(self, stage: nn.Module, call: ModuleCall, names: Mapping[str, str]) -> None:
-        super().__init__()
-        self.stage = stage
-        self._call = call
-        self._names = names
-
-    def forward(self, weights: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        tensors = iter(inputs)
-        args, kwargs = map_tensors(lambda _: next(tensors), (self._call.args, self._call.kwargs))
-        state = {name: weights[first] for name, first in self._names.items()}
-        return list_tensors(functional_call(self.stage, state, args, kwargs))
-
-
-def _capture(
-    model: nn.Module, record: StepRecord, calls: list[ModuleCall], findings: list[Finding]
-) -> StageGraph | None:
-    """The graph of equal calls; what it cannot hold is added to `findings`."""
-    paths = tuple(call.path for call in calls)
-    module = model.get_submodule(paths[0])
-    locator = Locator(model, _StageFunction.forward.__code__)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            program = _export(module, calls[0])
-        except Exception as error:  # noqa: BLE001  a forward may raise anything, and torch.export may too
-            frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-            place = locator.find(frames) or _start_of(module, paths[0])
-            _add_failure(findings, _first_line(str(error)), place, paths)
-            return None
-    for warning in caught:
-        if issubclass(warning.category, UserWarning):
-            place = _start_of(module, paths[0])
-            findings.append(Finding("forward", _first_line(str(warning.message)), True, place, paths))
-    _mark_places(program, paths[0])
-    stages = dict.fromkeys(stage for path in paths for stage in record.trace.sites[path])
-    return StageGraph(paths, tuple(stages), type(module).__qualname__, program, _text(program))
-
-
-def _export(module: nn.Module, call: ModuleCall) -> ExportedProgram:
-    """The graph of one call of a module whose parameters are fake."""
-    state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    firsts: dict[int, str] = {}
-    names = {name: firsts.setdefault(id(tensor), name) for name, tensor in state}
-    weights = {name: tensor for name, tensor in state if names[name] == name}
-    inputs = [_fresh(tensor) for tensor in list_tensors((call.args, call.kwargs))]
-    function = _StageFunction(module, call, names)
-    with _without_state(module):
-        return torch.export.export(function, (weights, inputs), strict=False)
-
-
-def _fresh(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad
-    )
-
-
-@contextlib.contextmanager
-def _without_state(module: nn.Module) -> Iterator[None]:
-    """Within it no tensor is registered in `module`, so that weights can only be arguments."""
-    holders = [holder for inner in module.modules() for holder in (inner._parameters, inner._buffers)]
-    before = [dict(holder) for holder in holders]
-    try:
-        for holder in holders:
-            holder.update(dict.fromkeys(holder))
-        yield
-    finally:
-        for holder, tensors in zip(holders, before, strict=True):
-            holder.update(tensors)
-
-
-def _mark_places(program: ExportedProgram, path: str) -> None:
-    """Let each operator's stack trace be the line that called it, with the module in place of a function.
-
-    torch shows the innermost line and no module: for a linear layer that is a line of torch.
-    """
-    for graph_module in program.graph_module.modules():
-        assert isinstance(graph_module, torch.fx.GraphModule), "graphs hold graphs"
-        for node in graph_module.graph.nodes:
-            trace = node.meta.get("stack_trace")
-            if trace:
-                node.meta["stack_trace"] = _shortened(trace, _module_of(node, path))
-        graph_module.recompile()
-
-
-def _module_of(node: torch.fx.Node, path: str) -> str:
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    inner = stack[-1][0].removeprefix("stage").removeprefix(".") if stack else ""
-    return ".".join(part for part in (path, inner) if part) or "(model)"
-
-
-def _text(program: ExportedProgram) -> str:
-    """The graph as Python: an argument a line, without what has no meaning to a reader."""
-    text = program.graph_module.print_readable(print_output=False)
-    text = re.sub(r"\n.*aten\._assert_tensor_metadata\..*", "", text)  # dtypes stand beside each name
-    text = re.sub(r";  (\w+ = )+None$", "", text, flags=re.MULTILINE)  # when memory is released
-    return re.sub(r'(?<=["f]), (?=\w+: ")|(?<=self), ', ",\n            ", text)
-
-
-_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.+)')
-
-
-def _shortened(trace: str, module: str) -> str:
-    """The innermost line of a stack trace that is the user's, said to be in `module`."""
-    frames = list(_FRAME.finditer(trace))
-    users = [frame for frame in frames if not frame["file"].startswith(NOT_THE_USERS)]
-    if not frames:
-        return trace
-    frame = (users or frames)[-1]
-    return f'File "{frame["file"]}", line {frame["line"]}, in {module}\n    {frame["code"]}'
-
-
-def _add_failure(findings: list[Finding], story: str, place: Place, paths: tuple[str, ...]) -> None:
-    """Note that a stage has no graph; where an operator in that line was found before, it is the reason."""
-    problem = f"the stage has no graph: {story}"
-    known = [
-        i
-        for i, found in enumerate(findings)
-        if (found.place.file, found.place.line) == (place.file, place.line)
-    ]
-    if not known:
-        findings.append(Finding("forward", problem, False, place, paths))
-    for index in known:
-        before = findings[index]
-        problem = f"{before.problem}; {problem}"
-        findings[index] = dataclasses.replace(before, problem=problem, captured=False)
+def _free_name(path: str, taken: dict[str, Any]) -> str:
+    name, number = path or "model", 1
+    while name in taken:
+        number += 1
+        name = f"{path or 'model'}-{number}"
+    return name
 
 
 def _start_of(module: nn.Module, path: str) -> Place:
     """Where the forward of a module begins, for what has no line of its own."""
     code = type(module).forward.__code__
     return Place(path, code.co_filename, code.co_firstlineno)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n")[0]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from printing what it raises, too."""
-    loggers = [logging.getLogger(name) for name in _LOUD]
-    before = [logger.disabled for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled

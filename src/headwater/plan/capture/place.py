@@ -67,7 +67,7 @@ class Locator:
         self._boundary = boundary
 
     def find(self, frames: Iterable[tuple[FrameType, int]]) -> Place | None:
-        """The place that (frame, line number) pairs lead to, innermost first; `None` if none is the user's."""
+        """The place that (frame, line number) pairs lead to, innermost first; `None` without a user's."""
         user: tuple[str, int] | None = None
         function: str | None = None
         module: tuple[str, FrameType] | None = None
@@ -96,3 +96,8 @@ def _argument_texts(frame: FrameType) -> tuple[str, ...]:
     return tuple(
         f"{name} {tensor_text(found[name])}" for name in names if isinstance(found.get(name), torch.Tensor)
     )
+
+
+def first_sentence(message: object) -> str:
+    """What torch says first: it goes on with advice that is not for here."""
+    return str(message).strip().split("\n")[0].split(". ")[0].rstrip(".")

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from headwater.core.errors import HeadwaterError, ModelError
+from headwater.core.errors import HeadwaterError
 from headwater.core.precision import Precision
 from headwater.plan.capture.dtypes import dtype_problem
-from headwater.plan.capture.place import Locator, Place, module_text, tensor_text
-from headwater.plan.capture.tensors import list_tensors, map_tensors
+from headwater.plan.capture.findings import Finding, Findings
+from headwater.plan.capture.misfit import RefusedCall, check_loss, misfit
+from headwater.plan.capture.place import Locator, tensor_text
+from headwater.plan.capture.tensors import list_tensors
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.trace import LossFunction, OperatorCall, call_model, trace_step
 from headwater.plan.types import Trace
@@ -46,25 +48,6 @@ class OperatorTotal:
     def __add__(self, other: OperatorTotal) -> OperatorTotal:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return OperatorTotal(*(mine + its for mine, its in pairs))
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """Something that a graph cannot hold, or holds in part.
-
-    Attributes:
-        operator: what it is.
-        problem: why.
-        captured: whether there is a graph all the same.
-        place: where it is used first.
-        modules: qualified names of all modules that use it in this line; `None`: outside the model.
-    """
-
-    operator: str
-    problem: str
-    captured: bool
-    place: Place
-    modules: tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +113,6 @@ def record_step(
     Raises:
         ModelError: if model, loss and batch do not go together.
         PlanError: if the model has no parameters.
-        UnboundWeightError: if a weight is read outside the forward of any module.
     """
     precision = precision or Precision()
     partition = find_stages(model, precision)
@@ -149,7 +131,7 @@ def record_step(
         except HeadwaterError:
             raise
         except Exception as error:
-            raise recorder.misfit(error) from error
+            raise misfit(error, model, recorder.locator) from error
     readers = set(_readers(trace, partition))
     return StepRecord(
         trace=trace,
@@ -157,7 +139,7 @@ def record_step(
         precision=precision,
         calls=tuple(call for call in recorder.calls if call.path in readers),
         operators=tuple(recorder.operators),
-        findings=tuple(recorder.findings.values()),
+        findings=tuple(recorder.findings),
         unused=recorder.unused,
         batch=tuple(tensor_text(tensor) for tensor in list_tensors(batch)),
         warnings=tuple(dict.fromkeys(str(warning.message) for warning in caught)),
@@ -185,19 +167,19 @@ class _Recorder:
     def __init__(self, model: nn.Module, partition: Partition, loss_function: LossFunction) -> None:
         self._model = model
         self._loss_function = loss_function
-        self._locator = Locator(model, trace_step.__code__)
+        self.locator = Locator(model, trace_step.__code__)
         self._params: dict[str, nn.Parameter] = {}
         self._open: list[_Digest] = []
         self.calls: list[ModuleCall] = []
         self.operators: list[dict[str, OperatorTotal]] = [{} for _ in partition.units]
-        self.findings: dict[object, Finding] = {}
+        self.findings = Findings()
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The loss of the batch, by the user's function."""
         self._params = dict(model.named_parameters())
         with self._watching_modules():
             loss = self._loss_function(model, batch)
-        _check_loss(loss)
+        check_loss(loss)
         return loss
 
     @property
@@ -235,50 +217,23 @@ class _Recorder:
             return
         problem = dtype_problem(call)
         if problem is not None:
-            raise _Misfit(problem)
+            raise RefusedCall(problem)
         for digest in self._open:
             digest.add(call)
         self._look_for_finding(call, name)
 
     def _look_for_finding(self, call: OperatorCall, name: str) -> None:
-        place = self._locator.find(traceback.walk_stack(sys._getframe()))
+        place = self.locator.find(traceback.walk_stack(sys._getframe()))
         if place is None:
             return
+        modules = (place.module,)
         if torch.Tag.data_dependent_output in call.func.tags:
-            self._add(name, "the model reads a number out of a tensor", place)
-        if torch.Tag.dynamic_output_shape in call.func.tags:
-            self._add(name, "the shape of its result depends on data", place)
+            self.findings.add(f"{name} (.item())", "a number is read out of a tensor", place, modules)
+        if _has_dynamic_shape(call):
+            self.findings.add(name, "the shape of its result depends on data", place, modules)
         if place.function is not None:
             problem = "a custom autograd function: a graph holds its forward, and not the backward it defines"
-            self._add(place.function, problem, place)
-
-    def _add(self, operator: str, problem: str, place: Place) -> None:
-        key = operator, place.file, place.line
-        before = self.findings.get(key)
-        first, modules = (place, ()) if before is None else (before.place, before.modules)
-        modules = tuple(dict.fromkeys((*modules, place.module)))
-        self.findings[key] = Finding(operator, problem, captured=True, place=first, modules=modules)
-
-    def misfit(self, error: Exception) -> ModelError:
-        """`error`, which the dry run ended with, told with its place."""
-        frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-        place = self._locator.find(frames)
-        story = str(error).strip().split("\n")[0]
-        what = story if isinstance(error, _Misfit) else f"{type(error).__name__}: {story}"
-        if place is None:
-            return ModelError(
-                what, where="the backward", remedy="look at what the forward does to its tensors"
-            )
-        tensors = list(place.tensors)
-        if place.module is not None:
-            params = self._model.get_submodule(place.module).named_parameters(recurse=False)
-            tensors += [f"{name} {tensor_text(param)}" for name, param in params]
-        where = f"{place}; {', '.join(tensors)}" if tensors else str(place)
-        return ModelError(what, where=where, remedy=_remedy(story, place))
-
-
-class _Misfit(Exception):
-    """A call that would fail on real tensors."""
+            self.findings.add(place.function, problem, place, modules)
 
 
 class _Digest:
@@ -304,34 +259,11 @@ class _Digest:
         return f"{self._seen.setdefault(id(value), len(self._seen))}:{tensor_text(value)}"
 
 
-def _check_loss(loss: Any) -> None:
-    """Refuse what no backward can begin with."""
-    where = "the loss"
-    if not isinstance(loss, torch.Tensor):
-        raise ModelError(
-            f"the loss is a {type(loss).__name__}, not a tensor",
-            where=where,
-            remedy="pass loss_function, which gives the loss of a batch as a tensor",
-        )
-    if loss.numel() != 1:
-        raise ModelError(
-            f"the loss is {tensor_text(loss)}, not one number",
-            where=where,
-            remedy="return for example its mean",
-        )
-    if not loss.requires_grad:
-        raise ModelError(
-            f"the loss ({tensor_text(loss)}) depends on no trainable parameter",
-            where=where,
-            remedy="compute it from the model's output, without detach, no_grad, argmax or integers in between",
-        )
-
-
-def _remedy(story: str, place: Place) -> str:
-    if ".numpy()" in story or "fake" in story.lower():
-        return "write this with torch operators: a dry run has shapes, but no values"
-    user = "the loss function" if place.module is None else module_text(place.module)
-    return f"give {user} tensors of the shape and dtype that it takes, or change it"
+def _has_dynamic_shape(call: OperatorCall) -> bool:
+    """Whether the shape of the result depends on data: indexing has such a shape with masks alone."""
+    if call.func is torch.ops.aten.index.Tensor:
+        return any(index.dtype in (torch.bool, torch.uint8) for index in call.args[1] if index is not None)
+    return torch.Tag.dynamic_output_shape in call.func.tags
 
 
 def _total(call: OperatorCall) -> OperatorTotal:

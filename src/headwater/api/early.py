@@ -1,0 +1,303 @@
+"""Compile early, on any machine: what a training step will do, without weights, data or memory for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from torch import nn
+
+from headwater.api.compile_dir import write_compile_dir
+from headwater.core.errors import DoesNotFitError, ModelError
+from headwater.core.precision import Precision
+from headwater.core.units import format_bytes, format_count
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.capture.findings import names_text
+from headwater.plan.capture.graph import Captured, capture_stages
+from headwater.plan.capture.mlir import MISSING, find_lowering
+from headwater.plan.capture.record import StepRecord, record_step
+from headwater.plan.capture.report import report_stages, stage_table
+from headwater.plan.capture.state import optimizer_state_bytes
+from headwater.plan.capture.tensors import list_tensors
+from headwater.plan.report import render_plan
+from headwater.plan.trace import LossFunction
+from headwater.plan.types import Plan, Resources
+
+ASSUMED_OPTIMIZER = OptimizerSpec("AdamW")
+"""What a plan reckons with where no optimizer is given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyOptions:
+    """What a backend was asked to do in place of training.
+
+    Attributes:
+        compile_only: write what there is to know of the model into `compile_dir`.
+        validate_only: check that it can be trained.
+        compile_dir: folder for it.
+        precision: precision of the run; fp32 if not given.
+        device: `cpu` or `cuda`.
+        resources: what the run may take; what the machine has free if not given.
+    """
+
+    compile_only: bool = False
+    validate_only: bool = False
+    compile_dir: str | Path = "compile"
+    precision: Precision | None = None
+    device: str = "cpu"
+    resources: Resources | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidateReport:
+    """A model, a loss, an optimizer and a batch that go together.
+
+    Attributes:
+        record: their step on fake tensors.
+        optimizer: what updates the weights, if it was given.
+        state_bytes: bytes of optimizer state in the weight store.
+    """
+
+    record: StepRecord
+    optimizer: OptimizerSpec | None
+    state_bytes: int
+
+    def render(self) -> RenderableType:
+        """What was found, for a console."""
+        return Group(*self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        record = self.record
+        yield "valid: forward, loss and backward go together"
+        yield f"batch: {', '.join(record.batch)}"
+        stages = record.trace.stages
+        count = format_count(sum(stage.numel for stage in stages))
+        trained = format_count(sum(stage.trainable_numel for stage in stages))
+        yield f"parameters: {count} in {len(stages)} stages, {trained} trained"
+        if record.unused:
+            yield f"without a gradient: {names_text(record.unused)}"
+        if self.optimizer is not None:
+            yield f"optimizer: {self.optimizer.name} keeps {format_bytes(self.state_bytes)} of state"
+        for warning in record.warnings:
+            yield f"warning: {warning}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """What was compiled.
+
+    Attributes:
+        record: the training step on fake tensors.
+        captured: graphs, and what they do not hold.
+        plan: how the model would be trained.
+        refusal: why there is no plan.
+        mlir: whether MLIR was written, in words.
+        files: what was written.
+        compile_dir: where.
+    """
+
+    record: StepRecord
+    captured: Captured
+    plan: Plan | None
+    refusal: str | None
+    mlir: str
+    files: tuple[Path, ...]
+    compile_dir: Path
+
+    def render(self) -> RenderableType:
+        """Plan, stages and findings, for a console."""
+        reports = report_stages(self.record, self.captured)
+        parts: list[RenderableType] = [
+            f"no plan: {self.refusal}" if self.plan is None else render_plan(self.plan),
+            "",
+            stage_table(reports, self.record.trace.micro_batch_size),
+            "",
+            *(str(finding) for finding in self.captured.findings),
+            self.mlir,
+            f"written in {self.compile_dir}",
+        ]
+        return Group(*parts)
+
+
+def validate_only(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_function: LossFunction | None = None,
+    optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
+    precision: Precision | None = None,
+) -> ValidateReport:
+    """Check that a model, its loss, its optimizer and a batch go together, by a step without values.
+
+    Args:
+        model: any module; its parameters may be on the meta device. Nothing of it is changed.
+        args: what its forward takes, a tuple or one value. Tensors may be on the meta device.
+        kwargs: what its forward takes by name.
+        loss_function: gives the loss of `(model, args)`, a scalar; where it is not given, the loss is what
+            the model returns, if that is one, or else stands in for one.
+        optimizer: what updates the weights.
+        precision: precision of the run; fp32 if not given.
+
+    Raises:
+        ModelError: if they do not, with module path, source line, shapes and what to do.
+        ConfigError: if the optimizer cannot be built.
+    """
+    record = record_step(
+        model,
+        (args, kwargs or {}),
+        precision,
+        loss_function=_on_arguments if loss_function is None else _on_batch(loss_function),
+    )
+    spec = _spec(optimizer, model)
+    params = [param for stage in record.trace.stages for param in stage.params]
+    return ValidateReport(record, spec, 0 if spec is None else optimizer_state_bytes(spec, params))
+
+
+def compile_only(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_function: LossFunction | None = None,
+    optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
+    precision: Precision | None = None,
+    compile_dir: str | Path = "compile",
+    device: str = "cpu",
+    resources: Resources | None = None,
+    plan: Plan | DoesNotFitError | None = None,
+) -> CompileReport:
+    """Write what the plan decides, the graph of each distinct stage, and what operators run, into a folder.
+
+    An operator that no graph can hold is reported, with the module and the source line; a model that uses it
+    can be trained all the same. A plan that does not fit this machine is reported too.
+
+    Args:
+        model: see `validate_only`, also for what is raised.
+        args: see `validate_only`; one micro-batch.
+        kwargs: see `validate_only`.
+        loss_function: see `validate_only`.
+        optimizer: what updates the weights; the plan reckons with AdamW where none is given.
+        precision: precision of the run; fp32 if not given.
+        compile_dir: the folder.
+        device: `cpu` or `cuda`.
+        resources: what the run may take; what the machine has free if not given.
+        plan: the plan, or why there is none, where the caller has made one.
+    """
+    valid = validate_only(
+        model, args, kwargs, loss_function=loss_function, optimizer=optimizer, precision=precision
+    )
+    record = valid.record
+    if plan is None:
+        plan = _plan(record, valid.optimizer or ASSUMED_OPTIMIZER, resources or Resources(), device)
+    lowering = find_lowering()
+    captured = capture_stages(model, record, lowering)
+    refusal = str(plan) if isinstance(plan, DoesNotFitError) else None
+    decided = None if isinstance(plan, DoesNotFitError) else plan
+    folder = Path(compile_dir)
+    files = write_compile_dir(folder, record, captured, decided or str(refusal))
+    mlir = MISSING if lowering is None else "MLIR: graphs/*.mlir"
+    return CompileReport(record, captured, decided, refusal, mlir, tuple(files), folder)
+
+
+def check(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: EarlyOptions
+) -> CompileReport | ValidateReport | None:
+    """What `options` ask for, at the first forward of a model, before it has a plan.
+
+    The loss is not known there: what the model returns stands in for it.
+
+    Args:
+        model: the model; it must not be streamed yet.
+        args: what its forward was called with.
+        kwargs: what it was called with by name.
+        options: what to do; compilation validates too.
+
+    Returns:
+        What was found; `None` if nothing was asked for.
+    """
+    if options.compile_only:
+        return compile_only(
+            model,
+            args,
+            kwargs,
+            precision=options.precision,
+            compile_dir=options.compile_dir,
+            device=options.device,
+            resources=options.resources,
+        )
+    if options.validate_only:
+        return validate_only(model, args, kwargs, precision=options.precision)
+    return None
+
+
+def _on_batch(loss_function: LossFunction) -> LossFunction:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return loss_function(model, batch[0])
+
+    return loss
+
+
+def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that the model returns, by itself or as `loss` among others; else a stand-in."""
+    args, kwargs = batch
+    output = model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    candidate = output if named is None else named
+    if isinstance(candidate, torch.Tensor) and candidate.numel() == 1:
+        return candidate
+    trained = [tensor for tensor in list_tensors(output) if tensor.requires_grad]
+    if not trained:
+        raise ModelError(
+            "nothing that the model returns depends on a trainable parameter",
+            where="the model's output",
+            remedy="return tensors that do, and unfreeze what is to be trained",
+        )
+    return torch.stack([tensor.float().mean() for tensor in trained]).sum()
+
+
+def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Module) -> OptimizerSpec | None:
+    """The optimizer as plain data.
+
+    Raises:
+        ModelError: if it updates other parameters than the model's.
+    """
+    if optimizer is None or isinstance(optimizer, OptimizerSpec):
+        return optimizer
+    own = {id(param) for param in model.parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    foreign = [param for param in params if id(param) not in own]
+    if foreign:
+        shapes = ", ".join(str(list(param.shape)) for param in foreign[:3])
+        raise ModelError(
+            f"{len(foreign)} of {len(params)} parameters of the optimizer are not the model's ({shapes} …)",
+            where=type(optimizer).__name__,
+            remedy="make it from the parameters of this model: model.parameters()",
+        )
+    return OptimizerSpec.of(optimizer)
+
+
+def _plan(
+    record: StepRecord, optimizer: OptimizerSpec, resources: Resources, device: str
+) -> Plan | DoesNotFitError:
+    """How one such micro-batch would be a step, or why that does not fit."""
+    params = [param for stage in record.trace.stages for param in stage.params]
+    trained = sum(param.numel for param in params if param.requires_grad)
+    size = record.trace.micro_batch_size
+    try:
+        return make_plan(
+            lambda _: record.trace,
+            batch_size=size,
+            precision=record.precision,
+            optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
+            resources=resources,
+            device=device,
+            fixed=Fixed(micro_batch_size=size),
+        )
+    except DoesNotFitError as error:
+        return error

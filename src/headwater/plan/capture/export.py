@@ -1,0 +1,111 @@
+"""One call of a module as a program of `torch.export`, on fake tensors, with the weights as arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.func import functional_call
+
+from headwater.plan.capture.record import ModuleCall
+from headwater.plan.capture.tensors import list_tensors, map_tensors
+
+_LOUD = ("torch.export", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+"""Loggers of torch that tell of what is raised all the same."""
+
+
+class StageFunction(nn.Module):
+    """A module as a function of its weights and of the tensors among its arguments.
+
+    Args:
+        stage: the module.
+        call: holds the arguments that are not tensors.
+        names: each name of a parameter or buffer -> the first name of the same tensor.
+    """
+
+    def __init__(self, stage: nn.Module, call: ModuleCall, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self.stage = stage
+        self._call = call
+        self._names = names
+
+    def forward(self, weights: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that the module returns, whatever they lie in."""
+        tensors = iter(inputs)
+        args, kwargs = map_tensors(lambda _: next(tensors), (self._call.args, self._call.kwargs))
+        state = {name: weights[first] for name, first in self._names.items()}
+        return list_tensors(functional_call(self.stage, state, args, kwargs))
+
+
+def export_call(module: nn.Module, call: ModuleCall) -> ExportedProgram:
+    """The program of one call of `module`, whose parameters are fake.
+
+    Raises:
+        Exception: whatever the module's forward raises, and whatever torch.export does.
+    """
+    state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    firsts: dict[int, str] = {}
+    names = {name: firsts.setdefault(id(tensor), name) for name, tensor in state}
+    weights = {name: tensor for name, tensor in state if names[name] == name}
+    inputs = [_fresh(tensor) for tensor in list_tensors((call.args, call.kwargs))]
+    function = StageFunction(module, call, names)
+    with _without_state(module):
+        return torch.export.export(function, (weights, inputs), strict=False)
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad
+    )
+
+
+@contextlib.contextmanager
+def _without_state(module: nn.Module) -> Iterator[None]:
+    """Within it no tensor is registered in `module`, so that weights can only be arguments."""
+    holders: list[dict[str, object]] = []
+    for inner in module.modules():
+        holders += [inner._parameters, inner._buffers]  # type: ignore[list-item]
+    before = [dict(holder) for holder in holders]
+    try:
+        for holder in holders:
+            holder.update(dict.fromkeys(holder))
+        yield
+    finally:
+        for holder, tensors in zip(holders, before, strict=True):
+            holder.update(tensors)
+
+
+def serialise(program: ExportedProgram) -> bytes:
+    """The program as a file, which has been read once to see that it can be.
+
+    Example inputs are left out: they are fake, and would be pickled.
+
+    Raises:
+        Exception: whatever torch.export does.
+    """
+    program.example_inputs = None
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    torch.export.load(file)
+    return file.getvalue()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from printing what it raises, too."""
+    loggers = [logging.getLogger(name) for name in _LOUD]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

@@ -1,0 +1,66 @@
+"""What is wrong where a dry run fails: the error with its place, the shapes, and what to do."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwater.core.errors import ModelError
+from headwater.plan.capture.place import Locator, Place, first_sentence, module_text, tensor_text
+
+
+class RefusedCall(Exception):
+    """A call of an operator that works on shapes alone would fail on real tensors."""
+
+
+def misfit(error: Exception, model: nn.Module, locator: Locator) -> ModelError:
+    """`error`, which a dry run of `model` ended with, told with its place."""
+    place = locator.find(reversed(list(traceback.walk_tb(error.__traceback__))))
+    story = first_sentence(error)
+    what = story if isinstance(error, RefusedCall) else f"{type(error).__name__}: {story}"
+    if place is None:
+        remedy = "compute the loss with operators that torch can differentiate"
+        return ModelError(what, where="the backward", remedy=remedy)
+    tensors = list(place.tensors)
+    if place.module is not None:
+        params = model.get_submodule(place.module).named_parameters(recurse=False)
+        tensors += [f"{name} {tensor_text(param)}" for name, param in params]
+    where = f"{place}; {', '.join(tensors)}" if tensors else str(place)
+    return ModelError(what, where=where, remedy=_remedy(story, place))
+
+
+def _remedy(story: str, place: Place) -> str:
+    if ".numpy()" in story:
+        return "write this with torch operators: a dry run has shapes, but no values"
+    user = "the loss function" if place.module is None else module_text(place.module)
+    return f"give {user} tensors of the shape and dtype that it takes, or change it"
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what no backward can begin with.
+
+    Raises:
+        ModelError: if `loss` is not one differentiable number.
+    """
+    where = "the loss"
+    if not isinstance(loss, torch.Tensor):
+        raise ModelError(
+            f"the loss is a {type(loss).__name__}, not a tensor",
+            where=where,
+            remedy="pass loss_function, which gives the loss of a batch as a tensor",
+        )
+    if loss.numel() != 1:
+        raise ModelError(
+            f"the loss is {tensor_text(loss)}, not one number",
+            where=where,
+            remedy="return for example its mean",
+        )
+    if not loss.requires_grad:
+        raise ModelError(
+            f"the loss ({tensor_text(loss)}) depends on no trainable parameter",
+            where=where,
+            remedy="compute it from the model's output, without detach, no_grad or argmax in between",
+        )

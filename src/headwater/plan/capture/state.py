@@ -1,0 +1,40 @@
+"""How much state an optimizer keeps, found on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headwater.core.stage import ParamSpec
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.stand_ins import call_operator
+from headwater.store.rule import UpdateRule
+
+
+def optimizer_state_bytes(optimizer: OptimizerSpec, params: Iterable[ParamSpec]) -> int:
+    """Bytes of state that `optimizer` keeps for `params` in the weight store.
+
+    Raises:
+        ConfigError: if the optimizer does not take its arguments.
+    """
+    rule = UpdateRule(optimizer)
+    total = 0
+    with FakeTensorMode(), _StandIns():  # type: ignore[no-untyped-call]
+        for param in params:
+            for state in rule.state_layout(param).values():
+                numel = param.numel if state.shape is None else torch.Size(state.shape).numel()
+                total += numel * state.dtype.itemsize
+    return total
+
+
+class _StandIns(TorchDispatchMode):
+    """Goes on with a number where an optimizer asks a fake tensor for one, its step count for example."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return call_operator(func, args, kwargs or {})
