@@ -31,6 +31,10 @@ class UpdateRule:
         self._layouts: dict[tuple[object, ...], StateLayout] = {}
         self._threads = threading.local()  # an optimizer object serves one thread at a time
 
+    def of(self, name: str) -> UpdateRule:
+        """The rule of the parameter called `name`."""
+        return self
+
     def state_layout(self, param: ParamSpec) -> StateLayout:
         """State tensors that the optimizer keeps for `param`, found by running it."""
         if not param.requires_grad:
@@ -94,6 +98,27 @@ class UpdateRule:
             if state[name] is not value:
                 value.copy_(state[name])
         return {name: value for name, value in state.items() if name not in states}
+
+
+class SeveralRules(UpdateRule):
+    """Parameters by name go to optimizers of their own; one that none of them has is not updated.
+
+    Args:
+        specs: name of a parameter -> its optimizer; equal ones are the same object. At least one.
+    """
+
+    def __init__(self, specs: Mapping[str, OptimizerSpec]) -> None:
+        super().__init__(next(iter(specs.values())))
+        rules = {id(spec): UpdateRule(spec) for spec in specs.values()}
+        self._rules = {name: rules[id(spec)] for name, spec in specs.items()}
+        self.elementwise = all(rule.elementwise for rule in rules.values())
+
+    def of(self, name: str) -> UpdateRule:
+        return self._rules[name]
+
+    def state_layout(self, param: ParamSpec) -> StateLayout:
+        rule = self._rules.get(param.name)
+        return {} if rule is None else rule.state_layout(param)
 
 
 def _is_stored(value: object) -> bool:

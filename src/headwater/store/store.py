@@ -11,7 +11,7 @@ import torch
 
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import HeadwaterError, NonFiniteError, StoreError
-from headwater.core.stage import StageSpec
+from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.gradients import GradientHold, GradientSum, MemoryHold, ParamKey
 from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
 from headwater.store.masters import read_master, write_master
@@ -376,6 +376,28 @@ class WeightStore:
             PieceState(piece.param, piece.start, master, {n: fields[n] for n in self.rule.state_layout(spec)})
         )
         write_master(encoding, master, flat_wire, fields)
+
+    def take_over(self, other: WeightStore) -> None:
+        """Let parameters of the same name have the optimizer state and the gradient that they have there."""
+        theirs = {p.name: (s.index, i) for s in other.stages for i, p in enumerate(s.params)}
+        for stage in self.stages:
+            for index, spec in enumerate(stage.params):
+                if spec.name in theirs:
+                    self._take_over_param((stage.index, index), other, theirs[spec.name])
+
+    def _take_over_param(self, key: ParamKey, other: WeightStore, there: ParamKey) -> None:
+        own_spec, their_spec = self._spec(key), other._spec(there)
+        layout = self.rule.state_layout(own_spec)
+        if layout == other.rule.state_layout(their_spec):
+            for name in layout:
+                self.write_param(*key, other.read_param(*there, name), name)
+            self._scalars[key[0]][key[1]] = other._scalars[there[0]][there[1]]
+        gradient = other.gradients.expose(*there)
+        if gradient is not None:
+            self.gradients.replace(*key, gradient)
+
+    def _spec(self, key: ParamKey) -> ParamSpec:
+        return self.stages[key[0]].params[key[1]]
 
     def scalars(self, stage: int) -> list[Scalars | None]:
         """Optimizer scalars of each parameter, up to date after `read` or `flush_stage`."""

@@ -170,8 +170,9 @@ class Updater:
             name: fields[name].view(-1) if elementwise else fields[name]
             for name in self._rule.state_layout(spec)
         }
-        options = self._rule.spec.options(spec.name, spec.shape, part.update.options)
-        new = self._rule.apply(master.view(shape), own.view(shape), states, scalars, options)
+        rule = self._rule.of(spec.name)
+        options = rule.spec.options(spec.name, spec.shape, part.update.options)
+        new = rule.apply(master.view(shape), own.view(shape), states, scalars, options)
         write_master(encoding, master, wire, fields)
         return new
 

@@ -37,15 +37,20 @@ class Buffers:
         path, _, leaf = name.rpartition(".")
         self._model.get_submodule(path)._buffers[leaf] = buffer
 
+    def remember(self) -> Callable[[], None]:
+        """What puts them back to what they are now."""
+        buffers = self._model.named_buffers(remove_duplicate=False)
+        before = [(name, buffer, buffer.clone()) for name, buffer in buffers]
+        return lambda: self._put_back(before)
+
     @contextmanager
     def transaction(self) -> Iterator[Callable[[], None]]:
         """Within it buffers may change; they are put back if it fails, or if what it gives is called."""
-        buffers = self._model.named_buffers(remove_duplicate=False)
-        before = [(name, buffer, buffer.clone()) for name, buffer in buffers]
+        undo = self.remember()
         try:
-            yield lambda: self._put_back(before)
+            yield undo
         except BaseException:  # an interrupt must not leave half a step either; it goes on from here
-            self._put_back(before)
+            undo()
             raise
 
     def _put_back(self, before: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:

@@ -81,7 +81,7 @@ class Engine:
         self,
         model: nn.Module,
         plan: Plan,
-        optimizer: OptimizerSpec,
+        optimizer: OptimizerSpec | UpdateRule,
         *,
         initial: Initial | None = None,
         seed: int | None = None,
@@ -100,7 +100,8 @@ class Engine:
         if compile_blocks:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
-        self.store = _make_store(plan, UpdateRule(optimizer), self._device, order)
+        rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
+        self.store = _make_store(plan, rule, self._device, order)
         weights = _make_weights(plan, self.store, self._device)
         self._binder = Binder(
             model,
@@ -112,7 +113,7 @@ class Engine:
         for stage in range(len(plan.trace.stages)):
             self._fill(stage, initial)
             self._binder.adopt(stage)
-        self._buffers = Buffers(model, self._device.torch_device)
+        self.buffers = Buffers(model, self._device.torch_device)
         self.executor = Executor(model, plan, self.store, self._binder, weights)
         return_pages()  # initial values took more memory than a step may
 
@@ -146,7 +147,7 @@ class Engine:
         self.store.begin_step()
         statistics = self.executor.begin(len(micro_batches))
         total = 0.0
-        with self._buffers.transaction() as undo:
+        with self.buffers.transaction() as undo:
             for index, batch in enumerate(micro_batches):
                 with self._matmul():
                     total += self._micro_batch(batch, update, index, len(micro_batches))
@@ -220,10 +221,22 @@ class Engine:
     def _to_device(self, batch: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: t.to(self._device.torch_device), batch)
 
-    def close(self) -> None:
-        """Give back memory, threads and files; the model's parameters stay unbound."""
+    def master(self, spec: ParamSpec) -> torch.Tensor:
+        """The fp32 master of the parameter called as in `spec`, up to date."""
+        for stage in self.store.stages:
+            for index, own in enumerate(stage.params):
+                if own.name == spec.name:
+                    return self.store.read_param(stage.index, index)
+        raise StreamError(f"the model had no parameter {spec.name!r} before")
+
+    def detach(self) -> None:
+        """Leave the model, whose parameters then hold NaN; the store stays."""
         self.executor.close()
         self._binder.release()
+
+    def close(self) -> None:
+        """Leave the model, and give back memory, threads and files."""
+        self.detach()
         self.store.close()
 
     def __enter__(self) -> Engine:

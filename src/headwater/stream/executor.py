@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Executor:
         self._binder = binder
         self._weights = weights
         self._depth: Counter[int] = Counter()
+        self._active = True  # a list of hooks may be gone through that was taken before they were removed
         self._nesting = 0  # hooked modules whose forward runs
         self._packing = ExitStack()
         self._forwards_expected = 0
@@ -71,6 +72,8 @@ class Executor:
 
     def enter_module(self, stages: Sequence[int]) -> None:
         """A module's forward begins; the outermost one opens a forward."""
+        if not self._active:
+            return
         if not self._nesting:
             if self._in_backward:  # backward is through with what ran again before
                 self._notice_backward()
@@ -81,7 +84,18 @@ class Executor:
         for stage in stages:
             self._enter(stage)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it calls of the model are none of our business."""
+        self._active = False
+        try:
+            yield
+        finally:
+            self._active = True
+
     def _leave_module(self, stages: Sequence[int]) -> None:
+        if not self._active:
+            return
         for stage in stages:
             self._leave(stage)
         self._nesting -= 1
@@ -215,6 +229,7 @@ class Executor:
 
     def close(self) -> None:
         """Take the hooks off and give back memory and threads."""
+        self._active = False
         self._hooks.remove()
         for give_back in self._give_forwards_back:
             give_back()

@@ -1,0 +1,113 @@
+"""Where a script computes: the streaming engine, or plain PyTorch on the CPU or a GPU."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from headwater.config.base import nearest
+from headwater.config.sections import BackendConfig
+from headwater.core.errors import ConfigError
+
+Kind = Literal["CSX", "CPU", "GPU"]
+
+_current: Backend | None = None
+
+
+class Backend:
+    """A way of running a script; see `backend`.
+
+    Attributes:
+        kind: `CSX` streams weights; `CPU` and `GPU` are plain PyTorch.
+        config: what the run may take of the machine, and what is not left to the plan.
+        compile_dir: where `compile_only` writes.
+        compile_only: stop at the first step, when what there is to know of the model has been written.
+        validate_only: stop at the first step, when the model has been checked.
+    """
+
+    def __init__(
+        self, config: BackendConfig, compile_dir: Path, compile_only: bool, validate_only: bool
+    ) -> None:
+        self.kind: Kind = config.backend_type
+        self.config = config
+        self.compile_dir = compile_dir
+        self.compile_only = compile_only
+        self.validate_only = validate_only
+        if self.kind == "GPU" and not torch.cuda.is_available():
+            raise ConfigError(
+                "torch finds no GPU here",
+                where="backend",
+                remedy="write CPU, or CSX for the best device there is",
+            )
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where batches go and losses come from."""
+        cuda = self.kind != "CPU" and torch.cuda.is_available()
+        return torch.device("cuda" if cuda else "cpu")
+
+    @property
+    def device(self) -> AbstractContextManager[Any]:
+        """Within it a model is built: on the device, or, to be streamed, in host memory."""
+        return torch.device("cpu") if self.kind == "CSX" else self.torch_device
+
+    @property
+    def num_csx(self) -> int:
+        """Compute ranks."""
+        return self.config.num_csx
+
+    def __repr__(self) -> str:
+        return f"Backend({self.kind!r}, torch_device={self.torch_device})"
+
+
+def backend(
+    backend_type: str = "CSX",
+    *,
+    compile_dir: str | os.PathLike[str] = "compile",
+    compile_only: bool = False,
+    validate_only: bool = False,
+    **options: Any,
+) -> Backend:
+    """Choose where models compiled from now on compute.
+
+    Args:
+        backend_type: `"CSX"`: weights are streamed, on the best device there is; `"CPU"` or `"GPU"`: the same
+            script as plain PyTorch.
+        compile_dir: folder that `compile_only` writes to.
+        compile_only: stop at the first step, with a report of the model in `compile_dir`.
+        validate_only: stop at the first step, when model, loss and data are known to go together.
+        **options: keys of the section `backend` of a params file: `device_memory` and `host_memory` (bytes,
+            or `"4GiB"`), `disk` (a folder, or `{path, size}`), `num_slabs`, `activations`, `tier`,
+            `gradient_tier`, `compile`, `matmul`, `allocator`.
+
+    Raises:
+        ConfigError: if an option is unknown or wrong, or there is no such device.
+    """
+    global _current
+    disk = options.get("disk")
+    if isinstance(disk, str | os.PathLike):
+        options["disk"] = {"path": os.fspath(disk)}
+    unknown = sorted(options.keys() - BackendConfig.attributes().keys())
+    if unknown:
+        close = nearest(unknown[0], BackendConfig.attributes())
+        raise ConfigError(
+            f"backend has no option {unknown[0]!r}", remedy=f"did you mean {close}?" if close else None
+        )
+    try:
+        config = BackendConfig.model_validate({"backend_type": backend_type, **options})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise ConfigError(problem["msg"], where=f"backend, option {place}" if place else "backend") from error
+    _current = Backend(config, Path(compile_dir), compile_only=compile_only, validate_only=validate_only)
+    return _current
+
+
+def current_backend() -> Backend | None:
+    """The backend that was chosen last, if any."""
+    return _current

@@ -1,0 +1,63 @@
+"""What the options of a backend mean for the planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from headwater.config.sections import BackendConfig
+from headwater.core.errors import ConfigError
+from headwater.core.stage import ParamSpec
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.budget import Fixed
+from headwater.plan.types import Activations, Resources
+from headwater.store.rule import UpdateRule
+
+
+def device_of(backend: BackendConfig) -> str:
+    """`cpu` or `cuda`, whichever is named or, for `CSX`, the better one there is.
+
+    Raises:
+        ConfigError: if a GPU is named and there is none.
+    """
+    if backend.backend_type == "CPU":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if backend.backend_type == "GPU":
+        raise ConfigError(
+            "torch finds no GPU here",
+            where="trainer.init.backend.backend_type",
+            remedy="write CPU, or CSX for the best device there is",
+        )
+    return "cpu"
+
+
+def resources_of(backend: BackendConfig, disk: Path | None = None) -> Resources:
+    """The budgets; `disk` takes the place of the folder of the disk tier."""
+    given = backend.disk
+    return Resources(
+        device_memory=backend.device_memory,
+        host_memory=backend.host_memory,
+        disk=disk or (given.path if given else None),
+        disk_bytes=given.size if given else None,
+    )
+
+
+def fixed_by(backend: BackendConfig, micro_batch_size: int | None) -> Fixed:
+    """The decisions that are not the planner's."""
+    return Fixed(
+        tier=None if backend.tier == "auto" else backend.tier,
+        num_slabs=backend.num_slabs,
+        activations=None if backend.activations == "auto" else Activations(backend.activations),
+        micro_batch_size=micro_batch_size,
+        gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
+    )
+
+
+def optimizer_state_bytes(optimizer: OptimizerSpec) -> int:
+    """Bytes of state that `optimizer` keeps for each trained parameter (8 for Adam)."""
+    probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
+    layout = UpdateRule(optimizer).state_layout(probe)
+    return sum(tensor.dtype.itemsize for tensor in layout.values() if tensor.shape is None)

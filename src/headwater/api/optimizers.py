@@ -1,0 +1,224 @@
+"""Optimizers of torch over streamed parameters: their steps and their state go to the weight store."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from headwater.api.streamed import StreamedModel, owners
+from headwater.core.errors import CheckpointError
+from headwater.optim.spec import group_options
+from headwater.store.gradients import ParamKey
+from headwater.store.update import Update
+from headwater.stream.parameters import Home, ParameterAtRest
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclasses.dataclass
+class _StepOptions:
+    """What `step` asks for, and what came of it."""
+
+    max_norm: float | None = None
+    max_value: float | None = None
+    loss_scale: float = 1.0
+    skip_non_finite: bool = False
+    applied: bool = True
+
+
+_options = _StepOptions()
+_adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def step(
+    optimizer: Optimizer,
+    *,
+    max_norm: float | None = None,
+    max_value: float | None = None,
+    loss_scale: float = 1.0,
+    skip_non_finite: bool = False,
+) -> bool:
+    """`optimizer.step()`, with the gradients unscaled and clipped before.
+
+    Args:
+        optimizer: over streamed or plain parameters.
+        max_norm: clip the global norm to this.
+        max_value: clip each element to ± this, after that.
+        loss_scale: what the loss was multiplied with.
+        skip_non_finite: leave the step out if a gradient is not finite, instead of raising.
+
+    Returns:
+        Whether the step was applied.
+
+    Raises:
+        NonFiniteError: if a streamed gradient is not finite and such steps are not skipped.
+    """
+    asked = _StepOptions(max_norm, max_value, loss_scale, skip_non_finite)
+    models = {id(home.store) for home in _homes(optimizer)}
+    plain = any(not isinstance(param, ParameterAtRest) for param in _params(optimizer))
+    if len(models) == 1 and not plain:
+        with _using(asked):
+            optimizer.step()
+        return asked.applied
+    if not _prepare_gradients(optimizer, asked):
+        return False
+    optimizer.step()
+    return True
+
+
+@contextmanager
+def _using(options: _StepOptions) -> Iterator[None]:
+    global _options
+    before, _options = _options, options
+    try:
+        yield
+    finally:
+        _options = before
+
+
+def _prepare_gradients(optimizer: Optimizer, options: _StepOptions) -> bool:
+    """Unscale and clip in place, as plain PyTorch does; whether the step is to be taken."""
+    params = [param for param in _params(optimizer) if param.grad is not None]
+    gradients = [param.grad for param in params if param.grad is not None]
+    if options.loss_scale != 1.0:
+        for gradient in gradients:
+            gradient.mul_(1.0 / options.loss_scale)
+    if options.skip_non_finite and not all(bool(gradient.isfinite().all()) for gradient in gradients):
+        return False
+    if options.max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(params, options.max_norm)
+    if options.max_value is not None:
+        torch.nn.utils.clip_grad_value_(params, options.max_value)
+    return True
+
+
+def _params(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _homes(optimizer: Optimizer) -> Iterator[Home]:
+    for param in _params(optimizer):
+        if isinstance(param, ParameterAtRest) and param.home.store in owners:
+            yield param.home
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before any optimizer's step: commit what it does to streamed parameters.
+
+    Of these it finds no gradient then, and does nothing.
+    """
+    if next(_homes(optimizer), None) is None:
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is not None:  # the gradients are its work
+        with torch.enable_grad():
+            loss = closure()
+        args, kwargs = (args[0],), {"closure": lambda: loss}
+    adopt(optimizer)
+    for model, parts in _parts(optimizer).items():
+        assert model.engine is not None, "parameters at rest have an engine"
+        store = model.engine.store
+        update = Update(
+            store.num_commits + 1,
+            {},
+            max_norm=_options.max_norm,
+            max_value=_options.max_value,
+            loss_scale=_options.loss_scale,
+            skip_non_finite=_options.skip_non_finite,
+        )
+        committed = store.commit(
+            update, {key: dataclasses.replace(update, options=options) for key, options in parts.items()}
+        )
+        _options.applied = committed.applied
+    return args, kwargs
+
+
+def _parts(optimizer: Optimizer) -> dict[StreamedModel, dict[ParamKey, dict[str, Any]]]:
+    """The options of each streamed parameter, by model."""
+    parts: dict[StreamedModel, dict[ParamKey, dict[str, Any]]] = {}
+    for group in optimizer.param_groups:
+        options = group_options(optimizer, group)
+        for param in group["params"]:
+            if isinstance(param, ParameterAtRest):
+                model = owners[param.home.store]
+                parts.setdefault(model, {})[param.home.stage, param.home.index] = options
+    return parts
+
+
+def adopt(optimizer: Optimizer) -> None:
+    """Let the state of an optimizer over streamed parameters live in their store.
+
+    Raises:
+        ConfigError: if streaming cannot serve the optimizer.
+    """
+    for model in {owners[home.store] for home in _homes(optimizer)}:
+        model.update_with(optimizer)
+    if optimizer not in _adopted:
+        _adopted.add(optimizer)
+        optimizer.register_state_dict_post_hook(_add_state)
+        optimizer.register_load_state_dict_pre_hook(_take_state)
+    for param in [param for param in optimizer.state if isinstance(param, ParameterAtRest)]:
+        _store_state(param.home, optimizer.state.pop(param))
+
+
+def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Put the state that is in stores where `state_dict` has that of plain parameters."""
+    for number, param in enumerate(_params(optimizer)):
+        if isinstance(param, ParameterAtRest):
+            state = _state_of(param.home)
+            if state:
+                state_dict["state"][number] = state
+
+
+def _state_of(home: Home) -> dict[str, Any]:
+    home.store.flush_stage(home.stage)
+    scalars = home.store.scalars(home.stage)[home.index]
+    if scalars is None:
+        return {}
+    tensors = {
+        name: home.store.read_param(home.stage, home.index, name)
+        for name in home.store.rule.state_layout(home.spec)
+    }
+    return {**scalars, **tensors}
+
+
+def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Take what belongs to stores out of a state that is being loaded."""
+    params = list(_params(optimizer))
+    state = dict(state_dict["state"])
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for number, param in zip(saved, params, strict=False):
+        if isinstance(param, ParameterAtRest) and number in state:
+            _store_state(param.home, state.pop(number))
+    return {**state_dict, "state": state}
+
+
+def _store_state(home: Home, state: dict[str, Any]) -> None:
+    """Replace the optimizer state of one parameter.
+
+    Raises:
+        CheckpointError: if it is that of another optimizer.
+    """
+    layout = home.store.rule.state_layout(home.spec)
+    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    if tensors.keys() != layout.keys():
+        raise CheckpointError(
+            f"the optimizer state has {sorted(tensors)}, and this optimizer keeps {sorted(layout)}",
+            where=home.spec.name,
+            remedy="load the state of the same kind of optimizer",
+        )
+    for name, value in tensors.items():
+        home.store.write_param(home.stage, home.index, value, name)
+    scalars = list(home.store.scalars(home.stage))
+    scalars[home.index] = {k: v for k, v in state.items() if k not in tensors}
+    home.store.set_scalars(home.stage, scalars)
+
+
+register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,331 @@
+"""A module whose weights are streamed while somebody else's loop trains it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from headwater.api import transaction
+from headwater.api.backend import Backend
+from headwater.api.early import EarlyOptions, check
+from headwater.api.machine import device_of, fixed_by, optimizer_state_bytes, resources_of
+from headwater.core.buffers import keep_pages
+from headwater.core.precision import Precision
+from headwater.core.stage import ParamSpec
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.budget import make_plan
+from headwater.plan.calibrate import calibrate
+from headwater.plan.partition import Partition, find_stages
+from headwater.plan.trace import trace_step
+from headwater.plan.types import Plan, Trace
+from headwater.store.rule import SeveralRules, UpdateRule
+from headwater.store.store import WeightStore
+from headwater.stream.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+_PRECISION_OF = {torch.bfloat16: Precision("bf16"), torch.float16: Precision("fp16")}
+NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
+"""What updates parameters that no optimizer has; it keeps no state."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call of the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Updated:
+    """How a parameter is updated.
+
+    Attributes:
+        spec: by what kind of optimizer.
+        by: the optimizer, for as long as it lives.
+    """
+
+    spec: OptimizerSpec
+    by: Callable[[], torch.optim.Optimizer | None]
+
+
+owners: weakref.WeakKeyDictionary[WeightStore, StreamedModel] = weakref.WeakKeyDictionary()
+"""The model of each store."""
+
+
+class StreamedModel:
+    """Streams the weights of `model` from its first forward on; its shapes decide the plan.
+
+    Attributes:
+        model: the user's module.
+        backend: what the run may take.
+        engine: the engine; `None` before the first forward.
+
+    Args:
+        model: the user's module.
+        backend: what the run may take.
+    """
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self.model = model
+        self.backend = backend
+        self.engine: Engine | None = None
+        self._optimizers: dict[str, _Updated] = {}  # by name of the parameter
+        self._trained: frozenset[str] = frozenset()
+        self._largest_batch = 0
+        self._disk: tempfile.TemporaryDirectory[str] | None = None
+        self._mark = 0
+        self._undo_buffers: Callable[[], None] = _nothing
+        self._hook = self._first_hook()
+        transaction.register(self)
+
+    def _first_hook(self) -> Any:
+        return self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See to it that there is an engine for a batch like this one."""
+        size = sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        fits = size <= self._largest_batch and self._trained == _trained(self.model)
+        if self.engine is not None and (fits or not torch.is_grad_enabled()):
+            return
+        self._largest_batch = max(size, self._largest_batch)
+        self._trained = _trained(self.model)
+        self._start((args, kwargs))
+
+    def _start(self, call: Call) -> None:
+        """Plan for this call of the model, and move the weights to a store of that plan."""
+        if self.engine is None:
+            for optimizer in live_optimizers(self.model):
+                self._note(optimizer)
+        device = device_of(self.backend.config)
+        precision = self.engine.plan.precision if self.engine else _precision(device)
+        self._hook.remove()  # the dry run is no call of the user's
+        try:
+            with torch.random.fork_rng():  # it belongs to the user
+                self._stop_early(call, precision, device)
+                self._rebuild(self._plan(self._trace(call, precision), precision, device))
+        finally:
+            self._hook = self._first_hook()  # before those of the engine
+        self.engine.executor.enter_model()
+
+    def _trace(self, call: Call, precision: Precision) -> Trace:
+        partition = find_stages(self.model, precision)
+        if self.engine is None:
+            return self._dry_run(call, precision, partition)
+        with self.engine.executor.paused():
+            return self._dry_run(call, precision, _with_masters_of(self.engine, partition))
+
+    def _dry_run(self, call: Call, precision: Precision, partition: Partition) -> Trace:
+        return trace_step(
+            self.model,
+            call,
+            precision,
+            loss_function=_stand_in_loss,
+            partition=partition,
+            inference=not self._trained,
+        )
+
+    def _stop_early(self, call: Call, precision: Precision, device: str) -> None:
+        """Do what the backend asks for in place of training, and end the script."""
+        backend = self.backend
+        if not (backend.compile_only or backend.validate_only):
+            return
+        options = EarlyOptions(
+            compile_only=backend.compile_only,
+            validate_only=backend.validate_only,
+            compile_dir=backend.compile_dir,
+            precision=precision,
+            device=device,
+            resources=resources_of(backend.config),
+        )
+        report = check(self.model, *call, options)
+        assert report is not None, "something was asked for"
+        Console().print(report.render())
+        raise SystemExit(0)
+
+    def _plan(self, trace: Trace, precision: Precision, device: str) -> Plan:
+        disk = self._folder()
+        return make_plan(
+            lambda size: trace,
+            batch_size=trace.micro_batch_size,
+            precision=precision,
+            optimizer_state_bytes=self._state_bytes(),
+            resources=resources_of(self.backend.config, disk),
+            device=device,
+            calibration=calibrate(device, disk),
+            fixed=fixed_by(self.backend.config, trace.micro_batch_size),
+        )
+
+    def _state_bytes(self) -> int:
+        return max((optimizer_state_bytes(entry.spec) for entry in self._optimizers.values()), default=0)
+
+    @property
+    def _rule(self) -> UpdateRule:
+        specs = {name: entry.spec for name, entry in self._optimizers.items()}
+        return SeveralRules(specs) if specs else UpdateRule(NO_UPDATES)
+
+    def _folder(self) -> Path | None:
+        """A folder of this model's own on the disk of the backend."""
+        if self.backend.config.disk is None:
+            return None
+        if self._disk is None:
+            parent = self.backend.config.disk.path
+            parent.mkdir(parents=True, exist_ok=True)
+            self._disk = tempfile.TemporaryDirectory(dir=parent, prefix="model-")
+        return Path(self._disk.name)
+
+    def _rebuild(self, plan: Plan) -> None:
+        """Stream by this plan and the present rule from now on; weights and optimizer state are kept."""
+        config, before = self.backend.config, self.engine
+        if plan.device == "cpu" and config.allocator == "tuned" and plan.memory_is_ample:
+            keep_pages()
+        if before is not None:
+            before.detach()
+        self.engine = Engine(
+            self.model,
+            plan,
+            self._rule,
+            initial=None if before is None else before.master,
+            fast_matmul=config.matmul == "fast",
+            compile_blocks=config.compile,
+        )
+        owners[self.engine.store] = self
+        if before is not None:
+            self.engine.store.take_over(before.store)
+            before.store.close()
+        if transaction.is_open():
+            self.begin_step()
+
+    def update_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let this optimizer update those of its parameters that are ours; its state begins anew.
+
+        Raises:
+            ConfigError: if streaming cannot serve it.
+        """
+        assert self.engine is not None, "only streamed parameters are asked for"
+        before = self._rule_key()
+        fresh = self._note(optimizer)
+        if not fresh:
+            return
+        if self._rule_key() != before:
+            self._rebuild(self.engine.plan)
+        store = self.engine.store
+        for stage in store.stages:
+            scalars = store.scalars(stage.index)
+            for index, param in enumerate(stage.params):
+                if param.name in fresh:
+                    scalars[index] = None
+
+    def _rule_key(self) -> dict[str, OptimizerSpec]:
+        return {name: entry.spec for name, entry in self._optimizers.items()}
+
+    def _note(self, optimizer: torch.optim.Optimizer) -> set[str]:
+        """Remember who updates what; the names of parameters that another optimizer had, or none."""
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+        fresh = {name for name in own if not self._is_updated_by(name, optimizer)}
+        if fresh:
+            spec = OptimizerSpec.of(optimizer)
+            self._optimizers |= {name: _Updated(spec, weakref.ref(optimizer)) for name in own}
+        return fresh
+
+    def _is_updated_by(self, name: str, optimizer: torch.optim.Optimizer) -> bool:
+        return name in self._optimizers and self._optimizers[name].by() is optimizer
+
+    # a step as a transaction
+
+    def begin_step(self) -> None:
+        if self.engine is not None:
+            self._mark = self.engine.store.num_commits
+            self._undo_buffers = self.engine.buffers.remember()
+
+    def end_step(self) -> None:
+        self._undo_buffers = _nothing
+
+    def abort_step(self) -> None:
+        if self.engine is None:
+            return
+        self.engine.executor.begin()
+        self.engine.store.begin_step()
+        if not self.engine.store.rollback(self._mark):
+            logger.warning("the step had been used by a forward after optimizer.step(): it stays applied")
+        self._undo_buffers()
+        self.end_step()
+
+    def release(self) -> None:
+        """Stop streaming; the model's parameters get their values back."""
+        transaction.unregister(self)
+        self._hook.remove()
+        if self.engine is not None:
+            self.engine.detach()
+            for name, value in self.engine.named_masters():
+                self.model.get_parameter(name).data = value
+            self.engine.store.close()
+            self.engine = None
+        if self._disk is not None:
+            self._disk.cleanup()
+
+
+def _with_masters_of(engine: Engine, partition: Partition) -> Partition:
+    """The same stages; what is at rest shows its wire dtype, and the engine knows that of the masters."""
+    known = {param.name: param for stage in engine.plan.trace.stages for param in stage.params}
+
+    def corrected(param: ParamSpec) -> ParamSpec:
+        return dataclasses.replace(known[param.name], requires_grad=param.requires_grad)
+
+    stages = (
+        dataclasses.replace(stage, params=tuple(corrected(param) for param in stage.params))
+        for stage in partition.stages
+    )
+    return dataclasses.replace(partition, stages=tuple(stages))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _precision(device: str) -> Precision:
+    """What autocast asks for: under it weights travel in its dtype."""
+    if not torch.is_autocast_enabled(device):
+        return Precision()
+    return _PRECISION_OF.get(torch.get_autocast_dtype(device), Precision())
+
+
+def _trained(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, param in model.named_parameters() if param.requires_grad)
+
+
+def _stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:
+    """For the dry run: a loss of whatever the model returns, as expensive as a usual one.
+
+    The user's own is not known before it is called. A scalar is taken for a loss; of anything else the
+    cross-entropy over the last dimension is taken, which saves one tensor of its size.
+    """
+    args, kwargs = call
+    outputs = [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+    losses = [_loss_of(output) for output in outputs if output.requires_grad or not torch.is_grad_enabled()]
+    return sum(losses, torch.zeros(()))
+
+
+def _loss_of(output: torch.Tensor) -> torch.Tensor:
+    if output.dim() == 0 or not output.is_floating_point():
+        return output.float()
+    return output.float().log_softmax(-1).sum()
+
+
+def live_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Every optimizer over parameters of `model`, whoever built it; the newest last."""
+    params = set(map(id, model.parameters()))
+    return [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), torch.optim.Optimizer)
+        and any(id(param) in params for group in found.param_groups for param in group["params"])
+    ]
