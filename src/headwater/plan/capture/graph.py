@@ -121,11 +121,11 @@ class _Capture:
     def graph(self, name: str, modules: tuple[str, ...], program: ExportedProgram) -> StageGraph:
         """All there is to know of one graph."""
         mark_places(program, modules[0])
-        lowering, sites = self._lowering, self._record.trace.sites
+        lowering, readers = self._lowering, self._record.readers
         return StageGraph(
             name=name,
             modules=modules,
-            stages=tuple(dict.fromkeys(stage for path in modules for stage in sites[path])),
+            stages=tuple(dict.fromkeys(stage for path in modules for stage in readers[path])),
             kind=type(self._model.get_submodule(modules[0])).__qualname__,
             program=program,
             text=graph_source(program),

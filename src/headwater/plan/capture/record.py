@@ -75,8 +75,9 @@ class StepRecord:
         trace: its dry run.
         partition: the stages, and the modules they belong to.
         precision: precision of the run.
-        calls: calls of the modules that read the weights of a stage, in order; not those that hold others
-            which do.
+        readers: the outermost modules that hold no stage beside their own -> the stages whose weights they
+            read.
+        calls: their calls, in order.
         operators: totals by operator, one dictionary for each stage.
         findings: what graphs cannot hold.
         unused: trainable parameters that get no gradient.
@@ -87,6 +88,7 @@ class StepRecord:
     trace: Trace
     partition: Partition
     precision: Precision
+    readers: dict[str, tuple[int, ...]]
     calls: tuple[ModuleCall, ...]
     operators: tuple[dict[str, OperatorTotal], ...]
     findings: tuple[Finding, ...]
@@ -132,11 +134,12 @@ def record_step(
             raise
         except Exception as error:
             raise misfit(error, model, recorder.locator) from error
-    readers = set(_readers(trace, partition))
+    readers = _readers(trace, partition, {call.path for call in recorder.calls})
     return StepRecord(
         trace=trace,
         partition=partition,
         precision=precision,
+        readers=readers,
         calls=tuple(call for call in recorder.calls if call.path in readers),
         operators=tuple(recorder.operators),
         findings=tuple(recorder.findings),
@@ -146,19 +149,20 @@ def record_step(
     )
 
 
-def _readers(trace: Trace, partition: Partition) -> Iterator[str]:
-    """Modules that read weights and hold no stage, nor lie within the module of one, but for their own."""
-    whole = {unit.path for unit in partition.units if not unit.direct_only}
-    every = {unit.path for unit in partition.units}
-    for path in trace.sites:
-        holds_others = any(_is_inside(other, path) for other in every if other != path)
-        inside = any(_is_inside(path, other) for other in whole if other != path)
-        if (path in whole or path not in every) and not holds_others and not inside:
-            yield path
+def _readers(trace: Trace, partition: Partition, called: set[str]) -> dict[str, tuple[int, ...]]:
+    """The outermost called modules that hold no stage beside their own, with the stages that they read."""
+    units = [unit.path for unit in partition.units]
+    single = {path for path in called if not any(_is_inside(unit, path) for unit in units)}
+    readers = {}
+    for path in single - {unit.path for unit in partition.units if unit.direct_only}:
+        stages = [trace.sites[site] for site in trace.sites if site == path or _is_inside(site, path)]
+        if stages and not any(_is_inside(path, outer) for outer in single):
+            readers[path] = tuple(sorted(set().union(*stages)))
+    return readers
 
 
 def _is_inside(path: str, outer: str) -> bool:
-    return not outer or path.startswith(f"{outer}.")
+    return path.startswith(f"{outer}." if outer else "") and path != outer
 
 
 class _Recorder:
