@@ -1,3 +1,89 @@
-"""Headwater: train PyTorch models of any size on the hardware you have, by weight streaming."""
+"""Headwater: train PyTorch models of any size on the hardware you have, by weight streaming.
+
+Names are imported when they are first used, so that `import headwater` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "backend": "headwater.api.backend",
+    "current_backend": "headwater.api.backend",
+    "compile": "headwater.api.compile",
+    "release": "headwater.api.compile",
+    "trace": "headwater.api.step",
+    "compile_step": "headwater.api.step",
+    "step_closure": "headwater.api.step",
+    "checkpoint_closure": "headwater.api.step",
+    "save": "headwater.api.files",
+    "load": "headwater.api.files",
+    "empty_parameters": "headwater.api.empty",
+    "load_pretrained": "headwater.api.pretrained",
+    "save_pretrained": "headwater.api.pretrained",
+    "compile_only": "headwater.api.early",
+    "validate_only": "headwater.api.early",
+}
+_MODULES = {
+    "amp": "headwater.api.amp",
+    "distributed": "headwater.distributed",
+    "experimental": "headwater.experimental",
+    "framework": "headwater.framework",
+    "integrations": "headwater.integrations",
+    "metrics": "headwater.metrics",
+    "optim": "headwater.optim",
+    "utils": "headwater.utils",
+}
+
+__all__ = [
+    "__version__",
+    "amp",
+    "backend",
+    "checkpoint_closure",
+    "compile",
+    "compile_only",
+    "compile_step",
+    "current_backend",
+    "distributed",
+    "empty_parameters",
+    "experimental",
+    "framework",
+    "integrations",
+    "load",
+    "load_pretrained",
+    "metrics",
+    "optim",
+    "release",
+    "save",
+    "save_pretrained",
+    "step_closure",
+    "trace",
+    "utils",
+    "validate_only",
+]
+
+if TYPE_CHECKING:
+    from headwater import distributed, experimental, framework, integrations, metrics, optim, utils
+    from headwater.api import amp
+    from headwater.api.backend import backend, current_backend
+    from headwater.api.compile import compile, release
+    from headwater.api.early import compile_only, validate_only
+    from headwater.api.empty import empty_parameters
+    from headwater.api.files import load, save
+    from headwater.api.pretrained import load_pretrained, save_pretrained
+    from headwater.api.step import checkpoint_closure, compile_step, step_closure, trace
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    raise AttributeError(f"module 'headwater' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
