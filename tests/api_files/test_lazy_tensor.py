@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from headwater.api.lazy import LazyTensor, pieces_of
 from headwater.core.errors import StreamError
+from headwater.core.lazy import LazyTensor, pieces_of
 
 
 class Source:

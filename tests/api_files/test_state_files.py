@@ -17,8 +17,8 @@ from torch import nn
 
 from headwater.api import files
 from headwater.api.files import load, save
-from headwater.api.lazy import LazyTensor
 from headwater.core.errors import CheckpointError, CorruptError, DiskFullError
+from headwater.core.lazy import LazyTensor
 
 
 def make_training(seed):
@@ -355,7 +355,7 @@ def test_two_that_save_the_same_file(tmp_path):
 _MEMORY = """
 import sys, torch
 from headwater.api.files import load, save
-from headwater.api.lazy import LazyTensor
+from headwater.core.lazy import LazyTensor
 
 def peak_mib():
     status = open("/proc/self/status").read()

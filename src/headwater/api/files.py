@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from headwater.api.lazy import LazyTensor, pieces_of
 from headwater.api.structure import decode, encode
 from headwater.core.errors import CheckpointError
 from headwater.core.files import CHUNK_BYTES, Chunk, disk_errors, sync_folder
+from headwater.core.lazy import LazyTensor, pieces_of
 from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter, TensorPlace
 
 _STATE, _CHECKSUMS, _SEAL, _VERSION = (

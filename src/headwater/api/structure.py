@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwater.api.lazy import LazyTensor
 from headwater.core.errors import CheckpointError
+from headwater.core.lazy import LazyTensor
 from headwater.core.safetensors import DTYPE_CODES
 
 KeyPath = tuple[object, ...]

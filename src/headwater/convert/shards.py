@@ -123,21 +123,25 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, file.read_whole(name)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint in Hugging Face's format.
+def weight_files(folder: Path, single: str = WEIGHTS_FILE) -> list[Path]:
+    """The files of a checkpoint in Hugging Face's format: the one called `single`, or those in its index.
 
     Raises:
-        CheckpointError: if there are none.
+        CheckpointError: if there are none, or the index is damaged.
     """
-    index = folder / INDEX_FILE
-    if index.is_file():
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return [folder / file for file in dict.fromkeys(places.values())]
-    single = folder / WEIGHTS_FILE
-    if single.is_file():
-        return [single]
-    raise CheckpointError(
-        f"the folder holds neither {WEIGHTS_FILE} nor {INDEX_FILE}",
-        where=str(folder),
-        remedy="save the checkpoint with safetensors; pickled weights are not read",
-    )
+    if (folder / single).is_file():
+        return [folder / single]
+    index = folder / f"{single}.index.json"
+    if not index.is_file():
+        raise CheckpointError(
+            f"the folder holds neither {single} nor {index.name}",
+            where=str(folder),
+            remedy="save the checkpoint with safetensors; pickled weights are not read",
+        )
+    try:
+        names = json.loads(index.read_bytes())["weight_map"].values()
+        return [folder / name for name in dict.fromkeys(names)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the index cannot be read: {error!r}", where=str(index), remedy="copy the file again"
+        ) from error

@@ -1,0 +1,192 @@
+"""What transformers knows of a model's checkpoints: names, conversions, ties, what may be missing.
+
+Every function takes any module; one that is no transformers model has the names of its own `state_dict`.
+Tensors stay lazy: what must be converted (experts merged, projections split) is computed when it is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwater.core.lazy import LazyTensor
+
+Tensors = Mapping[str, Tensor]
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether `model` is a `PreTrainedModel`."""
+    transformers = sys.modules.get("transformers")  # not imported: then no model can be of it
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def named_by_model(model: Any, tensors: Tensors, own: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint under the model's names for them, found as `from_pretrained` does.
+
+    Args:
+        model: the model.
+        tensors: what the checkpoint holds.
+        own: the names in the model's `state_dict`.
+    """
+    if not is_transformers_model(model):
+        return dict(tensors)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    own = dict.fromkeys(own, True)
+    transforms = get_model_conversion_mapping(model)
+    renamings, converters = _by_kind(transforms)
+    groups = _Groups(model, converters)
+    for key in sorted(tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+        if name not in own and key in own:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, own)
+        groups.add(name, key, pattern if name in own else None, tensors[key])
+    model._weight_conversions = [t for t in transforms if t.was_used()]  # what `save_pretrained` reverts
+    return groups.results()
+
+
+def named_by_checkpoint(model: Any, tensors: Tensors) -> dict[str, Tensor]:
+    """The inverse of `named_by_model`: the names and forms that `save_pretrained` would give."""
+    if not is_transformers_model(model):
+        return dict(tensors)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        PrefixChange,
+        apply_converters,
+        apply_renamings,
+        dot_natural_key,
+    )
+
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:  # no checkpoint was loaded: prefixes that some have are not added
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+        transforms = [t for t in transforms if not isinstance(t, PrefixChange)]
+    if not transforms:
+        return dict(tensors)
+    renamings, converters = _by_kind([t.reverse_transform() for t in reversed(transforms)])
+    groups = _Groups(model, converters)
+    for key in sorted(tensors, key=dot_natural_key):
+        name, pattern = apply_converters(key, converters)
+        groups.add(name, key, pattern, tensors[key])
+    return {apply_renamings(name, renamings): tensor for name, tensor in groups.results().items()}
+
+
+def _by_kind(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    transforms = list(transforms)
+    return (
+        [t for t in transforms if isinstance(t, WeightRenaming)],
+        [t for t in transforms if isinstance(t, WeightConverter)],
+    )
+
+
+@dataclasses.dataclass
+class _Group:
+    """Tensors that one converter makes into others; a single tensor without a converter stays as it is."""
+
+    converter: Any
+    sources: list[tuple[str, str | None, Tensor]]
+
+
+class _Groups:
+    """Tensors on their way to other names, grouped by the (first) name they get."""
+
+    def __init__(self, model: Any, converters: Iterable[Any]) -> None:
+        self._model = model
+        self._converter_of = {p: converter for converter in converters for p in converter.source_patterns}
+        self._groups: dict[str, _Group] = {}
+
+    def add(self, name: str, key: str, pattern: str | None, tensor: Tensor) -> None:
+        """`tensor`, called `key`, becomes `name`: as it is, or through the converter that has `pattern`."""
+        converter = None if pattern is None else self._converter_of[pattern]
+        self._groups.setdefault(name, _Group(converter, [])).sources.append((key, pattern, tensor))
+
+    def results(self) -> dict[str, Tensor]:
+        results: dict[str, Tensor] = {}
+        for name, group in self._groups.items():
+            if group.converter is None:
+                results[name] = group.sources[0][2]
+            else:
+                results |= self._converted(name, group)
+        return results
+
+    def _converted(self, name: str, group: _Group) -> dict[str, Tensor]:
+        """What the converter makes of a group, each computed when it is read."""
+
+        def convert(form: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+            converter = copy.deepcopy(group.converter)
+            for key, pattern, tensor in group.sources:
+                converter.add_tensor(name, key, pattern, form(tensor))
+            made = converter.convert(name, model=self._model, config=self._model.config)
+            return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+
+        def lazy(key: str, outline: Tensor) -> LazyTensor:
+            return LazyTensor.whole(lambda: convert(torch.clone)[key], outline.shape, outline.dtype)
+
+        outlines = convert(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
+        return {key: lazy(key, outline) for key, outline in outlines.items()}
+
+
+def without_ignored(model: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
+    """Names that are missing or unexpected, without those that do not matter to the model."""
+    if not is_transformers_model(model):
+        return missing, unexpected
+    names = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
+    model._adjust_missing_and_unexpected_keys(names)
+    return names.missing_keys, names.unexpected_keys
+
+
+def names_to_save(model: nn.Module, groups: Iterable[list[str]]) -> list[str]:
+    """Of each group of names of one tensor those that a checkpoint holds.
+
+    Names that the model declares as tied are left out, but for the last; ties that it does not declare would
+    not come back, so all of their names are kept.
+    """
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    tied = [
+        f"{prefix}.{pattern}" if prefix else pattern
+        for prefix, module in model.named_modules()
+        for pattern in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    kept = []
+    for group in groups:
+        names = [name for name in group if name not in ignored]
+        declared = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in tied)]
+        kept += [name for name in names if name not in declared[: len(names) - 1]]
+    return kept
+
+
+def initialize(model: Any, module_name: str) -> None:
+    """Give a module's own parameters the random values with which the model begins."""
+    module = model.get_submodule(module_name)
+    parts = module_name.split(".") if module_name else []
+    ancestors = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1))
+    nearest = next((a for a in ancestors if is_transformers_model(a)), None)
+    with torch.no_grad():
+        if nearest is not None:
+            nearest._init_weights(module)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def save_config(model: Any, directory: Path, dtype: torch.dtype) -> None:
+    """Write `config.json`, and the generation config where the model has one, as `save_pretrained` does."""
+    if not is_transformers_model(model):
+        return
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)

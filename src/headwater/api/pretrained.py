@@ -1,0 +1,290 @@
+"""Weights in Hugging Face's format into a model of any size and back, a tensor at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from headwater.api import huggingface
+from headwater.api.empty import give_values, record_values, recorded_values
+from headwater.api.files import lazy_tensors, load_pickled
+from headwater.convert.shards import INDEX_FILE, WEIGHTS_FILE, plan_shards, weight_files, weight_index
+from headwater.core.errors import CheckpointError
+from headwater.core.files import disk_errors
+from headwater.core.lazy import pieces_of
+from headwater.core.safetensors import TensorFileWriter
+from headwater.core.units import parse_bytes
+
+PICKLED_FILE = "pytorch_model.bin"
+"""What older checkpoints call their weights; read without running code."""
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_LISTED = 12
+"""How many names an error lists."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What a checkpoint and a model do not have in common.
+
+    Attributes:
+        missing: names in the model that the checkpoint lacks; they keep or are given their initial values.
+        unexpected: names in the checkpoint for which the model has no place.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load_pretrained(
+    model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True
+) -> LoadReport:
+    """Load a checkpoint in Hugging Face's format into a model, one tensor in memory at a time.
+
+    Names are found as transformers' `from_pretrained` finds them: with or without the base model's prefix,
+    tied weights under any of their names, older forms converted. Values take the model's dtypes. A model
+    built within `empty_parameters()` only learns where its values are; compiling it reads them, stage by
+    stage, into the weight store.
+
+    Args:
+        model: any module; its weights may be streamed.
+        directory: holds `model.safetensors`, or shards with `model.safetensors.index.json`. A
+            `pytorch_model.bin` is read too, but never code in it.
+        strict: refuse a checkpoint that lacks names of the model or has others. If not, what is missing keeps
+            its values, or is initialised as the model does it.
+
+    Returns:
+        Missing and unexpected names.
+
+    Raises:
+        CheckpointError: if files are missing or damaged, names missing or unexpected, or shapes differ: says
+            which. Nothing is changed then.
+    """
+    directory = Path(directory)
+    _require_buffers(model)
+    places = _places(model)
+    found = huggingface.named_by_model(model, _checkpoint_tensors(directory), places)
+    _require_shapes(found, places, directory)
+    values = _one_of_each(found, places, directory)
+    loaded = {id(places[name]) for name in values}
+    missing = {name for name, place in places.items() if id(place) not in loaded}
+    missing, unexpected = huggingface.without_ignored(model, missing, found.keys() - places.keys())
+    report = LoadReport(tuple(sorted(missing)), tuple(sorted(unexpected)))
+    if strict and (missing or unexpected):
+        raise _names_differ(report, directory)
+    with torch.no_grad():
+        for name, tensor in values.items():
+            _assign(places[name], tensor)
+    _initialize_rest(model, directory)
+    return report
+
+
+def _assign(place: Tensor, values: Tensor) -> None:
+    if place.is_meta and isinstance(place, nn.Parameter):
+        record_values(place, values)
+    else:
+        place.copy_(values.to(place.dtype))  # a streamed parameter takes it to the store
+
+
+def _require_buffers(model: nn.Module) -> None:
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"buffers without values, which checkpoints mostly lack: {_listed(empty)}",
+            remedy="build the model within headwater.empty_parameters(), not on the meta device",
+        )
+
+
+def _places(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer under every name that `state_dict` has for it."""
+    places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                places[f"{prefix}.{name}" if prefix else name] = buffer
+    return places
+
+
+def _checkpoint_tensors(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by name, lazy or mapped into memory."""
+    pickled = not any((directory / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
+    pickled = pickled and any((directory / (PICKLED_FILE + end)).is_file() for end in ("", ".index.json"))
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(directory, PICKLED_FILE if pickled else WEIGHTS_FILE):
+        tensors |= load_pickled(path) if pickled else lazy_tensors(path)
+    return tensors
+
+
+def _require_shapes(found: Mapping[str, Tensor], places: Mapping[str, Tensor], directory: Path) -> None:
+    lines = [
+        f"{name} has shape {list(tensor.shape)}, the model's has {list(places[name].shape)}"
+        for name, tensor in found.items()
+        if name in places and tensor.shape != places[name].shape
+    ]
+    if lines:
+        raise CheckpointError(
+            f"the checkpoint is of another architecture: {_listed(lines, '; ')}",
+            where=str(directory),
+            remedy="build the model from the checkpoint's own config.json",
+        )
+
+
+def _one_of_each(
+    found: Mapping[str, Tensor], places: Mapping[str, Tensor], directory: Path
+) -> dict[str, Tensor]:
+    """The tensors that have a place, each place once.
+
+    Raises:
+        CheckpointError: if weights that are one in the model have several values.
+    """
+    name_of: dict[int, str] = {}
+    for name in (name for name in found if name in places):
+        first = name_of.setdefault(id(places[name]), name)
+        if first != name and not _equal(found[first], found[name]):
+            raise CheckpointError(
+                f"{first} and {name} differ in the checkpoint, and are one weight in the model",
+                where=str(directory),
+                remedy="set tie_word_embeddings=False in the config and build the model anew",
+            )
+    return {name: found[name] for name in name_of.values()}
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    pairs = zip_longest(pieces_of(first), pieces_of(second))
+    return first.dtype == second.dtype and all(torch.equal(one, other) for one, other in pairs)
+
+
+def _initialize_rest(model: nn.Module, directory: Path) -> None:
+    """Give initial values to empty parameters that no checkpoint has filled."""
+    rest = {n: p for n, p in model.named_parameters() if p.is_meta and recorded_values(p) is None}
+    for param in rest.values():
+        give_values(param, torch.full_like(param, float("nan"), device="cpu"))
+    for module_name in dict.fromkeys(name.rpartition(".")[0] for name in rest):
+        huggingface.initialize(model, module_name)
+    untouched = [name for name, param in rest.items() if param.isnan().any()]
+    if untouched:
+        raise CheckpointError(
+            f"the checkpoint lacks values that nothing else can give: {_listed(untouched)}",
+            where=str(directory),
+            remedy="build the model outside empty_parameters()",
+        )
+
+
+def _names_differ(report: LoadReport, directory: Path) -> CheckpointError:
+    parts = []
+    if report.missing:
+        parts.append(f"the checkpoint lacks {_listed(_with_nearest(report.missing, report.unexpected))}")
+    if report.unexpected:
+        parts.append(f"the model has no {_listed(report.unexpected)}")
+    return CheckpointError(
+        "; ".join(parts),
+        where=str(directory),
+        remedy="build the model from the checkpoint's config.json; or pass strict=False, and what is missing "
+        "keeps its initial values, what is unexpected is left out",
+    )
+
+
+def _with_nearest(names: Iterable[str], candidates: Iterable[str]) -> list[str]:
+    candidates = list(candidates)
+    lines = []
+    for name in names:
+        near = difflib.get_close_matches(name, candidates, n=1)
+        lines.append(f"{name} (near: {near[0]})" if near else name)
+    return lines
+
+
+def _listed(lines: Iterable[str], separator: str = ", ") -> str:
+    lines = list(lines)
+    more = f" and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
+    return separator.join(lines[:_LISTED]) + more
+
+
+def save_pretrained(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "50GB",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model in Hugging Face's format, in pieces: streamed weights are never whole in memory.
+
+    The files are those of transformers' `save_pretrained`: names, shards, index, `config.json`. They replace
+    what the directory holds when all are complete.
+
+    Args:
+        model: any module; its weights may be streamed. Only a transformers model has a `config.json`.
+        directory: made if it is missing.
+        max_shard_size: bytes of a file, a number or as `"5GB"`.
+        dtype: of floating-point weights in the files; as they are if not given.
+
+    Raises:
+        CheckpointError: if a weight has no values.
+        DiskFullError: if there is no room; what was there stays.
+    """
+    directory = Path(directory)
+    tensors = huggingface.named_by_checkpoint(model, _tensors_to_save(model))
+    layout = {name: (_saved_dtype(t.dtype, dtype), tuple(t.shape)) for name, t in tensors.items()}
+    shards = plan_shards(layout, parse_bytes(max_shard_size))
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    with disk_errors(directory), tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:
+        unfinished = Path(scratch)
+        for shard in shards:
+            with TensorFileWriter(unfinished / shard.file, shard.tensors) as file:
+                for name in shard.tensors:
+                    _write(file, name, tensors[name])
+        if len(shards) > 1:
+            text = json.dumps(weight_index(shards), indent=2, sort_keys=True) + "\n"
+            (unfinished / INDEX_FILE).write_text(text)
+        floating = (kind[0] for kind in layout.values() if kind[0].is_floating_point)
+        huggingface.save_config(model, unfinished, next(floating, torch.get_default_dtype()))
+        _replace_files(unfinished, directory)
+
+
+def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds, by the model's names; lazy where it can be."""
+    places = _places(model)
+    groups: dict[int, list[str]] = {}
+    for name, place in places.items():
+        groups.setdefault(id(place), []).append(name)
+    state: dict[str, Tensor] = model.state_dict()
+    tensors = {}
+    for name in huggingface.names_to_save(model, groups.values()):
+        place = places[name]
+        known = recorded_values(place) if isinstance(place, nn.Parameter) else None
+        tensors[name] = state[name] if known is None else known
+        if tensors[name].is_meta:
+            raise CheckpointError(f"{name} has no values", remedy="load_pretrained gives it some")
+    return tensors
+
+
+def _saved_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def _write(file: TensorFileWriter, name: str, tensor: Tensor) -> None:
+    dtype, start = file.places[name].dtype, 0
+    for piece in pieces_of(tensor):
+        file.write(name, start, piece.to(dtype))
+        start += piece.numel()
+
+
+def _replace_files(unfinished: Path, directory: Path) -> None:
+    """Move complete files into `directory`; weights of an earlier save that they do not replace go."""
+    new = {path.name for path in unfinished.iterdir()}
+    for path in list(directory.iterdir()):
+        is_weights = path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)
+        if is_weights and path.name not in new:
+            path.unlink()
+    for name in sorted(new):
+        (unfinished / name).replace(directory / name)
