@@ -1,0 +1,160 @@
+"""Tensors whose values stay in a file or in the weight store until an operation needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_any, tree_map_only
+
+from headwater.core.errors import StreamError
+from headwater.core.files import CHUNK_BYTES
+
+ReadPieces = Callable[[], Iterator[Tensor]]
+"""Gives all elements of a tensor, in order, in pieces of any size and shape; each is valid until the next."""
+
+_DETACH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class LazyTensor(Tensor):
+    """A tensor on the CPU whose values are elsewhere; it takes no memory.
+
+    Shape, dtype, `detach`, `requires_grad_` and the like cost nothing. Every other operation reads the values
+    anew and gives plain tensors; so do `clone`, `to`, `copy.deepcopy` and pickling. What would be a view of a
+    plain tensor is a view of a copy here. In-place operations are refused. Who asks for its address makes it
+    keep the values from then on.
+
+    Args:
+        read_pieces: reads the values. Lazy tensors with equal `read_pieces` are the same weights (tied).
+        shape: its shape.
+        dtype: its dtype.
+
+    Attributes:
+        read_pieces: as given.
+    """
+
+    read_pieces: ReadPieces
+    _kept: Tensor | None
+
+    # Every operation ends in __torch_dispatch__; the layer above it has nothing to add.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[Self], read_pieces: ReadPieces, shape: Sequence[int], dtype: torch.dtype) -> Self:
+        tensor = Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
+        )
+        tensor.read_pieces, tensor._kept = read_pieces, None
+        return tensor
+
+    @classmethod
+    def whole(cls, read: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Self:
+        """A lazy tensor that `read` gives in one piece."""
+        return cls(lambda: iter([read()]), shape, dtype)
+
+    def materialize(self) -> Tensor:
+        """A plain tensor with the values; its memory is the caller's."""
+        values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        flat, count = values.view(-1), 0
+        with torch.no_grad():
+            for piece in self.read_pieces():
+                flat[count : count + piece.numel()].copy_(piece.reshape(-1))
+                count += piece.numel()
+        assert count == flat.numel(), f"the pieces of a tensor of {flat.numel()} elements have {count}"
+        return values
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DETACH:
+            return cls(args[0].read_pieces, args[0].shape, args[0].dtype)
+        schema = func._schema.arguments
+        given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+        for argument in schema:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                _refuse_write(given.get(argument.name))
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs))
+        return func(*args, **kwargs)
+
+    # What reads the values without an operation:
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A plain tensor with the values, also where dtype and device stay the same."""
+        return self.materialize().to(*args, **kwargs)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.materialize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.materialize().tolist()
+
+    def data_ptr(self) -> int:
+        return self._keep().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._keep().untyped_storage()
+
+    def _keep(self) -> Tensor:
+        if self._kept is None:
+            self._kept = self.materialize()
+        return self._kept
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _refuse_write(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy = self._plain()
+        if isinstance(self, nn.Parameter):
+            copy = nn.Parameter(copy, requires_grad=self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> Tensor:
+        return self.materialize().requires_grad_(self.requires_grad)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype})"
+
+
+def _refuse_write(written: object) -> None:
+    if tree_any(lambda leaf: isinstance(leaf, LazyTensor), written):
+        raise StreamError(
+            "a tensor whose values are in a file or in the weight store cannot be changed in place",
+            remedy="change a copy, tensor.clone(), and bring it back with load_state_dict",
+        )
+
+
+def pieces_of(tensor: Tensor, max_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
+    """All elements of any tensor, in order, on the host, 1-D.
+
+    Yields:
+        Pieces of `max_bytes`, the last may be shorter; each is valid until the next one is asked for.
+    """
+    count = max_bytes // tensor.dtype.itemsize
+    rest: list[Tensor] = []
+    missing = count
+    for piece in _any_pieces(tensor, count):
+        while piece.numel() >= missing:
+            yield torch.cat([*rest, piece[:missing]]) if rest else piece[:missing]
+            rest, piece, missing = [], piece[missing:], count
+        if piece.numel():
+            rest.append(piece.clone())
+            missing -= piece.numel()
+    if rest:
+        yield torch.cat(rest)
+
+
+def _any_pieces(tensor: Tensor, count: int) -> Iterator[Tensor]:
+    if isinstance(tensor, LazyTensor):
+        for piece in tensor.read_pieces():
+            yield piece.reshape(-1)
+    else:
+        for piece in tensor.detach().reshape(-1).split(count):
+            yield piece.cpu()
