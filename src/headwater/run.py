@@ -1,38 +1,128 @@
-"""`python -m headwater.run --params P --mode train`: the documents' spelling of `fit` and `validate`."""
+"""The documents' way to run: `run` for a model of one's own, `python -m headwater.run` for the package's.
+
+--params P --mode train|eval|train_and_eval [--num_csx N] [--num_steps N] [--model_dir DIR]
+[--checkpoint_path PATH] [--compile_only | --validate_only] [--key VALUE …]
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from headwater.cli import early, fit, validate
+from headwater.cli.arguments import Parser, add_override_options, overrides, read_params
 from headwater.cli.main import guarded
+from headwater.cli.output import open_console
+from headwater.config import find_params
+from headwater.config.user import UserConfig, load_user_params
+from headwater.core.errors import ConfigError
+from headwater.trainer.base_model import ModelClass, PyTorchBaseModel
+from headwater.trainer.gpt_job import fit_section, gpt_trainable
+from headwater.trainer.run_dir import RunDir
+from headwater.trainer.session import fit_job
+from headwater.trainer.user_job import DataFunction, evaluate_user_model, user_example, user_job
+
+__all__ = ["PyTorchBaseModel", "main", "run"]
 
 MODES = ("train", "eval", "train_and_eval")
+
+
+def run(
+    model_class: ModelClass,
+    get_train_dataloader: DataFunction,
+    get_eval_dataloader: DataFunction | None = None,
+    *,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Train or evaluate a model of one's own as a params file and the command line say.
+
+    A run goes on from the newest checkpoint in its model_dir, to the same bits as if it had never stopped.
+
+    Args:
+        model_class: a class derived from `PyTorchBaseModel`; made with all sections of the params file.
+        get_train_dataloader: makes a DataLoader, or anything that gives batches whenever it is iterated
+            over, from these sections. Batches are tensors [batch, …] in any nesting.
+        get_eval_dataloader: likewise for evaluations.
+        argv: the command line; that of the process if not given.
+
+    Raises:
+        SystemExit: if the run fails or is interrupted, with the exit code of `headwater.cli.main.main`; what
+            is wrong has been printed then.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def start() -> int:
+        args = _parse(words, Path(sys.argv[0]).name)
+        config = _read_user_params(args)
+        if args.compile_only or args.validate_only:
+            trainable, batch_size = user_example(config, model_class, get_train_dataloader)
+            return early.check(args, config, trainable, batch_size)
+        evaluations = None if args.mode == "train" else _given(get_eval_dataloader, args.mode)
+        console = open_console(config)
+        if evaluations is not None and args.mode == "eval":
+            validate.print_found(evaluate_user_model(config, model_class, evaluations))
+            return 0
+        job = user_job(config, model_class, get_train_dataloader, evaluations)
+        return fit.finish(config, fit_job(job, console=console), console)
+
+    if code := guarded(start):
+        raise SystemExit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line in the documents' spelling; exit codes are those of `headwater.cli.main.main`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _run(words))
+
+    def start() -> int:
+        args = _parse(words, "python -m headwater.run")
+        config = read_params(args)
+        if args.compile_only or args.validate_only:
+            section = fit_section(config)
+            return early.check(args, config, gpt_trainable(config.init), section.train_dataloader.batch_size)
+        return validate.evaluate(config) if args.mode == "eval" else fit.train(config)
+
+    return guarded(start)
 
 
-def _run(words: list[str]) -> int:
-    from headwater.cli import fit, validate
-    from headwater.cli.arguments import Parser, add_override_options, overrides, read_params
-
-    parser = Parser(prog="python -m headwater.run", description="Train or evaluate as a params file says.")
+def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
+    """The command line; values over those of the params file are in `overrides`."""
+    parser = Parser(prog=prog, description="Train or evaluate as a params file says.")
     parser.add_argument("--params", required=True, metavar="PARAMS", help="params file")
     parser.add_argument(
         "--mode", required=True, choices=MODES, help="train_and_eval evaluates in between too"
     )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--compile_only", action="store_true", help="do not train: write plan, graphs and a report"
+    )
+    instead.add_argument(
+        "--validate_only", action="store_true", help="do not train: check that everything goes together"
+    )
     add_override_options(parser)
+    args: argparse.Namespace
     args, rest = parser.parse_known_args(words)
     args.overrides = [*args.flags, *overrides(parser, rest)]
-    if args.mode == "eval":
-        return validate.evaluate(read_params(args))
     if args.mode == "train":
         args.overrides.append("eval_frequency=0")
-    return fit.train(read_params(args))
+    return args
+
+
+def _given(get_eval_dataloader: DataFunction | None, mode: str) -> DataFunction:
+    if get_eval_dataloader is None:
+        raise ConfigError(
+            f"mode {mode} needs data to evaluate on",
+            where="run",
+            remedy="give run a get_eval_dataloader, or write --mode train",
+        )
+    return get_eval_dataloader
+
+
+def _read_user_params(args: argparse.Namespace) -> UserConfig:
+    folder = Path(args.params).expanduser()
+    path = RunDir(folder).require_params() if folder.is_dir() else find_params(args.params)
+    return load_user_params(path, args.overrides)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 
+from rich.console import Console
+
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.config import RunConfig
+from headwater.config.user import UserConfig
 from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import FitResult, fit
@@ -31,14 +34,18 @@ def run(args: argparse.Namespace) -> int:
 def train(config: RunConfig) -> int:
     """Trains, prints where everything is, and returns the exit code."""
     console = open_console(config)
-    result = fit(config, console=console)
+    return finish(config, fit(config, console=console), console)
+
+
+def finish(config: RunConfig | UserConfig, result: FitResult, console: Console | None) -> int:
+    """Prints where everything is; returns the exit code."""
     if console is not None:
         for line in summary(config, result):
             console.print(line, markup=False, soft_wrap=True)
     return EXIT_CODE if result.interrupted else 0
 
 
-def summary(config: RunConfig, result: FitResult) -> list[str]:
+def summary(config: RunConfig | UserConfig, result: FitResult) -> list[str]:
     """What a finished or interrupted run has left, by lines."""
     run_dir = RunDir(config.init.model_dir)
     files = {
@@ -48,6 +55,8 @@ def summary(config: RunConfig, result: FitResult) -> list[str]:
     }
     lines = [f"{name}: {path}" for name, path in files.items() if path is not None and path.exists()]
     if result.interrupted:
-        again = shlex.join(["headwater", "fit", str(config.init.model_dir)])
+        again = "the same command"
+        if isinstance(config, RunConfig):
+            again = shlex.join(["headwater", "fit", str(config.init.model_dir)])
         return [f"stopped after step {result.step}", *lines, f"go on with: {again}"]
     return [f"done: step {result.step}", *lines]

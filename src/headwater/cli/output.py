@@ -8,12 +8,13 @@ import sys
 from rich.console import Console
 
 from headwater.config import RunConfig
+from headwater.config.user import UserConfig
 from headwater.core.errors import HeadwaterError, StoreError, StreamError
 
 BAD_INPUT, FAILURE = 2, 1
 
 
-def open_console(config: RunConfig) -> Console | None:
+def open_console(config: RunConfig | UserConfig) -> Console | None:
     """The console that the log level of the params asks for; `None` where it asks for silence.
 
     The notices of the params are printed, whatever it asks for.

@@ -7,6 +7,7 @@ import argparse
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.config import RunConfig
+from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.session import validate, validate_all
 
 
@@ -32,9 +33,15 @@ def run(args: argparse.Namespace) -> int:
 def evaluate(config: RunConfig) -> int:
     """Evaluates, prints the loss, and returns the exit code."""
     open_console(config)
-    found = validate(config)
-    print(f"validation loss {found.loss:.6f} ({found.batches} batches)")
+    print_found(validate(config))
     return 0
+
+
+def print_found(found: Evaluation) -> None:
+    """Prints loss and metrics, a line each."""
+    print(f"validation loss {found.loss:.6f} ({found.batches} batches)")
+    for name, value in found.metrics.items():
+        print(f"{name} {value:.6f}")
 
 
 def evaluate_all(config: RunConfig) -> int:

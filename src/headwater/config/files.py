@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,35 @@ def read_params(path: Path, overrides: Mapping[str, Any], above: tuple[Path, ...
     own = Document({key: value for key, value in document.tree.items() if key != "extends"}, document.origins)
     own = canonical(apply_overrides(own, overrides, OLDER_SECTIONS))
     if base is not None:
-        own = merge(_read_base(document, path, base, (*above, path)), own)
+        own = merge(
+            _read_base(document, path, base, above, lambda file, above: read_params(file, {}, above)), own
+        )
     return own if above else apply_overrides(own, overrides, ("trainer",))
 
 
-def _read_base(document: Document, path: Path, base: Any, chain: tuple[Path, ...]) -> Document:
+def read_as_written(path: Path, above: tuple[Path, ...] = ()) -> Document:
+    """The params in `path` over those of the file it extends, in whatever form they are.
+
+    Args:
+        path: the file.
+        above: files that extend this one.
+
+    Raises:
+        ConfigError: if a file is missing or cannot be parsed, or extends itself.
+    """
+    document = read_document(path)
+    base = document.tree.get("extends")
+    own = Document({key: value for key, value in document.tree.items() if key != "extends"}, document.origins)
+    return own if base is None else merge(_read_base(document, path, base, above, read_as_written), own)
+
+
+def _read_base(
+    document: Document,
+    path: Path,
+    base: Any,
+    above: tuple[Path, ...],
+    read: Callable[[Path, tuple[Path, ...]], Document],
+) -> Document:
     where = str(document.origin(("extends",)))
     if not isinstance(base, str):
         raise ConfigError("extends names one file", where=where, remedy="write for example extends: gpt/tiny")
@@ -77,9 +101,10 @@ def _read_base(document: Document, path: Path, base: Any, chain: tuple[Path, ...
         found = find_params(beside if beside.is_file() else base)
     except ConfigError as error:
         raise ConfigError(error.what, where=where, remedy=error.remedy) from error
+    chain = (*above, path)
     if any(found.samefile(file) for file in chain):
         names = " → ".join(str(file) for file in (*chain, found))
         raise ConfigError(
             f"params files extend each other in a circle: {names}", where=where, remedy="break it"
         )
-    return read_params(found, {}, chain)
+    return read(found, chain)

@@ -40,6 +40,14 @@ _RUNCONFIG: dict[str, KeyPath] = {
 }
 """Where each key of `runconfig` goes, below `trainer.init`."""
 
+OLDER_KEYS: dict[KeyPath, KeyPath] = {
+    **{("trainer", "init", *path): ("runconfig", key) for key, path in _RUNCONFIG.items()},
+    ("trainer", "fit", "ckpt_path"): ("runconfig", "checkpoint_path"),
+    ("trainer", "fit", "train_dataloader", "batch_size"): ("train_input", "batch_size"),
+    ("trainer", "init", "backend", "micro_batch_size"): ("train_input", "micro_batch_size"),
+}
+"""Key of the older form for each key of the newer one that has one, optimizer and model apart."""
+
 _CLUSTER = "the plan decides how the machine is used"
 _RUNCONFIG_IGNORED = {
     "mode": "the command says what to do",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -30,6 +30,8 @@ from headwater.config.sections import (
 )
 from headwater.core.errors import ConfigError
 from headwater.optim import Constant, OptimizerSpec, Schedule
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 class SetupConfig(Section):
@@ -158,23 +160,34 @@ def load_params(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
     source = Path(path)
     document = read_params(source, parse_overrides(overrides))
     _check_model_name(document)
-    root: KeyPath = ("trainer",)
-    try:
-        trainer = TrainerConfig.model_validate(document.get(root))
-    except ValidationError as error:
-        raise config_error(error, document, root) from None
-    notices = (
-        no_effect(document.origin(document.locate(root, location)), why)
-        for location, why in _notices(trainer, ())
-    )
+    trainer, notices = read_section(TrainerConfig, document, ("trainer",))
     return RunConfig(
         init=trainer.init,
         fit=trainer.fit,
         validation=trainer.validation,
         validate_all=trainer.validate_all,
         source=source,
-        notices=tuple(dict.fromkeys((*document.notices, *notices))),
+        notices=notices,
     )
+
+
+def read_section(
+    kind: type[AnySection], document: Document, root: KeyPath
+) -> tuple[AnySection, tuple[str, ...]]:
+    """The value at `root` of `document`, and one line for each key that has no effect.
+
+    Raises:
+        ConfigError: if it does not follow the schema `kind`.
+    """
+    try:
+        section = kind.model_validate(document.get(root))
+    except ValidationError as error:
+        raise config_error(error, document, root) from None
+    notices = (
+        no_effect(document.origin(document.locate(root, location)), why)
+        for location, why in _notices(section, ())
+    )
+    return section, tuple(dict.fromkeys((*document.notices, *notices)))
 
 
 def _check_model_name(document: Document) -> None:

@@ -43,13 +43,12 @@ def split_batch(batch: Any, size: int) -> Iterator[Any]:
         yield batch
         return
     for start in range(0, samples, size):
-        yield tree_map_only(
-            torch.Tensor,
-            lambda tensor, start=start: (
-                tensor[start : start + size] if tensor.dim() and len(tensor) == samples else tensor
-            ),
-            batch,
-        )
+        part = slice(start, start + size)
+
+        def cut(tensor: torch.Tensor, part: slice = part) -> torch.Tensor:
+            return tensor[part] if tensor.dim() and len(tensor) == samples else tensor
+
+        yield tree_map_only(torch.Tensor, cut, batch)
 
 
 def equal_parts(batch: Any, count: int) -> list[Any]:

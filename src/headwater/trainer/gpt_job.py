@@ -44,7 +44,7 @@ def gpt_job(config: RunConfig) -> Job:
         ConfigError: if they have no training data.
         DataError: if the data are missing, malformed or do not fit the model.
     """
-    init, section = config.init, _fit_section(config)
+    init, section = config.init, fit_section(config)
     train = open_data(section.train_dataloader, init.model, seed=init.seed, repeat=True)
     evaluations = [open_data(d, init.model, seed=init.seed, repeat=False) for d in section.val_dataloader]
 
@@ -70,7 +70,12 @@ def _meta_batch(size: int, sequence_length: int) -> dict[str, torch.Tensor]:
     return {name: torch.empty(size, sequence_length, dtype=torch.int64, device="meta") for name in names}
 
 
-def _fit_section(config: RunConfig) -> FitConfig:
+def fit_section(config: RunConfig) -> FitConfig:
+    """The section `fit`.
+
+    Raises:
+        ConfigError: if there is none.
+    """
     if config.fit is None:
         raise ConfigError(
             "the params have no data to train on",

@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 
 from headwater.config.run import RunConfig
+from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
@@ -55,6 +56,15 @@ class RunDir:
         """Write the params as resolved, without the checkpoint from which the run started: it has its own."""
         tree = resolved_params(config)
         tree["trainer"].get("fit", {}).pop("ckpt_path", None)
+        self._write_params(tree)
+
+    def write_user_params(self, config: UserConfig) -> None:
+        """Likewise of a run of the user's own model, in the older form."""
+        keys = {key: value for key, value in config.params["runconfig"].items() if key != "checkpoint_path"}
+        keys["model_dir"] = str(config.init.model_dir.absolute())
+        self._write_params({**config.params, "runconfig": keys})
+
+    def _write_params(self, tree: dict[str, Any]) -> None:
         self.params.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
     def write_plan(self, plan: Plan) -> None:

@@ -1,0 +1,61 @@
+"""What can be said of a training run before it has weights or data."""
+
+from __future__ import annotations
+
+from headwater.api.early import CompileReport, ValidateReport, compile_only, validate_only
+from headwater.config.run import SetupConfig
+from headwater.core.errors import DoesNotFitError
+from headwater.plan.types import Plan
+from headwater.trainer.job import Trainable
+from headwater.trainer.planning import device_of, plan_run, training_workload
+
+
+def validate_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> ValidateReport:
+    """Check that model, loss, optimizer and the shapes of a batch go together.
+
+    Args:
+        init: the params.
+        trainable: the model; its parameters may be on the meta device.
+        batch_size: samples of one step.
+
+    Raises:
+        ModelError: if they do not.
+    """
+    work = training_workload(init, trainable, batch_size)
+    return validate_only(
+        trainable.model,
+        trainable.example(work.micro_batch_size or batch_size),
+        loss_function=trainable.loss,
+        optimizer=work.optimizer,
+        precision=init.precision.precision,
+    )
+
+
+def compile_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> CompileReport:
+    """Write plan, graphs and a report into the folder `compile` of the model_dir.
+
+    Args:
+        init: the params.
+        trainable: the model; its parameters may be on the meta device.
+        batch_size: samples of one step.
+
+    Raises:
+        ModelError: if model, loss, optimizer and batch do not go together.
+    """
+    work = training_workload(init, trainable, batch_size)
+    plan: Plan | DoesNotFitError
+    try:
+        plan = plan_run(init, trainable, work)
+        size = plan.micro_batch_size
+    except DoesNotFitError as error:
+        plan, size = error, work.micro_batch_size or batch_size
+    return compile_only(
+        trainable.model,
+        trainable.example(size),
+        loss_function=trainable.loss,
+        optimizer=work.optimizer,
+        precision=init.precision.precision,
+        compile_dir=init.model_dir / "compile",
+        device=device_of(init.backend),
+        plan=plan,
+    )

@@ -1,0 +1,205 @@
+"""Data loaders of the user's own: passed over again and again, and resumed at the exact batch.
+
+[Note: randomness of data]
+What is drawn while a batch is made, by samplers and transforms, is keyed by the pass and the position in it:
+torch, `random` and numpy are seeded before each batch, the generators of a DataLoader before each pass.
+So the batches after a resume are those of a run that was never stopped, and evaluations do not change them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from headwater.core.errors import DataError
+from headwater.core.seeding import derive_seed
+from headwater.trainer.interrupt import shielded
+from headwater.trainer.job import Batch
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Seekable(Protocol):
+    """A loader that can begin anywhere."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch that was given last, as plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next pass begin there."""
+        ...
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, `random` and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+class Passes:
+    """Passes over the batches of a loader; see [Note: randomness of data].
+
+    Args:
+        loader: can be iterated over again and again.
+        seed: of the run.
+        name: of the function that gave it; it keys the randomness, and errors name it.
+
+    Raises:
+        DataError: if it cannot be iterated over.
+    """
+
+    def __init__(self, loader: Any, seed: int, name: str) -> None:
+        if not isinstance(loader, Iterable):
+            raise DataError(
+                f"{name} gave {loader!r}, which holds no batches",
+                where=name,
+                remedy="return a torch.utils.data.DataLoader, or anything that gives batches when iterated",
+            )
+        self.loader = loader
+        self.name = name
+        self._seed = seed
+        self._generators = [(generator, generator.initial_seed()) for generator in _generators(loader)]
+        self._begun: Iterator[Batch] | None = None
+
+    @property
+    def length(self) -> int | None:
+        """Batches of one pass; `None` where the loader does not know."""
+        try:
+            return len(self.loader)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def first(self) -> Batch:
+        """The first batch, which the next pass from the beginning gives again.
+
+        Raises:
+            DataError: if there is none.
+        """
+        batches = self._run(0, 0)
+        batch = next(batches, None)
+        if batch is None:
+            raise DataError(
+                "the loader gives no batch", where=self.name, remedy="look at its data and its batch size"
+            )
+        self._begun = itertools.chain([batch], batches)
+        return batch
+
+    def over(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """One pass.
+
+        Args:
+            epoch: its number; passes of one number are equal.
+            start: position at which the loader begins by itself.
+        """
+        begun, self._begun = self._begun, None
+        return begun if begun is not None and (epoch, start) == (0, 0) else self._run(epoch, start)
+
+    def _run(self, epoch: int, start: int) -> Iterator[Batch]:
+        for generator, seed in self._generators:
+            generator.manual_seed(derive_seed(seed, epoch) if epoch else seed)
+        batches = shielded(self.loader)
+        for position in itertools.count(start):
+            seed_everything(derive_seed(self._seed, self.name, epoch, position))
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield dict(batch) if isinstance(batch, Mapping) else batch
+
+
+class RepeatedPasses:
+    """Training data: one pass after the other, without end.
+
+    A loader that is `Seekable` resumes by itself; of others the batches before are read and left out.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self._epoch = 0
+        self._position = 0
+        self._sought = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            for batch in self._rest():
+                self._position += 1
+                yield batch
+            if self._position == 0:
+                raise DataError(
+                    f"the loader gives no batch in pass {self._epoch + 1}",
+                    where=self._passes.name,
+                    remedy="return something that can be iterated over again, and no generator",
+                )
+            self._epoch, self._position = self._epoch + 1, 0
+
+    def _rest(self) -> Iterator[Batch]:
+        """What is left of this pass."""
+        if self._sought:
+            self._sought = False
+            return self._passes.over(self._epoch, self._position)
+        batches = self._passes.over(self._epoch)
+        if self._position:
+            logger.info("passing over %d batches to where the run stood", self._position)
+        if sum(1 for _ in itertools.islice(batches, self._position)) < self._position:
+            raise self._other_data(f"a pass has fewer than {self._position} batches")
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch that was given last."""
+        loader = self._passes.loader
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "length": self._passes.length,
+            "loader": loader.state_dict() if isinstance(loader, Seekable) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the iteration begin there.
+
+        Raises:
+            DataError: if a pass had another number of batches then.
+        """
+        if state["length"] != self._passes.length:
+            raise self._other_data(f"a pass had {state['length']} batches, now it has {self._passes.length}")
+        self._epoch, self._position = state["epoch"], state["position"]
+        loader = self._passes.loader
+        if state["loader"] is not None and isinstance(loader, Seekable):
+            loader.load_state_dict(state["loader"])
+            self._sought = True
+
+    def _other_data(self, what: str) -> DataError:
+        return DataError(
+            f"the checkpoint was made with other data: {what}",
+            where=self._passes.name,
+            remedy="use the data and batch size of the checkpoint, or start from its weights alone",
+        )
+
+
+class RepeatedPass:
+    """Data to evaluate on: each iteration is the same pass."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._passes.over(0)
+
+
+def _generators(loader: object) -> list[torch.Generator]:
+    """The generators from which a DataLoader and its sampler draw, each once."""
+    if not isinstance(loader, DataLoader):
+        return []
+    holders = (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())

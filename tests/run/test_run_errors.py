@@ -1,0 +1,249 @@
+"""What is wrong with params, model or data of one's own is said in one message, and nothing is lost."""
+
+import pytest
+import torch
+import yaml
+from own_models import (
+    PARAMS,
+    Classifier,
+    clusters,
+    get_eval_dataloader,
+    get_train_dataloader,
+    history,
+    write_params,
+)
+from torch import nn
+
+from headwater.config.user import load_user_params
+from headwater.core.errors import ConfigError, DataError
+from headwater.run import PyTorchBaseModel, run
+from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.user_data import Passes, RepeatedPasses
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """Runs, and gives what was printed as an error; the exit code is 2."""
+
+    def call(*words, text=PARAMS, model=Classifier, data=get_train_dataloader, evaluation=None):
+        params = write_params(tmp_path, text=text)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as error:
+            run(model, data, evaluation, argv=["--params", str(params), "--mode", "train", *words])
+        err = capsys.readouterr().err
+        assert error.value.code == 2 and "Traceback" not in err
+        return err
+
+    return call
+
+
+def without(section):
+    keys = yaml.safe_load(PARAMS)
+    del keys[section]
+    return yaml.safe_dump({name: keys[name] for name in sorted(keys, key="runconfig".__eq__)})
+
+
+# params
+
+
+def test_what_a_model_is_given(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text(PARAMS.replace("seed: 5", "seed: 5\n  checkpoint_path: somewhere"))
+    options = {"num_steps": 9, "batch_size": 16, "model.widths": [1], "checkpoint_steps": 0}
+    config = load_user_params(path, {**options, "trainer.init.backend.num_slabs": 2})
+    assert (config.init.loop.max_steps, config.init.backend.num_slabs, config.init.checkpoint.steps) == (
+        9,
+        2,
+        0,
+    )
+    assert config.params["runconfig"]["max_steps"] == 9
+    assert config.params["train_input"] == {"num_examples": 64, "batch_size": 16, "shuffle": True}
+    assert config.params["model"] == {"widths": [1], "dropout": 0.1}
+    assert str(config.checkpoint) == "somewhere"
+
+
+@pytest.mark.parametrize("section", ["model", "train_input", "eval_input"])
+def test_sections_of_the_users_own_may_be_missing(tmp_path, section):
+    path = write_params(tmp_path, text=without(section))
+    assert load_user_params(path).params[section] == {}
+
+
+@pytest.mark.parametrize("section", ["optimizer", "runconfig"])
+def test_sections_that_must_be_there(tmp_path, section):
+    path = tmp_path / "params.yaml"
+    path.write_text(without(section))
+    with pytest.raises(ConfigError, match=f"no section '{section}'"):
+        load_user_params(path)
+
+
+def test_params_may_extend_others(tmp_path):
+    base = write_params(tmp_path, "base")
+    path = tmp_path / "params.yaml"
+    path.write_text(f"extends: {base}\nmodel: {{widths: [3]}}\nrunconfig: {{max_steps: 2}}\n")
+    config = load_user_params(path)
+    assert config.params["model"] == {"widths": [3], "dropout": 0.1}
+    assert (config.init.loop.max_steps, config.init.seed) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "texts"),
+    [
+        ("max_steps", "max_stesp", ["unknown key 'max_stesp'", "write 'max_steps'", "line "]),
+        ("weight_decay", "weight_deacy", ["weight_deacy"]),
+        ("max_steps: 6", "max_steps: many", ["max_steps is a whole number"]),
+        ("optimizer:", "optimiser:", ["no section 'optimizer'"]),
+        ("eval_input:", "evaluation:", ["unknown key 'evaluation'"]),
+        ("model:\n  widths: [24, 24, 24]\n  dropout: 0.1", "model: 3", ["expected a mapping", "model"]),
+    ],
+)
+def test_params_that_are_wrong(refused, old, new, texts):
+    err = refused(text=PARAMS.replace(old, new))
+    assert all(text in err for text in texts), err
+
+
+def test_params_in_the_newer_form(refused):
+    assert "older form" in refused(text="trainer:\n  init: {}\nrunconfig:\n")
+
+
+def test_options_that_are_wrong(refused):
+    assert "write --num_steps" in refused("--num_stpes", "3")
+    assert "needs data to evaluate on" in refused("--mode", "eval")
+    assert "not allowed with" in refused("--compile_only", "--validate_only")
+
+
+# models
+
+
+class Plain(nn.Module):
+    def __init__(self, params):
+        super().__init__()
+
+
+class Hollow(PyTorchBaseModel):
+    def __init__(self, params, device=None):
+        self.net = nn.Linear(12, 4)
+
+    def __call__(self, data):
+        return self.net(data[0]).mean()
+
+
+class LearnedLoss(Classifier):
+    def __init__(self, params, device=None):
+        super().__init__(params)
+        self.temperature = nn.Linear(1, 1)
+
+
+class ManyLosses(Classifier):
+    def __call__(self, data):
+        return self.model(data[0])
+
+
+class NumberLoss(Classifier):
+    def __call__(self, data):
+        return super().__call__(data).item()
+
+
+class DetachedLoss(Classifier):
+    def __call__(self, data):
+        return super().__call__(data).detach()
+
+
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    [
+        (Plain, ["Plain is no class derived from PyTorchBaseModel"]),
+        (lambda params: None, ["is no class derived from PyTorchBaseModel"]),
+        (Hollow, ["Hollow has no model", "super().__init__(params=params"]),
+        (LearnedLoss, ["LearnedLoss.temperature has parameters that are not in the model"]),
+        (ManyLosses, ["the loss of ManyLosses has shape [8, 4]", "mean()"]),
+        (NumberLoss, ["the loss of NumberLoss is a float"]),
+        (DetachedLoss, ["the loss of DetachedLoss depends on no parameter"]),
+    ],
+)
+def test_models_that_cannot_be_trained(refused, model, texts):
+    err = refused(model=model)
+    assert all(text in err for text in texts), err
+
+
+def test_an_exception_in_the_users_model_is_the_users(tmp_path):
+    class Broken(Classifier):
+        steps = 0
+
+        def __call__(self, data):
+            loss = super().__call__(data)
+            Broken.steps += 1
+            if Broken.steps == 6:  # the dry run, and five steps
+                raise ZeroDivisionError("mine")
+            return loss
+
+    params = write_params(tmp_path)
+    words = ["--params", str(params), "--mode", "train"]
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        run(Broken, get_train_dataloader, argv=words)
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["checkpoint_3"]
+    run(Classifier, get_train_dataloader, argv=words)
+    assert [r["step"] for r in history(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+# data
+
+
+def batches(count=3):
+    return [clusters(8, seed) for seed in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("data", "texts"),
+    [
+        (lambda params: None, ["gave None, which holds no batches", "DataLoader"]),
+        (lambda params: [], ["the loader gives no batch"]),
+        (lambda params: iter(batches()), ["gives no batch in pass 2", "no generator"]),
+        (lambda params: [{"text": "words"}], ["holds no tensor", "it is a dict"]),
+        (lambda params: [torch.tensor(1.0)], ["holds no tensor"]),
+    ],
+)
+def test_loaders_that_give_nothing_to_train_on(refused, data, texts):
+    err = refused(data=data)
+    assert all(text in err for text in texts), err
+
+
+def test_a_batch_that_is_not_full_cannot_be_divided(refused):
+    ragged = [*batches(), clusters(7, 9)]
+    err = refused("--micro_batch_size", "4", data=lambda params: ragged)
+    assert "7 samples cannot be divided into 2 equal micro-batches" in err
+
+
+def test_a_checkpoint_of_other_data(refused, tmp_path):
+    words = ["--params", str(write_params(tmp_path)), "--mode", "train", "--num_steps", "3"]
+    run(Classifier, get_train_dataloader, argv=words)
+    assert "a pass had 8 batches, now it has 4" in refused("--batch_size", "16")
+
+
+def test_an_iterable_that_has_become_shorter():
+    class Endless:
+        def __init__(self, count):
+            self.count = count
+
+        def __iter__(self):
+            return iter(batches(self.count))
+
+    long = RepeatedPasses(Passes(Endless(4), 0, "data"))
+    for _ in zip(range(3), long, strict=False):
+        pass
+    short = RepeatedPasses(Passes(Endless(2), 0, "data"))
+    short.load_state_dict(long.state_dict())
+    with pytest.raises(DataError, match="a pass has fewer than 3 batches"):
+        next(iter(short))
+
+
+def test_epochs_of_unknown_length(refused):
+    text = PARAMS.replace("max_steps: 6", "num_epochs: 2")
+    err = refused(text=text, data=lambda params: iter(batches()))
+    assert "num_epochs needs training data of known length" in err
+
+
+def test_nothing_to_evaluate(tmp_path, capsys):
+    words = ["--params", str(write_params(tmp_path)), "--mode", "eval"]
+    with pytest.raises(SystemExit):
+        run(Classifier, get_train_dataloader, get_eval_dataloader, argv=words)
+    assert "there is no checkpoint to evaluate" in capsys.readouterr().err
