@@ -154,7 +154,7 @@ def _readers(trace: Trace, partition: Partition, called: set[str]) -> dict[str, 
     units = [unit.path for unit in partition.units]
     single = {path for path in called if not any(_is_inside(unit, path) for unit in units)}
     readers = {}
-    for path in single - {unit.path for unit in partition.units if unit.direct_only}:
+    for path in single:
         stages = [trace.sites[site] for site in trace.sites if site == path or _is_inside(site, path)]
         if stages and not any(_is_inside(path, outer) for outer in single):
             readers[path] = tuple(sorted(set().union(*stages)))
