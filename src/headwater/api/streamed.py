@@ -321,11 +321,15 @@ def _loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def live_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Every optimizer over parameters of `model`, whoever built it; the newest last."""
+    """Every optimizer over parameters of `model`, whoever built it; the newest last.
+
+    A trainer's wrapper of an optimizer shows the groups of another, and has none itself: it is left out.
+    """
     params = set(map(id, model.parameters()))
     return [
         found
         for found in gc.get_objects()
         if issubclass(type(found), torch.optim.Optimizer)
+        and "param_groups" in vars(found)
         and any(id(param) in params for group in found.param_groups for param in group["params"])
     ]
