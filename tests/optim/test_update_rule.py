@@ -29,11 +29,7 @@ OPTIMIZERS = [
     ("ASGD", {"lr": 0.01, "t0": 20, "weight_decay": 0.1}),
     ("RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True, "weight_decay": 0.1}),
     ("Rprop", {"lr": 0.01}),
-    pytest.param(
-        "Muon",
-        {"lr": 0.01},
-        marks=pytest.mark.xfail(strict=True, reason="UpdateRule builds it over a vector, which Muon refuses"),
-    ),
+    ("Muon", {"lr": 0.01}),
     ("Lamb", {"lr": 0.01, "weight_decay": 0.1}),
     ("Lion", {"lr": 0.01, "weight_decay": 0.1}),
 ]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from pydantic import ValidationError
 
+from headwater.api.building import BuildInFiles
 from headwater.config.base import nearest
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
@@ -53,8 +54,14 @@ class Backend:
 
     @property
     def device(self) -> AbstractContextManager[Any]:
-        """Within it a model is built: on the device, or, to be streamed, in host memory."""
-        return torch.device("cpu") if self.kind == "CSX" else self.torch_device
+        """Within it a model is built, with the values of torch's own initialisation.
+
+        That is on the device; for a model to be streamed it is in host memory, or in files on the disk that
+        the backend was given, so that the model may be larger than memory.
+        """
+        if self.kind != "CSX":
+            return self.torch_device
+        return BuildInFiles(self.config.disk.path) if self.config.disk else torch.device("cpu")
 
     @property
     def num_csx(self) -> int:

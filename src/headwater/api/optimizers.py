@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headwater.api.streamed import StreamedModel, owners
 from headwater.core.errors import CheckpointError
+from headwater.core.lazy import LazyTensor
 from headwater.optim.spec import group_options
 from headwater.store.gradients import ParamKey
 from headwater.store.update import Update
@@ -182,11 +184,13 @@ def _state_of(home: Home) -> dict[str, Any]:
     scalars = home.store.scalars(home.stage)[home.index]
     if scalars is None:
         return {}
-    tensors = {
-        name: home.store.read_param(home.stage, home.index, name)
-        for name in home.store.rule.state_layout(home.spec)
-    }
-    return {**scalars, **tensors}
+    return {**scalars, **{name: _lazy_state(home, name) for name in home.store.rule.state_layout(home.spec)}}
+
+
+def _lazy_state(home: Home, name: str) -> LazyTensor:
+    layout = home.store.rule.state_layout(home.spec)[name]
+    read = functools.partial(home.store.read_param, home.stage, home.index, name)
+    return LazyTensor.whole(read, home.spec.shape if layout.shape is None else layout.shape, layout.dtype)
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

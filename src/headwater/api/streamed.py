@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from headwater.api import transaction
 from headwater.api.backend import Backend
 from headwater.api.early import EarlyOptions, check
+from headwater.api.empty import initial_values
 from headwater.api.machine import device_of, fixed_by, optimizer_state_bytes, resources_of
 from headwater.core.buffers import keep_pages
 from headwater.core.precision import Precision
@@ -31,7 +32,7 @@ from headwater.plan.trace import trace_step
 from headwater.plan.types import Plan, Trace
 from headwater.store.rule import SeveralRules, UpdateRule
 from headwater.store.store import WeightStore
-from headwater.stream.engine import Engine
+from headwater.stream.engine import Engine, Initial
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class StreamedModel:
                 self._rebuild(self._plan(self._trace(call, precision), precision, device))
         finally:
             self._hook = self._first_hook()  # before those of the engine
+        assert self.engine is not None, "it was just built"
         self.engine.executor.enter_model()
 
     def _trace(self, call: Call, precision: Precision) -> Trace:
@@ -192,7 +194,7 @@ class StreamedModel:
             self.model,
             plan,
             self._rule,
-            initial=None if before is None else before.master,
+            initial=self._initial(),
             fast_matmul=config.matmul == "fast",
             compile_blocks=config.compile,
         )
@@ -202,6 +204,16 @@ class StreamedModel:
             before.store.close()
         if transaction.is_open():
             self.begin_step()
+
+    def _initial(self) -> Initial | None:
+        """Where the values of the parameters are, if not in the parameters."""
+        if self.engine is not None:
+            return self.engine.master
+        known = initial_values(self.model)
+        if not known:
+            return None
+        params = dict(self.model.named_parameters())
+        return lambda spec: known[spec.name]() if spec.name in known else params[spec.name].detach()
 
     def update_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer update those of its parameters that are ours; its state begins anew.

@@ -60,7 +60,7 @@ class UpdateRule:
     def _of_this_thread(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """An optimizer object, and what its parameter groups hold by default."""
         if not hasattr(self._threads, "optimizer"):
-            optimizer = self._threads.optimizer = self.spec.build([torch.nn.Parameter(torch.zeros(1))])
+            optimizer = self._threads.optimizer = self.spec.build([torch.nn.Parameter(torch.zeros(1, 1))])
             self._threads.defaults = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
         return self._threads.optimizer, self._threads.defaults
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headwater.core.errors import StreamError
+from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
 from headwater.store.store import WeightStore
 
@@ -36,7 +38,7 @@ _METADATA = frozenset({
 })  # fmt: skip
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Home:
     """Where the values and the gradient of a parameter are.
 
@@ -59,6 +61,16 @@ class Home:
     def read(self) -> torch.Tensor:
         """A copy of the master."""
         return self.store.read_param(self.stage, self.index).to(self.device)
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The master in pieces, each valid until the next is asked for."""
+        with closing(self.store.read(self.stage, with_states=False, params={self.index})) as pieces:
+            for piece in pieces:
+                yield piece.master
+
+    def lazy(self) -> LazyTensor:
+        """The master as a tensor that is read when it is used: then, and not now."""
+        return LazyTensor(self.pieces, self.spec.shape, self.spec.dtype)
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the master by a tensor of its shape."""
@@ -104,7 +116,7 @@ class ParameterAtRest(nn.Parameter):
             if func in _METADATA or (attribute is not None and attribute not in _VALUE_ATTRIBUTES):
                 return func(*args, **kwargs)
             if func is torch.Tensor.detach:
-                return args[0].home.read()
+                return args[0].home.lazy()
             if attribute == "data" and func.__name__ == "__set__":
                 return args[0].home.write(args[1])
             if func is torch.Tensor.copy_ and isinstance(args[0], cls) and args[0].shape == args[1].shape:

@@ -1,0 +1,103 @@
+"""Building a model that is larger than memory: its large tensors lie in files.
+
+Whatever a constructor does to its parameters happens as always, in the same order and with the same random
+numbers; only the memory is that of a file without a name. Pages that have been written are dropped from the
+process as it goes on, so that its resident memory stays small.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from headwater.store.files import disk_errors
+
+_LARGE_BYTES = 1 << 20
+_TOUCHED_BYTES = 128 << 20
+"""So much is written before pages are dropped."""
+
+_Fill = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
+_FACTORIES: dict[Any, _Fill] = {
+    torch.empty: lambda tensor, args: tensor,
+    torch.zeros: lambda tensor, args: tensor.zero_(),
+    torch.ones: lambda tensor, args: tensor.fill_(1),
+    torch.full: lambda tensor, args: tensor.fill_(args[1]),
+    torch.rand: lambda tensor, args: tensor.uniform_(),
+    torch.randn: lambda tensor, args: tensor.normal_(),
+}
+"""What each leaves in new memory, given the arguments of its call."""
+
+
+class BuildInFiles(TorchFunctionMode):
+    """Within it `torch.empty` and its like give large CPU tensors memory in files.
+
+    Args:
+        folder: where the files go; created if missing. They have no names, and go with their tensors.
+
+    Raises:
+        DiskFullError: if a file does not fit.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._touched = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shape = _wanted(func, args, kwargs)
+        if shape is None:
+            result = func(*args, **kwargs)
+        else:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            tensor = _FACTORIES[func](self._allocate(shape, dtype), args)
+            result = tensor.requires_grad_(bool(kwargs.get("requires_grad", False)))
+        if isinstance(result, torch.Tensor) and (shape is not None or _is_in_place(func)):
+            self._note(result.nbytes)
+        return result
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with disk_errors(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                file.truncate(math.prod(shape) * dtype.itemsize)
+                pages = mmap.mmap(file.fileno(), 0)
+        self._mappings.add(pages)
+        return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+    def _note(self, num_bytes: int) -> None:
+        """So much may have been written; from time to time the pages leave this process for the file."""
+        self._touched += num_bytes
+        if self._touched >= _TOUCHED_BYTES:
+            for pages in self._mappings:
+                pages.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: nothing is lost
+            self._touched = 0
+
+
+def _wanted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """The shape of the tensor if it is a large one that is to lie in a file."""
+    if func not in _FACTORIES or kwargs.keys() - {"dtype", "device", "requires_grad", "size", "layout"}:
+        return None
+    if torch.device(kwargs.get("device") or torch.get_default_device()).type != "cpu":
+        return None
+    sizes = kwargs.get("size", args[:1] if func is torch.full else args)
+    flat = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    shape = tuple(int(size) for size in flat)
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return shape if math.prod(shape) * dtype.itemsize >= _LARGE_BYTES else None
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")

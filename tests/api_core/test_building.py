@@ -1,0 +1,81 @@
+"""A model that is built in files has the values of torch's own initialisation, and little memory."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from headwater.api.building import BuildInFiles
+
+
+class Odd(nn.Module):
+    """Parameters made in every way, most of them large enough for a file."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(512, 1024)
+        self.embedding = nn.Embedding(4096, 256, padding_idx=3)
+        self.lstm = nn.LSTM(256, 512)
+        self.drawn = nn.Parameter(torch.randn(1024, 512))
+        self.uniform = nn.Parameter(torch.rand(size=(1024, 512)))
+        self.ones = nn.Parameter(torch.ones((1024, 512), dtype=torch.float64))
+        self.full = nn.Parameter(torch.full((1024, 512), 0.5))
+        self.small = nn.Parameter(torch.zeros(3))
+        self.whole = nn.Parameter(torch.zeros(1024, 512, dtype=torch.int64), requires_grad=False)
+        self.register_buffer("table", torch.arange(1 << 18).float())
+        nn.init.orthogonal_(self.linear.weight)
+        nn.init.trunc_normal_(self.drawn)
+        with torch.no_grad():
+            self.ones[0, :7] = 2.0
+
+
+@pytest.mark.parametrize(
+    "make", [Odd, lambda: GPT2LMHeadModel(GPT2Config(vocab_size=8000, n_embd=256, n_layer=2, n_head=4))]
+)
+def test_values_are_those_of_torch(make, tmp_path):
+    torch.manual_seed(3)
+    plain, after = make().state_dict(), torch.rand(())
+    torch.manual_seed(3)
+    with BuildInFiles(tmp_path):
+        model = make()
+    assert torch.rand(()) == after
+    built = model.state_dict()
+    assert built.keys() == plain.keys()
+    for name, value in plain.items():
+        assert built[name].dtype == value.dtype
+        assert torch.equal(built[name], value), name
+    assert not list(tmp_path.iterdir())
+
+
+MEMORY = """
+import json, sys, torch
+from pathlib import Path
+from torch import nn
+import headwater as hw
+
+def status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+
+backend = hw.backend("CSX", disk=sys.argv[1])
+torch.nn.Linear(4, 4)
+before = status("VmRSS")
+with backend.device:
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(64)))
+    for layer in model:
+        nn.init.normal_(layer.weight)
+count = sum(param.numel() for param in model.parameters())
+print(json.dumps({"rise": (status("VmHWM") - before) << 10, "bytes": 4 * count}))
+"""
+
+
+def test_memory_stays_small(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    found = json.loads(done.stdout)
+    assert found["bytes"] == 1 << 30
+    assert found["rise"] < 300 << 20
