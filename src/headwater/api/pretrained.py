@@ -93,7 +93,7 @@ def _assign(place: Tensor, values: Tensor) -> None:
     if place.is_meta and isinstance(place, nn.Parameter):
         record_values(place, values)
     else:
-        place.copy_(values.to(place.dtype))  # a streamed parameter takes it to the store
+        place.copy_(values)  # a streamed parameter takes them to the store, as exact as they are
 
 
 def _require_buffers(model: nn.Module) -> None:
