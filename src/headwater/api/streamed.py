@@ -67,6 +67,7 @@ class StreamedModel:
     Attributes:
         model: the user's module.
         backend: what the run may take.
+        precision: of the run, if known before the first forward; otherwise what autocast asks for around it.
         engine: the engine; `None` before the first forward.
 
     Args:
@@ -77,6 +78,7 @@ class StreamedModel:
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         self.model = model
         self.backend = backend
+        self.precision: Precision | None = None
         self.engine: Engine | None = None
         self._optimizers: dict[str, _Updated] = {}  # by name of the parameter
         self._trained: frozenset[str] = frozenset()
@@ -106,7 +108,7 @@ class StreamedModel:
             for optimizer in live_optimizers(self.model):
                 self._note(optimizer)
         device = device_of(self.backend.config)
-        precision = self.engine.plan.precision if self.engine else _precision(device)
+        precision = self.engine.plan.precision if self.engine else self.precision or _precision(device)
         self._hook.remove()  # the dry run is no call of the user's
         try:
             with torch.random.fork_rng():  # it belongs to the user
