@@ -7,16 +7,21 @@ import torch
 from torch import nn
 
 from headwater.api.amp import GradScaler, autocast, get_half_dtype, optimizer_step, set_half_dtype
+from headwater.api.backend import backend
+from headwater.api.compile import compile
 from headwater.core.errors import CheckpointError, ConfigError, NonFiniteError, StreamError
 from headwater.optim.loss_scale import LossScale
 
 STEPS = 6
+both = pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 
 
-def job(seed=0):
+def job(seed=0, *, streamed=False):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+    if streamed:
+        compile(model, backend("CSX", num_slabs=2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
 
 
 def batches(bad=()):
@@ -36,10 +41,17 @@ def assert_equal(model, expected):
         assert torch.equal(mine, torchs)
 
 
-@pytest.mark.parametrize("scale", [None, 128.0, "dynamic"])
-@pytest.mark.parametrize("clip", [{}, {"max_gradient_norm": 0.1}, {"max_gradient_value": 0.01}])
-def test_optimizer_step_equals_torch(scale, clip):
-    model, optimizer = job()
+@pytest.mark.parametrize(
+    ("scale", "clip"),
+    [
+        (None, {}),
+        (128.0, {"max_gradient_value": 0.01}),
+        ("dynamic", {"max_gradient_norm": 0.1}),
+    ],
+)
+@both
+def test_optimizer_step_equals_torch(scale, clip, streamed):
+    model, optimizer = job(streamed=streamed)
     scaler = None if scale is None else GradScaler(scale)
     expected, torchs = job()
     for batch in batches():
@@ -54,9 +66,10 @@ def test_optimizer_step_equals_torch(scale, clip):
     assert_equal(model, expected)
 
 
+@both
 @pytest.mark.parametrize("unscale", [False, True])
-def test_a_dynamic_scale_equals_torchs(unscale):
-    model, optimizer = job()
+def test_a_dynamic_scale_equals_torchs(unscale, streamed):
+    model, optimizer = job(streamed=streamed)
     scaler = GradScaler("dynamic", init_scale=2.0**12, steps_per_increase=2)
     expected, torchs = job()
     torch_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
@@ -73,8 +86,9 @@ def test_a_dynamic_scale_equals_torchs(unscale):
         assert_equal(model, expected)
 
 
-def test_step_says_whether_it_was_applied():
-    model, optimizer = job()
+@both
+def test_step_says_whether_it_was_applied(streamed):
+    model, optimizer = job(streamed=streamed)
     scaler = GradScaler("dynamic", init_scale=8.0)
     applied = []
     for batch in batches(bad={1}):
@@ -128,9 +142,9 @@ def test_state_goes_on_where_it_was():
         resumed.load_state_dict({"scale": 1.0})
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_gradient_that_no_scale_can_save_is_an_error(unscale):
-    model, optimizer = job()
+@pytest.mark.parametrize(("unscale", "streamed"), [(False, False), (True, False), (False, True)])
+def test_a_gradient_that_no_scale_can_save_is_an_error(unscale, streamed):
+    model, optimizer = job(streamed=streamed)
     before = [param.clone() for param in model.parameters()]
     scaler = GradScaler("dynamic", init_scale=2.0)
     optimizer_step(loss_of(model, next(batches(bad={0}))), optimizer, scaler)
