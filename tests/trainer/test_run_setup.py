@@ -69,7 +69,8 @@ def test_plan_follows_the_params():
     config = tiny(
         "trainer.init.backend.num_slabs=2", "trainer.init.backend.activations=recompute", "host_memory=4GiB"
     )
-    plan = plan_run(config.init, gpt_trainable(config.init), Workload(4, micro_batch_size=2))
+    trainable = gpt_trainable(config.init)
+    plan = plan_run(config.init, trainable, Workload(4, optimizer_of(config.init, trainable), 2))
     assert (plan.slabs, plan.in_place, plan.num_micro_batches) == (2, False, 2)
     assert Activations.RECOMPUTE in plan.activations
     assert plan.budget is not None and plan.budget.host_memory == 4 << 30

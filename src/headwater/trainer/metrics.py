@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import tree_leaves
 
 
 @runtime_checkable
@@ -31,24 +31,24 @@ class Metric(Protocol):
 def find_metrics(owner: object) -> dict[str, Metric]:
     """The metrics in the attributes of `owner`, in lists, dictionaries and modules too, by name.
 
-    A metric without a name of its own is called after the attribute.
+    A metric without a name of its own is called after the attribute; equal names are numbered.
     """
     found: dict[str, Metric] = {}
-    for place, value in _objects(owner):
-        if isinstance(value, Metric) and not any(value is metric for metric in found.values()):
-            name = str(vars(value).get("name") or place)
-            found[name if name not in found else place] = value
+    for attribute, value in vars(owner).items():
+        for metric in _metrics_in(value):
+            if any(metric is known for known in found.values()):
+                continue
+            name = str(vars(metric).get("name") or attribute)
+            same = sum(known.partition(":")[0] == name for known in found)
+            found[f"{name}:{same + 1}" if same else name] = metric
     return found
 
 
-def _objects(owner: object) -> Iterator[tuple[str, object]]:
-    leaves, _ = tree_flatten_with_path(vars(owner))
-    for path, leaf in leaves:
-        place = keystr(path).replace("']['", ".").strip("[']")
-        if isinstance(leaf, nn.Module):
-            yield from ((f"{place}.{name}".rstrip("."), module) for name, module in leaf.named_modules())
-        else:
-            yield place, leaf
+def _metrics_in(value: object) -> Iterator[Metric]:
+    for leaf in tree_leaves(value):
+        for candidate in leaf.modules() if isinstance(leaf, nn.Module) else (leaf,):
+            if isinstance(candidate, Metric):
+                yield candidate
 
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -200,6 +200,7 @@ def _generators(loader: object) -> list[torch.Generator]:
     """The generators from which a DataLoader and its sampler draw, each once."""
     if not isinstance(loader, DataLoader):
         return []
-    holders = (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    found = (getattr(holder, "generator", None) for holder in holders)
+    batches = loader.batch_sampler or loader.sampler
+    holders = (loader, loader.sampler, batches, vars(batches).get("sampler", batches))
+    found = (vars(holder).get("generator") for holder in holders)
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
