@@ -1,6 +1,7 @@
 """Who reads which share of the data."""
 
 import torch.distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from headwater import distributed
 
@@ -10,9 +11,9 @@ def test_one_process_reads_all():
     assert distributed.num_available() == 1 and not distributed.is_streamer()
 
 
-def test_ranks_of_torch_distributed_share(tmp_path):
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+def test_ranks_of_torch_distributed_share():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
     try:
-        assert (distributed.num_tasks(), distributed.task_id()) == (1, 0)
+        assert (distributed.num_tasks(), distributed.task_id(), distributed.get_ordinal()) == (4, 2, 2)
     finally:
         torch.distributed.destroy_process_group()
