@@ -13,6 +13,7 @@ from headwater.api import optimizers
 from headwater.api.backend import current_backend
 from headwater.api.trees import map_tensors
 from headwater.core.errors import CheckpointError, ConfigError, NonFiniteError, StreamError
+from headwater.optim.configure import configured_lr_scheduler
 from headwater.optim.loss_scale import GROWTH_INTERVAL, INITIAL, LARGEST, SMALLEST, LossScale
 
 D = TypeVar("D", float, float | None)
@@ -212,6 +213,9 @@ def optimizer_step(
 ) -> None:
     """Everything between the loss and the next batch: zero the gradients, backward, unscale, clip, step.
 
+    A scheduler that `optim.configure_lr_scheduler` made for the optimizer is stepped too; a loop that calls
+    its `step()` as well does not step it twice.
+
     Args:
         loss: a scalar with a graph.
         optimizer: it steps.
@@ -235,6 +239,9 @@ def optimizer_step(
     scaler.scale(loss).backward()
     scaler.step(optimizer, max_gradient_norm=max_gradient_norm, max_gradient_value=max_gradient_value)
     scaler.update()
+    scheduler = configured_lr_scheduler(optimizer)
+    if scheduler is not None:
+        scheduler.step_with_optimizer()
 
 
 def _unscale(optimizer: torch.optim.Optimizer, scale: float) -> bool:

@@ -266,7 +266,7 @@ class StreamedModel:
     def abort_step(self) -> None:
         if self.engine is None:
             return
-        self.engine.executor.begin()
+        self.engine.executor.reset()
         self.engine.store.begin_step()
         if not self.engine.store.rollback(self._mark):
             logger.warning("the step had been used by a forward after optimizer.step(): it stays applied")

@@ -6,6 +6,7 @@ A scheduler is spelled `{"scheduler": "Linear", "initial_learning_rate": 0.0, â€
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -80,6 +81,8 @@ def configure_lr_scheduler(
 ) -> LRScheduler | None:
     """A learning-rate scheduler; call its `step()` after each step of the optimizer.
 
+    `amp.optimizer_step` does it for a loop that does not.
+
     Args:
         optimizer: whose rate it sets, to that of step 0 at once.
         learning_rate: a number, which stays; a scheduler in either spelling; or a list of schedulers, each of
@@ -99,7 +102,21 @@ def configure_lr_scheduler(
         scheduler = _build(optimizer, learning_rate, LRScheduler, None)
     else:
         scheduler = _combined(optimizer, learning_rate)
-    return ScalePerParamLR(optimizer, scheduler) if adjust_learning_rate else scheduler
+    if adjust_learning_rate:
+        scheduler = ScalePerParamLR(optimizer, scheduler)
+    _configured[optimizer] = weakref.ref(scheduler)
+    return scheduler
+
+
+_configured: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[LRScheduler]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def configured_lr_scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """What `configure_lr_scheduler` last made for this optimizer, while it lives."""
+    scheduler = _configured.get(optimizer)
+    return None if scheduler is None else scheduler()
 
 
 def configure_scheduler(

@@ -66,6 +66,7 @@ class Scheduler:
         self.param_group_tags = tags
         self.last_epoch = 0
         self._step_count = 1
+        self._ahead = False
         if any(self.option not in group for group in optimizer.param_groups):
             raise ConfigError(
                 f"{type(optimizer).__name__} has no {self.option} that {type(self).__name__} could set",
@@ -87,9 +88,18 @@ class Scheduler:
 
     def step(self, epoch: int | None = None) -> None:
         """Set the value of the next step, or of step `epoch`."""
+        if self._ahead and epoch is None:
+            self._ahead = False
+            return
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self._step_count += 1
         self._write()
+
+    def step_with_optimizer(self) -> None:
+        """Step in place of a loop that may or may not do it: if it calls `step` next, that was this one."""
+        self._ahead = False
+        self.step()
+        self._ahead = True
 
     def get_last_value(self) -> list[float]:
         """The value of every parameter group, as it was last set."""
@@ -110,6 +120,7 @@ class Scheduler:
                 f"this is not the state of a scheduler: it has {sorted(state_dict)}, and no last_epoch",
                 remedy="give load_state_dict what state_dict returned",
             )
+        self._ahead = False
         self.last_epoch = int(state_dict["last_epoch"])
         self._step_count = int(state_dict.get("_step_count", self.last_epoch + 1))
         self._write()

@@ -195,9 +195,13 @@ class WeightStore:
         Returns:
             Whether all of them are undone.
         """
-        for stage in [s for s, pending in self._pending.items() if pending.number > num_commits]:
-            for param in self._pending.pop(stage).parts:
-                self.gradients.drop(stage, param)
+        for stage in list(self._pending):
+            with self._locks[stage]:
+                pending = self._pending.get(stage)
+                if pending is not None and pending.number > num_commits:
+                    del self._pending[stage]
+                    for param in pending.parts:
+                        self.gradients.drop(stage, param)
         return self._last_applied <= num_commits
 
     # updates

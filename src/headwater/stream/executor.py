@@ -200,11 +200,7 @@ class Executor:
             Statistics that fill as it goes on.
         """
         trace = self._plan.trace
-        self._binder.unbind_all()
-        self._depth.clear()
-        self._nesting = 0
-        self._packing.close()
-        self._backward_task = _NO_TASK
+        self.reset()
         self._forwards_expected = num_micro_batches
         self._weights.statistics = StreamStatistics()
         if num_micro_batches:
@@ -212,6 +208,15 @@ class Executor:
         else:
             self._weights.begin(trace.uses, repeats=True)
         return self._weights.statistics
+
+    def reset(self) -> None:
+        """Forget a forward or backward that was broken off."""
+        self._binder.unbind_all()
+        self._depth.clear()
+        self._nesting = 0
+        self._packing.close()
+        self._backward_task = _NO_TASK
+        self._forwards_expected = 0
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Run the backward of one micro-batch; gradients go to the store.
