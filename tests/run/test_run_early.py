@@ -15,6 +15,7 @@ class OnMeta(Classifier):
     def __init__(self, params, device=None):
         super().__init__(params)
         self.loss_fn = torch.nn.CrossEntropyLoss(weight=torch.ones(4))
+        self.around = torch.nn.ModuleList([self.model])
         DEVICES.append(next(self.model.parameters()).device.type)
 
 

@@ -127,6 +127,10 @@ class Hollow(PyTorchBaseModel):
         return self.net(data[0]).mean()
 
 
+class NoLoss(PyTorchBaseModel):
+    pass
+
+
 class LearnedLoss(Classifier):
     def __init__(self, params, device=None):
         super().__init__(params)
@@ -154,6 +158,7 @@ class DetachedLoss(Classifier):
         (Plain, ["Plain is no class derived from PyTorchBaseModel"]),
         (lambda params: None, ["is no class derived from PyTorchBaseModel"]),
         (Hollow, ["Hollow has no model", "super().__init__(params=params"]),
+        (NoLoss, ["NoLoss gives no loss", "__call__(self, data)"]),
         (LearnedLoss, ["LearnedLoss.temperature has parameters that are not in the model"]),
         (ManyLosses, ["the loss of ManyLosses has shape [8, 4]", "mean()"]),
         (NumberLoss, ["the loss of NumberLoss is a float"]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -79,8 +81,12 @@ def build_base_model(
             where="run",
             remedy="derive it from headwater.run.PyTorchBaseModel; its __call__(data) gives the loss",
         )
+    if inspect.isabstract(candidate):
+        raise ConfigError(
+            f"{name} gives no loss", where=name, remedy="define __call__(self, data), which returns the loss"
+        )
     with torch.device("meta" if without_values else "cpu"):
-        base = make(params)
+        base = make(copy.deepcopy(params))
     if not {"params", "model"} <= vars(base).keys() or not isinstance(base.model, nn.Module):
         raise ConfigError(
             f"{name} has no model",
@@ -89,7 +95,7 @@ def build_base_model(
         )
     _check_parameters(base, name)
     if without_values:
-        for _, module in _side_modules(base):  # `to_empty`, which metrics do not have
+        for module in _apart(base):  # `to_empty`, which metrics do not have
             module._apply(lambda tensor: torch.empty_like(tensor, device="cpu"))
     return base
 
@@ -114,6 +120,12 @@ def _side_modules(base: PyTorchBaseModel) -> Iterator[tuple[str, nn.Module]]:
                 yield attribute, leaf
 
 
+def _apart(base: PyTorchBaseModel) -> list[nn.Module]:
+    """The modules beside the model that have nothing in common with it."""
+    inside = set(base.model.modules())
+    return [module for _, module in _side_modules(base) if inside.isdisjoint(module.modules())]
+
+
 class BaseModelLoss:
     """The loss function of a user's model, as the trainer calls it.
 
@@ -122,7 +134,7 @@ class BaseModelLoss:
 
     def __init__(self, base: PyTorchBaseModel) -> None:
         self._base = base
-        self._beside = [module for _, module in _side_modules(base)]
+        self._beside = _apart(base)
         self._device = torch.device("cpu")  # a fake tensor is there, and must not be met by `to`
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,9 @@ def open_loader(config: UserConfig, function: DataFunction) -> Passes:
         DataError: if that cannot be iterated over.
     """
     seed_everything(config.init.seed)
-    return Passes(function(config.params), config.init.seed, getattr(function, "__name__", "data loader"))
+    return Passes(
+        function(copy.deepcopy(config.params)), config.init.seed, getattr(function, "__name__", "data loader")
+    )
 
 
 def user_job(
