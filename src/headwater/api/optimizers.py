@@ -114,16 +114,31 @@ def _homes(optimizer: Optimizer) -> Iterator[Home]:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before any optimizer's step: commit what it does to streamed parameters.
 
-    Of these it finds no gradient then, and does nothing.
+    Of these it finds no gradient then, and does nothing. If it is given a closure, the gradients are the
+    closure's work, and so may be the model's first forward, which begins the streaming.
     """
-    if next(_homes(optimizer), None) is None:
-        return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is not None:  # the gradients are its work
-        with torch.enable_grad():
-            loss = closure()
-        args, kwargs = (args[0],), {"closure": lambda: loss}
+    if closure is None:
+        _commit(optimizer)
+        return None
+
+    def closure_and_commit() -> Any:
+        loss = closure()
+        _commit(optimizer)
+        return loss
+
+    return args[:1], {**kwargs, "closure": closure_and_commit}
+
+
+def _commit(optimizer: Optimizer) -> None:
+    """Commit the optimizer's step to the stores of its streamed parameters, if it has any."""
+    if next(_homes(optimizer), None) is None:
+        return
     adopt(optimizer)
+    if _scaler_found_overflow(optimizer):
+        for home in _homes(optimizer):
+            home.set_gradient(None)
+        return
     for model, parts in _parts(optimizer).items():
         assert model.engine is not None, "parameters at rest have an engine"
         store = model.engine.store
@@ -132,14 +147,24 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             {},
             max_norm=_options.max_norm,
             max_value=_options.max_value,
-            loss_scale=_options.loss_scale,
+            loss_scale=_options.loss_scale * _scale_left_by_scaler(optimizer),
             skip_non_finite=_options.skip_non_finite,
         )
         committed = store.commit(
             update, {key: dataclasses.replace(update, options=options) for key, options in parts.items()}
         )
         _options.applied = committed.applied
-    return args, kwargs
+
+
+def _scaler_found_overflow(optimizer: Optimizer) -> bool:
+    """Whether torch's `GradScaler` leaves it to a fused optimizer to skip this step."""
+    return bool(getattr(optimizer, "found_inf", 0))
+
+
+def _scale_left_by_scaler(optimizer: Optimizer) -> float:
+    """The loss scale that torch's `GradScaler` leaves it to a fused optimizer to take out."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else float(scale)
 
 
 def _parts(optimizer: Optimizer) -> dict[StreamedModel, dict[ParamKey, dict[str, Any]]]:
