@@ -257,6 +257,17 @@ def test_any_module(tmp_path):
         assert torch.equal(other.state_dict()[name], value), name
 
 
+def test_recurrent_layers(tmp_path):
+    model = nn.LSTM(4, 6, num_layers=2)
+    save_pretrained(model, tmp_path)
+    with empty_parameters():
+        other = nn.LSTM(4, 6, num_layers=2)
+    load_pretrained(other, tmp_path)
+    fill_parameters(other)
+    x = torch.randn(3, 2, 4)
+    assert torch.equal(other(x)[0], model(x)[0])
+
+
 def test_one_parameter_registered_in_two_modules():
     with empty_parameters():
         shared = nn.Parameter(torch.ones(3))

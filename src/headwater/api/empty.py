@@ -22,6 +22,7 @@ def empty_parameters() -> Iterator[None]:
     """
     register = nn.Module.register_parameter
     empty_of = WeakTensorKeyDictionary()  # a parameter that is registered twice stays one
+    recurrent: list[nn.RNNBase] = []
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
@@ -29,12 +30,17 @@ def empty_parameters() -> Iterator[None]:
             if param not in empty_of:
                 empty_of[param] = _like(param, torch.empty_like(param, device="meta"))
             module._parameters[name] = empty_of[param]
+            if isinstance(module, nn.RNNBase):
+                recurrent.append(module)
 
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        for layer in recurrent:
+            # Weak references to parameters would forbid that they are swapped.
+            layer._flat_weight_refs = [None] * len(layer._flat_weight_refs)
 
 
 def record_values(param: nn.Parameter, values: Tensor) -> None:
