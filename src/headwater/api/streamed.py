@@ -7,7 +7,8 @@ import gc
 import logging
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +91,21 @@ class StreamedModel:
         transaction.register(self)
 
     def _first_hook(self) -> Any:
-        return self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+        return self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True, prepend=True)
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See to it that there is an engine for a batch like this one."""
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See to it that there is an engine for a batch like this one; a hook on every forward of the model.
+
+        What was trained once stays in the plan, as loops freeze one model while they train another.
+        """
         size = sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        fits = size <= self._largest_batch and self._trained == _trained(self.model)
+        fits = size <= self._largest_batch and _trained(self.model) <= self._trained
         if self.engine is not None and (fits or not torch.is_grad_enabled()):
             return
         self._largest_batch = max(size, self._largest_batch)
-        self._trained = _trained(self.model)
-        self._start((args, kwargs))
+        self._trained |= _trained(self.model)
+        with _unfrozen(self.model, self._trained):
+            self._start((args, kwargs))
 
     def _start(self, call: Call) -> None:
         """Plan for this call of the model, and move the weights to a store of that plan."""
@@ -314,6 +319,19 @@ def _precision(device: str) -> Precision:
 
 def _trained(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, param in model.named_parameters() if param.requires_grad)
+
+
+@contextmanager
+def _unfrozen(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Within it these parameters require gradients."""
+    frozen = [param for name, param in model.named_parameters() if name in names and not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def _stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:
