@@ -19,7 +19,6 @@ from headwater.config import find_params
 from headwater.config.user import UserConfig, load_user_params
 from headwater.core.errors import ConfigError
 from headwater.trainer.base_model import ModelClass, PyTorchBaseModel
-from headwater.trainer.gpt_job import fit_section, gpt_trainable
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import fit_job
 from headwater.trainer.user_job import DataFunction, evaluate_user_model, user_example, user_job
@@ -56,9 +55,8 @@ def run(
     def start() -> int:
         args = _parse(words, Path(sys.argv[0]).name)
         config = _read_user_params(args)
-        if args.compile_only or args.validate_only:
-            trainable, batch_size = user_example(config, model_class, get_train_dataloader)
-            return early.check(args, config, trainable, batch_size)
+        if early.asked_for(config):
+            return early.check(config, *user_example(config, model_class, get_train_dataloader))
         evaluations = None if args.mode == "train" else _given(get_eval_dataloader, args.mode)
         console = open_console(config)
         if evaluations is not None and args.mode == "eval":
@@ -78,10 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def start() -> int:
         args = _parse(words, "python -m headwater.run")
         config = read_params(args)
-        if args.compile_only or args.validate_only:
-            section = fit_section(config)
-            return early.check(args, config, gpt_trainable(config.init), section.train_dataloader.batch_size)
-        return validate.evaluate(config) if args.mode == "eval" else fit.train(config)
+        evaluates = args.mode == "eval" and not early.asked_for(config)
+        return validate.evaluate(config) if evaluates else fit.train(config)
 
     return guarded(start)
 
@@ -93,13 +89,7 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--mode", required=True, choices=MODES, help="train_and_eval evaluates in between too"
     )
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--compile_only", action="store_true", help="do not train: write plan, graphs and a report"
-    )
-    instead.add_argument(
-        "--validate_only", action="store_true", help="do not train: check that everything goes together"
-    )
+    early.add_early_options(parser)
     add_override_options(parser)
     args: argparse.Namespace
     args, rest = parser.parse_known_args(words)

@@ -13,11 +13,27 @@ from headwater.trainer.early import compile_run, validate_run
 from headwater.trainer.job import Trainable
 
 
-def check(
-    args: argparse.Namespace, config: RunConfig | UserConfig, trainable: Trainable, batch_size: int
-) -> int:
-    """Compiles or validates as `args` say and prints what was found; returns the exit code."""
+def add_early_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that set the keys `compile_only` and `validate_only`; they gather in `flags`."""
+    instead = parser.add_mutually_exclusive_group()
+    for name, help_text in (
+        ("compile_only", "do not train: write plan, graphs and a report of operators"),
+        ("validate_only", "do not train: check that everything goes together"),
+    ):
+        key = f"trainer.init.backend.{name}=true"
+        instead.add_argument(
+            f"--{name}", action="append_const", dest="flags", const=key, default=[], help=help_text
+        )
+
+
+def asked_for(config: RunConfig | UserConfig) -> bool:
+    """Whether the params or the command line ask for something in place of training."""
+    return config.init.backend.compile_only or config.init.backend.validate_only
+
+
+def check(config: RunConfig | UserConfig, trainable: Trainable, batch_size: int) -> int:
+    """Compiles, or else validates, and prints what was found; returns the exit code."""
     open_console(config)
-    act = compile_run if args.compile_only else validate_run
-    Console(highlight=False).print(act(config.init, trainable, batch_size).render())
+    act = compile_run if config.init.backend.compile_only else validate_run
+    Console(highlight=False).print(act(config.init, trainable, batch_size).render(), markup=False)
     return 0

@@ -7,10 +7,12 @@ import shlex
 
 from rich.console import Console
 
+from headwater.cli import early
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.config import RunConfig
 from headwater.config.user import UserConfig
+from headwater.trainer.gpt_job import fit_section, gpt_trainable
 from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import FitResult, fit
@@ -22,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Train a model. A run goes on from the last checkpoint in its model_dir. "
         "Ctrl-C finishes the step and writes a checkpoint; a second one stops at once."
     )
-    parser.usage = f"headwater fit [-h] {USAGE}"
+    parser.usage = f"headwater fit [-h] [--compile_only | --validate_only] {USAGE}"
+    early.add_early_options(parser)
     add_params_arguments(parser)
 
 
@@ -32,7 +35,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(config: RunConfig) -> int:
-    """Trains, prints where everything is, and returns the exit code."""
+    """Trains, prints where everything is, and returns the exit code.
+
+    What the params ask for in place of training is done instead.
+    """
+    if early.asked_for(config):
+        batch_size = fit_section(config).train_dataloader.batch_size
+        return early.check(config, gpt_trainable(config.init), batch_size)
     console = open_console(config)
     return finish(config, fit(config, console=console), console)
 

@@ -23,6 +23,9 @@ _RUNCONFIG: dict[str, KeyPath] = {
     "seed": ("seed",),
     "target_device": ("backend", "backend_type"),
     "num_csx": ("backend", "cluster_config", "num_csx"),
+    "compile_only": ("backend", "compile_only"),
+    "validate_only": ("backend", "validate_only"),
+    "compile_dir": ("backend", "compile_dir"),
     "max_steps": (*_LOOP, "max_steps"),
     "num_steps": (*_LOOP, "num_steps"),
     "num_epochs": (*_LOOP, "num_epochs"),
@@ -58,7 +61,6 @@ _RUNCONFIG_IGNORED = {
     "mgmt_address": _CLUSTER,
     "mount_dirs": _CLUSTER,
     "python_paths": _CLUSTER,
-    "compile_dir": "there is nothing to compile for",
     "op_profiler_config": "there is no wafer to profile",
 }
 """Keys of `runconfig` that have no effect, with what to know about them."""

@@ -22,6 +22,7 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
     "device_memory": ("trainer.init.backend.device_memory",),
     "host_memory": ("trainer.init.backend.host_memory",),
     "disk": ("trainer.init.backend.disk.path",),
+    "compile_dir": ("trainer.init.backend.compile_dir",),
     "micro_batch_size": ("trainer.init.backend.micro_batch_size",),
     "batch_size": ("trainer.fit.train_dataloader.batch_size",),
     "checkpoint_steps": ("trainer.init.checkpoint.steps",),

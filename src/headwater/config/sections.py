@@ -53,6 +53,9 @@ class BackendConfig(Section):
         compile: compile each distinct block with `torch.compile`.
         matmul: `fast` lets fp32 matrix products differ from torch's own by rounding.
         allocator: `tuned` keeps large temporaries from going back to the system.
+        compile_only: do not train: write what there is to know of the model.
+        validate_only: do not train: check that everything goes together.
+        compile_dir: folder that is written to; `compile` in the model_dir where absent.
     """
 
     backend_type: Annotated[Literal["CSX", "CPU", "GPU"], BeforeValidator(lambda v: _upper(v))] = "CSX"
@@ -68,9 +71,9 @@ class BackendConfig(Section):
     compile: bool = False
     matmul: Literal["exact", "fast"] = "exact"
     allocator: Literal["tuned", "system"] = "tuned"
-    compile_dir: Annotated[str | None, _Wafer] = None
-    compile_only: Annotated[bool | None, _Wafer] = None
-    validate_only: Annotated[bool | None, _Wafer] = None
+    compile_only: bool = False
+    validate_only: bool = False
+    compile_dir: FilePath | None = None
 
     @model_validator(mode="after")
     def _disk_tier_has_a_folder(self) -> Self:

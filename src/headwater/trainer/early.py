@@ -9,6 +9,9 @@ from headwater.plan.types import Plan
 from headwater.trainer.job import Trainable
 from headwater.trainer.planning import device_of, plan_run, training_workload
 
+_FEW_SAMPLES = 2
+"""Samples that show whether shapes go together; one would hide what broadcasts."""
+
 
 def validate_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> ValidateReport:
     """Check that model, loss, optimizer and the shapes of a batch go together.
@@ -24,7 +27,7 @@ def validate_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> Va
     work = training_workload(init, trainable, batch_size)
     return validate_only(
         trainable.model,
-        trainable.example(work.micro_batch_size or batch_size),
+        trainable.example(work.micro_batch_size or min(batch_size, _FEW_SAMPLES)),
         loss_function=trainable.loss,
         optimizer=work.optimizer,
         precision=init.precision.precision,
@@ -32,7 +35,7 @@ def validate_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> Va
 
 
 def compile_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> CompileReport:
-    """Write plan, graphs and a report into the folder `compile` of the model_dir.
+    """Write plan, graphs and a report into the `compile_dir` of the params.
 
     Args:
         init: the params.
@@ -48,14 +51,14 @@ def compile_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> Com
         plan = plan_run(init, trainable, work)
         size = plan.micro_batch_size
     except DoesNotFitError as error:
-        plan, size = error, work.micro_batch_size or batch_size
+        plan, size = error, work.micro_batch_size or 1
     return compile_only(
         trainable.model,
         trainable.example(size),
         loss_function=trainable.loss,
         optimizer=work.optimizer,
         precision=init.precision.precision,
-        compile_dir=init.model_dir / "compile",
+        compile_dir=init.backend.compile_dir or init.model_dir / "compile",
         device=device_of(init.backend),
         plan=plan,
     )

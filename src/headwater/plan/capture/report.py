@@ -76,13 +76,9 @@ def graph_text(graph: StageGraph, record: StepRecord) -> str:
 def stage_table(reports: Sequence[StageReport], micro_batch_size: int) -> Table:
     """Parameters, operators, FLOPs and bytes of each kind of stage."""
     title = f"Forward and backward of a micro-batch of {micro_batch_size}"
-    table = _table(
-        title, "stages", "×", "parameters", "operators", "FLOP", "read", "written", "saved", "graphs"
-    )
-    table.columns[-1].justify = "left"
+    table = _table(title, "stages", "×", "params", "ops", "FLOP", "read", "written", "saved")
     for report in reports:
-        graphs = ", ".join(report.graphs) or "none"
-        table.add_row(names_text(report.stages), str(len(report.stages)), *_figures(report), graphs)
+        table.add_row(names_text(report.stages), str(len(report.stages)), *_figures(report))
     every = StageReport(
         stages=(),
         graphs=(),
@@ -90,9 +86,7 @@ def stage_table(reports: Sequence[StageReport], micro_batch_size: int) -> Table:
         saved_bytes=sum(report.saved_bytes for report in reports),
         operators={str(i): report.total for i, report in enumerate(reports)},
     )
-    table.add_row(
-        "all", str(sum(len(report.stages) for report in reports)), *_figures(every), "", style="bold"
-    )
+    table.add_row("all", str(sum(len(report.stages) for report in reports)), *_figures(every), style="bold")
     return table
 
 
@@ -127,7 +121,7 @@ def _weight(total: OperatorTotal) -> tuple[int, int]:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
+        table.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
     return table
 
 
