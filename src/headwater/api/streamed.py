@@ -104,8 +104,10 @@ class StreamedModel:
             return
         self._largest_batch = max(size, self._largest_batch)
         self._trained |= _trained(self.model)
-        with _unfrozen(self.model, self._trained):
+        with torch.inference_mode(False), torch.enable_grad(), _unfrozen(self.model, self._trained):
             self._start((args, kwargs))
+        assert self.engine is not None, "it was just built"
+        self.engine.executor.enter_model()
 
     def _start(self, call: Call) -> None:
         """Plan for this call of the model, and move the weights to a store of that plan."""
@@ -121,8 +123,6 @@ class StreamedModel:
                 self._rebuild(self._plan(self._trace(call, precision), precision, device))
         finally:
             self._hook = self._first_hook()  # before those of the engine
-        assert self.engine is not None, "it was just built"
-        self.engine.executor.enter_model()
 
     def _trace(self, call: Call, precision: Precision) -> Trace:
         partition = find_stages(self.model, precision)
