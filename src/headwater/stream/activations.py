@@ -23,17 +23,27 @@ from headwater.core.errors import StreamError
 
 @dataclasses.dataclass(frozen=True)
 class WeightHandle:
-    """A view of a stage's weights, without the weights."""
+    """A view of a weight, without the weight.
+
+    Attributes:
+        stage: its stage.
+        param: its index in the stage.
+        version: how often it had been changed in place when autograd saved it.
+        dtype: dtype, shape, strides and offset of the view in the memory of the stage.
+    """
 
     stage: int
+    param: int
+    version: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     storage_offset: int
 
     @classmethod
-    def of(cls, stage: int, view: torch.Tensor) -> WeightHandle:
-        return cls(stage, view.dtype, tuple(view.shape), view.stride(), int(view.storage_offset()))
+    def of(cls, view: torch.Tensor, stage: int, param: int, version: int) -> WeightHandle:
+        layout = tuple(view.shape), view.stride(), int(view.storage_offset())
+        return cls(stage, param, version, view.dtype, *layout)
 
     def resolve(self, image: torch.Tensor) -> torch.Tensor:
         """The view, in the memory that holds the stage now."""
@@ -43,42 +53,47 @@ class WeightHandle:
 
 @contextmanager
 def without_weights(
-    stage_of: Callable[[torch.Tensor], int | None],
-    require: Callable[[int], torch.Tensor],
+    handle_of: Callable[[torch.Tensor], WeightHandle | None],
+    resolve: Callable[[WeightHandle], torch.Tensor],
     offload: Callable[[torch.Tensor], Any],
 ) -> Iterator[None]:
     """Within it, what autograd saves holds no weights, and what `offload` takes is moved out.
 
     Args:
-        stage_of: the stage in whose memory a tensor lies, or `None`.
-        require: gives the memory that holds a stage, fetching it if it must.
+        handle_of: what stands for a tensor that is a view of weights; `None` for another.
+        resolve: gives the view again, fetching its stage if it must.
         offload: moves an activation out, and returns what brings it back when called; or returns `None`.
     """
 
     def pack(tensor: torch.Tensor) -> Any:
-        stage = stage_of(tensor)
-        if stage is not None:
-            return WeightHandle.of(stage, tensor)
+        handle = handle_of(tensor)
+        if handle is not None:
+            return handle
         moved = offload(tensor)
         return (tensor, tensor._version) if moved is None else moved
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, WeightHandle):
-            return packed.resolve(require(packed.stage))
+            return resolve(packed)
         if not isinstance(packed, tuple):
             moved_back: torch.Tensor = packed()
             return moved_back
         tensor: torch.Tensor
         tensor, version = packed
         if tensor._version != version:  # autograd itself does not look where there are hooks
-            raise StreamError(
-                f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place",
-                remedy="as in plain PyTorch: use the operator that gives a new tensor",
-            )
+            raise changed_in_place(tensor)
         return tensor
 
     with saved_tensors_hooks(pack, unpack):
         yield
+
+
+def changed_in_place(tensor: torch.Tensor) -> StreamError:
+    """The error for a tensor that is not any more what it was when autograd saved it."""
+    return StreamError(
+        f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place",
+        remedy="as in plain PyTorch: use the operator that gives a new tensor",
+    )
 
 
 def recompute_forward(

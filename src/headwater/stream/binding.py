@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec
 from headwater.store.store import WeightStore
+from headwater.stream.activations import WeightHandle, changed_in_place
 from headwater.stream.parameters import Home, ParameterAtRest
 
 
@@ -27,7 +29,7 @@ class Binder:
         model: whose parameters are bound and unbound, once they are adopted.
         store: where their values are otherwise.
         device: where the model computes.
-        in_place: whether the memory of a stage is the store's own, and stays the same for good.
+        stable: whether the memory that a stage is bound to is the stage's for good.
         writable: whether what the model writes into a bound weight reaches the store.
     """
 
@@ -37,7 +39,7 @@ class Binder:
         store: WeightStore,
         device: torch.device,
         *,
-        in_place: bool = False,
+        stable: bool = False,
         writable: bool = False,
     ) -> None:
         self._model = model
@@ -47,7 +49,7 @@ class Binder:
         self._params: list[list[nn.Parameter]] = [[] for _ in self._stages]
         self._classes: list[list[type[nn.Parameter]]] = [[] for _ in self._stages]
         self._placeholders = [[placeholder(spec, device) for spec in stage.params] for stage in self._stages]
-        self._in_place = in_place
+        self._stable = stable
         self._writable = writable
         self._bound: dict[int, int] = {}  # stage -> how often its bound weights had been changed in place
         self._address: dict[int, int] = {}  # stage -> the memory that its parameters are views of
@@ -107,19 +109,35 @@ class Binder:
                 views = self._stages[stage].views(image)
             self._address[stage] = image.data_ptr()
             self._stage_at[image.data_ptr()] = stage
-        for param, view in zip(params, views, strict=True):
-            param.data = view
+        with torch._C.DisableTorchFunctionSubclass():  # what is assigned at rest would go to the store
+            for param, view in zip(params, views, strict=True):
+                param.data = view
 
     def _set_classes(self, stage: int) -> None:
         for param, cls in zip(self._params[stage], self._classes[stage], strict=True):
             param.__class__ = cls
 
-    def stage_of(self, tensor: torch.Tensor) -> int | None:
-        """The stage in whose memory a tensor lies, if it is a view of bound weights."""
-        return self._stage_at.get(tensor.untyped_storage().data_ptr())
+    def handle_of(self, tensor: torch.Tensor) -> WeightHandle | None:
+        """What stands for a tensor that autograd saves, if it is a view of bound weights."""
+        stage = self._stage_at.get(tensor.untyped_storage().data_ptr())
+        if stage is None:
+            return None
+        offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+        index = bisect_right(self._stages[stage].offsets, offset_bytes) - 1
+        return WeightHandle.of(tensor, stage, index, self._params[stage][index]._version)
 
-    def unbind(self, stage: int) -> None:
-        """Let the parameters of a stage rest.
+    def check_unchanged(self, handle: WeightHandle) -> None:
+        """Check that a weight is still what it was when autograd saved it.
+
+        Raises:
+            StreamError: if it was updated or written to meanwhile.
+        """
+        param = self._params[handle.stage][handle.param]
+        if param._version != handle.version:
+            raise changed_in_place(param)
+
+    def rest(self, stage: int) -> None:
+        """Let the parameters of a stage rest; their memory stays for what autograd has saved of it.
 
         Raises:
             StreamError: if the model wrote into one of them, and that would be lost.
@@ -127,17 +145,24 @@ class Binder:
         version = self._bound.pop(stage, None)
         if version is None:
             return
-        changed = self._version(stage) != version
-        if not self._in_place:
-            self._point(stage, None)
         for param in self._params[stage]:
             param.__class__ = ParameterAtRest
-        if changed and not self._writable:
+        if self._version(stage) != version and not self._writable:
             raise StreamError(
                 "the forward changes a weight in place, and streamed weights are only read",
                 where=f"stage {self._stages[stage].name!r}",
                 remedy="change it between steps, or train in fp32 with the model in memory",
             )
+
+    def unbind(self, stage: int) -> None:
+        """Let the parameters of a stage rest, without memory unless it is theirs for good.
+
+        Raises:
+            StreamError: as `rest` does.
+        """
+        if stage in self._address and not self._stable:
+            self._point(stage, None)
+        self.rest(stage)
 
     def _version(self, stage: int) -> int:
         """Grows with every in-place operation on the parameters."""
@@ -145,5 +170,5 @@ class Binder:
 
     def unbind_all(self) -> None:
         """Let every parameter rest."""
-        for stage in list(self._bound):
+        for stage in {**self._address, **self._bound}:
             self.unbind(stage)

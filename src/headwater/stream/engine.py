@@ -107,7 +107,7 @@ class Engine:
             model,
             self.store,
             self._device.torch_device,
-            in_place=plan.in_place,
+            stable=weights.stable,
             writable=plan.in_place and not plan.precision.mixed,
         )
         for stage in range(len(plan.trace.stages)):

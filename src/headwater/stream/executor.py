@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headwater.plan.types import Activations, Plan
 from headwater.store.store import WeightStore
-from headwater.stream.activations import recompute_forward, without_weights
+from headwater.stream.activations import WeightHandle, recompute_forward, without_weights
 from headwater.stream.binding import Binder
 from headwater.stream.offload import DiskOffload, HostOffload, Offload
 from headwater.stream.sites import SiteHooks
@@ -77,7 +77,7 @@ class Executor:
         if not self._nesting:
             if self._in_backward:  # backward is through with what ran again before
                 self._notice_backward()
-                self._release()
+                self._binder.unbind_all()
             else:
                 self._open()
         self._nesting += 1
@@ -110,13 +110,14 @@ class Executor:
             self.begin(1 if torch.is_grad_enabled() else 0)
             self._forwards_expected = 0
         if torch.is_grad_enabled() and (not self._weights.stable or self._offload is not None):
-            self._packing.enter_context(without_weights(self._binder.stage_of, self._require, self._move_out))
+            self._packing.enter_context(
+                without_weights(self._binder.handle_of, self._resolve, self._move_out)
+            )
 
     def _close(self) -> None:
-        """The forward ends; without gradients there is nothing that will need its weights."""
+        """The forward ends."""
         self._packing.close()
-        if not torch.is_grad_enabled():
-            self._binder.unbind_all()
+        self._binder.unbind_all()
 
     def _enter(self, stage: int) -> None:
         self._depth[stage] += 1
@@ -126,13 +127,17 @@ class Executor:
 
     def _leave(self, stage: int) -> None:
         self._depth[stage] -= 1
-        if self._depth[stage] == 0 and not self._in_backward and not self._weights.stable:
+        if self._depth[stage] > 0:
+            return
+        if self._in_backward:  # what runs again saves a frozen parameter as itself
+            self._binder.rest(stage)
+        else:
             self._binder.unbind(stage)
 
-    def _release(self) -> None:
-        """Unbind what a second forward has left bound: a frozen parameter is saved there as itself."""
-        if not self._weights.stable:
-            self._binder.unbind_all()
+    def _resolve(self, handle: WeightHandle) -> torch.Tensor:
+        """A weight that autograd has saved."""
+        self._binder.check_unchanged(handle)
+        return handle.resolve(self._require(handle.stage))
 
     def _require(self, stage: int) -> torch.Tensor:
         self._notice_backward()

@@ -47,8 +47,8 @@ class Weights(abc.ABC):
     """Brings each stage to the device when it is used. Called by the compute thread only.
 
     Attributes:
-        stable: whether what `require` returned stays valid until the step ends, so that nothing that autograd
-            saves of it needs to be looked up again.
+        stable: whether the memory that `require` returned is the stage's for good, so that nothing that
+            autograd saves of it needs to be looked up again. Its values change when the stage is updated.
     """
 
     stable: bool
@@ -97,6 +97,9 @@ class InPlaceWeights(Weights):
         pass
 
 
+_NO_VERSION = -1
+
+
 class _Slab:
     """Memory for one stage of its class, and whoever still holds a view of it."""
 
@@ -104,7 +107,7 @@ class _Slab:
         self.buffer = buffer
         self.slab_class = slab_class
         self.stage: int | None = None
-        self.version = 0  # of the stage that it holds
+        self.version = _NO_VERSION  # of the stage that it holds
         self.ready: Future[None] | None = None
         self._storage = buffer.untyped_storage()
         self._own_references = self._references()
@@ -168,9 +171,13 @@ class SlabWeights(Weights):
             self._drop_if_stale(stage)
         self._prefetch()
 
-    def _drop_if_stale(self, stage: int) -> None:
+    def _is_current(self, stage: int) -> bool:
         slab = self._resident.get(stage)
-        if slab is not None and slab.version != self._store.version(stage):
+        return slab is not None and slab.version == self._store.version(stage)
+
+    def _drop_if_stale(self, stage: int) -> None:
+        """Let go of a stage that has changed, unless its slab is its own: then it will be filled anew."""
+        if stage in self._resident and not self._is_current(stage) and not self.stable:
             self._resident.pop(stage).stage = None
 
     def require(self, stage: int) -> torch.Tensor:
@@ -179,23 +186,22 @@ class SlabWeights(Weights):
         distance = self._policy.next_use(stage, self._position)
         if distance != NEVER and not self._is_here(stage):
             self._position += distance
-        slab = self._resident.get(stage)
-        if slab is None:
-            self.statistics.misses += 1
-            slab = self._free_slab(stage)
-            self._fetch(stage, slab)
-        else:
+        if self._is_current(stage):
             self.statistics.hits += 1
-        self._arrived(stage, slab)
+            slab = self._resident[stage]
+        else:
+            self.statistics.misses += 1
+            slab = self._resident.get(stage) or self._free_slab(stage)
+            self._fetch(stage, slab)
+        self._arrived(slab)
         self._prefetch()
         return slab.buffer
 
-    def _arrived(self, stage: int, slab: _Slab) -> None:
-        """Wait for a fetch; one that failed is forgotten, so that the next use tries again."""
+    def _arrived(self, slab: _Slab) -> None:
+        """Wait for a fetch; after one that failed the next use tries again."""
         assert slab.ready is not None, "a resident stage has been asked for"
         if slab.ready.exception() is not None:
-            slab.stage = None
-            self._resident.pop(stage, None)
+            slab.version = _NO_VERSION
         slab.ready.result()
 
     def _is_here(self, stage: int) -> bool:
@@ -204,15 +210,16 @@ class SlabWeights(Weights):
 
     def _prefetch(self) -> None:
         """Fetch what comes next in this step, as far as slabs are free or hold what comes later still."""
-        if len(self._resident) == len(self._stages):
+        if all(self._is_current(stage.index) for stage in self._stages):
             return
         last = len(self._policy.schedule) - 1
         for distance, stage in self._policy.upcoming(self._position):
             if self._position + distance > last and not self._repeats:
                 return  # beyond the step's end the weights will have changed
-            if stage in self._resident:
+            self._drop_if_stale(stage)
+            if self._is_current(stage):
                 continue
-            slab = self._available_slab(stage, use_at=self._position + distance)
+            slab = self._resident.get(stage) or self._available_slab(stage, self._position + distance)
             if slab is None:
                 return
             self._fetch(stage, slab)
@@ -232,16 +239,16 @@ class SlabWeights(Weights):
 
     def _free_slab(self, stage: int) -> _Slab:
         """A slab for a stage that is wanted now."""
-        slab = self._available_slab(stage, use_at=None)
+        slab = self._available_slab(stage, None)
         if slab is None:
             for other in self._slabs:  # what is still on its way may be taken once it has arrived
                 if other.busy and other.slab_class == self._slab_class[stage]:
                     assert other.ready is not None
                     other.ready.result()
-            slab = self._available_slab(stage, use_at=None)
+            slab = self._available_slab(stage, None)
         if slab is None:
             gc.collect()  # an error of an earlier step and the graph it failed in may hold each other
-            slab = self._available_slab(stage, use_at=None)
+            slab = self._available_slab(stage, None)
         if slab is None:
             raise StreamError(
                 f"no slab is free for stage {self._stages[stage].name!r}: views of all are still held",

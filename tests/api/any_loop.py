@@ -1,0 +1,159 @@
+"""A user's script run as plain PyTorch and on streamed weights, and what it returns compared bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headwater as cstorch
+
+PLANS = {
+    "memory": {},
+    "slabs": {"tier": "memory", "num_slabs": 2},
+    "disk": {"tier": "disk", "num_slabs": 2},
+    "gradients on disk": {"tier": "disk", "gradient_tier": "disk", "num_slabs": 2},
+    "recompute": {"tier": "memory", "num_slabs": 2, "activations": "recompute"},
+}
+"""Name of a plan -> the options of the backend that ask for it."""
+
+every_plan = pytest.mark.parametrize("plan", PLANS)
+extreme_plans = pytest.mark.parametrize("plan", ["memory", "gradients on disk", "recompute"])
+some_plan = pytest.mark.parametrize("plan", ["memory", "disk"])
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a script runs.
+
+    Attributes:
+        plan: name of a plan; `None` for plain PyTorch.
+        folder: for what the script, or its backend, writes.
+    """
+
+    plan: str | None
+    folder: Path
+    _compiled: list[nn.Module] = dataclasses.field(default_factory=list)
+
+    def compile(self, model: nn.Module) -> nn.Module:
+        """The model as it is, or streamed."""
+        if self.plan is None:
+            return model
+        self._compiled.append(model)
+        return cstorch.compile(model, self.backend())
+
+    def backend(self) -> Any:
+        options = dict(PLANS[self.plan])
+        if options.get("tier") == "disk":
+            options["disk"] = self.folder
+        return cstorch.backend("CSX", **options)
+
+    def trace(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step as it is, or traced."""
+        return step if self.plan is None else cstorch.trace(step)
+
+    def release(self) -> None:
+        """Let every model be a plain one."""
+        for model in self._compiled:
+            cstorch.release(model)
+
+
+Script = Callable[[Place], Any]
+"""Trains in some way, and returns whatever it has to show."""
+
+
+def check(script: Script, plan: str, folder: Path) -> Any:
+    """Assert that a script gives the same on streamed weights as on plain ones; gives what it gives."""
+    expected = _run(script, Place(None, folder / "plain"))
+    given = _run(script, Place(plan, folder / "streamed"))
+    assert_equal(given, expected)
+    return expected
+
+
+def _run(script: Script, place: Place) -> Any:
+    place.folder.mkdir()
+    torch.manual_seed(0)
+    try:
+        return _settled(script(place))
+    finally:
+        place.release()
+
+
+def _settled(value: Any) -> Any:
+    """Models as their states, tensors as copies."""
+    if isinstance(value, nn.Module):
+        return _settled(value.state_dict())
+    if isinstance(value, torch.optim.Optimizer):
+        return _settled(value.state_dict())
+    if isinstance(value, torch.Tensor):
+        return value.detach().as_subclass(torch.Tensor).clone()
+    if isinstance(value, Mapping):
+        return {key: _settled(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_settled(item) for item in value]
+    return value
+
+
+def assert_equal(given: Any, expected: Any, where: str = "") -> None:
+    """Tensors bit for bit, other things by ==, nested in any way."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(given, torch.Tensor), f"{where}: {given!r} is no tensor"
+        assert given.dtype == expected.dtype and given.shape == expected.shape, where
+        assert torch.equal(given, expected), f"{where}: off by {(given - expected).abs().max()}"
+    elif isinstance(expected, Mapping):
+        assert list(given) == list(expected), f"{where}: {list(given)} != {list(expected)}"
+        for key in expected:
+            assert_equal(given[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, Sequence) and not isinstance(expected, str):
+        assert len(given) == len(expected), f"{where}: {len(given)} != {len(expected)} items"
+        for index, item in enumerate(expected):
+            assert_equal(given[index], item, f"{where}[{index}]")
+    else:
+        assert given == expected, f"{where}: {given!r} != {expected!r}"
+
+
+class Net(nn.Module):
+    """A small model of several stages, with a buffer that changes and randomness."""
+
+    def __init__(self, width: int = 12, classes: int = 5, depth: int = 3, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, classes)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[batch, seq] -> [batch, classes]"""
+        if self.training:
+            self.calls += 1
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + self.dropout(block(hidden))
+        return self.head(self.norm(hidden).mean(1))
+
+
+def batches(count: int, size: int = 4, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens [size, 6] and classes [size]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randint(17, (size, 6), generator=generator), torch.randint(5, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+loss_of = nn.functional.cross_entropy
+
+
+def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """AdamW by the kernel that the engine uses."""
+    return torch.optim.AdamW(params, **{"lr": 0.01, "fused": True, **options})
