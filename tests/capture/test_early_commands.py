@@ -1,0 +1,79 @@
+"""Commands that compile or validate in place of training, and training of what no graph holds."""
+
+import copy
+
+import pytest
+import torch
+import yaml
+from capture_models import WIDTH, Odd
+
+from headwater.api.compile import compile, release
+from headwater.api.early import compile_only
+from headwater.cli.main import main
+from headwater.run import main as run_main
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_fit_compiles_in_place_of_training(tmp_path, capsys):
+    assert main(["fit", "gpt/tiny", "--model_dir", "run", "--compile_only"]) == 0
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"compile"}
+    assert (tmp_path / "run" / "compile" / "graphs" / "blocks.0.py").is_file()
+    out = capsys.readouterr().out
+    assert "_LinearCrossEntropy: a custom autograd function" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_fit_validates_in_place_of_training(tmp_path, capsys):
+    assert main(["fit", "gpt/tiny", "--validate_only"]) == 0
+    assert capsys.readouterr().out.startswith("valid: forward, loss and backward go together\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_params_may_ask_for_it_and_name_the_folder(tmp_path):
+    assert main(["fit", "gpt/tiny", "trainer.init.backend.compile_only=true", "--compile_dir", "there"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"there"}
+
+
+def test_the_older_form_may_ask_for_it(tmp_path, capsys):
+    older = {
+        "train_input": {"data_processor": "GptHDF5DataProcessor", "data_dir": "none", "batch_size": 2},
+        "model": {
+            "name": "gpt2", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2,
+            "max_position_embeddings": 8, "filter_size": 32,
+        },
+        "optimizer": {"optimizer_type": "AdamW", "learning_rate": 0.01},
+        "runconfig": {"max_steps": 2, "validate_only": True},
+    }  # fmt: skip
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(older))
+    assert run_main(["--params", "params.yaml", "--mode", "train"]) == 0
+    assert "batch: int64[2, 8], int64[2, 8], int64[2, 8]" in capsys.readouterr().out
+
+
+def losses(model, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, WIDTH))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_what_no_graph_holds_is_trained_all_the_same(tmp_path):
+    torch.manual_seed(0)
+    model = Odd()
+    plain = copy.deepcopy(model)
+    report = compile_only(model, torch.zeros(4, WIDTH), compile_dir=tmp_path)
+    assert any(not finding.captured for finding in report.captured.findings)
+    compile(model, "CSX")
+    try:
+        assert losses(model) == losses(plain)
+    finally:
+        release(model)
