@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from headwater.api.structure import decode, encode
 from headwater.core.errors import CheckpointError
@@ -64,10 +63,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
         metadata[_CHECKSUMS] = "0" * _CHECKSUM_DIGITS * num_chunks
         with TensorFileWriter(unfinished, layout, metadata) as file:
             for name, tensor in tensors.items():
-                start = 0
-                for piece in pieces_of(tensor):
-                    file.write(name, start, piece)
-                    start += piece.numel()
+                file.write_pieces(name, pieces_of(tensor))
             file.metadata[_CHECKSUMS] = "".join(map(_digits, (checksum for _, _, checksum in file.chunks)))
             file.metadata[_SEAL] = _seal(file.metadata, file.places)
 
@@ -98,29 +94,36 @@ def load(path: str | os.PathLike[str], map_location: torch.device | str | None =
             remedy="load_pretrained reads a folder in Hugging Face's format; headwater checkpoint export "
             "makes one of a checkpoint of headwater fit",
         )
-    state = load_pickled(path) if _is_pickled(path) else _load_safetensors(path)
-    if map_location is None:
-        return state
-    return tree_map_only(Tensor, lambda tensor: tensor.to(map_location), state)
+    if _is_pickled(path):
+        return load_pickled(path, map_location or "cpu")
+    file = TensorFile(path, hold=True)
+    is_state = any(key.startswith("headwater.") for key in file.metadata)
+    structure = _checked_structure(file) if is_state else None
+    tensors = lazy_tensors(file)
+    if map_location is not None:
+        tensors = {name: tensor.to(map_location) for name, tensor in tensors.items()}
+    return decode(structure, tensors) if is_state else tensors
 
 
-def lazy_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name.
-
-    Raises:
-        CheckpointError: if it is missing or is none.
-    """
-    return _lazy_tensors(TensorFile(path, hold=True))
+def lazy_tensors(file: TensorFile) -> dict[str, Tensor]:
+    """The tensors of a file by name; the smallest are read now."""
+    return {name: _lazy_tensor(file, name, place) for name, place in file.places.items()}
 
 
-def load_pickled(path: Path) -> Any:
+def _lazy_tensor(file: TensorFile, name: str, place: TensorPlace) -> Tensor:
+    if place.num_bytes <= _READ_AT_ONCE_BYTES:
+        return file.read_whole(name)
+    return LazyTensor(partial(file.read_pieces, name), place.shape, place.dtype)
+
+
+def load_pickled(path: Path, map_location: torch.device | str = "cpu") -> Any:
     """What `torch.save` has written; tensors are mapped into memory, not read, where the format allows.
 
     Raises:
         CheckpointError: if it is damaged, or holds more than tensors and plain values.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return torch.load(path, map_location, weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"the file holds more than tensors and plain values, and such a pickle can run any code: {error}",
@@ -140,36 +143,25 @@ def _is_pickled(path: Path) -> bool:
         return file.read(len(_LEGACY_PICKLE)).startswith((b"PK\x03\x04", _LEGACY_PICKLE))
 
 
-def _load_safetensors(path: Path) -> Any:
-    file = TensorFile(path, hold=True)
-    if not any(key.startswith("headwater.") for key in file.metadata):
-        return _lazy_tensors(file)
+def _checked_structure(file: TensorFile) -> Any:
+    """The structure of the state in a file that `save` wrote; its tensors are checked from now on."""
     try:
         if file.metadata[_SEAL] != _seal(file.metadata, file.places):
             raise ValueError("its checksum does not match")
-        if file.metadata[_VERSION] != _FORMAT_VERSION:
-            raise CheckpointError(
-                f"the format version is {file.metadata[_VERSION]}, this headwater knows {_FORMAT_VERSION}",
-                where=str(path),
-                remedy="install the headwater that wrote it, or a newer one",
-            )
-        file.expect(_chunks(file))
-        tensors = _lazy_tensors(file)
-        return decode(json.loads(file.metadata[_STATE]), tensors)
+        version, structure = file.metadata[_VERSION], json.loads(file.metadata[_STATE])
+        if version == _FORMAT_VERSION:
+            file.expect(_chunks(file))
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"the header is damaged: {error}", where=str(path), remedy="use another copy of the file"
+            f"the header is damaged: {error}", where=str(file.path), remedy="use another copy of the file"
         ) from error
-
-
-def _lazy_tensors(file: TensorFile) -> dict[str, Tensor]:
-    return {name: _lazy_tensor(file, name, place) for name, place in file.places.items()}
-
-
-def _lazy_tensor(file: TensorFile, name: str, place: TensorPlace) -> Tensor:
-    if place.num_bytes <= _READ_AT_ONCE_BYTES:
-        return file.read_whole(name)
-    return LazyTensor(partial(file.read_pieces, name), place.shape, place.dtype)
+    if version != _FORMAT_VERSION:
+        raise CheckpointError(
+            f"the format version is {version}, this headwater knows {_FORMAT_VERSION}",
+            where=str(file.path),
+            remedy="install the headwater that wrote it, or a newer one",
+        )
+    return structure
 
 
 def _chunks(file: TensorFile) -> list[Chunk]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,22 +81,27 @@ def named_by_checkpoint(model: Any, tensors: Tensors) -> dict[str, Tensor]:
     return {apply_renamings(name, renamings): tensor for name, tensor in groups.results().items()}
 
 
-def _by_kind(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+def _by_kind(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    transforms = list(transforms)
-    return (
-        [t for t in transforms if isinstance(t, WeightRenaming)],
-        [t for t in transforms if isinstance(t, WeightConverter)],
-    )
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    return renamings, [t for t in transforms if isinstance(t, WeightConverter)]
+
+
+class _Source(NamedTuple):
+    """A tensor by its old name, and by which of its patterns a converter takes it."""
+
+    key: str
+    pattern: str | None
+    tensor: Tensor
 
 
 @dataclasses.dataclass
 class _Group:
-    """Tensors that one converter makes into others; a single tensor without a converter stays as it is."""
+    """Tensors that one converter makes into others; a tensor without a converter stays as it is."""
 
     converter: Any
-    sources: list[tuple[str, str | None, Tensor]]
+    sources: list[_Source]
 
 
 class _Groups:
@@ -110,13 +115,13 @@ class _Groups:
     def add(self, name: str, key: str, pattern: str | None, tensor: Tensor) -> None:
         """`tensor`, called `key`, becomes `name`: as it is, or through the converter that has `pattern`."""
         converter = None if pattern is None else self._converter_of[pattern]
-        self._groups.setdefault(name, _Group(converter, [])).sources.append((key, pattern, tensor))
+        self._groups.setdefault(name, _Group(converter, [])).sources.append(_Source(key, pattern, tensor))
 
     def results(self) -> dict[str, Tensor]:
         results: dict[str, Tensor] = {}
         for name, group in self._groups.items():
             if group.converter is None:
-                results[name] = group.sources[0][2]
+                results[name] = group.sources[0].tensor
             else:
                 results |= self._converted(name, group)
         return results
@@ -126,8 +131,8 @@ class _Groups:
 
         def convert(form: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
             converter = copy.deepcopy(group.converter)
-            for key, pattern, tensor in group.sources:
-                converter.add_tensor(name, key, pattern, form(tensor))
+            for source in group.sources:
+                converter.add_tensor(name, source.key, source.pattern, form(source.tensor))
             made = converter.convert(name, model=self._model, config=self._model.config)
             return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
 

@@ -18,11 +18,18 @@ from torch import Tensor, nn
 from headwater.api import huggingface
 from headwater.api.empty import give_values, record_values, recorded_values
 from headwater.api.files import lazy_tensors, load_pickled
-from headwater.convert.shards import INDEX_FILE, WEIGHTS_FILE, plan_shards, weight_files, weight_index
+from headwater.convert.shards import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    has_weights,
+    plan_shards,
+    weight_files,
+    weight_index,
+)
 from headwater.core.errors import CheckpointError
 from headwater.core.files import disk_errors
 from headwater.core.lazy import pieces_of
-from headwater.core.safetensors import TensorFileWriter
+from headwater.core.safetensors import TensorFile, TensorFileWriter
 from headwater.core.units import parse_bytes
 
 PICKLED_FILE = "pytorch_model.bin"
@@ -117,12 +124,25 @@ def _places(model: nn.Module) -> dict[str, Tensor]:
 
 def _checkpoint_tensors(directory: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint by name, lazy or mapped into memory."""
-    pickled = not any((directory / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
-    pickled = pickled and any((directory / (PICKLED_FILE + end)).is_file() for end in ("", ".index.json"))
     tensors: dict[str, Tensor] = {}
-    for path in weight_files(directory, PICKLED_FILE if pickled else WEIGHTS_FILE):
-        tensors |= load_pickled(path) if pickled else lazy_tensors(path)
+    if has_weights(directory, PICKLED_FILE) and not has_weights(directory):
+        for path in weight_files(directory, PICKLED_FILE):
+            tensors |= _pickled_tensors(path)
+    else:
+        for path in weight_files(directory):
+            tensors |= lazy_tensors(TensorFile(path, hold=True))
     return tensors
+
+
+def _pickled_tensors(path: Path) -> dict[str, Tensor]:
+    state = load_pickled(path)
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(
+            "the file does not hold tensors by name",
+            where=str(path),
+            remedy="headwater.load reads it; save its state_dict by save_pretrained",
+        )
+    return state
 
 
 def _require_shapes(found: Mapping[str, Tensor], places: Mapping[str, Tensor], directory: Path) -> None:
@@ -242,7 +262,7 @@ def save_pretrained(
         for shard in shards:
             with TensorFileWriter(unfinished / shard.file, shard.tensors) as file:
                 for name in shard.tensors:
-                    _write(file, name, tensors[name])
+                    file.write_pieces(name, pieces_of(tensors[name]))
         if len(shards) > 1:
             text = json.dumps(weight_index(shards), indent=2, sort_keys=True) + "\n"
             (unfinished / INDEX_FILE).write_text(text)
@@ -270,13 +290,6 @@ def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
 
 def _saved_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and own.is_floating_point else own
-
-
-def _write(file: TensorFileWriter, name: str, tensor: Tensor) -> None:
-    dtype, start = file.places[name].dtype, 0
-    for piece in pieces_of(tensor):
-        file.write(name, start, piece.to(dtype))
-        start += piece.numel()
 
 
 def _replace_files(unfinished: Path, directory: Path) -> None:

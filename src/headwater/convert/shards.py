@@ -123,6 +123,11 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, file.read_whole(name)
 
 
+def has_weights(folder: Path, single: str = WEIGHTS_FILE) -> bool:
+    """Whether a folder holds a checkpoint: the file called `single`, or an index of its shards."""
+    return any((folder / name).is_file() for name in (single, f"{single}.index.json"))
+
+
 def weight_files(folder: Path, single: str = WEIGHTS_FILE) -> list[Path]:
     """The files of a checkpoint in Hugging Face's format: the one called `single`, or those in its index.
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,13 @@ class TensorFileWriter(CheckedFile):
         place = self.places[name]
         assert values.dtype == place.dtype, f"{name} is laid out as {place.dtype}, not {values.dtype}"
         self.put(place.offset + start * place.dtype.itemsize, as_bytes(values))
+
+    def write_pieces(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Write tensor `name`, given in order in pieces, in the dtype that is laid out."""
+        start = 0
+        for piece in pieces:
+            self.write(name, start, piece.to(self.places[name].dtype))
+            start += piece.numel()
 
 
 def as_bytes(values: torch.Tensor) -> memoryview:
