@@ -75,6 +75,7 @@ def measure(workload: Workload, step: Step, **extra: object) -> None:
         times.append(time.perf_counter() - start)
     counted = times[workload.warmup :]
     result = {
+        "first_step_s": times[0],
         "step_s": statistics.median(counted),
         "step_s_best": min(counted),
         "tokens_per_s": workload.tokens_per_step / statistics.median(counted),

@@ -1,4 +1,4 @@
-"""Plain PyTorch and FSDP2 with CPU offload, on transformers' GPT-2: what a user would pick instead."""
+"""A user's own loop over transformers' GPT-2: plain PyTorch, FSDP2 with CPU offload, or streamed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 
 import torch
 
+import headwater
 from benchmarks.workload import Step, Workload, add_workload_arguments, measure, workload_of
 from headwater.core.buffers import keep_pages
 
@@ -70,6 +71,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_workload_arguments(parser)
     parser.add_argument("--fsdp2", action="store_true")
+    parser.add_argument(
+        "--headwater", action="store_true", help="the model compiled for streaming"
+    )
     parser.add_argument("--tuned", action="store_true", help="malloc keeps its pages, as Headwater lets it")
     args = parser.parse_args()
     workload = workload_of(args)
@@ -78,6 +82,8 @@ def main() -> None:
     model = build(workload)
     if args.fsdp2:
         shard(workload, model)
+    if args.headwater:
+        headwater.compile(model, "CSX")
     step = stepper(workload, model, autocast=workload.dtype == "bf16" and not args.fsdp2)
     measure(workload, step, parameters=sum(p.numel() for p in model.parameters()))
 
