@@ -263,8 +263,10 @@ def test_recurrent_layers(tmp_path):
     with empty_parameters():
         other = nn.LSTM(4, 6, num_layers=2)
     load_pretrained(other, tmp_path)
-    fill_parameters(other)
+    stand_ins = {name: param.detach() for name, param in model.named_parameters()}
     x = torch.randn(3, 2, 4)
+    assert torch.equal(torch.func.functional_call(other, stand_ins, x)[0], model(x)[0])
+    fill_parameters(other)
     assert torch.equal(other(x)[0], model(x)[0])
 
 

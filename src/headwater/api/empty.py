@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,13 @@ def empty_parameters() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         for layer in recurrent:
-            # Weak references to parameters would forbid that they are swapped.
-            layer._flat_weight_refs = [None] * len(layer._flat_weight_refs)
+            # What it compares its parameters with. Weak references would forbid that they are swapped.
+            held = [partial(_itself, weight) for weight in layer._flat_weights]
+            layer._flat_weight_refs = held  # type: ignore[assignment]
+
+
+def _itself(tensor: Tensor | None) -> Tensor | None:
+    return tensor
 
 
 def record_values(param: nn.Parameter, values: Tensor) -> None:
