@@ -9,6 +9,7 @@ from torch import nn
 from headwater.api import optimizers as _optimizers  # noqa: F401 its hook serves streamed parameters
 from headwater.api.backend import Backend, current_backend
 from headwater.api.backend import backend as make_backend
+from headwater.api.empty import fill_parameters
 from headwater.api.streamed import StreamedModel
 from headwater.core.errors import StreamError
 
@@ -47,6 +48,7 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
     if backend.kind == "CSX":
         setattr(model, _ATTRIBUTE, StreamedModel(model, backend))
     else:
+        fill_parameters(model)
         model.to(backend.torch_device)
         setattr(model, _ATTRIBUTE, None)
     return model

@@ -65,10 +65,10 @@ class Binder:
         for index, param in enumerate(self._params[stage]):
             spec = self._stages[stage].params[index]
             value = self._placeholders[stage][index]
-            if (
-                param.is_meta
-            ):  # a meta tensor cannot be given other data, but the object can be another tensor
-                torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=spec.requires_grad))
+            if param.is_meta:  # it cannot be given other data, but the object can become another tensor
+                other = nn.Parameter(value, requires_grad=spec.requires_grad)
+                other.__dict__.update(param.__dict__)
+                torch.utils.swap_tensors(param, other)
             else:
                 param.data = value
             param.home = Home(self._store, stage, index, self._device)  # type: ignore[attr-defined]
