@@ -1,0 +1,118 @@
+"""A Hugging Face `Trainer` that streams the weights of its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwater.api.backend import Backend
+from headwater.api.backend import backend as make_backend
+from headwater.api.building import BuildInFiles
+from headwater.api.compile import compile, is_compiled, streamed
+from headwater.api.pretrained import load_pretrained, save_pretrained
+from headwater.core.errors import ConfigError
+from headwater.core.precision import Precision
+
+try:
+    from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+    from transformers import PreTrainedModel, Trainer
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] not in ("accelerate", "transformers"):
+        raise
+    raise ConfigError(
+        f"StreamedTrainer needs {error.name}", remedy="pip install 'headwater[trainers]'"
+    ) from error
+
+
+class StreamedTrainer(Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` with the weights of its model in a weight store.
+
+    Data, optimizer, schedule, evaluation, callbacks and logs are the Trainer's. Checkpoints have its files and
+    are exchanged with it; they are written and read without the weights or the optimizer state ever being
+    whole in memory.
+
+    Args:
+        *args: those of `Trainer`.
+        backend: what `headwater.backend` gave, or its name. The model is compiled for it, unless it is
+            compiled already.
+        **kwargs: those of `Trainer`.
+
+    Raises:
+        ConfigError: if an argument asks for what streaming does not do, or names another device.
+    """
+
+    def __init__(self, *args: Any, backend: Backend | str = "CSX", **kwargs: Any) -> None:
+        self._backend = make_backend(backend) if isinstance(backend, str) else backend
+        super().__init__(*args, **kwargs)
+        if self._backend.kind == "CSX":
+            self._refuse_what_is_not_streamed()
+            self.accelerator.device_placement = False  # of the model; batches are moved all the same
+        self._stream(self.model)
+
+    def _refuse_what_is_not_streamed(self) -> None:
+        args, device = self.args, self._backend.torch_device.type
+        refused = [
+            (
+                args.n_gpu > 1 or self.accelerator.distributed_type != DistributedType.NO,
+                "the Trainer spreads the model over several devices or processes itself",
+                "show one GPU to one process, with CUDA_VISIBLE_DEVICES and without a launcher",
+            ),
+            (
+                args.device.type != device,
+                f"the Trainer computes on {args.device.type}, and the backend on {device}",
+                f"set use_cpu={device == 'cpu'}",
+            ),
+            (args.torch_compile, "torch_compile wraps the model", "use backend(compile=True)"),
+            (
+                args.bf16_full_eval or args.fp16_full_eval,
+                "evaluation in full half precision would round the weights in the store",
+                "set bf16=True or fp16=True, which hold for evaluation too",
+            ),
+        ]
+        for is_asked_for, what, remedy in refused:
+            if is_asked_for:
+                raise ConfigError(what, where="TrainingArguments", remedy=remedy)
+
+    def _stream(self, model: nn.Module) -> None:
+        if not is_compiled(model):
+            compile(model, self._backend)
+        stream = streamed(model)
+        if stream is not None:  # Accelerate begins autocast within the model's forward: no one sees it before
+            name = self.accelerator.mixed_precision
+            stream.precision = Precision("fp32" if name == "no" else name)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Where the Trainer would bring a model of its own, or one that `model_init` made, to the device."""
+        self._stream(model)
+
+    @property
+    def _streams_checkpoints(self) -> bool:
+        """Whether they hold the whole model; those of adapters are small."""
+        whole = isinstance(self.model, PreTrainedModel) and not getattr(
+            self.model, "_hf_peft_config_loaded", False
+        )
+        return whole and streamed(self.model) is not None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not self._streams_checkpoints:
+            super()._save(output_dir, state_dict)
+            return
+        super()._save(output_dir, {})  # everything but the weights
+        save_pretrained(self.model, output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._streams_checkpoints:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        load_pretrained(self.model, resume_from_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with BuildInFiles(Path(output_dir)):  # the tensors that `torch.save` makes of lazy ones
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with torch.utils.serialization.config.patch({"load.mmap": True}):  # type: ignore[attr-defined]
+            super()._load_optimizer_and_scheduler(checkpoint)
