@@ -88,12 +88,13 @@ def main() -> None:
     parser.add_argument("--gradient_tier", choices=["memory", "disk"])
     parser.add_argument("--micro_batch", type=int)
     parser.add_argument("--max_norm", type=float)
+    parser.add_argument("--allocator", choices=["tuned", "system"], default="tuned")
     args = parser.parse_args()
     workload = workload_of(args)
     config = config_of(workload)
     model = build_model(config, device="meta").train()
     plan = plan_of(args, workload, model)
-    if plan.memory_is_ample:
+    if plan.memory_is_ample and args.allocator == "tuned":
         keep_pages()
 
     def initial(spec: ParamSpec) -> torch.Tensor:
