@@ -192,6 +192,68 @@ def test_results_that_depend_on_data():
     assert trace.costs[0].flops == 2 * 5 * 4 * 4, "every row is taken to be selected"
 
 
+class Images(nn.Module):
+    """Images of any size in one row of patches; their sizes decide shapes, and tokens which layer runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("wanted", torch.tensor(7))
+
+    def forward(self, patches, sizes, tokens):
+        parts = patches.split(sizes.prod(-1).tolist())
+        rows = torch.zeros(len(patches), dtype=torch.bool)
+        rows[: int(sizes[0].prod())] = True
+        x = (
+            self.layers[0](torch.stack([part.sum(0) for part in parts])).sum()
+            + self.layers[1](patches[rows]).sum()
+        )
+        found = torch.tensor([(tokens == self.wanted).sum(), tokens.max()])
+        return x + self.layers[2](patches[:1]).sum() if found[0] == 2 else x
+
+
+@pytest.mark.parametrize(("token", "uses"), [(7, (0, 1, 2)), (8, (0, 1))])
+def test_integers_of_the_batch_decide_what_they_decide_in_a_step(token, uses):
+    batch = (torch.zeros(10, 4), torch.tensor([[1, 6], [2, 2]]), torch.tensor([token, token]))
+    trace = trace_step(Images(), batch, loss_function=lambda model, batch: model(*batch))
+    assert trace.uses == uses
+    assert [cost.flops for cost in trace.costs[:2]] == [2 * 2 * 4 * 4, 2 * 6 * 4 * 4]
+
+
+def test_a_known_tensor_that_unknown_numbers_are_written_to_is_unknown():
+    class Marks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x):
+            marks = torch.zeros(5, dtype=torch.bool)
+            view = marks[1:]
+            view.copy_(x[1:, 0] > 0)
+            rows = marks.nonzero().squeeze(-1)
+            noise = torch.randint(0, 2, (3,)).nonzero().squeeze(-1)
+            return self.layers[0](x[rows]).sum() + self.layers[1](x[noise]).sum()
+
+    trace = trace_step(Marks(), torch.ones(5, 4), loss_function=mean)
+    assert [cost.flops for cost in trace.costs] == [2 * 5 * 4 * 4, 2 * 3 * 4 * 4], "all may be selected"
+
+
+def test_the_batch_is_not_written_to():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, tokens):
+            tokens[0] = 7
+            tokens += 1
+            return self.layer(tokens.float())
+
+    tokens = torch.arange(4)
+    trace_step(Writes(), tokens, loss_function=mean)
+    assert torch.equal(tokens, torch.arange(4))
+
+
 def test_an_error_of_the_model_is_the_model_s():
     with pytest.raises(RuntimeError, match="same reduction dim"):
         trace_step(nn.Linear(4, 4), torch.zeros(2, 5), loss_function=mean)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    unset_fake_temporarily,
+    FakeTensor,
 )
-from torch.utils._pytree import tree_map_only
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 
+_KNOWN_BYTES = 1 << 20
+"""Larger tensors are not computed in a dry run."""
 
-def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+def call_operator(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    value: Callable[[torch.Tensor], torch.Tensor | None] = lambda fake: None,
+) -> Any:
     """`func(*args, **kwargs)` on fake tensors, also where the result depends on data that they do not have.
 
     A number read from a tensor is 1, a truth value `False` (most are guards against bad data, or skip
-    something), and of shapes that depend on data the largest is taken: every element is selected.
+    something), and of shapes that depend on data the largest is taken: every element is selected. `value`
+    gives the data that there are.
     """
     if func is _GROUPED_MM and args[0].dtype == torch.float32:
         return _narrow_grouped_mm(args, kwargs)
@@ -29,18 +42,154 @@ def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         dtype = args[0].dtype
         return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
     except DynamicOutputShapeException:
-        return _on_ones(func, args, kwargs)
+        with no_dispatch():
+            out = func(*tree_map_only(torch.Tensor, lambda t: _or_ones(value(t), t), args), **kwargs)
+        return tree_map_only(torch.Tensor, torch.empty_like, out)
 
 
-def _on_ones(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with unset_fake_temporarily():
-        real_args, real_kwargs = tree_map_only(torch.Tensor, _ones, (args, kwargs))
-        out = func(*real_args, **real_kwargs)
-    return tree_map_only(torch.Tensor, torch.empty_like, out)
+class Operators:
+    """Runs the operators of a dry run; what follows from known numbers alone is computed as well.
+
+    Known are the integers and truth values of the batch (token ids, masks, sizes of images), and what a
+    forward makes of them and of numbers in its code. So the sizes and branches that they decide are those
+    of a real step, and only what weights or floating-point data decide needs a stand-in.
+    """
+
+    def __init__(self) -> None:
+        self._known = _KnownValues()
+
+    def know(self, fake: torch.Tensor, value: torch.Tensor) -> None:
+        """Learn what a fake tensor of integers or truth values holds; of others nothing is kept."""
+        if not (isinstance(value, FakeTensor) or value.is_floating_point()):
+            self._known.add(fake, value)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`func(*args, **kwargs)` on fake tensors."""
+        written = _written(func, args, kwargs)
+        values = self._values(_tensors((args, kwargs))) if _computable(func, written) else None
+        if values is None:
+            for tensor in written:
+                self._known.remove(tensor)
+            return call_operator(func, args, kwargs, self._known.value)
+        with no_dispatch():
+            real_args, real_kwargs = tree_map_only(torch.Tensor, lambda t: values[id(t)], (args, kwargs))
+            real = func(*real_args, **real_kwargs)
+        return self._faked(func, args, kwargs, real)
+
+    def _values(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None:
+        """What the tensors hold, by identity; `None` if that is not known of each."""
+        values: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            value = self._known.value(tensor)
+            if value is None:
+                return None
+            values[id(tensor)] = value
+        return values
+
+    def _faked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: Any) -> Any:
+        """What the operator returns on fake tensors, which are known to hold `real` from here on."""
+        try:
+            out = func(*args, **kwargs)
+        except DataDependentOutputException:
+            return real  # a number
+        except DynamicOutputShapeException:
+            out = tree_map_only(torch.Tensor, torch.empty_like, real)
+        for fake, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
+            if isinstance(fake, torch.Tensor):
+                self._known.add(fake, value)
+        return out
 
 
-def _ones(fake: torch.Tensor) -> torch.Tensor:
-    return torch.ones(fake.shape, dtype=fake.dtype)
+class NumbersFromTensors(TorchFunctionMode):
+    """Lets `torch.tensor` read numbers out of a list of fake tensors, which it does not do by operators."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple)):
+            args = (tree_map_only(torch.Tensor, lambda tensor: tensor.tolist(), args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that the operator changes."""
+    if not func._schema.is_mutable:
+        return []
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _tensors([given.get(name) for name in changed])
+
+
+def _computable(func: Any, written: list[torch.Tensor]) -> bool:
+    """Whether the operator gives the same each time, and changes nothing that is not fake."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # within vmap no other tensors can be made
+        return False
+    return all(isinstance(tensor, FakeTensor) for tensor in written)
+
+
+class _KnownValues:
+    """What fake tensors hold, by their storage: views of one fake storage are views of one real tensor."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
+        self._sweep_at = 1024
+
+    def add(self, fake: torch.Tensor, value: torch.Tensor) -> None:
+        storage = fake.untyped_storage()
+        if (
+            storage._cdata in self._storages
+            or storage.nbytes() > _KNOWN_BYTES
+            or not _plain(fake)
+            or value.is_meta
+        ):
+            return
+        with no_dispatch():
+            real = torch.UntypedStorage(storage.nbytes())
+            _view(fake, real).copy_(value)
+        self._sweep()
+        self._storages[storage._cdata] = (StorageWeakRef(storage), real)
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor holds: a view of its known storage; `None` if that is not known."""
+        if not _plain(tensor):
+            return None
+        if not isinstance(tensor, FakeTensor):
+            small = tensor.numel() * tensor.element_size() <= _KNOWN_BYTES
+            with no_dispatch():
+                return tensor.detach().clone() if small and not tensor.is_meta else None
+        known = self._storages.get(tensor.untyped_storage()._cdata)
+        with no_dispatch():
+            return None if known is None else _view(tensor, known[1])
+
+    def remove(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, FakeTensor):
+            self._storages.pop(tensor.untyped_storage()._cdata, None)
+
+    def _sweep(self) -> None:
+        """Forget storages that are gone. Until then the weak reference keeps the address from others."""
+        if len(self._storages) >= self._sweep_at:
+            self._storages = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}
+            self._sweep_at = max(1024, 2 * len(self._storages))
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_complex() and not tensor.is_quantized
+
+
+def _view(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A view of `storage` with the geometry of a fake tensor."""
+    empty = torch.empty(0, dtype=like.dtype)
+    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+def _or_ones(value: torch.Tensor | None, fake: torch.Tensor) -> torch.Tensor:
+    return torch.ones(fake.shape, dtype=fake.dtype) if value is None else value
 
 
 def _narrow_grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

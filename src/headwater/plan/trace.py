@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from headwater.core.errors import UnboundWeightError
 from headwater.core.precision import Precision
 from headwater.plan.alive import AliveTensors
 from headwater.plan.partition import Partition, find_stages
-from headwater.plan.stand_ins import call_operator
+from headwater.plan.stand_ins import NumbersFromTensors, Operators
 from headwater.plan.types import StageCost, Trace
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -75,8 +74,9 @@ def trace_step(
 
     Args:
         model: parameters and buffers may be on the meta device; nothing of it is changed.
-        batch: tensors (real, fake or meta; only their shapes matter) in any nesting; the first dimension of
-            the first one is the number of samples.
+        batch: tensors (real, fake or meta) in any nesting; the first dimension of the first one is the number
+            of samples. Of real ones that hold integers or truth values the values count, of others only the
+            shapes.
         precision: precision of the run; fp32 if not given.
         loss_function: gives the scalar loss.
         partition: the stages; found automatically if not given.
@@ -90,7 +90,7 @@ def trace_step(
     with mode, attributes_restored(model), autocast(precision, "cpu"):
         state = fake_state(model, partition)
         recorder.register(state)
-        fake_batch = tree_map_only(torch.Tensor, _fake, batch)
+        fake_batch = tree_map_only(torch.Tensor, recorder.fake, batch)
         with recorder.recording(), torch.set_grad_enabled(not inference):
             loss = torch.func.functional_call(
                 _Call(model, loss_function), {f"model.{k}": v for k, v in state.items()}, (fake_batch,)
@@ -183,6 +183,7 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
+        self._operators = Operators()
         self._partition = partition
         self._observer = observer
         self._inference = inference
@@ -202,8 +203,16 @@ class _Recorder(TorchDispatchMode):
         self._uses: list[int] = []
         self._sites: dict[str, set[int]] = {}
 
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor of the batch."""
+        fake = _fake(tensor)
+        self._operators.know(fake, tensor)
+        return fake
+
     def register(self, state: dict[str, torch.Tensor]) -> None:
-        """Learn the fake parameters."""
+        """Learn the fake parameters and buffers."""
+        for name, buffer in self._model.named_buffers():
+            self._operators.know(state[name], buffer)
         self._alive = AliveTensors(ignored=state.values())
         for stage in self._partition.stages:
             for param in stage.params:
@@ -218,6 +227,7 @@ class _Recorder(TorchDispatchMode):
                 leave = module.register_forward_hook(self._leave(path), always_call=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
+            stack.enter_context(NumbersFromTensors())
             stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
             stack.enter_context(self)
             yield
@@ -272,7 +282,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = call_operator(func, args, kwargs)
+        out = self._operators.call(func, args, kwargs)
         if not self._in_backward:
             for tensor in _tensors((args, kwargs)):
                 stage = self._stage_of_storage.get(_storage(tensor))
@@ -305,12 +315,9 @@ class _Recorder(TorchDispatchMode):
 
     def _read(self, stage: int) -> None:
         """A forward operator reads a parameter of `stage`."""
-        unit = self._partition.units[stage]
         if not self._modules:
-            raise UnboundWeightError(
-                f"a weight of stage {unit.path!r} is read outside the forward of any module",
-                remedy="read it within a module's forward: weights are on the device only then",
-            )
+            return  # outside of every forward it is read from the store
+        unit = self._partition.units[stage]
         site = unit.path if unit.path in self._modules else self._modules[-1]
         self._sites.setdefault(site, set()).add(stage)
         if not self._units:
