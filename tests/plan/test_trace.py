@@ -254,6 +254,11 @@ def test_the_batch_is_not_written_to():
     assert torch.equal(tokens, torch.arange(4))
 
 
+def test_a_batch_whose_elements_share_memory():
+    trace = trace_step(nn.Embedding(5, 4), torch.tensor([[1], [2]]).expand(2, 3), loss_function=mean)
+    assert trace.uses == (0,)
+
+
 def test_an_error_of_the_model_is_the_model_s():
     with pytest.raises(RuntimeError, match="same reduction dim"):
         trace_step(nn.Linear(4, 4), torch.zeros(2, 5), loss_function=mean)

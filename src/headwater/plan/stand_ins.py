@@ -21,6 +21,9 @@ _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _KNOWN_BYTES = 1 << 20
 """Larger tensors are not computed in a dry run."""
 
+_OVERLAPS = 1
+"""What torch answers of a tensor whose elements share memory: it cannot be written."""
+
 
 def call_operator(
     func: Any,
@@ -141,13 +144,10 @@ class _KnownValues:
         self._sweep_at = 1024
 
     def add(self, fake: torch.Tensor, value: torch.Tensor) -> None:
+        if value.is_meta or not _plain(fake) or torch._debug_has_internal_overlap(fake) == _OVERLAPS:
+            return
         storage = fake.untyped_storage()
-        if (
-            storage._cdata in self._storages
-            or storage.nbytes() > _KNOWN_BYTES
-            or not _plain(fake)
-            or value.is_meta
-        ):
+        if storage._cdata in self._storages or storage.nbytes() > _KNOWN_BYTES:
             return
         with no_dispatch():
             real = torch.UntypedStorage(storage.nbytes())
