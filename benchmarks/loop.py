@@ -1,7 +1,7 @@
 """What streaming costs a user's own loop over a model that fits: `python -m benchmarks.loop --dtype bf16`.
 
-The same loop over the same model (transformers' GPT-2), with and without `headwater.compile`. Plain PyTorch runs
-with malloc tuned alike, so that the ratio is that of the streaming alone; and as it comes.
+The same loop over the same model (transformers' GPT-2), with and without `headwater.compile`. Plain PyTorch
+runs with malloc tuned alike, so that the ratio is that of the streaming alone; and as it comes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,75 @@
+"""The public names are pinned: to change one is to change this file, and says so to reviewers."""
+
+import importlib
+import inspect
+
+import pytest
+
+SCHEDULES = [
+    "Chained", "Constant", "CosineAnnealing", "CosineAnnealingWarmRestarts", "CosineDecay", "Cyclic",
+    "Exponential", "InverseExponentialTimeDecay", "InverseSquareRootDecay", "Lambda", "Linear", "MultiStep",
+    "Multiplicative", "OneCycle", "PiecewiseConstant", "Polynomial", "ScalePerParam", "Sequential", "Step",
+]  # fmt: skip
+
+PUBLIC = {
+    "headwater": [
+        "amp", "backend", "checkpoint_closure", "compile", "compile_only", "compile_step", "current_backend",
+        "distributed", "empty_parameters", "experimental", "framework", "integrations", "load",
+        "load_pretrained", "metrics", "optim", "release", "save", "save_pretrained", "step_closure", "trace",
+        "utils", "validate_only", "__version__",
+    ],
+    "headwater.optim": [
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Lamb", "Lion", "Muon",
+        "NAdam", "Optimizer", "RAdam", "RMSprop", "Rprop", "SGD", "configure_lr_scheduler",
+        "configure_optimizer", "configure_param_groups", "configure_scheduler", "lr_scheduler",
+        "weight_decay_scheduler",
+    ],
+    "headwater.optim.lr_scheduler": ["LRScheduler", *(f"{name}LR" for name in SCHEDULES)],
+    "headwater.optim.weight_decay_scheduler": [
+        "WeightDecayScheduler",
+        *(f"{name}WD" for name in SCHEDULES),
+    ],
+    "headwater.amp": ["GradScaler", "autocast", "get_half_dtype", "optimizer_step", "set_half_dtype"],
+    "headwater.metrics": [
+        "AUCMetric", "AccuracyMetric", "DiceCoefficientMetric", "FBetaScoreMetric", "MeanIOUMetric",
+        "MeanMetric", "MeanPerClassAccuracyMetric", "Metric", "PerplexityMetric", "PrecisionAtKMetric",
+        "RecallAtKMetric",
+    ],
+    "headwater.utils": ["CSConfig", "data", "tensorboard"],
+    "headwater.utils.data": ["DataExecutor", "DataLoader"],
+    "headwater.utils.tensorboard": ["SummaryWriter"],
+    "headwater.distributed": ["get_ordinal", "is_streamer", "num_available", "num_tasks", "task_id"],
+    "headwater.framework.torch": ["Session", "dataloader", "initialize", "modes", "module", "optimizer"],
+    "headwater.run": ["PyTorchBaseModel", "main", "run"],
+}  # fmt: skip
+
+
+def module(name):
+    if name == "headwater.amp":  # a name of the package, whose module is another
+        return importlib.import_module("headwater").amp
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_names_are_there_and_explained(name):
+    for public in PUBLIC[name]:
+        thing = getattr(module(name), public)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert inspect.getdoc(thing), f"{name}.{public} has no docstring"
+
+
+@pytest.mark.parametrize("name", ["headwater", "headwater.metrics", "headwater.utils.data"])
+def test_nothing_else_is_public(name):
+    assert sorted(module(name).__all__) == sorted(PUBLIC[name])
+
+
+def test_the_package_lists_its_names():
+    headwater = module("headwater")
+    assert sorted(dir(headwater)) == sorted(PUBLIC["headwater"])
+    with pytest.raises(AttributeError, match="no attribute 'complie'"):
+        headwater.complie  # noqa: B018
+
+
+@pytest.mark.parametrize("name", [n for n in PUBLIC["headwater"] if not n.startswith("_")])
+def test_the_older_spelling(name):
+    assert getattr(module("headwater.experimental"), name) is getattr(module("headwater"), name)
