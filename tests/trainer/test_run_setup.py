@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from headwater.api.machine import optimizer_state_bytes
 from headwater.config import load_params, shipped_params
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.models.registry import build_model
@@ -15,7 +16,6 @@ from headwater.trainer.planning import (
     Workload,
     make_engine,
     optimizer_of,
-    optimizer_state_bytes,
     plan_run,
     training_workload,
 )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from headwater.store.files import disk_errors
+from headwater.core.files import disk_errors
 
 _LARGE_BYTES = 1 << 20
 _TOUCHED_BYTES = 128 << 20

@@ -14,6 +14,9 @@ from headwater.plan.budget import Fixed
 from headwater.plan.types import Activations, Resources
 from headwater.store.rule import UpdateRule
 
+NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
+"""The optimizer where nothing is updated: it keeps no state."""
+
 
 def device_of(backend: BackendConfig) -> str:
     """`cpu` or `cuda`, whichever is named or, for `CSX`, the better one there is.

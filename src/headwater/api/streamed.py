@@ -21,7 +21,13 @@ from headwater.api import transaction
 from headwater.api.backend import Backend
 from headwater.api.early import EarlyOptions, check
 from headwater.api.empty import initial_values
-from headwater.api.machine import device_of, fixed_by, optimizer_state_bytes, resources_of
+from headwater.api.machine import (
+    NO_UPDATES,
+    device_of,
+    fixed_by,
+    optimizer_state_bytes,
+    resources_of,
+)
 from headwater.core.buffers import keep_pages
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
@@ -38,9 +44,6 @@ from headwater.stream.engine import Engine, Initial
 logger = logging.getLogger(__name__)
 
 _PRECISION_OF = {torch.bfloat16: Precision("bf16"), torch.float16: Precision("fp16")}
-NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
-"""What updates parameters that no optimizer has; it keeps no state."""
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call of the model."""
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from headwater.api.machine import device_of, resources_of
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.core.errors import ConfigError
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
 from headwater.trainer.gpt_job import gpt_trainable
-from headwater.trainer.planning import device_of, plan_run, resources_of, training_workload
+from headwater.trainer.planning import plan_run, training_workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

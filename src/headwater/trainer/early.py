@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from headwater.api.early import CompileReport, ValidateReport, compile_only, validate_only
+from headwater.api.machine import device_of
 from headwater.config.run import SetupConfig
 from headwater.core.errors import DoesNotFitError
 from headwater.plan.types import Plan
 from headwater.trainer.job import Trainable
-from headwater.trainer.planning import device_of, plan_run, training_workload
+from headwater.trainer.planning import plan_run, training_workload
 
 _FEW_SAMPLES = 2
 """Samples that show whether shapes go together; one would hide what broadcasts."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headwater.api.machine import device_of
 from headwater.config.run import SetupConfig
 from headwater.core.buffers import keep_pages
 from headwater.plan.calibrate import calibrate
@@ -16,7 +17,7 @@ from headwater.plan.types import Plan
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.job import Trainable
-from headwater.trainer.planning import Workload, device_of, make_engine, plan_run
+from headwater.trainer.planning import Workload, make_engine, plan_run
 from headwater.trainer.start import find_trained
 
 

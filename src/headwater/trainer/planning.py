@@ -8,21 +8,24 @@ from pathlib import Path
 
 import torch
 
+from headwater.api.machine import (
+    NO_UPDATES,
+    device_of,
+    fixed_by,
+    optimizer_state_bytes,
+    resources_of,
+)
 from headwater.config.run import SetupConfig
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import Calibration
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Activations, Plan, Resources, Trace
-from headwater.store.rule import UpdateRule
+from headwater.plan.types import Plan, Trace
 from headwater.stream.engine import Engine
 from headwater.trainer.job import Trainable
-
-NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
-"""The optimizer of a run that only evaluates: it keeps no state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,45 +130,8 @@ def plan_run(
         resources=resources_of(init.backend, disk),
         device=device_of(init.backend),
         calibration=calibration,
-        fixed=_fixed(init.backend, work.micro_batch_size),
+        fixed=fixed_by(init.backend, work.micro_batch_size),
     )
-
-
-def device_of(backend: BackendConfig) -> str:
-    """`cpu` or `cuda`, whichever the params name or, for `CSX`, the better one there is.
-
-    Raises:
-        ConfigError: if they name a GPU and there is none.
-    """
-    if backend.backend_type == "CPU":
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    if backend.backend_type == "GPU":
-        raise ConfigError(
-            "torch finds no GPU here",
-            where="trainer.init.backend.backend_type",
-            remedy="write CPU, or CSX for the best device there is",
-        )
-    return "cpu"
-
-
-def resources_of(backend: BackendConfig, disk: Path | None = None) -> Resources:
-    """The budgets of the params."""
-    given = backend.disk
-    return Resources(
-        device_memory=backend.device_memory,
-        host_memory=backend.host_memory,
-        disk=disk or (given.path if given else None),
-        disk_bytes=given.size if given else None,
-    )
-
-
-def optimizer_state_bytes(optimizer: OptimizerSpec) -> int:
-    """Bytes of state that `optimizer` keeps for each trained parameter (8 for Adam)."""
-    probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
-    layout = UpdateRule(optimizer).state_layout(probe)
-    return sum(tensor.dtype.itemsize for tensor in layout.values() if tensor.shape is None)
 
 
 def make_engine(
@@ -194,16 +160,6 @@ def make_engine(
 
 def _zeros(spec: ParamSpec) -> torch.Tensor:
     return torch.zeros(()).expand(spec.shape)
-
-
-def _fixed(backend: BackendConfig, micro_batch_size: int | None) -> Fixed:
-    return Fixed(
-        tier=None if backend.tier == "auto" else backend.tier,
-        num_slabs=backend.num_slabs,
-        activations=None if backend.activations == "auto" else Activations(backend.activations),
-        micro_batch_size=micro_batch_size,
-        gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
-    )
 
 
 def _check_supported(backend: BackendConfig) -> None:
