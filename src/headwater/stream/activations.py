@@ -126,7 +126,7 @@ def recompute_forward(
             bound_forward,
             *args,
             use_reentrant=False,
-            context_fn=lambda: (_nothing(), buffers.as_before()),
+            context_fn=lambda: (_nothing(), buffers),
             **kwargs,
         )
 
@@ -140,25 +140,26 @@ def _nothing() -> Iterator[None]:
 
 
 class _Buffers:
-    """A module's buffers before a forward, so that a second one begins with them and leaves no trace."""
+    """A module's buffers before a forward; while entered, as often as it is, they are what they were.
+
+    So a second forward begins with them, and leaves no trace.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = self._copies()
+        self._now = self._before
 
     def _copies(self) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]]:
         owners = (owner._buffers for owner in self._module.modules())
         return [(own, k, b, b.clone()) for own in owners for k, b in own.items() if b is not None]
 
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Within it the buffers are what they were; after it, what they are now."""
-        now = self._copies()
+    def __enter__(self) -> None:
+        self._now = self._copies()
         _put(self._before)
-        try:
-            yield
-        finally:
-            _put(now)
+
+    def __exit__(self, *exception: object) -> None:
+        _put(self._now)
 
 
 @torch.no_grad()
