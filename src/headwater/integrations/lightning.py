@@ -30,8 +30,6 @@ except ModuleNotFoundError as error:
         "StreamedStrategy needs lightning", remedy="pip install 'headwater[trainers]'"
     ) from error
 
-CallHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
-
 
 class StreamedStrategy(SingleDeviceStrategy):
     """Weights live in a weight store; everything else is Lightning on one device.
@@ -39,8 +37,8 @@ class StreamedStrategy(SingleDeviceStrategy):
     Each module that `training_step` (or another step) calls is compiled for the backend at its first call:
     the `LightningModule` itself if the step calls `self(...)`, otherwise the parts that it calls, such as
     `self.model`, or the generator and the discriminator. Each has a plan and a weight store of its own.
-    What no step calls is not streamed. After training the module stays streamed; `headwater.release` of a
-    compiled part ends that.
+    What no step calls is not streamed, nor is a copy of the module. After training the module stays streamed;
+    `headwater.release` of a compiled part ends that.
 
     Args:
         backend: what `headwater.backend` gave, or its name.
@@ -88,19 +86,14 @@ class StreamedStrategy(SingleDeviceStrategy):
             return
         for module in self.model.modules():
             if any(True for _ in module.parameters()):
-                self._hooks[module] = module.register_forward_pre_hook(
-                    self._call_hook(), with_kwargs=True, prepend=True
-                )
+                hook = _CallHook(self._before_call)
+                self._hooks[module] = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             else:
                 self._bring_own(module)
         for module in self.model.modules():
             if is_compiled(module):
                 self._take(module)
         self._bring_own(self.model)
-
-    def _call_hook(self) -> CallHook:
-        """A function, as who copies a module copies its hooks, and a method's strategy with them."""
-        return lambda module, args, kwargs: self._before_call(module, args, kwargs)
 
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._streamed.isdisjoint(module.parameters()):
@@ -144,6 +137,19 @@ class StreamedStrategy(SingleDeviceStrategy):
         assert self.accelerator is not None, "Lightning gives every strategy one"
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+class _CallHook:
+    """A hook before the forward of a module. A copy of the module has one that does nothing."""
+
+    def __init__(self, before_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        self._before_call = before_call
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._before_call(module, args, kwargs)
+
+    def __deepcopy__(self, memo: object) -> _CallHook:
+        return _CallHook(lambda module, args, kwargs: None)
 
 
 class FileCheckpointIO(TorchCheckpointIO):

@@ -30,9 +30,8 @@ except ModuleNotFoundError as error:
 class StreamedTrainer(Trainer):  # type: ignore[misc]
     """`transformers.Trainer` with the weights of its model in a weight store.
 
-    Data, optimizer, schedule, evaluation, callbacks and logs are the Trainer's. Checkpoints have its files and
-    are exchanged with it; they are written and read without the weights or the optimizer state ever being
-    whole in memory.
+    Data, optimizer, schedule, evaluation, callbacks and logs are the Trainer's. Each resumes the checkpoints
+    of the other; ours are written and read without weights or optimizer state being whole in memory.
 
     Args:
         *args: those of `Trainer`.

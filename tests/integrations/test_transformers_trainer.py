@@ -1,0 +1,221 @@
+"""`StreamedTrainer` against the Trainer of transformers: equal logs, weights, predictions, checkpoints."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from places import assert_same_tensors, backend, every_plan, text_rows
+from safetensors.torch import load_file
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+import headwater
+from headwater.api.compile import streamed
+from headwater.core.errors import CheckpointError, ConfigError
+from headwater.integrations.transformers import StreamedTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+ROWS = text_rows(110, 24)
+TRAIN, VALIDATION = ([{"input_ids": row, "labels": row} for row in part] for part in ROWS.split([90, 20]))
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=256, n_positions=24, n_embd=32, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config)
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=24,
+    )
+    return LlamaForCausalLM(config)
+
+
+def trainer_of(place, folder, model=None, **options):
+    """A Trainer, streamed if `place` is a backend and plain if it is `None`."""
+    defaults = {"max_steps": 20, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-2}
+    defaults |= {"warmup_steps": 3, "weight_decay": 0.1, "save_strategy": "no"}
+    args = TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **(defaults | options)
+    )
+    kwargs = {"args": args, "train_dataset": TRAIN, "eval_dataset": VALIDATION}
+    kwargs |= model if isinstance(model, dict) else {"model": model or gpt2()}
+    return Trainer(**kwargs) if place is None else StreamedTrainer(backend=place, **kwargs)
+
+
+def trained(*args, **options):
+    """A Trainer that has trained; it seeds all randomness when it is built."""
+    trainer = trainer_of(*args, **options)
+    trainer.train()
+    return trainer
+
+
+def history(trainer):
+    """What was logged, without what depends on the machine."""
+    numbers = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
+    return [{key: entry[key] for key in numbers if key in entry} for entry in trainer.state.log_history]
+
+
+def assert_same_run(one, other):
+    assert history(one) == history(other)
+    assert_same_tensors(one.model.state_dict(), other.model.state_dict())
+
+
+@every_plan
+def test_a_run_with_evaluation_accumulation_and_clipping_is_equal(plan, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 7, "gradient_accumulation_steps": 2}
+    plain = trained(None, tmp_path / "plain", **options)
+    ours = trained(backend(plan, tmp_path), tmp_path / "ours", **options)
+    assert_same_run(ours, plain)
+    assert ["eval_loss" in entry for entry in history(ours)].count(True) == 3
+    assert ours.state.log_history[5]["grad_norm"] > 1.0  # it was clipped
+    assert (ours.predict(VALIDATION).predictions == plain.predict(VALIDATION).predictions).all()
+
+
+@pytest.mark.parametrize("options", [{"optim": "sgd"}, {"optim": "adafactor"}, {"max_grad_norm": 0.0}])
+def test_llama_with_other_settings_is_equal(options, tmp_path):
+    plain = trained(None, tmp_path / "plain", llama(), **options)
+    ours = trained(backend("slabs", tmp_path), tmp_path / "ours", llama(), **options)
+    assert_same_run(ours, plain)
+
+
+def test_evaluation_before_training_is_equal(tmp_path):
+    trainers, losses = [], []
+    for place in (None, backend("slabs", tmp_path)):
+        trainer = trainer_of(place, tmp_path / "run")
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.train()
+        trainers.append(trainer)
+    assert losses[0] == losses[1]
+    assert_same_run(*trainers)
+
+
+@every_plan
+def test_each_resumes_the_other_s_checkpoints(plan, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 10}
+    plain = trained(None, tmp_path / "plain", **saving)
+    ours = trained(backend(plan, tmp_path), tmp_path / "ours", **saving)
+    assert_same_run(ours, plain)
+
+    def resumed(place, folder):
+        trainer = trainer_of(place, tmp_path / "resumed", **saving)
+        trainer.train(resume_from_checkpoint=str(tmp_path / folder / "checkpoint-10"))
+        return trainer
+
+    for folder in ("ours", "plain"):
+        assert_same_run(resumed(backend(plan, tmp_path), folder), plain)
+    assert_same_run(resumed(None, "ours"), plain)
+
+
+def test_checkpoints_hold_the_same(tmp_path):
+    folders = [tmp_path / "plain", tmp_path / "ours"]
+    for place, folder in zip((None, backend("slabs", tmp_path)), folders, strict=True):
+        trained(place, folder, max_steps=2, save_strategy="steps", save_steps=2)
+    plain, ours = ({path.name: path for path in folder.glob("checkpoint-2/*")} for folder in folders)
+    assert plain.keys() == ours.keys() and "optimizer.pt" in ours
+    assert_same_tensors(load_file(ours["model.safetensors"]), load_file(plain["model.safetensors"]))
+    for name in ("config.json", "trainer_state.json", "scheduler.pt"):
+        assert ours[name].read_bytes() == plain[name].read_bytes()
+
+
+def test_a_saved_model_is_one_of_transformers(tmp_path):
+    trainer = trained(backend("disk", tmp_path), tmp_path / "ours", max_steps=2)
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    assert_same_tensors(loaded.state_dict(), trainer.model.state_dict())
+
+
+def test_resuming_with_another_model_is_refused(tmp_path):
+    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trained(backend("slabs", tmp_path), tmp_path / "ours", **saving)
+    other = trainer_of(backend("slabs", tmp_path), tmp_path / "ours", llama(), **saving)
+    with pytest.raises(CheckpointError, match="model has no transformer"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_the_best_model_is_loaded_and_training_goes_on(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "best", "max_steps": 15}
+    options |= {"metric_for_best_model": "loss", "greater_is_better": True, "load_best_model_at_end": True}
+    trainers = []
+    for place, folder in ((None, "plain"), (backend("slabs", tmp_path), "ours")):
+        trainer = trained(place, tmp_path / folder, **options)
+        assert trainer.state.best_global_step == 5
+        trainer.args.max_steps = 5
+        trainer.train()
+        trainers.append(trainer)
+    assert_same_run(*trainers)
+
+
+def test_a_model_of_model_init(tmp_path):
+    plain = trained(None, tmp_path / "plain", {"model_init": gpt2})
+    ours = trained(backend("slabs", tmp_path), tmp_path / "ours", {"model_init": gpt2})
+    assert streamed(ours.model).engine is not None
+    assert_same_run(ours, plain)
+
+
+def test_adapters_of_peft(tmp_path):
+    def adapted():
+        config = LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+        return get_peft_model(gpt2(), config)
+
+    saving = {"save_strategy": "steps", "save_steps": 10}
+    plain = trained(None, tmp_path / "plain", adapted(), **saving)
+    ours = trained(backend("slabs", tmp_path), tmp_path / "ours", adapted(), **saving)
+    assert_same_run(ours, plain)
+    file = "checkpoint-10/adapter_model.safetensors"
+    assert_same_tensors(load_file(tmp_path / "ours" / file), load_file(tmp_path / "plain" / file))
+    resumed = trainer_of(backend("slabs", tmp_path), tmp_path / "ours", adapted(), **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-10"))
+    assert_same_run(resumed, plain)
+
+
+def test_bf16_streams_bf16_weights(tmp_path):
+    plain = trained(None, tmp_path / "plain", bf16=True)
+    ours = trained(backend("slabs", tmp_path), tmp_path / "ours", bf16=True)
+    assert streamed(ours.model).engine.plan.precision.name == "bf16"
+    losses, expected = ([e["loss"] for e in history(t) if "loss" in e] for t in (ours, plain))
+    assert losses == pytest.approx(expected, rel=5e-3) and losses[-1] < losses[0] - 1
+
+
+def test_the_trainer_of_transformers_streams_a_compiled_model(tmp_path):
+    plain = trained(None, tmp_path / "plain")
+    model = headwater.compile(gpt2(), backend("slabs", tmp_path))
+    compiled = trained(None, tmp_path / "ours", model)
+    assert_same_run(compiled, plain)
+
+
+def test_the_plain_backend_is_the_trainer_of_transformers(tmp_path):
+    plain = trained(None, tmp_path / "plain", max_steps=3)
+    ours = trained(headwater.backend("CPU"), tmp_path / "ours", max_steps=3)
+    assert streamed(ours.model) is None
+    assert_same_run(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [({"bf16_full_eval": True}, "set bf16=True"), ({"torch_compile": True}, r"backend\(compile=True\)")],
+)
+def test_what_is_not_streamed_is_refused(options, remedy, tmp_path):
+    with pytest.raises(ConfigError, match=remedy):
+        trainer_of(backend("slabs", tmp_path), tmp_path, **options)
