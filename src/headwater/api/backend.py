@@ -14,6 +14,7 @@ from headwater.api.building import BuildInFiles
 from headwater.config.base import nearest
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
+from headwater.distributed import check_num_csx
 
 Kind = Literal["CSX", "CPU", "GPU"]
 
@@ -32,8 +33,9 @@ class Backend:
     """
 
     def __init__(
-        self, config: BackendConfig, compile_dir: Path, compile_only: bool, validate_only: bool
+        self, config: BackendConfig, compile_dir: Path, *, compile_only: bool, validate_only: bool
     ) -> None:
+        check_num_csx(config.num_csx, where="backend, option num_csx")
         self.kind: Kind = config.backend_type
         self.config = config
         self.compile_dir = compile_dir
@@ -90,12 +92,14 @@ def backend(
         validate_only: stop at the first step, when model, loss and data are known to go together.
         **options: keys of the section `backend` of a params file: `device_memory` and `host_memory` (bytes,
             or `"4GiB"`), `disk` (a folder, or `{path, size}`), `num_slabs`, `activations`, `tier`,
-            `gradient_tier`, `compile`, `matmul`, `allocator`.
+            `gradient_tier`, `compile`, `matmul`, `allocator`; and `num_csx`, compute ranks.
 
     Raises:
         ConfigError: if an option is unknown or wrong, or there is no such device.
     """
     global _current
+    if "num_csx" in options:
+        options["cluster_config"] = {"num_csx": options.pop("num_csx")}
     disk = options.get("disk")
     if isinstance(disk, str | os.PathLike):
         options["disk"] = {"path": os.fspath(disk)}
