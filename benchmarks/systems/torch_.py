@@ -71,9 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_workload_arguments(parser)
     parser.add_argument("--fsdp2", action="store_true")
-    parser.add_argument(
-        "--headwater", action="store_true", help="the model compiled for streaming"
-    )
+    parser.add_argument("--headwater", action="store_true", help="the model compiled for streaming")
     parser.add_argument("--tuned", action="store_true", help="malloc keeps its pages, as Headwater lets it")
     args = parser.parse_args()
     workload = workload_of(args)
