@@ -9,12 +9,17 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from headwater.core.stage import StageSpec
+from headwater.core.units import MIB
 from headwater.plan.belady import slab_capacity
 from headwater.plan.types import Activations, Plan, StageCost, Trace
 from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, Encoding, encoding_of
 
 _STAGING_BUFFERS = 4
 _SNAPSHOT_THREADS = 2
+OFFLOAD_WINDOW_BYTES = 128 * MIB
+"""Activations that may be on their way to the disk at once, and as many on their way back."""
+OFFLOAD_WRITERS, OFFLOAD_BLOCK_BYTES = 2, 16 * MIB
+"""Threads that write activations, each through a buffer of this size."""
 _FP32_BYTES = 4
 # Measured on CPU: how far peaks are above what tensors alone account for, in shares of those.
 _ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.5
@@ -285,8 +290,9 @@ def _busy(cost: StageCost, policy: Activations, num_uses: int) -> int:
     passing = cost.transient_bytes + cost.input_bytes + cost.output_bytes
     if policy is Activations.RECOMPUTE:
         return passing + cost.saved_bytes // num_uses
-    if policy is Activations.OFFLOAD:  # one stage on its way, one in use
-        return passing + 2 * _kept(cost) // num_uses
+    if policy is Activations.OFFLOAD:
+        window = max(OFFLOAD_WINDOW_BYTES, cost.transient_bytes)  # one tensor may always be on its way
+        return passing + 2 * min(_kept(cost) // num_uses, window) + OFFLOAD_WRITERS * OFFLOAD_BLOCK_BYTES
     return passing
 
 

@@ -1,40 +1,95 @@
-"""Activations that leave the device until backward wants them: to disk, or to page-locked host memory."""
+"""Activations that leave the device until backward wants them: to disk, or to page-locked host memory.
+
+What moves is a whole storage, once, however many views of it autograd saves: it is what would stay in memory
+otherwise. A view comes back as the same view of the storage that came back.
+"""
 
 from __future__ import annotations
 
 import abc
 import itertools
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor as ThreadPool
 from pathlib import Path
 
 import torch
 
 from headwater.core.buffers import aligned_empty, round_up
 from headwater.core.files import disk_errors
+from headwater.core.threads import single_core_pool
+from headwater.plan.footprint import OFFLOAD_BLOCK_BYTES, OFFLOAD_WINDOW_BYTES, OFFLOAD_WRITERS
 from headwater.store.files import BlockFile
+from headwater.stream.activations import changed_in_place
 
 _SMALLEST_BYTES = 64 << 10
 """What is smaller stays: moving it costs more than it frees."""
 
-_WRITERS = 2
+
+class Moved(abc.ABC):
+    """A storage that has moved out."""
+
+    def __init__(self) -> None:
+        self._returned: weakref.ref[torch.UntypedStorage] | None = None
+
+    def bring_back(self) -> torch.Tensor:
+        """Its bytes on the device; the same memory for as long as somebody holds it."""
+        storage = None if self._returned is None else self._returned()
+        if storage is not None:
+            return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        flat = self._fetch()
+        self._returned = weakref.ref(flat.untyped_storage())
+        return flat
+
+    @abc.abstractmethod
+    def _fetch(self) -> torch.Tensor:
+        """Its bytes, in memory of their own."""
+
+
+class SavedView:
+    """What autograd keeps in place of a tensor that has moved out; calling it gives the tensor back."""
+
+    def __init__(self, moved: Moved, tensor: torch.Tensor) -> None:
+        self._moved = moved
+        self._dtype = tensor.dtype
+        self._layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+    def __call__(self) -> torch.Tensor:
+        flat = self._moved.bring_back()
+        whole = flat[: flat.numel() // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
+        return whole.as_strided(*self._layout)
 
 
 class Offload(abc.ABC):
     """Moves activations out."""
 
-    def __call__(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Begin to move a tensor out.
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, weakref.ref[Moved]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __call__(self, tensor: torch.Tensor) -> SavedView | None:
+        """Begin to move a tensor out, unless the storage that it lies in has moved as it is now.
 
         Returns:
-            What brings it back when called; `None` if it is too small to be worth it.
+            What brings it back when called; `None` if it stays: it is too small, or not plain memory.
         """
-        return self.move(tensor) if tensor.numel() * tensor.element_size() >= _SMALLEST_BYTES else None
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < _SMALLEST_BYTES:
+            return None
+        version, reference = self._known.get(storage, (-1, None))
+        moved = None if reference is None else reference()
+        if moved is None or version != tensor._version:
+            moved = self.move(tensor.detach())
+            self._known[storage] = tensor._version, weakref.ref(moved)
+        return SavedView(moved, tensor)
 
     @abc.abstractmethod
-    def move(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to move a tensor out, and return what brings it back."""
+    def move(self, tensor: torch.Tensor) -> Moved:
+        """Begin to move the storage of a tensor out."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -44,66 +99,172 @@ class Offload(abc.ABC):
 class HostOffload(Offload):
     """To page-locked host memory, in the order of the compute stream: right without further waiting."""
 
-    def move(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        device = tensor.device
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor.detach(), non_blocking=True)
-        return lambda: host.to(device, non_blocking=True)
+    def move(self, tensor: torch.Tensor) -> Moved:
+        return _OnHost(tensor)
 
     def close(self) -> None:
         pass
 
 
+class _OnHost(Moved):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._device = tensor.device
+        flat = _bytes_of(tensor)
+        self._host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
+        self._host.copy_(flat, non_blocking=True)
+
+    def _fetch(self) -> torch.Tensor:
+        return self._host.to(self._device, non_blocking=True)
+
+
 class DiskOffload(Offload):
     """To files; for a device that has no other memory than the host's.
 
+    Storages are read ahead in the reverse of the order in which they were written, as backward wants them.
+
     Args:
         folder: where the files go.
+        window_bytes: how much may be on its way out, and how much back, at once; one storage may always.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, window_bytes: int = OFFLOAD_WINDOW_BYTES) -> None:
+        super().__init__()
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._names = itertools.count()
-        self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="headwater-offload")
-        self._slots = threading.BoundedSemaphore(2 * _WRITERS)  # else a slow disk would leave all in memory
+        self._numbers = itertools.count()
+        self._window_bytes = window_bytes
+        self._leaving = _Window(window_bytes)
+        self._writers = single_core_pool(OFFLOAD_WRITERS, "headwater-offload-write")
+        self._reader = single_core_pool(1, "headwater-offload-read")
+        self._stack: list[weakref.ref[_OnDisk]] = []
+        self._back: weakref.WeakSet[_OnDisk] = weakref.WeakSet()
 
-    def move(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        self._slots.acquire()
-        path = self._folder / f"activation_{next(self._names)}.bin"
-        moved = _Offloaded(path, tensor, self._threads)
-        moved.written.add_done_callback(lambda _: self._slots.release())
+    def move(self, tensor: torch.Tensor) -> Moved:
+        num_bytes = tensor.untyped_storage().nbytes()
+        self._leaving.enter(num_bytes)
+        path = self._folder / f"activation_{next(self._numbers)}.bin"
+        moved = _OnDisk(self, tensor, path, self._writers)
+        moved.written.add_done_callback(lambda _: self._leaving.leave(num_bytes))
+        while self._stack and self._stack[-1]() is None:  # no backward came for them
+            self._stack.pop()
+        self._stack.append(weakref.ref(moved))
         return moved
 
+    def bring_back(self, moved: _OnDisk) -> torch.Tensor:
+        """The bytes of `moved`, for whom backward waits; what it will want next is read meanwhile."""
+        self._has_room(moved)
+        back = self._read(moved)
+        while self._stack:
+            following = self._stack[-1]()
+            if following is not None and following.back is None:
+                if not self._has_room(following):
+                    break
+                self._read(following)
+            self._stack.pop()
+        moved.was_used = True
+        return back.result()
+
+    def _read(self, moved: _OnDisk) -> Future[torch.Tensor]:
+        if moved.back is None:
+            moved.back = self._reader.submit(moved.read)
+            self._back.add(moved)
+        return moved.back
+
+    def _has_room(self, moved: _OnDisk) -> bool:
+        """Whether one more may come back; what was used before is let go for it."""
+        if not self._fits(moved):
+            for other in [other for other in self._back if other.was_used]:
+                other.back = None
+                self._back.discard(other)
+        return self._fits(moved)
+
+    def _fits(self, moved: _OnDisk) -> bool:
+        used = sum(other.num_bytes for other in self._back if other is not moved)
+        return used == 0 or used + moved.num_bytes <= self._window_bytes
+
     def close(self) -> None:
-        self._threads.shutdown(wait=True)
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._writers.shutdown(wait=True)
 
 
-class _Offloaded:
-    """One tensor in a file; calling it gives the tensor back."""
+class _OnDisk(Moved):
+    """A storage in a file of its own, or on its way there or back.
 
-    def __init__(self, path: Path, tensor: torch.Tensor, threads: ThreadPoolExecutor) -> None:
+    Attributes:
+        num_bytes: its size.
+        written: done when it is in its file.
+        back: its bytes, once somebody has asked for them; let go when there is no room for them.
+        was_used: whether backward has had them.
+    """
+
+    def __init__(self, owner: DiskOffload, tensor: torch.Tensor, path: Path, writers: ThreadPool) -> None:
+        super().__init__()
+        self._owner = owner
         self._path = path
-        self._dtype, self._shape = tensor.dtype, tensor.shape
-        self._num_bytes = tensor.numel() * tensor.element_size()
-        self.written: Future[BlockFile] = threads.submit(self._write, tensor)
+        self._tensor: torch.Tensor | None = tensor
+        self._version = tensor._version
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        self.back: Future[torch.Tensor] | None = None
+        self.was_used = False
+        self.written: Future[BlockFile] = writers.submit(self._write)
 
-    def _write(self, tensor: torch.Tensor) -> BlockFile:
-        file = BlockFile(self._path, round_up(self._num_bytes))
-        buffer = aligned_empty(self._num_bytes)
-        self._view(buffer).copy_(tensor.detach())
-        file.write(0, buffer)
+    def _write(self) -> BlockFile:
+        source = self._source()
+        file = BlockFile(self._path, round_up(self.num_bytes))
+        buffer = aligned_empty(min(self.num_bytes, OFFLOAD_BLOCK_BYTES))
+        for start in range(0, self.num_bytes, OFFLOAD_BLOCK_BYTES):
+            block = source[start : start + OFFLOAD_BLOCK_BYTES]
+            buffer[: block.numel()].copy_(block)
+            file.write(start, buffer[: round_up(block.numel())])
+        self._source()  # it has not changed meanwhile
+        self._tensor = None
         return file
 
-    def _view(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer[: self._num_bytes].view(self._dtype).view(self._shape)
+    def _source(self) -> torch.Tensor:
+        tensor = self._tensor
+        assert tensor is not None, "what is not written yet is still here"
+        if tensor._version != self._version:
+            raise changed_in_place(tensor)
+        return _bytes_of(tensor)
 
-    def __call__(self) -> torch.Tensor:
-        buffer = aligned_empty(self._num_bytes)
+    def read(self) -> torch.Tensor:
+        """The bytes again; on the reader's thread."""
+        if self.written.cancel():
+            return self._source()
+        buffer = aligned_empty(self.num_bytes)
         self.written.result().read(0, buffer)
-        return self._view(buffer)
+        return buffer[: self.num_bytes]
+
+    def _fetch(self) -> torch.Tensor:
+        return self._owner.bring_back(self)
 
     def __del__(self) -> None:
         if not self.written.cancel() and self.written.exception() is None:
             self.written.result().close()
+
+
+class _Window:
+    """Lets in so many bytes at a time, or one alone that is larger."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._limit = num_bytes
+        self._inside = 0
+        self._changed = threading.Condition()
+
+    def enter(self, num_bytes: int) -> None:
+        """Wait until there is room."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._inside or self._inside + num_bytes <= self._limit)
+            self._inside += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        with self._changed:
+            self._inside -= num_bytes
+            self._changed.notify_all()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the storage that a tensor lies in."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
