@@ -291,8 +291,9 @@ def _busy(cost: StageCost, policy: Activations, num_uses: int) -> int:
     if policy is Activations.RECOMPUTE:
         return passing + cost.saved_bytes // num_uses
     if policy is Activations.OFFLOAD:
+        moving = _kept(cost) // num_uses
         window = max(OFFLOAD_WINDOW_BYTES, cost.transient_bytes)  # one tensor may always be on its way
-        return passing + 2 * min(_kept(cost) // num_uses, window) + OFFLOAD_WRITERS * OFFLOAD_BLOCK_BYTES
+        return passing + 2 * min(moving, window) + OFFLOAD_WRITERS * min(moving, OFFLOAD_BLOCK_BYTES)
     return passing
 
 
