@@ -1,7 +1,11 @@
 """What the tests of integrations share: plans that stream, text, and what is equal."""
 
 import gzip
+import re
+import threading
+from contextlib import contextmanager
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,3 +39,31 @@ def text_rows(num_rows, length):
 def assert_same_tensors(left, right):
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@contextmanager
+def watched_memory():
+    """Gives a list, to which it adds the bytes by which this process' own memory grows at its peak.
+
+    Files that are mapped into memory do not count.
+    """
+
+    def sample():
+        while not stopped.wait(0.002):
+            samples.append(own_memory())
+
+    growth, stopped = [], threading.Event()
+    samples = [own_memory()]
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    try:
+        yield growth
+    finally:
+        stopped.set()
+        watcher.join()
+    growth.append(max(samples) - samples[0])
+
+
+def own_memory():
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from places import assert_same_tensors, backend, every_plan, text_rows
+from places import assert_same_tensors, backend, every_plan, text_rows, watched_memory
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -270,6 +270,21 @@ def test_checkpoints_hold_the_same_and_are_whole_or_absent(tmp_path, monkeypatch
     with pytest.raises(OSError, match="no room"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert (tmp_path / "a.ckpt").read_bytes() == before
+
+
+def test_checkpoints_are_written_without_being_whole_in_memory(tmp_path):
+    class Deep(NextByte):
+        def __init__(self):
+            super().__init__()
+            blocks = [nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)) for _ in range(9)]
+            self.model = nn.Sequential(nn.Embedding(256, 512), *blocks, nn.Linear(512, 256))
+
+    trainer, module = trained(backend("disk", tmp_path), tmp_path, Deep, max_steps=1)
+    with watched_memory() as growth:
+        trainer.save_checkpoint(tmp_path / "deep.ckpt")
+    whole = 3 * sum(param.nbytes for param in module.parameters())  # with both moments of AdamW
+    assert (tmp_path / "deep.ckpt").stat().st_size > whole > 100 << 20
+    assert growth[0] < whole / 2
 
 
 def test_modules_may_be_copied_before_they_are_streamed(tmp_path):
