@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiers", nargs="+", choices=["memory", "disk"], default=["memory", "disk"])
     args = parser.parse_args()
     from headwater.data.assets import sample_text
     from headwater.data.prepare import prepare
@@ -63,13 +64,13 @@ def main() -> None:
     prepare([sample_text()], data, tokenizer=TrainBPE(2048), sequence_length=128)
     rng = random.Random(args.seed)
     report = {}
-    for tier in ("memory", "disk"):
+    for tier in args.tiers:
         start = time.perf_counter()
         subprocess.run(command(data, folder / tier, tier), check=True, capture_output=True)
         length_s = time.perf_counter() - start
         expected = outcome(folder / tier)
         equal = attempts = 0
-        for _ in range(args.kills // 2):
+        for _ in range(args.kills // len(args.tiers)):
             victim = folder / "victim"
             shutil.rmtree(victim, ignore_errors=True)
             process = subprocess.Popen(
