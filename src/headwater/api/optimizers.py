@@ -233,7 +233,7 @@ def _store_state(home: Home, state: dict[str, Any]) -> None:
     """Replace the optimizer state of one parameter.
 
     Raises:
-        CheckpointError: if it is that of another optimizer.
+        CheckpointError: if it is that of another optimizer, or has no values.
     """
     layout = home.store.rule.state_layout(home.spec)
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
@@ -242,6 +242,12 @@ def _store_state(home: Home, state: dict[str, Any]) -> None:
             f"the optimizer state has {sorted(tensors)}, and this optimizer keeps {sorted(layout)}",
             where=home.spec.name,
             remedy="load the state of the same kind of optimizer",
+        )
+    if any(value.is_meta for value in tensors.values()):
+        raise CheckpointError(
+            "the optimizer state was loaded while its parameters were empty, and torch dropped the values",
+            where=home.spec.name,
+            remedy="load it after the model's first forward, or build the model within backend.device",
         )
     for name, value in tensors.items():
         home.store.write_param(home.stage, home.index, value, name)
