@@ -254,6 +254,15 @@ def test_the_batch_is_not_written_to():
     assert torch.equal(tokens, torch.arange(4))
 
 
+def test_distributions():
+    def loss(model, x):
+        return -torch.distributions.Categorical(logits=model(x)).log_prob(torch.tensor(1)).mean()
+
+    assert trace_step(nn.Linear(4, 4), torch.zeros(2, 4), loss_function=loss).uses == (0,)
+    with pytest.raises(ValueError, match="to satisfy"):
+        torch.distributions.Categorical(logits=torch.tensor([float("nan")]))
+
+
 def test_a_batch_whose_elements_share_memory():
     trace = trace_step(nn.Embedding(5, 4), torch.tensor([[1], [2]]).expand(2, 3), loss_function=mean)
     assert trace.uses == (0,)

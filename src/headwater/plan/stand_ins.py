@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch.distributions import Distribution
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
@@ -103,8 +105,20 @@ class Operators:
         return out
 
 
-class NumbersFromTensors(TorchFunctionMode):
-    """Lets `torch.tensor` read numbers out of a list of fake tensors, which it does not do by operators."""
+@contextmanager
+def python_stand_ins() -> Iterator[None]:
+    """What Python code asks of fake tensors otherwise than by operators, within the context."""
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)  # it asks whether all values are valid, and raises
+    try:
+        with _NumbersFromTensors():
+            yield
+    finally:
+        Distribution.set_default_validate_args(checked)
+
+
+class _NumbersFromTensors(TorchFunctionMode):
+    """Lets `torch.tensor` read numbers out of a list of fake tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from headwater.core.precision import Precision
 from headwater.plan.alive import AliveTensors
 from headwater.plan.partition import Partition, find_stages
-from headwater.plan.stand_ins import NumbersFromTensors, Operators
+from headwater.plan.stand_ins import Operators, python_stand_ins
 from headwater.plan.types import StageCost, Trace
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -227,7 +227,7 @@ class _Recorder(TorchDispatchMode):
                 leave = module.register_forward_hook(self._leave(path), always_call=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
-            stack.enter_context(NumbersFromTensors())
+            stack.enter_context(python_stand_ins())
             stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
             stack.enter_context(self)
             yield
