@@ -234,7 +234,7 @@ def test_parts_that_share_weights_are_equal(tmp_path):
     assert_same_run(ours, trained(None, tmp_path, InParts, **options))
 
 
-@every_plan
+@pytest.mark.parametrize("plan", ["resident", "disk"])
 @pytest.mark.parametrize("kind", [NextByte, Adversaries])
 def test_each_resumes_the_other_s_checkpoints(kind, plan, tmp_path):
     """Lightning resumes at the end of an epoch; randomness is that of the step (`SeedEachStep`)."""
