@@ -280,11 +280,12 @@ def test_checkpoints_are_written_without_being_whole_in_memory(tmp_path):
             self.model = nn.Sequential(nn.Embedding(256, 512), *blocks, nn.Linear(512, 256))
 
     trainer, module = trained(backend("disk", tmp_path), tmp_path, Deep, max_steps=1)
+    trainer.save_checkpoint(tmp_path / "deep.ckpt")  # this one applies the updates that wait
     with watched_memory() as growth:
         trainer.save_checkpoint(tmp_path / "deep.ckpt")
     whole = 3 * sum(param.nbytes for param in module.parameters())  # with both moments of AdamW
     assert (tmp_path / "deep.ckpt").stat().st_size > whole > 100 << 20
-    assert growth[0] < whole / 2
+    assert growth[0] < whole / 8
 
 
 def test_modules_may_be_copied_before_they_are_streamed(tmp_path):

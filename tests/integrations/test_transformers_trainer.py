@@ -151,11 +151,12 @@ def test_checkpoints_are_written_without_being_whole_in_memory(tmp_path):
     config = GPT2Config(vocab_size=256, n_positions=24, n_embd=256, n_layer=12, n_head=2)
     saving = {"max_steps": 1, "save_strategy": "no"}
     trainer = trained(backend("disk", tmp_path), tmp_path, GPT2LMHeadModel(config), **saving)
+    trainer._save_checkpoint(trainer.model, trial=None)  # this one applies the updates that wait
     with watched_memory() as growth:
         trainer._save_checkpoint(trainer.model, trial=None)
     sizes = {path.name: path.stat().st_size for path in tmp_path.glob("checkpoint-1/*")}
     whole = sizes["optimizer.pt"] + sizes["model.safetensors"]
-    assert whole > 90 << 20 and growth[0] < whole / 2
+    assert whole > 90 << 20 and growth[0] < whole / 8
 
 
 def test_resuming_with_another_model_is_refused(tmp_path):
