@@ -154,9 +154,13 @@ def test_nothing_of_the_model_is_changed():
             self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
             self.norm = nn.BatchNorm1d(4)
             self.calls, self.table = 0, None
+            self.cache, self.seen = {}, ["nothing"]
 
         def forward(self, x):
             self.calls += 1
+            self.cache[x.shape] = x
+            self.seen.append(x)
+            self.norm.register_forward_hook(lambda module, args, output: output)
             self.table = torch.arange(4.0)
             x = nn.functional.dropout(self.layers[0](x), 0.5)
             return self.norm(self.layers[1](x)) + self.table
@@ -169,7 +173,7 @@ def test_nothing_of_the_model_is_changed():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert {name: id(value) for name, value in model.named_parameters()} == identities
     assert all(param.grad is None for param in model.parameters())
-    assert (model.calls, model.table) == (0, None)
+    assert (model.calls, model.table, model.cache, model.seen) == (0, None, {}, ["nothing"])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.training
@@ -254,6 +258,40 @@ def test_the_batch_is_not_written_to():
     assert torch.equal(tokens, torch.arange(4))
 
 
+class Routed(nn.Module):
+    """Sorts rows by a weight's verdict and splits them by its counts: no fake tensor knows how."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        assert not self.gate.weight.isnan().sum() > 0
+        chosen = self.gate(x).argmax(-1)
+        parts = x[chosen.argsort()].split(chosen.bincount(minlength=2).tolist())
+        return self.norm(torch.cat([layer(part) for layer, part in zip(self.experts, parts, strict=True)]))
+
+
+def test_what_weights_decide_is_found_on_the_weights():
+    model, x = Routed(), torch.randn(7, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    trace = trace_step(model, x, loss_function=mean)
+    assert [stage.name for stage in trace.stages][:2] == ["gate", "experts.0"]
+    rows = model.gate(x).argmax(-1).bincount(minlength=2).tolist()
+    assert [cost.flops for cost in trace.costs[1:3]] == [2 * 4 * 4 * count for count in rows]
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_what_weights_decide_is_not_found_without_them():
+    with pytest.raises(RuntimeError):
+        trace_step(Routed().to("meta"), torch.randn(7, 4), loss_function=mean)
+
+
 def test_distributions():
     def loss(model, x):
         return -torch.distributions.Categorical(logits=model(x)).log_prob(torch.tensor(1)).mean()
@@ -269,7 +307,7 @@ def test_a_batch_whose_elements_share_memory():
 
 
 def test_an_error_of_the_model_is_the_model_s():
-    with pytest.raises(RuntimeError, match="same reduction dim"):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trace_step(nn.Linear(4, 4), torch.zeros(2, 5), loss_function=mean)
 
 

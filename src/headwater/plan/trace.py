@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from headwater.core.precision import Precision
 from headwater.plan.alive import AliveTensors
 from headwater.plan.partition import Partition, find_stages
-from headwater.plan.stand_ins import Operators, python_stand_ins
+from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, attributes_restored, in_host_memory
 from headwater.plan.types import StageCost, Trace
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -85,20 +84,19 @@ def trace_step(
     """
     precision = precision or Precision()
     partition = partition or find_stages(model, precision)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = _Recorder(model, partition, observer, inference=inference)
-    with mode, attributes_restored(model), autocast(precision, "cpu"):
-        state = fake_state(model, partition)
-        recorder.register(state)
-        fake_batch = tree_map_only(torch.Tensor, recorder.fake, batch)
-        with recorder.recording(), torch.set_grad_enabled(not inference):
-            loss = torch.func.functional_call(
-                _Call(model, loss_function), {f"model.{k}": v for k, v in state.items()}, (fake_batch,)
-            )
-        if not inference:
-            with recorder.recording_backward():
-                loss.backward()
-    return recorder.trace(_batch_size(batch))
+
+    def dry_run(tensors: Tensors) -> Trace:
+        recorder = _Recorder(model, partition, tensors, observer, inference=inference)
+        with tensors.active(), attributes_restored(model), autocast(precision, "cpu"):
+            recorder.run(batch, loss_function)
+        return recorder.trace(_batch_size(batch))
+
+    try:
+        return dry_run(FakeTensors())
+    except Exception:  # of any kind: it may come of a stand-in for what weights decide
+        if observer is not None or not in_host_memory(model, batch):
+            raise
+        return dry_run(RealTensors())
 
 
 @contextmanager
@@ -111,18 +109,6 @@ def autocast(precision: Precision, device: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """A forward may keep tensors in plain attributes of a module: no fake one must stay there."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-
-
 class _Call(nn.Module):
     """Gives a loss function the form that `functional_call` wants."""
 
@@ -133,23 +119,6 @@ class _Call(nn.Module):
 
     def forward(self, batch: Any) -> torch.Tensor:
         return self.loss_function(self.model, batch)
-
-
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-
-def fake_state(model: nn.Module, partition: Partition) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer by every name it has, parameters in wire precision; needs a fake mode."""
-    state: dict[str, torch.Tensor] = {}
-    for stage in partition.stages:
-        for param in stage.params:
-            fake = torch.empty(param.shape, dtype=param.wire_dtype, requires_grad=param.requires_grad)
-            state |= dict.fromkeys((param.name, *param.aliases), fake)
-    buffers: dict[int, torch.Tensor] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        state[name] = buffers.setdefault(id(buffer), _fake(buffer))
-    return state
 
 
 def _batch_size(batch: Any) -> int:
@@ -179,12 +148,18 @@ class _Recorder(TorchDispatchMode):
     """Watches module calls and operators; see `_Recorder.trace` for what comes of it."""
 
     def __init__(
-        self, model: nn.Module, partition: Partition, observer: Observer | None, *, inference: bool
+        self,
+        model: nn.Module,
+        partition: Partition,
+        tensors: Tensors,
+        observer: Observer | None,
+        *,
+        inference: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
-        self._operators = Operators()
         self._partition = partition
+        self._computes_on = tensors
         self._observer = observer
         self._inference = inference
         self._alive = AliveTensors()
@@ -203,23 +178,26 @@ class _Recorder(TorchDispatchMode):
         self._uses: list[int] = []
         self._sites: dict[str, set[int]] = {}
 
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor of the batch."""
-        fake = _fake(tensor)
-        self._operators.know(fake, tensor)
-        return fake
-
-    def register(self, state: dict[str, torch.Tensor]) -> None:
-        """Learn the fake parameters and buffers."""
-        for name, buffer in self._model.named_buffers():
-            self._operators.know(state[name], buffer)
+    def run(self, batch: Any, loss_function: LossFunction) -> None:
+        """Run one step and record it."""
+        state = self._computes_on.state(self._model, self._partition)
         self._alive = AliveTensors(ignored=state.values())
         for stage in self._partition.stages:
             for param in stage.params:
                 self._stage_of_storage[_storage(state[param.name])] = stage.index
+        stands_for_batch = self._computes_on.batch(batch)
+        with self._recording(), torch.set_grad_enabled(not self._inference):
+            loss = torch.func.functional_call(
+                _Call(self._model, loss_function),
+                {f"model.{name}": tensor for name, tensor in state.items()},
+                (stands_for_batch,),
+            )
+        if not self._inference:
+            with self._recording_backward():
+                loss.backward()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def _recording(self) -> Iterator[None]:
         """Record a forward."""
         with ExitStack() as stack:
             for path, module in self._model.named_modules():
@@ -227,13 +205,12 @@ class _Recorder(TorchDispatchMode):
                 leave = module.register_forward_hook(self._leave(path), always_call=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
-            stack.enter_context(python_stand_ins())
             stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
             stack.enter_context(self)
             yield
 
     @contextmanager
-    def recording_backward(self) -> Iterator[None]:
+    def _recording_backward(self) -> Iterator[None]:
         """Record a backward."""
         self._in_backward = True
         with self:
@@ -282,7 +259,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = self._operators.call(func, args, kwargs)
+        out = self._computes_on.call(func, args, kwargs)
         if not self._in_backward:
             for tensor in _tensors((args, kwargs)):
                 stage = self._stage_of_storage.get(_storage(tensor))

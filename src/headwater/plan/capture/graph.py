@@ -20,7 +20,8 @@ from headwater.plan.capture.graph_source import graph_source, mark_places
 from headwater.plan.capture.mlir import Lowering
 from headwater.plan.capture.place import Locator, Place, first_sentence
 from headwater.plan.capture.record import ModuleCall, StepRecord
-from headwater.plan.trace import attributes_restored, autocast, fake_state
+from headwater.plan.tensors import attributes_restored, fake_state
+from headwater.plan.trace import autocast
 
 T = TypeVar("T")
 

@@ -1,0 +1,158 @@
+"""What a dry run computes on: fake tensors, which take no memory, or the model's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from headwater.core.stage import ParamSpec
+from headwater.plan.partition import Partition
+from headwater.plan.stand_ins import Operators, python_stand_ins
+
+State = dict[str, torch.Tensor]
+"""Every parameter and buffer of a model by every name it has, parameters in wire precision."""
+
+
+_CONTAINERS = (dict, list, set)
+
+
+class Tensors(Protocol):
+    """The tensors of one dry run."""
+
+    def active(self) -> Any:
+        """The context in which the run takes place."""
+
+    def state(self, model: nn.Module, partition: Partition) -> State:
+        """What stands for the parameters and buffers of a model."""
+
+    def batch(self, batch: Any) -> Any:
+        """What stands for a batch."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator returns."""
+
+
+class FakeTensors:
+    """Have shapes and no values, but for integers of the batch, of buffers and of what is made of them."""
+
+    def __init__(self) -> None:
+        self._operators = Operators()
+        self.call = self._operators.call
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with FakeTensorMode(allow_non_fake_inputs=True), python_stand_ins():
+            yield
+
+    def state(self, model: nn.Module, partition: Partition) -> State:
+        return _state(model, partition, _fake_param, self._fake)
+
+    def batch(self, batch: Any) -> Any:
+        return tree_map_only(torch.Tensor, self._fake, batch)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = _empty_like(tensor)
+        self._operators.know(fake, tensor)
+        return fake
+
+
+class RealTensors:
+    """Have the values that the model has: for forwards whose course the weights decide.
+
+    Parameters share memory with the model's, but have gradients of their own.
+    """
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]):
+            yield
+
+    def state(self, model: nn.Module, partition: Partition) -> State:
+        params = dict(model.named_parameters())
+
+        def own(spec: ParamSpec) -> torch.Tensor:
+            value = params[spec.name].detach().to(spec.wire_dtype)
+            return value.requires_grad_(spec.requires_grad)
+
+        return _state(model, partition, own, torch.clone)
+
+    def batch(self, batch: Any) -> Any:
+        return tree_map_only(torch.Tensor, torch.clone, batch)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+def in_host_memory(model: nn.Module, batch: Any) -> bool:
+    """Whether every tensor of a model and a batch has values that the CPU can read."""
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
+    return all(
+        tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
+def fake_state(model: nn.Module, partition: Partition) -> State:
+    """Fake parameters and buffers, of which nothing is known; needs a fake mode."""
+    return _state(model, partition, _fake_param, _empty_like)
+
+
+@contextmanager
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Undoes what a forward does to plain attributes of modules: no tensor or hook of a dry run must stay."""
+    before = [(vars(module), dict(vars(module)), _contents(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for now, attributes, contents in before:
+            now.clear()
+            now.update(attributes)
+            for name, content in contents.items():
+                _refill(attributes[name], content)
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Copies of the containers among a module's attributes; that of its hooks is one."""
+    return {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, _CONTAINERS)}
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _fake_param(spec: ParamSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.wire_dtype, requires_grad=spec.requires_grad)
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _state(
+    model: nn.Module,
+    partition: Partition,
+    make_param: Callable[[ParamSpec], torch.Tensor],
+    make_buffer: Callable[[torch.Tensor], torch.Tensor],
+) -> State:
+    state: State = {}
+    for stage in partition.stages:
+        for spec in stage.params:
+            state |= dict.fromkeys((spec.name, *spec.aliases), make_param(spec))
+    buffers: dict[int, torch.Tensor] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if id(buffer) not in buffers:
+            buffers[id(buffer)] = make_buffer(buffer)
+        state[name] = buffers[id(buffer)]
+    return state
