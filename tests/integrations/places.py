@@ -1,16 +1,15 @@
 """What the tests of integrations share: plans that stream, text, and what is equal."""
 
 import gzip
-import re
-import threading
+import math
 from contextlib import contextmanager
 from importlib import resources
-from pathlib import Path
 
 import pytest
 import torch
 
 import headwater
+from headwater.api.building import BuildInFiles
 
 PLANS = {
     "resident": {"tier": "memory"},
@@ -42,28 +41,15 @@ def assert_same_tensors(left, right):
 
 
 @contextmanager
-def watched_memory():
-    """Gives a list, to which it adds the bytes by which this process' own memory grows at its peak.
+def bytes_in_files():
+    """Gives a list of the sizes of the tensors that are given memory in files meanwhile."""
+    sizes = []
+    allocate = BuildInFiles._allocate
 
-    Files that are mapped into memory do not count.
-    """
+    def noted(mode, shape, dtype):
+        sizes.append(math.prod(shape) * dtype.itemsize)
+        return allocate(mode, shape, dtype)
 
-    def sample():
-        while not stopped.wait(0.002):
-            samples.append(own_memory())
-
-    growth, stopped = [], threading.Event()
-    samples = [own_memory()]
-    watcher = threading.Thread(target=sample)
-    watcher.start()
-    try:
-        yield growth
-    finally:
-        stopped.set()
-        watcher.join()
-    growth.append(max(samples) - samples[0])
-
-
-def own_memory():
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BuildInFiles, "_allocate", noted)
+        yield sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,11 @@ class StreamedStrategy(SingleDeviceStrategy):
         with super().tensor_init_context(empty_init), torch.device("cpu"), self._backend.device:
             yield
 
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load it to where the parameters are: on the host, until they are streamed."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
     def teardown(self) -> None:
         """What other strategies do, but for moving weights to the host: there they are."""
         if self._backend.kind != "CSX":
@@ -165,9 +170,12 @@ class FileCheckpointIO(TorchCheckpointIO):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".partial")
-        with BuildInFiles(path.parent):  # the tensors that `torch.save` makes of lazy ones
-            torch.save(checkpoint, unfinished)
-        unfinished.replace(path)
+        try:
+            with BuildInFiles(path.parent):  # the tensors that `torch.save` makes of lazy ones
+                torch.save(checkpoint, unfinished)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     def load_checkpoint(
         self,
