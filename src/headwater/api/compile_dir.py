@@ -49,9 +49,12 @@ def write_compile_dir(folder: Path, record: StepRecord, captured: Captured, plan
 
 
 def _contents(record: StepRecord, captured: Captured, plan: Plan | str) -> Iterator[tuple[str, bytes]]:
-    refused = isinstance(plan, str)
-    yield "plan.txt", f"{plan}\n".encode() if refused else _printed(render_plan(plan))
-    yield "plan.json", _json({"refusal": plan} if refused else dataclasses.asdict(plan))
+    if isinstance(plan, str):
+        yield "plan.txt", f"{plan}\n".encode()
+        yield "plan.json", _json({"refusal": plan})
+    else:
+        yield "plan.txt", _printed(render_plan(plan))
+        yield "plan.json", _json(dataclasses.asdict(plan))
     yield "operators.txt", _printed(_operators(record, captured))
     yield "operators.json", _json(as_data(record, captured))
     for graph in captured.graphs:
