@@ -106,7 +106,7 @@ def assert_equal(given: Any, expected: Any, where: str = "") -> None:
         assert given.dtype == expected.dtype and given.shape == expected.shape, where
         assert torch.equal(given, expected), f"{where}: off by {(given - expected).abs().max()}"
     elif isinstance(expected, Mapping):
-        assert list(given) == list(expected), f"{where}: {list(given)} != {list(expected)}"
+        assert given.keys() == expected.keys(), f"{where}: {list(given)} != {list(expected)}"
         for key in expected:
             assert_equal(given[key], expected[key], f"{where}[{key!r}]")
     elif isinstance(expected, Sequence) and not isinstance(expected, str):

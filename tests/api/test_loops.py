@@ -98,7 +98,9 @@ def test_two_models_that_play_against_each_other(plan, order, detach, tmp_path):
     def script(place):
         generator, discriminator = place.compile(Generator()), place.compile(Discriminator())
         generator_optimizer = adamw(generator.parameters(), lr=0.01)
-        discriminator_optimizer = torch.optim.SGD(discriminator.parameters(), lr=0.05, momentum=0.5, fused=True)
+        discriminator_optimizer = torch.optim.SGD(
+            discriminator.parameters(), lr=0.05, momentum=0.5, fused=True
+        )
         judge = nn.functional.binary_cross_entropy_with_logits
 
         def train_generator(noise):

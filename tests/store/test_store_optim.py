@@ -8,7 +8,7 @@ from headwater.core.errors import NonFiniteError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.disk import DiskTier
-from headwater.store.gradients import DiskHold
+from headwater.store.hold import DiskHold
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
 from headwater.store.store import WeightStore

@@ -10,15 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from headwater.api.streamed import StreamedModel, owners
 from headwater.core.errors import CheckpointError
 from headwater.core.lazy import LazyTensor
 from headwater.optim.spec import group_options
-from headwater.store.gradients import ParamKey
+from headwater.store.gradients import ParamKey, spent_error
 from headwater.store.update import Update
-from headwater.stream.parameters import Home, ParameterAtRest
+from headwater.stream.home import Home
+from headwater.stream.parameters import ParameterAtRest
 
 Optimizer = torch.optim.Optimizer
 
@@ -36,6 +40,8 @@ class _StepOptions:
 
 _options = _StepOptions()
 _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_used: weakref.WeakKeyDictionary[Optimizer, list[ParameterAtRest]] = weakref.WeakKeyDictionary()
+"""What the step that an optimizer takes now has committed."""
 
 
 def step(
@@ -135,6 +141,10 @@ def _commit(optimizer: Optimizer) -> None:
     if next(_homes(optimizer), None) is None:
         return
     adopt(optimizer)
+    _used.pop(optimizer, None)  # of a step that failed
+    spent = next((home for home in _homes(optimizer) if home.gradient_is_spent), None)
+    if spent is not None:
+        raise spent_error(spent.spec.name)
     if _scaler_found_overflow(optimizer):
         for home in _homes(optimizer):
             home.set_gradient(None)
@@ -154,6 +164,16 @@ def _commit(optimizer: Optimizer) -> None:
             update, {key: dataclasses.replace(update, options=options) for key, options in parts.items()}
         )
         _options.applied = committed.applied
+        updated = [p for p in _params(optimizer) if isinstance(p, ParameterAtRest) and p.home.store is store]
+        updated = [param for param in updated if param.home.key in committed.params]
+        torch.autograd.graph.increment_version(updated)  # as if they were changed now
+        _used.setdefault(optimizer, []).extend(updated)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """After any optimizer's step: in plain PyTorch gradients are there until they are set to zero."""
+    for param in _used.pop(optimizer, []):
+        param.home.store.gradients.spend([param.home.key])
 
 
 def _scaler_found_overflow(optimizer: Optimizer) -> bool:
@@ -197,11 +217,13 @@ def adopt(optimizer: Optimizer) -> None:
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Put the state that is in stores where `state_dict` has that of plain parameters."""
+    states = state_dict["state"]
     for number, param in enumerate(_params(optimizer)):
         if isinstance(param, ParameterAtRest):
             state = _state_of(param.home)
             if state:
-                state_dict["state"][number] = state
+                states[number] = state
+    state_dict["state"] = {number: states[number] for number in sorted(states)}
 
 
 def _state_of(home: Home) -> dict[str, Any]:
@@ -257,3 +279,4 @@ def _store_state(home: Home, state: dict[str, Any]) -> None:
 
 
 register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

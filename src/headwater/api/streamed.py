@@ -88,7 +88,6 @@ class StreamedModel:
         self._trained: frozenset[str] = frozenset()
         self._largest_batch = 0
         self._disk: tempfile.TemporaryDirectory[str] | None = None
-        self._mark = 0
         self._undo_buffers: Callable[[], None] = _nothing
         self._hook = self._first_hook()
         transaction.register(self)
@@ -265,18 +264,19 @@ class StreamedModel:
 
     def begin_step(self) -> None:
         if self.engine is not None:
-            self._mark = self.engine.store.num_commits
+            self.engine.store.begin_transaction()
             self._undo_buffers = self.engine.buffers.remember()
 
     def end_step(self) -> None:
+        if self.engine is not None:
+            self.engine.store.end_transaction()
         self._undo_buffers = _nothing
 
     def abort_step(self) -> None:
         if self.engine is None:
             return
         self.engine.executor.reset()
-        self.engine.store.begin_step()
-        if not self.engine.store.rollback(self._mark):
+        if not self.engine.store.roll_back():
             logger.warning("the step had been used by a forward after optimizer.step(): it stays applied")
         self._undo_buffers()
         self.end_step()

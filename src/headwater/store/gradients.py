@@ -1,157 +1,19 @@
-"""Gradients on their way to the update: summed over micro-batches, measured, held in memory or on disk."""
+"""Gradients on their way to the update: summed over micro-batches, measured, lent to who looks at them."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from headwater.core.buffers import aligned_empty, round_up
+from headwater.core.errors import StreamError
 from headwater.core.stage import StageSpec
-from headwater.store.files import open_files
+from headwater.store.hold import GradientHold, Gradients
 from headwater.store.layout import PIECE_ELEMENTS
 
-Gradients = list[torch.Tensor | None]
-"""One per parameter of a stage; `None` where the parameter got none."""
-
-
 _NARROW = (torch.bfloat16, torch.float16)
-
-
-class GradientHold(abc.ABC):
-    """Where summed gradients wait for the update.
-
-    Attributes:
-        is_memory: whether what `look` gives is what is held, and not a copy.
-    """
-
-    is_memory: bool
-
-    @abc.abstractmethod
-    def put(self, stage: int, gradients: Gradients) -> None:
-        """Hold what `take` will return."""
-
-    @abc.abstractmethod
-    def take(self, stage: int) -> Gradients | None:
-        """Give back what is held, and hold it no longer."""
-
-    @abc.abstractmethod
-    def look(self, stage: int) -> Gradients:
-        """What is held; it stays held."""
-
-    @abc.abstractmethod
-    def drop(self, stage: int, param: int) -> None:
-        """Hold the gradient of one parameter no longer."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Give back memory and files."""
-
-
-class MemoryHold(GradientHold):
-    """Holds the very tensors that autograd made: nothing is copied."""
-
-    is_memory = True
-
-    def __init__(self) -> None:
-        self._held: dict[int, Gradients] = {}
-
-    def put(self, stage: int, gradients: Gradients) -> None:
-        self._held[stage] = gradients
-
-    def take(self, stage: int) -> Gradients | None:
-        return self._held.pop(stage, None)
-
-    def look(self, stage: int) -> Gradients:
-        return self._held.get(stage, [])
-
-    def drop(self, stage: int, param: int) -> None:
-        held = self._held.get(stage)
-        if held is not None:
-            held[param] = None
-            if all(gradient is None for gradient in held):
-                del self._held[stage]
-
-    def close(self) -> None:
-        self._held.clear()
-
-
-class DiskHold(GradientHold):
-    """Writes each stage's gradients to a file beside its weights; one stage at a time is in memory.
-
-    Args:
-        stages: the stages.
-        folder: where the files go.
-        dtype_of: dtype in which the gradient of a parameter is held.
-        direct: bypass the page cache.
-    """
-
-    is_memory = False
-
-    def __init__(
-        self,
-        stages: Sequence[StageSpec],
-        folder: Path,
-        dtype_of: Callable[[torch.dtype], torch.dtype],
-        *,
-        direct: bool = True,
-    ) -> None:
-        self._stages = stages
-        self._dtype_of = dtype_of
-        self._present: dict[int, list[bool]] = {}
-        self._files = open_files(
-            {folder / f"gradient_{s.index:04d}.bin": self._span(s) for s in stages},
-            direct=direct,
-        )
-
-    def _views(self, stage: StageSpec, buffer: torch.Tensor) -> list[torch.Tensor]:
-        views, offset = [], 0
-        for param in stage.params:
-            dtype = self._dtype_of(param.wire_dtype)
-            count = param.numel * dtype.itemsize
-            views.append(buffer[offset : offset + count].view(dtype).view(param.shape))
-            offset += round_up(count, 64)
-        return views
-
-    def _span(self, stage: StageSpec) -> int:
-        sizes = (param.numel * self._dtype_of(param.wire_dtype).itemsize for param in stage.params)
-        return round_up(sum(round_up(size, 64) for size in sizes))
-
-    def put(self, stage: int, gradients: Gradients) -> None:
-        spec = self._stages[stage]
-        buffer = aligned_empty(self._span(spec))
-        for view, gradient in zip(self._views(spec, buffer), gradients, strict=True):
-            if gradient is not None:
-                view.copy_(gradient)
-        self._files[stage].write(0, buffer[: self._span(spec)])
-        self._present[stage] = [gradient is not None for gradient in gradients]
-
-    def take(self, stage: int) -> Gradients | None:
-        held = self.look(stage)
-        self._present.pop(stage, None)
-        return held or None
-
-    def drop(self, stage: int, param: int) -> None:
-        if stage in self._present:
-            self._present[stage][param] = False
-
-    def look(self, stage: int) -> Gradients:
-        present = self._present.get(stage, [])
-        if not any(present):
-            return []
-        spec = self._stages[stage]
-        buffer = aligned_empty(self._span(spec))
-        self._files[stage].read(0, buffer[: self._span(spec)])
-        views = self._views(spec, buffer)
-        return [view if there else None for view, there in zip(views, present, strict=True)]
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-
 
 ParamKey = tuple[int, int]
 """A parameter: its stage, and its index in the stage."""
@@ -163,14 +25,6 @@ class _Arriving:
     measured: set[int] = dataclasses.field(default_factory=set)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Exposed:
-    """A gradient that somebody outside has been given, and how often it had been changed by then."""
-
-    gradient: torch.Tensor
-    version: int
-
-
 class GradientSum:
     """Sums the gradients of a step's micro-batches and takes their norms as they arrive.
 
@@ -178,6 +32,9 @@ class GradientSum:
     until the update of its stage.
 
     Attributes:
+        present: the sums that are there.
+        spent: parameters whose sum a step has used, and that nobody has dropped since; what is added to such
+            a sum is lost as well.
         first_bad: the first stage whose gradient was not finite.
 
     Args:
@@ -195,9 +52,12 @@ class GradientSum:
         self._mixed_sum_dtype = mixed_sum_dtype
         self._arriving: dict[int, _Arriving] = {}
         self._norms: dict[ParamKey, torch.Tensor] = {}
-        self._exposed: dict[ParamKey, _Exposed] = {}
+        self._exposed: dict[ParamKey, torch.Tensor] = {}
         self.present: set[ParamKey] = set()
+        self.spent: set[ParamKey] = set()
         self.first_bad: int | None = None
+        self._before = (frozenset[ParamKey](), frozenset[ParamKey]())  # present and spent at `remember`
+        self._kept: set[int] = set()  # stages whose sums of then are kept
 
     @property
     def touched(self) -> set[int]:
@@ -216,12 +76,10 @@ class GradientSum:
         Returns:
             Whether the stage now has the gradients of all its trainable parameters.
         """
-        arriving = self._arriving.get(stage)
-        if arriving is None:
-            self._put_back_exposed(stage)
-            held = self._hold.take(stage)
-            arriving = self._arriving[stage] = _Arriving(held or [None] * len(self._stages[stage].params))
-        total = self._sum(arriving.gradients[param], gradient, self._stages[stage].params[param].dtype)
+        if (stage, param) in self.spent:
+            return False
+        arriving = self._arriving_at(stage)
+        total = self._sum(arriving.gradients[param], gradient, stage, param)
         arriving.gradients[param] = total
         self._norms.pop((stage, param), None)
         self.present.add((stage, param))
@@ -230,15 +88,23 @@ class GradientSum:
             arriving.measured.add(param)
         return last and len(arriving.measured) == sum(p.requires_grad for p in self._stages[stage].params)
 
+    def _arriving_at(self, stage: int) -> _Arriving:
+        if stage not in self._arriving:
+            self._keep(stage)
+            self._put_back_exposed(stage)
+            held = self._hold.take(stage)
+            self._arriving[stage] = _Arriving(held or [None] * len(self._stages[stage].params))
+        return self._arriving[stage]
+
     def _sum(
-        self, total: torch.Tensor | None, gradient: torch.Tensor, master_dtype: torch.dtype
+        self, total: torch.Tensor | None, gradient: torch.Tensor, stage: int, param: int
     ) -> torch.Tensor:
         if total is None:
             wide = self._mixed_sum_dtype or gradient.dtype
             return gradient.detach() if gradient.dtype == wide else gradient.to(wide)
         if total.dtype in _NARROW:
-            total = total.to(master_dtype)
-        return total.add_(gradient)
+            total = total.to(self._stages[stage].params[param].dtype)
+        return total + gradient if stage in self._kept else total.add_(gradient)
 
     def _measure(self, key: ParamKey, total: torch.Tensor) -> None:
         norm = self._norms[key] = gradient_norm(total)
@@ -259,7 +125,7 @@ class GradientSum:
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
         """The global norm, fp32, as `torch.nn.utils.get_total_norm` takes it in this order."""
         self.settle_all()
-        missing = {key for key in keys if key not in self._norms}
+        missing = {key for key in keys if key not in self._norms or key in self._exposed}
         for stage in sorted({stage for stage, _ in missing}):
             self._put_back_exposed(stage)
             for param, total in enumerate(self._hold.look(stage)):
@@ -271,8 +137,14 @@ class GradientSum:
     def commit(self, keys: Iterable[ParamKey]) -> None:
         """These sums belong to an update from now on."""
         for key in keys:
+            self._keep(key[0])
+            self._end_loan(key)
             self._forget(key)
         self.first_bad = None
+
+    def spend(self, keys: Iterable[ParamKey]) -> None:
+        """Say of sums that a commit has taken that their owner has them still, until `drop` or `replace`."""
+        self.spent.update(keys)
 
     def _forget(self, key: ParamKey) -> None:
         self.present.discard(key)
@@ -291,15 +163,19 @@ class GradientSum:
             self._hold.put(stage, gradients)
 
     def drop(self, stage: int, param: int) -> None:
-        """Forget the sum of one parameter."""
-        self.settle(stage)
-        self._forget((stage, param))
-        self._hold.drop(stage, param)
+        """Forget the sum of one parameter, if it has one that is not an update's already."""
+        self.spent.discard((stage, param))
+        if (stage, param) in self.present:
+            self._keep(stage)
+            self.settle(stage)
+            self._forget((stage, param))
+            self._hold.drop(stage, param)
 
     def discard(self) -> None:
         """Drop every sum that no commit has taken."""
         for stage, param in list(self.present):
             self.drop(stage, param)
+        self.spent.clear()
         self.first_bad = None
 
     def discard_stage(self, stage: int) -> None:
@@ -316,38 +192,102 @@ class GradientSum:
         if key not in self.present:
             return None
         if key not in self._exposed:
+            self._keep(stage)
             self.settle(stage)
-            gradient = self._hold.look(stage)[param]
-            assert gradient is not None, "a present sum is held"
-            self._exposed[key] = _Exposed(gradient, gradient._version)
-            self._norms.pop(key, None)
-        return self._exposed[key].gradient
+            held = self._hold.look(stage)
+            if self._hold.is_memory and stage in self._kept:  # what is kept must not be changed
+                held[param] = _copy(held[param])
+            for index, gradient in enumerate(held):  # what is read from disk is read once
+                if gradient is not None and (stage, index) in self.present:
+                    self._exposed.setdefault((stage, index), gradient.detach())
+        return self._exposed[key]
 
     def replace(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         """Let this be the sum of one parameter."""
-        if stage not in self._arriving:
-            held = self._hold.take(stage)
-            self._arriving[stage] = _Arriving(held or [None] * len(self._stages[stage].params))
-        self._arriving[stage].gradients[param] = gradient.detach()
+        self._arriving_at(stage).gradients[param] = gradient.detach()
         self._forget((stage, param))
+        self.spent.discard((stage, param))
         self.present.add((stage, param))
 
     def _put_back_exposed(self, stage: int) -> None:
-        """What was changed in a copy of a held gradient goes back to the hold."""
+        """What may have been changed in a copy of a held gradient goes back to the hold."""
         if self._hold.is_memory:
             return
-        keys = [key for key in self._exposed if key[0] == stage]
-        changed = {k[1]: e.gradient for k in keys if (e := self._exposed[k]).gradient._version != e.version}
-        for key in keys:
-            del self._exposed[key]
-        if changed:
+        exposed = {key[1]: self._exposed.pop(key) for key in list(self._exposed) if key[0] == stage}
+        if exposed:
             held = self._hold.take(stage) or []
-            self._hold.put(stage, [changed.get(param, total) for param, total in enumerate(held)])
+            self._hold.put(stage, [exposed.get(param, total) for param, total in enumerate(held)])
+
+    def _end_loan(self, key: ParamKey) -> None:
+        """What somebody outside still has of a sum is no longer the sum itself."""
+        stage, param = key
+        self._put_back_exposed(stage)
+        if key in self._exposed:
+            lent = weakref.ref(self._exposed.pop(key))
+            if lent() is not None:
+                held = self._hold.look(stage)
+                held[param] = _copy(held[param])
+
+    # a step that may have to be undone
+
+    def remember(self, present: Iterable[ParamKey] | None = None) -> None:
+        """From now on `restore` can bring back the sums of now, or those of them that are named."""
+        self.settle_all()
+        self.forget()
+        before = self.present if present is None else self.present.intersection(present)
+        self._before = frozenset(before), frozenset(self.spent)
+
+    def _keep(self, stage: int) -> None:
+        """Keep the sums of a stage that are there since `remember`, before one of them changes."""
+        if stage not in self._kept and any(key[0] == stage for key in self._before[0]):
+            self._kept.add(stage)
+            self.settle(stage)
+            self._put_back_exposed(stage)
+            self._hold.keep(stage)
+
+    def restore(self, taken: Collection[ParamKey], waiting: Collection[ParamKey]) -> None:
+        """Bring back the sums that were there at `remember`, and drop what came since.
+
+        Args:
+            taken: what commits since then have taken that stay.
+            waiting: what belongs to updates that are still to come.
+        """
+        self.settle_all()
+        before = self._before[0].difference(taken, waiting)
+        for stage in self._kept:
+            self._hold.restore(stage)
+        for stage, spec in enumerate(self._stages):
+            for param in range(len(spec.params)):
+                if (stage, param) not in before and (stage, param) not in waiting:
+                    self._hold.drop(stage, param)
+        self._norms.clear()
+        self._exposed.clear()
+        self.present, self.spent, self.first_bad = set(before), set(self._before[1]), None
+        self.forget()
+
+    def forget(self) -> None:
+        """There is nothing any more that need be brought back."""
+        self._before = frozenset(), frozenset()
+        self._kept.clear()
+        self._hold.forget()
 
     def close(self) -> None:
         """Give back memory and files."""
         self._exposed.clear()
         self._hold.close()
+
+
+def spent_error(name: str) -> StreamError:
+    """The error for a gradient that is used after a step has used it up."""
+    return StreamError(
+        "this gradient was used up by optimizer.step(), and plain PyTorch would still have it",
+        where=name,
+        remedy="read it before optimizer.step(), and call zero_grad() before the next backward or step",
+    )
+
+
+def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.clone()
 
 
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ import torch
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import HeadwaterError, NonFiniteError, StoreError
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.store.gradients import GradientHold, GradientSum, MemoryHold, ParamKey
+from headwater.store.gradients import GradientSum, ParamKey
+from headwater.store.hold import GradientHold, MemoryHold
 from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule
@@ -27,10 +28,12 @@ class Committed:
     Attributes:
         gradient_norm: global 2-norm before clipping.
         applied: `False` if the step was dropped because a gradient was not finite.
+        params: the parameters that it updates.
     """
 
     gradient_norm: float
     applied: bool
+    params: Sequence[ParamKey] = ()
 
 
 @dataclasses.dataclass
@@ -89,6 +92,8 @@ class WeightStore:
         self.tier = make_tier(self.layouts)
         self.gradients = GradientSum(self.stages, hold or MemoryHold(), mixed_sum_dtype)
         self.num_commits = 0
+        self._mark = 0  # their number when the transaction began
+        self._taken: dict[ParamKey, int] = {}  # by which of them since then
         self._last_applied = 0  # the newest commit of which some stage has been updated
         self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self._order = order or [(s.index, p) for s in stages for p in range(len(s.params))]
@@ -142,6 +147,12 @@ class WeightStore:
         if self.gradients.add(stage, param, gradient, last=last):
             self.gradients.settle(stage)
 
+    def set_gradient(self, stage: int, param: int, gradient: torch.Tensor) -> None:
+        """Let this be the sum of one parameter; the tensor belongs to the store from now on."""
+        if stage in self._pending:
+            self.flush_stage(stage)
+        self.gradients.replace(stage, param, gradient)
+
     def end_micro_batch(self) -> None:
         """Say that no more gradients of this micro-batch will come."""
         self.gradients.settle_all()
@@ -177,9 +188,11 @@ class WeightStore:
         self.num_commits += 1
         factor = update.factor(norm)
         for key in keys:
-            self._add_pending(key, Part(update if parts is None else parts[key], factor))
+            options = update if parts is None else parts[key]
+            self._add_pending(key, Part(self.num_commits, options, factor))
+            self._taken[key] = self.num_commits
         self.gradients.commit(keys)
-        return Committed(float(norm), applied=True)
+        return Committed(float(norm), applied=True, params=keys)
 
     def _add_pending(self, key: ParamKey, part: Part) -> None:
         """Two optimizers may share a stage: then the later commit joins the earlier one."""
@@ -189,20 +202,39 @@ class WeightStore:
         self._pending[stage] = Pending(self.num_commits, {**earlier, param: part})
         self._versions[stage] += 1
 
-    def rollback(self, num_commits: int) -> bool:
-        """Undo the commits after number `num_commits`, as far as no use of a stage has applied them.
+    # steps that may have to be undone
+
+    def begin_transaction(self, present: Collection[ParamKey] | None = None) -> None:
+        """From now on `roll_back` can undo what comes.
+
+        Args:
+            present: the gradients that it is to leave; all that are there if not given.
+        """
+        self._mark = self.num_commits
+        self._taken.clear()
+        self.gradients.remember(present)
+
+    def end_transaction(self) -> None:
+        """Keep what came."""
+        self.gradients.forget()
+
+    def roll_back(self) -> bool:
+        """Undo commits and gradients since `begin_transaction`, but for commits that a stage was used with.
 
         Returns:
             Whether all of them are undone.
         """
+        last = max(self._mark, self._last_applied)
         for stage in list(self._pending):
             with self._locks[stage]:
-                pending = self._pending.get(stage)
-                if pending is not None and pending.number > num_commits:
-                    del self._pending[stage]
-                    for param in pending.parts:
-                        self.gradients.drop(stage, param)
-        return self._last_applied <= num_commits
+                pending = self._pending.pop(stage, None)
+                kept = {} if pending is None else {p: x for p, x in pending.parts.items() if x.number <= last}
+                if kept:
+                    self._pending[stage] = Pending(max(part.number for part in kept.values()), kept)
+        taken = {key for key, number in self._taken.items() if number <= last}
+        waiting = {(stage, param) for stage, pending in self._pending.items() for param in pending.parts}
+        self.gradients.restore(taken, waiting)
+        return last == self._mark
 
     # updates
 
@@ -398,7 +430,7 @@ class WeightStore:
             self._scalars[key[0]][key[1]] = other._scalars[there[0]][there[1]]
         gradient = other.gradients.expose(*there)
         if gradient is not None:
-            self.gradients.replace(*key, gradient)
+            self.set_gradient(*key, gradient)
 
     def _spec(self, key: ParamKey) -> ParamSpec:
         return self.stages[key[0]].params[key[1]]

@@ -12,7 +12,7 @@ import torch
 
 from headwater.core.stage import StageSpec
 from headwater.core.threads import single_core_pool
-from headwater.store.gradients import Gradients
+from headwater.store.hold import Gradients
 from headwater.store.layout import Group, Piece, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule
@@ -59,10 +59,12 @@ class Part:
     """The update of one parameter.
 
     Attributes:
+        number: which commit it is of.
         update: the step.
         factor: see `Update.factor`.
     """
 
+    number: int
     update: Update
     factor: torch.Tensor | None
 
@@ -72,7 +74,7 @@ class Pending:
     """An update that waits for its stage.
 
     Attributes:
-        number: which commit it is of.
+        number: which commit it is of; of several, the last.
         parts: what is done to each parameter, by index; what is not named here keeps its gradient.
     """
 

@@ -12,7 +12,8 @@ from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec
 from headwater.store.store import WeightStore
 from headwater.stream.activations import WeightHandle, changed_in_place
-from headwater.stream.parameters import Home, ParameterAtRest
+from headwater.stream.home import Home
+from headwater.stream.parameters import ParameterAtRest
 
 
 def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:

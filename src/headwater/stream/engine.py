@@ -21,7 +21,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import LossFunction, autocast, call_model
 from headwater.plan.types import Plan
 from headwater.store.disk import DiskTier
-from headwater.store.gradients import DiskHold, GradientHold, MemoryHold
+from headwater.store.hold import DiskHold, GradientHold, MemoryHold
 from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule

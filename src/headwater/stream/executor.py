@@ -162,7 +162,13 @@ class Executor:
     def _hook_gradients(self) -> Iterator[RemovableHandle]:
         for stage, index, param in self._binder.parameters():
             if param.requires_grad:
-                yield param.register_post_accumulate_grad_hook(self._give_gradient(stage, index))
+                before = dict(param._post_accumulate_grad_hooks or {})
+                handle = param.register_post_accumulate_grad_hook(self._give_gradient(stage, index))
+                hooks = param._post_accumulate_grad_hooks
+                for key, hook in before.items():  # the user's come after ours: they see the sum
+                    del hooks[key]
+                    hooks[key] = hook
+                yield handle
 
     def _give_gradient(self, stage: int, index: int) -> Callable[[torch.Tensor], None]:
         def hook(param: torch.Tensor) -> None:

@@ -1,0 +1,194 @@
+"""Where gradients wait for the update of their stage: in memory, or on disk beside the weights."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from headwater.core.buffers import aligned_empty, round_up
+from headwater.core.stage import StageSpec
+from headwater.store.files import BlockFile, open_files
+
+Gradients = list[torch.Tensor | None]
+"""One per parameter of a stage; `None` where the parameter got none."""
+
+
+class GradientHold(abc.ABC):
+    """Where summed gradients wait for the update.
+
+    Attributes:
+        is_memory: whether what `look` gives is what is held, and not a copy.
+    """
+
+    is_memory: bool
+
+    @abc.abstractmethod
+    def put(self, stage: int, gradients: Gradients) -> None:
+        """Hold what `take` will return."""
+
+    @abc.abstractmethod
+    def take(self, stage: int) -> Gradients | None:
+        """Give back what is held, and hold it no longer."""
+
+    @abc.abstractmethod
+    def look(self, stage: int) -> Gradients:
+        """What is held; it stays held."""
+
+    @abc.abstractmethod
+    def drop(self, stage: int, param: int) -> None:
+        """Hold the gradient of one parameter no longer."""
+
+    @abc.abstractmethod
+    def keep(self, stage: int) -> None:
+        """Let `restore` bring back what is held of a stage now; until `forget` nobody changes it in place."""
+
+    @abc.abstractmethod
+    def restore(self, stage: int) -> None:
+        """Hold what was held at `keep`, in place of what is held now."""
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Nothing of what was kept need be restored any more."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back memory and files."""
+
+
+class MemoryHold(GradientHold):
+    """Holds the very tensors that autograd made: nothing is copied."""
+
+    is_memory = True
+
+    def __init__(self) -> None:
+        self._held: dict[int, Gradients] = {}
+        self._kept: dict[int, Gradients] = {}
+
+    def put(self, stage: int, gradients: Gradients) -> None:
+        self._held[stage] = gradients
+
+    def take(self, stage: int) -> Gradients | None:
+        return self._held.pop(stage, None)
+
+    def look(self, stage: int) -> Gradients:
+        return self._held.get(stage, [])
+
+    def drop(self, stage: int, param: int) -> None:
+        held = self._held.get(stage)
+        if held is not None:
+            held[param] = None
+            if all(gradient is None for gradient in held):
+                del self._held[stage]
+
+    def keep(self, stage: int) -> None:
+        self._kept[stage] = list(self.look(stage))
+
+    def restore(self, stage: int) -> None:
+        self._held[stage] = self._kept.pop(stage)
+
+    def forget(self) -> None:
+        self._kept.clear()
+
+    def close(self) -> None:
+        self._held.clear()
+        self._kept.clear()
+
+
+class DiskHold(GradientHold):
+    """Writes each stage's gradients to a file beside its weights; one stage at a time is in memory.
+
+    Args:
+        stages: the stages.
+        folder: where the files go.
+        dtype_of: dtype in which the gradient of a parameter is held.
+        direct: bypass the page cache.
+    """
+
+    is_memory = False
+
+    def __init__(
+        self,
+        stages: Sequence[StageSpec],
+        folder: Path,
+        dtype_of: Callable[[torch.dtype], torch.dtype],
+        *,
+        direct: bool = True,
+    ) -> None:
+        self._stages = stages
+        self._dtype_of = dtype_of
+        self._direct = direct
+        self._paths = {s.index: folder / f"gradient_{s.index:04d}.bin" for s in stages}
+        self._files = self._open(range(len(stages)))
+        self._present: dict[int, list[bool]] = {}
+        self._kept: dict[int, tuple[BlockFile, list[bool]]] = {}
+        self._spare: dict[int, BlockFile] = {}
+
+    def _open(self, stages: Sequence[int]) -> list[BlockFile]:
+        return open_files(
+            {self._paths[stage]: self._span(self._stages[stage]) for stage in stages}, direct=self._direct
+        )
+
+    def _views(self, stage: StageSpec, buffer: torch.Tensor) -> list[torch.Tensor]:
+        views, offset = [], 0
+        for param in stage.params:
+            dtype = self._dtype_of(param.wire_dtype)
+            count = param.numel * dtype.itemsize
+            views.append(buffer[offset : offset + count].view(dtype).view(param.shape))
+            offset += round_up(count, 64)
+        return views
+
+    def _span(self, stage: StageSpec) -> int:
+        sizes = (param.numel * self._dtype_of(param.wire_dtype).itemsize for param in stage.params)
+        return round_up(sum(round_up(size, 64) for size in sizes))
+
+    def put(self, stage: int, gradients: Gradients) -> None:
+        spec = self._stages[stage]
+        buffer = aligned_empty(self._span(spec))
+        for view, gradient in zip(self._views(spec, buffer), gradients, strict=True):
+            if gradient is not None:
+                view.copy_(gradient)
+        self._files[stage].write(0, buffer[: self._span(spec)])
+        self._present[stage] = [gradient is not None for gradient in gradients]
+
+    def take(self, stage: int) -> Gradients | None:
+        held = self.look(stage)
+        self._present.pop(stage, None)
+        return held or None
+
+    def drop(self, stage: int, param: int) -> None:
+        if stage in self._present:
+            self._present[stage][param] = False
+
+    def look(self, stage: int) -> Gradients:
+        present = self._present.get(stage, [])
+        if not any(present):
+            return []
+        spec = self._stages[stage]
+        buffer = aligned_empty(self._span(spec))
+        self._files[stage].read(0, buffer[: self._span(spec)])
+        views = self._views(spec, buffer)
+        return [view if there else None for view, there in zip(views, present, strict=True)]
+
+    def keep(self, stage: int) -> None:
+        held = self.look(stage)
+        spare = self._spare.pop(stage, None) or self._open([stage])[0]
+        self._kept[stage] = self._files[stage], list(self._present.get(stage, []))
+        self._files[stage] = spare
+        if held:
+            self.put(stage, held)
+
+    def restore(self, stage: int) -> None:
+        self._spare[stage] = self._files[stage]
+        self._files[stage], self._present[stage] = self._kept.pop(stage)
+
+    def forget(self) -> None:
+        self._spare |= {stage: file for stage, (file, _) in self._kept.items()}
+        self._kept.clear()
+
+    def close(self) -> None:
+        self.forget()
+        for file in (*self._files, *self._spare.values()):
+            file.close()

@@ -1,0 +1,73 @@
+"""Where the values and the gradient of a parameter are, and how they are reached."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import closing
+
+import torch
+
+from headwater.core.lazy import LazyTensor
+from headwater.core.stage import ParamSpec
+from headwater.store.gradients import ParamKey
+from headwater.store.store import WeightStore
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """Where the values and the gradient of a parameter are.
+
+    Attributes:
+        store: the weight store.
+        stage: its stage.
+        index: its index in the stage.
+        device: where the values go that are read.
+    """
+
+    store: WeightStore
+    stage: int
+    index: int
+    device: torch.device
+
+    @property
+    def key(self) -> ParamKey:
+        return self.stage, self.index
+
+    @property
+    def spec(self) -> ParamSpec:
+        return self.store.stages[self.stage].params[self.index]
+
+    def read(self) -> torch.Tensor:
+        """A copy of the master."""
+        return self.store.read_param(self.stage, self.index).to(self.device)
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The master in pieces, each valid until the next is asked for."""
+        with closing(self.store.read(self.stage, with_states=False, params={self.index})) as pieces:
+            for piece in pieces:
+                yield piece.master
+
+    def lazy(self) -> LazyTensor:
+        """The master as a tensor that is read when it is used: then, and not now."""
+        return LazyTensor(self.pieces, self.spec.shape, self.spec.dtype)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replace the master by a tensor of its shape."""
+        self.store.write_param(self.stage, self.index, value.detach())
+
+    @property
+    def gradient_is_spent(self) -> bool:
+        """Whether a step has used the gradient, and nobody has forgotten it since."""
+        return self.key in self.store.gradients.spent
+
+    def gradient(self) -> torch.Tensor | None:
+        """The sum that no optimizer has used yet."""
+        return self.store.gradients.expose(*self.key)
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Replace or drop it."""
+        if gradient is None:
+            self.store.gradients.drop(*self.key)
+        else:
+            self.store.set_gradient(*self.key, gradient.to("cpu"))

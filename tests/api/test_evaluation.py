@@ -1,0 +1,199 @@
+"""Forwards without gradients, of other sizes, of parts of a model, between and before steps."""
+
+import pytest
+import torch
+from any_loop import Net, adamw, batches, check, every_plan, extreme_plans, loss_of, some_plan
+from torch import nn
+
+WITHOUT = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+@extreme_plans
+@pytest.mark.parametrize("without", WITHOUT)
+@pytest.mark.parametrize("first", ["evaluation", "step"])
+def test_evaluation_between_steps(plan, without, first, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses, scores = [], []
+
+        def evaluate():
+            model.eval()
+            with WITHOUT[without]():
+                scores.extend(loss_of(model(x), y).item() for x, y in batches(2, size=7, seed=2))
+            model.train()
+
+        if first == "evaluation":
+            evaluate()
+        for inputs, targets in batches(4):
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            evaluate()
+        return losses, scores, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_batches_that_grow_and_shrink(plan, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = []
+        for size in [2, 5, 1, 9, 3]:
+            ((inputs, targets),) = batches(1, size=size, seed=size)
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_a_larger_batch_while_gradients_wait(plan, tmp_path):
+    """The plan is made anew in the middle of an accumulation."""
+
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = []
+        for number, size in enumerate([2, 5, 6, 9, 3, 11], start=1):
+            ((inputs, targets),) = batches(1, size=size, seed=size)
+            loss = loss_of(model(inputs), targets) / 2
+            loss.backward()
+            losses.append(loss.item())
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_a_larger_batch_before_the_backward_of_another(plan, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = []
+        for sizes in [(2, 3), (4, 7)]:
+            loss = sum(loss_of(model(x), y) for size in sizes for x, y in batches(1, size=size, seed=size))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_a_model_that_is_never_trained(plan, tmp_path):
+    def script(place):
+        model = place.compile(Net().requires_grad_(False).eval())
+        return [model(x) for x, _ in batches(3)], model
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+@pytest.mark.parametrize("first", ["the part", "the whole"])
+def test_a_part_is_called_by_itself(plan, first, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = []
+
+        def train_part():
+            optimizer.zero_grad()
+            loss = model.blocks[1](torch.randn(4, 12)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+
+        def train_whole():
+            optimizer.zero_grad()
+            ((inputs, targets),) = batches(1)
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+
+        turns = [train_part, train_whole, train_part, train_whole]
+        for turn in turns if first == "the part" else turns[1:]:
+            turn()
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+class Encoder(nn.Module):
+    """Offers methods beside forward, one of which reads a weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def encode(self, tokens):
+        hidden = self.table[tokens]
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden
+
+    def forward(self, tokens):
+        return self.encode(tokens) @ self.table.T
+
+
+@extreme_plans
+@pytest.mark.parametrize("first", ["the method", "the whole"])
+def test_a_method_beside_forward(plan, first, tmp_path):
+    def script(place):
+        model = place.compile(Encoder())
+        optimizer = adamw(model.parameters())
+        tokens = torch.arange(4)
+        losses = []
+
+        def train(loss):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+
+        if first == "the method":
+            train(model.encode(tokens).square().mean())
+        for _ in range(2):
+            train(loss_of(model(tokens), tokens))
+            train(model.encode(tokens).square().mean())
+        with torch.no_grad():
+            return losses, model.encode(tokens), model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@every_plan
+def test_text_is_generated_between_steps(plan, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=23, n_positions=16, n_embd=8, n_layer=3, n_head=2)
+
+    def script(place):
+        model = place.compile(transformers.GPT2LMHeadModel(config))
+        optimizer = adamw(model.parameters())
+        tokens = torch.randint(23, (2, 8))
+        losses, texts = [], []
+        for _ in range(3):
+            texts.append(model.generate(tokens[:, :3], max_new_tokens=4, do_sample=False, pad_token_id=0))
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, texts, model, optimizer
+
+    check(script, plan, tmp_path)

@@ -1,0 +1,340 @@
+"""Gradients that the user's loop looks at, edits, clips, scales or asks autograd for."""
+
+import pytest
+import torch
+from any_loop import Net, Place, adamw, batches, check, every_plan, extreme_plans, loss_of, some_plan
+from torch import nn
+
+from headwater.core.errors import StreamError
+
+
+def script_with(edit, *, before=lambda model, optimizer: optimizer.zero_grad()):
+    """A loop in which `edit(model)` is called between backward and step."""
+
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses, shown = [], []
+        for inputs, targets in batches(4):
+            before(model, optimizer)
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            shown.append(edit(model))
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, shown, model, optimizer
+
+    return script
+
+
+EDITS = {
+    "norm clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "value clipped": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    "by foreach": lambda model: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5),
+    "one is replaced": lambda model: setattr(model.head.weight, "grad", model.head.weight.grad.sign()),
+    "one is dropped": lambda model: setattr(model.head.weight, "grad", None),
+    "one is zero": lambda model: model.blocks[1][0].weight.grad.zero_(),
+    "a row is zero": lambda model: model.embedding.weight.grad[0].fill_(0.0),
+    "of a buffer's kind": lambda model: model.embedding.weight.grad.data.mul_(2.0),
+    "shown": lambda model: {name: param.grad.clone() for name, param in model.named_parameters()},
+}
+
+
+@extreme_plans
+@pytest.mark.parametrize("edit", EDITS)
+def test_gradients_are_edited(edit, plan, tmp_path):
+    def edit_and_forget(model):
+        result = EDITS[edit](model)
+        return result if isinstance(result, torch.Tensor | dict) else None
+
+    check(script_with(edit_and_forget), plan, tmp_path)
+
+
+def set_none(model, optimizer):
+    for param in model.parameters():
+        param.grad = None
+
+
+ZEROING = {
+    "the optimizer's, to zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "the model's": lambda model, optimizer: model.zero_grad(),
+    "the model's, to zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand": set_none,
+}
+
+
+@extreme_plans
+@pytest.mark.parametrize("zeroing", ZEROING)
+@pytest.mark.parametrize("when", ["before forward", "before backward", "after step"])
+def test_every_way_to_forget_gradients(zeroing, when, plan, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = []
+
+        def forget(now):
+            if when == now:
+                ZEROING[zeroing](model, optimizer)
+
+        for inputs, targets in batches(4):
+            forget("before forward")
+            loss = loss_of(model(inputs), targets)
+            forget("before backward")
+            loss.backward()
+            optimizer.step()
+            forget("after step")
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_a_parameter_that_got_no_gradient_this_time_has_zeros(plan, tmp_path):
+    """With gradients set to zeros, an optimizer moves on what a step did not use."""
+
+    def script(place):
+        model = place.compile(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]))
+        optimizer = adamw(model.parameters())
+
+        def forward(self, x, *, every):
+            for index, layer in enumerate(self):
+                x = layer(x) if every or index != 1 else x
+            return x
+
+        type(model).forward = forward
+        losses = []
+        for number in range(5):
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(torch.randn(3, 4), every=number % 2 == 0).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        del type(model).forward
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_a_spent_gradient_is_loud(plan, tmp_path):
+    """After a step the store has used a gradient up; plain PyTorch has it still, so no loop may go on unaware."""
+    place = Place(plan, tmp_path)
+    model = place.compile(Net())
+    optimizer = adamw(model.parameters())
+    inputs, targets = batches(1)[0]
+    loss_of(model(inputs), targets).backward()
+    optimizer.step()
+    gradient = model.head.weight.grad
+    assert gradient is not None and gradient.shape == model.head.weight.shape
+    with pytest.raises(StreamError, match=r"read it before optimizer\.step"):
+        gradient.norm()
+    loss_of(model(inputs), targets).backward()
+    with pytest.raises(StreamError, match="zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert model.head.weight.grad is None
+    loss_of(model(inputs), targets).backward()
+    optimizer.step()
+    place.release()
+
+
+@extreme_plans
+def test_a_step_without_a_new_backward(plan, tmp_path):
+    """Steps with gradients set again by hand; and one with none."""
+
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        inputs, targets = batches(1)[0]
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5)
+        optimizer.step()
+        return model, optimizer, model(inputs)
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_gradients_kept_by_the_user_are_the_users(plan, tmp_path):
+    """What is done to them after the step does not reach the step."""
+
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = []
+        for inputs, targets in batches(3):
+            loss = loss_of(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            kept = [param.grad for param in model.parameters()]
+            optimizer.step()
+            for gradient in kept:
+                gradient.zero_()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_penalties_written_into_the_loss(plan, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = []
+        for inputs, targets in batches(3):
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs), targets)
+            loss = loss + 1e-2 * sum(param.square().sum() for param in model.parameters())
+            loss = loss + 1e-3 * model.head.weight.abs().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_autograd_grad_of_inputs(plan, tmp_path):
+    """A gradient penalty, as of WGAN-GP: second derivatives of the model."""
+
+    def script(place):
+        model = place.compile(
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        )
+        optimizer = adamw(model.parameters())
+        losses = []
+        for _ in range(3):
+            inputs = torch.randn(5, 4, requires_grad=True)
+            outputs = model(inputs)
+            (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+            loss = outputs.mean() + (slope.norm(dim=1) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append((loss.item(), slope))
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@every_plan
+def test_autograd_grad_of_inputs_alone(plan, tmp_path):
+    def script(place):
+        model = place.compile(
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        )
+        inputs = torch.randn(5, 4, requires_grad=True)
+        slopes = [torch.autograd.grad(model(inputs).sum(), inputs)[0] for _ in range(2)]
+        return slopes, [param.grad for param in model.parameters()]
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_autograd_grad_of_parameters(plan, tmp_path):
+    """Gradients by `torch.autograd.grad`, given to the parameters by hand."""
+
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = []
+        for inputs, targets in batches(3):
+            loss = loss_of(model(inputs), targets)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for param, gradient in zip(model.parameters(), gradients, strict=True):
+                param.grad = gradient
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+@pytest.mark.parametrize("registered", ["before compile", "after the first step"])
+def test_hooks_on_parameters(plan, registered, tmp_path):
+    def script(place):
+        model, seen = Net(), []
+
+        def register():
+            model.head.weight.register_hook(lambda gradient: gradient * 2)
+            model.embedding.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+            model.norm.weight.register_post_accumulate_grad_hook(
+                lambda param: seen.append(param.grad.clone())
+            )
+
+        if registered == "before compile":
+            register()
+        model = place.compile(model)
+        optimizer = adamw(model.parameters())
+        losses = []
+        for number, (inputs, targets) in enumerate(batches(6), start=1):
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if registered != "before compile" and number == 2:
+                register()
+        return losses, seen, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_the_optimizer_steps_in_backward(plan, tmp_path):
+    """An optimizer for each parameter, in a hook: no gradient outlives its use."""
+
+    def script(place):
+        model = Net(dropout=0.0)
+        optimizers = {param: adamw([param]) for param in model.parameters()}
+
+        def hook(param):
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(hook)
+        model = place.compile(model)
+        losses = []
+        for inputs, targets in batches(3):
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            losses.append(loss.item())
+        return losses, model, [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_hooks_on_modules(plan, tmp_path):
+    def script(place):
+        model, seen = Net(), []
+        model.blocks[1].register_forward_hook(lambda module, args, output: output * 1.5)
+        model = place.compile(model)
+        model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+        model.blocks[2].register_full_backward_hook(
+            lambda module, grads_in, grads_out: seen.append(grads_out[0].clone())
+        )
+        model.norm.register_forward_hook(
+            lambda module, args, output: seen.append(module.weight.detach().clone())
+        )
+        optimizer = adamw(model.parameters())
+        losses = []
+        for inputs, targets in batches(3):
+            loss = loss_of(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, seen, model, optimizer
+
+    check(script, plan, tmp_path)
