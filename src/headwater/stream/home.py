@@ -39,8 +39,9 @@ class Home:
         return self.store.stages[self.stage].params[self.index]
 
     def read(self) -> torch.Tensor:
-        """A copy of the master."""
-        return self.store.read_param(self.stage, self.index).to(self.device)
+        """A copy of the master, fit to be trained with wherever it is made."""
+        with torch.inference_mode(False):
+            return self.store.read_param(self.stage, self.index).to(self.device)
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The master in pieces, each valid until the next is asked for."""
