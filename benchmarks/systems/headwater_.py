@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.workload import Step, Workload, add_workload_arguments, measure, workload_of
 from headwater.config.models import GPTConfig
-from headwater.core.buffers import keep_pages
+from headwater.core.buffers import tune_allocator
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
 from headwater.core.units import parse_bytes
@@ -67,6 +67,7 @@ def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module
         optimizer_state_bytes=8,
         resources=Resources(host_memory=parse_bytes(args.memory) if args.memory else None, disk=disk),
         calibration=calibrate("cpu", disk),
+        checkpoints=False,
         fixed=Fixed(
             tier=args.tier,
             num_slabs=args.slabs,
@@ -94,8 +95,8 @@ def main() -> None:
     config = config_of(workload)
     model = build_model(config, device="meta").train()
     plan = plan_of(args, workload, model)
-    if plan.memory_is_ample and args.allocator == "tuned":
-        keep_pages()
+    if args.allocator == "tuned":
+        tune_allocator(keep=plan.memory_is_ample)
 
     def initial(spec: ParamSpec) -> torch.Tensor:
         return init_parameter(spec.name, spec.shape, config, seed=0)

@@ -8,7 +8,7 @@ import torch
 
 import headwater
 from benchmarks.workload import Step, Workload, add_workload_arguments, measure, workload_of
-from headwater.core.buffers import keep_pages
+from headwater.core.buffers import tune_allocator
 
 
 def build(workload: Workload) -> torch.nn.Module:
@@ -76,7 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     workload = workload_of(args)
     if args.tuned:
-        keep_pages()
+        tune_allocator(keep=True)
     model = build(workload)
     if args.fsdp2:
         shard(workload, model)

@@ -28,7 +28,7 @@ from headwater.api.machine import (
     optimizer_state_bytes,
     resources_of,
 )
-from headwater.core.buffers import keep_pages
+from headwater.core.buffers import tune_allocator
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import OptimizerSpec
@@ -195,8 +195,8 @@ class StreamedModel:
     def _rebuild(self, plan: Plan) -> None:
         """Stream by this plan and the present rule from now on; weights and optimizer state are kept."""
         config, before = self.backend.config, self.engine
-        if plan.device == "cpu" and config.allocator == "tuned" and plan.memory_is_ample:
-            keep_pages()
+        if plan.device == "cpu" and config.allocator == "tuned":
+            tune_allocator(keep=plan.memory_is_ample)
         if before is not None:
             before.detach()
         self.engine = Engine(

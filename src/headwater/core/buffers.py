@@ -1,4 +1,4 @@
-"""Page-aligned host buffers, and an allocator that keeps its pages."""
+"""Page-aligned host buffers, and what the allocator does with its pages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ PAGE_BYTES = 4096
 """Alignment of direct disk transfers: buffer address, file offset and length."""
 
 _HUGE_PAGE_BYTES = 2 << 20
+_LARGE_BLOCK_BYTES = 4 << 20
 
 
 def round_up(count: int, multiple: int = PAGE_BYTES) -> int:
@@ -40,11 +41,16 @@ def aligned_empty(num_bytes: int, *, pin: bool = False) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def keep_pages() -> bool:
-    """Let glibc's malloc reuse large blocks instead of returning them to the system after each use.
+def tune_allocator(*, keep: bool) -> bool:
+    """Fix what glibc's malloc does with large blocks that are freed.
 
-    A freshly mapped page costs a fault and a clearing; a training step maps gigabytes of temporaries
-    anew each time. Measured effect: see docs/benchmarks.md.
+    A freshly mapped page costs a fault and a clearing, and a training step maps gigabytes of temporaries
+    anew: where memory is ample, blocks are best kept. Where it is not, they are best returned: by itself
+    malloc begins to keep blocks of up to 32 MiB once such have been freed, and how much it then holds nobody
+    can predict. Measured effects: see docs/benchmarks.md and docs/log.md.
+
+    Args:
+        keep: reuse every block, instead of returning those of 4 MiB and more to the system at once.
 
     Returns:
         Whether the C library has the setting (glibc does).
@@ -52,12 +58,13 @@ def keep_pages() -> bool:
     mallopt = _glibc("mallopt")
     if mallopt is None:
         return False
-    trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1
-    return bool(mallopt(mmap_threshold, largest)) and bool(mallopt(trim_threshold, largest))
+    threshold = 2**31 - 1 if keep else _LARGE_BLOCK_BYTES
+    trim_threshold, mmap_threshold = -1, -3
+    return bool(mallopt(mmap_threshold, threshold)) and bool(mallopt(trim_threshold, threshold))
 
 
 def return_pages() -> bool:
-    """Return the memory that malloc holds and nobody uses to the system; see `keep_pages`.
+    """Return the memory that malloc holds and nobody uses to the system; see `tune_allocator`.
 
     Returns:
         Whether there was any.

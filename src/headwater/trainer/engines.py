@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headwater.api.machine import device_of
 from headwater.config.run import SetupConfig
-from headwater.core.buffers import keep_pages
+from headwater.core.buffers import tune_allocator
 from headwater.plan.calibrate import calibrate
 from headwater.plan.types import Plan
 from headwater.stream.engine import Engine
@@ -35,8 +35,8 @@ def open_engine(
     device = device_of(init.backend)
     plan = plan_run(init, trainable, work, disk=disk, calibration=calibrate(device, disk))
     show(plan)
-    if device == "cpu" and init.backend.allocator == "tuned" and plan.memory_is_ample:
-        keep_pages()
+    if device == "cpu" and init.backend.allocator == "tuned":
+        tune_allocator(keep=plan.memory_is_ample)
     with make_engine(init, trainable, plan, work.optimizer, blank=blank) as engine:
         yield engine
 
