@@ -69,9 +69,9 @@ def test_large_models_are_planned_on_a_laptop(shape, billions):
 @pytest.mark.parametrize("policy", list(Activations))
 def test_policies_save_what_they_are_for(policy):
     trace_for = traces(256, layers=8, width=128, heads=4, vocabulary=256)
-    resources = Resources(host_memory=GIB, disk=Path("tier"), disk_bytes=GIB)
-    fixed = Fixed(activations=policy, micro_batch_size=8)
-    plan = make_plan(trace_for, batch_size=8, resources=resources, fixed=fixed, **ARGUMENTS)
+    resources = Resources(host_memory=4 * GIB, disk=Path("tier"), disk_bytes=GIB)
+    fixed = Fixed(activations=policy, micro_batch_size=128)
+    plan = make_plan(trace_for, batch_size=128, resources=resources, fixed=fixed, **ARGUMENTS)
     saved = sum(cost.saved_bytes for cost in plan.trace.costs)
     assert (plan.prediction.host_parts["activations"] > saved) == (policy is Activations.KEEP)
     assert (plan.prediction.disk_bytes > 0) == (policy is Activations.OFFLOAD)

@@ -30,6 +30,7 @@ def make_plan(
     calibration: Calibration | None = None,
     fixed: Fixed | None = None,
     base_bytes: int | None = None,
+    checkpoints: bool = True,
 ) -> Plan:
     """The plan with the shortest predicted step within every budget.
 
@@ -44,6 +45,7 @@ def make_plan(
             promised.
         fixed: decisions that are not the planner's.
         base_bytes: host memory of the interpreter and its libraries; by default what this process takes now.
+        checkpoints: whether the store is saved while training goes on.
 
     Raises:
         ConfigError: if decisions contradict each other or the batch size.
@@ -61,6 +63,7 @@ def make_plan(
         calibration=calibration,
         fixed=fixed or Fixed(),
         base_bytes=resident_bytes() if base_bytes is None else base_bytes,
+        checkpoints=checkpoints,
     )
     check(request)
     plan = _fastest(request)

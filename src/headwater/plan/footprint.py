@@ -88,9 +88,12 @@ class Footprint:
         trace: the dry run.
         optimizer_state_bytes: bytes of optimizer state for each trained parameter.
         base_bytes: resident host memory of the interpreter and its libraries.
+        checkpoints: whether the store is saved while training goes on.
     """
 
-    def __init__(self, trace: Trace, *, optimizer_state_bytes: int, base_bytes: int) -> None:
+    def __init__(
+        self, trace: Trace, *, optimizer_state_bytes: int, base_bytes: int, checkpoints: bool = True
+    ) -> None:
         self.trace = trace
         self.stages = tuple(
             _stage_bytes(stage, optimizer_state_bytes, trained=not trace.inference) for stage in trace.stages
@@ -99,6 +102,7 @@ class Footprint:
         self.last_use = {stage: position for position, stage in enumerate(trace.uses)}
         self.first_use = {stage: position for position, stage in reversed(list(enumerate(trace.uses)))}
         self._base_bytes = base_bytes
+        self._checkpoints = checkpoints and not trace.inference
         self._peaks: dict[object, Peak] = {}
 
     def memory(self, plan: Plan) -> Memory:
@@ -107,7 +111,7 @@ class Footprint:
         slabs = 0 if plan.in_place else _pool_bytes(self.slab_sizes, plan.slabs)
         compute = {"slabs": slabs} | peak.parts
         host, disk = self._store_bytes(plan)
-        held, moved = self.held_gradients(plan), self.offloaded_bytes(plan)
+        held, moved = self.held_gradients(plan), self.offloaded_bytes(plan.activations)
         if plan.gradient_tier == "disk":
             disk["gradients"] = held
         if plan.device == "cpu":
@@ -145,7 +149,7 @@ class Footprint:
 
         One is saved in the background, another may be by the thread that is about to update it.
         """
-        if self.trace.inference:
+        if not self._checkpoints:
             return 0
         pieces = _SNAPSHOT_THREADS * 2 * PIECE_ELEMENTS * _FP32_BYTES
         return sum(sorted(self.slab_sizes)[-_SNAPSHOT_THREADS:]) + pieces
@@ -155,9 +159,9 @@ class Footprint:
         exact = _holds_exact_gradients(plan)
         return sum(stage.gradient if exact else stage.gradient_sum for stage in self.stages)
 
-    def offloaded_bytes(self, plan: Plan) -> int:
+    def offloaded_bytes(self, activations: Sequence[Activations]) -> int:
         """Bytes of activations that one micro-batch moves out."""
-        pairs = zip(self.trace.costs, plan.activations, strict=True)
+        pairs = zip(self.trace.costs, activations, strict=True)
         return sum(_kept(cost) for cost, policy in pairs if policy is Activations.OFFLOAD)
 
     def peak(self, plan: Plan) -> Peak:
@@ -185,7 +189,14 @@ class Footprint:
             cost, policy = self.trace.costs[stage], activations[stage]
             held.append(_held(cost, policy) if self.last_use[stage] == position else 0)
             busy.append(_busy(cost, policy, self._num_uses[stage]))
-        return [kept + working for kept, working in zip(accumulate(held), busy, strict=True)]
+        moving = self._moving_bytes(activations)
+        return [kept + working + moving for kept, working in zip(accumulate(held), busy, strict=True)]
+
+    def _moving_bytes(self, activations: Sequence[Activations]) -> int:
+        """Bytes of activations on their way out, and on their way back; one tensor may always be."""
+        total = self.offloaded_bytes(activations)
+        window = max(OFFLOAD_WINDOW_BYTES, *(cost.transient_bytes for cost in self.trace.costs))
+        return min(total, 2 * window) + OFFLOAD_WRITERS * min(total, OFFLOAD_BLOCK_BYTES)
 
     @cached_property
     def _num_uses(self) -> dict[int, int]:
@@ -198,12 +209,13 @@ class Footprint:
         frees the gradients of a stage when the next forward reaches it, so that forward is the mirror image
         of backward.
         """
-        arriving = self._arriving_bytes
-        if plan.device != "cpu" or plan.gradient_tier == "disk":
+        arriving, exact = self._arriving_bytes, _holds_exact_gradients(plan)
+        if plan.device != "cpu":
             return [2 * count for count in arriving]  # and the copy that is on its way out
+        if plan.gradient_tier == "disk":
+            return [self._passing(position, exact) for position in range(len(self.trace.uses))]
         if plan.num_micro_batches > 1:
             return [self.held_gradients(plan) + count for count in arriving]
-        exact = _holds_exact_gradients(plan)
         complete = [
             (self.stages[stage].gradient if exact else self.stages[stage].gradient_sum)
             if self.first_use[stage] == position
@@ -224,6 +236,16 @@ class Footprint:
             if first <= position <= self.last_use[stage]:
                 second = position == first < self.last_use[stage]  # a summand beside what is there
                 total += self.stages[stage].gradient * (2 if second else 1)
+        return total
+
+    def _passing(self, position: int, exact: bool) -> int:
+        """Bytes of gradients that wait for the rest of theirs, or are summed and written, in one backward."""
+        total = 0
+        for stage, first in self.first_use.items():
+            if first <= position <= self.last_use[stage]:
+                total += self.stages[stage].gradient
+            if first == position:  # complete: with the copy that is written, or the old sum and the new one
+                total += self.stages[stage].gradient if exact else 2 * self.stages[stage].gradient_sum
         return total
 
 
@@ -290,10 +312,6 @@ def _busy(cost: StageCost, policy: Activations, num_uses: int) -> int:
     passing = cost.transient_bytes + cost.input_bytes + cost.output_bytes
     if policy is Activations.RECOMPUTE:
         return passing + cost.saved_bytes // num_uses
-    if policy is Activations.OFFLOAD:
-        moving = _kept(cost) // num_uses
-        window = max(OFFLOAD_WINDOW_BYTES, cost.transient_bytes)  # one tensor may always be on its way
-        return passing + 2 * min(moving, window) + OFFLOAD_WRITERS * min(moving, OFFLOAD_BLOCK_BYTES)
     return passing
 
 

@@ -150,7 +150,7 @@ class Predictor:
             held = self.footprint.held_gradients(plan)
             read, write = _add(read, held, later * held), _add(write, 0, (1 + later) * held)
         if plan.device == "cpu":
-            moved = self.footprint.offloaded_bytes(plan)
+            moved = self.footprint.offloaded_bytes(plan.activations)
             read, write = _add(read, 0, (1 + later) * moved), _add(write, moved, later * moved)
         return Phases(
             read.first / self._read_bytes_per_s + write.first / self._write_bytes_per_s,
@@ -162,7 +162,7 @@ class Predictor:
         if plan.device == "cpu":
             return Phases()
         count, fetched = plan.num_micro_batches, self._fetched_bytes(plan)
-        moved = self.footprint.offloaded_bytes(plan)
+        moved = self.footprint.offloaded_bytes(plan.activations)
         gradients = count * self._gradients
         first = max(fetched.first, moved)
         rest = max(fetched.rest + count * moved, gradients + (count - 1) * moved)

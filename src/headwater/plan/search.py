@@ -64,6 +64,7 @@ class Request:
     calibration: Calibration | None
     fixed: Fixed
     base_bytes: int
+    checkpoints: bool = True
 
 
 def best_plan(request: Request) -> Plan | None:
@@ -111,7 +112,10 @@ def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterat
     """
     trace = request.trace_for(size)
     footprint = Footprint(
-        trace, optimizer_state_bytes=request.optimizer_state_bytes, base_bytes=request.base_bytes
+        trace,
+        optimizer_state_bytes=request.optimizer_state_bytes,
+        base_bytes=request.base_bytes,
+        checkpoints=request.checkpoints,
     )
     predictor = Predictor(footprint, request.calibration)
     for frame in _frames(request, trace, size):
