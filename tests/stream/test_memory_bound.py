@@ -35,7 +35,7 @@ with make_engine(small, Setting("disk"), Path(sys.argv[1])) as engine:  # what t
     engine.train_step(small.batches(0), small.update(0))
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 before = status("VmRSS")
-job = regression(make_model, 8, WIDTH, optimizer=optimizer)
+job = regression(make_model, 8, WIDTH, optimizer=optimizer, micro_batches=int(sys.argv[4]))
 setting = Setting(sys.argv[2], 2, gradient_tier=sys.argv[3])
 with make_engine(job, setting, Path(sys.argv[1]), initial=initial) as engine:
     for step in range(3):
@@ -44,10 +44,10 @@ print(json.dumps({"rise": status("VmHWM") - before, "state": 12 * DEPTH * WIDTH 
 """
 
 
-def rise(folder: Path, tier: str, gradient_tier: str) -> tuple[int, int]:
+def rise(folder: Path, tier: str, gradient_tier: str, *, micro_batches: int = 1) -> tuple[int, int]:
     """(rise of the peak, bytes of weights and optimizer state) of a run in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), tier, gradient_tier],
+        [sys.executable, "-c", SCRIPT, str(folder), tier, gradient_tier, str(micro_batches)],
         capture_output=True,
         text=True,
         check=False,
@@ -74,6 +74,12 @@ def test_disk_tier_holds_slabs_staging_and_gradients(tmp_path):
 def test_disk_tier_with_gradients_on_disk_holds_no_more_than_a_few_stages(tmp_path):
     used, state = rise(tmp_path, "disk", "disk")
     slabs, staging, gradients, workspaces = 2 * 4, 4 * 8, 3 * 4, 24
+    assert used < (slabs + staging + gradients + workspaces) * MIB < state / 2
+
+
+def test_gradients_on_disk_are_summed_there_stage_by_stage(tmp_path):
+    used, state = rise(tmp_path, "disk", "disk", micro_batches=3)
+    slabs, staging, gradients, workspaces = 2 * 4, 4 * 8, 4 * 4, 24
     assert used < (slabs + staging + gradients + workspaces) * MIB < state / 2
 
 

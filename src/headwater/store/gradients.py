@@ -22,7 +22,7 @@ ParamKey = tuple[int, int]
 @dataclasses.dataclass
 class _Arriving:
     gradients: Gradients
-    measured: set[int] = dataclasses.field(default_factory=set)
+    received: set[int] = dataclasses.field(default_factory=set)
 
 
 class GradientSum:
@@ -74,7 +74,7 @@ class GradientSum:
             last: whether it is the step's last micro-batch, as far as is known.
 
         Returns:
-            Whether the stage now has the gradients of all its trainable parameters.
+            Whether all trainable parameters of the stage have got theirs, so that it may be settled.
         """
         if (stage, param) in self.spent:
             return False
@@ -83,10 +83,10 @@ class GradientSum:
         arriving.gradients[param] = total
         self._norms.pop((stage, param), None)
         self.present.add((stage, param))
+        arriving.received.add(param)
         if last:
             self._measure((stage, param), total)
-            arriving.measured.add(param)
-        return last and len(arriving.measured) == sum(p.requires_grad for p in self._stages[stage].params)
+        return len(arriving.received) == sum(p.requires_grad for p in self._stages[stage].params)
 
     def _arriving_at(self, stage: int) -> _Arriving:
         if stage not in self._arriving:
@@ -236,6 +236,11 @@ class GradientSum:
         self.forget()
         before = self.present if present is None else self.present.intersection(present)
         self._before = frozenset(before), frozenset(self.spent)
+
+    @property
+    def remembered(self) -> frozenset[ParamKey]:
+        """The sums that were there at `remember`, whether or not they still are."""
+        return self._before[0]
 
     def _keep(self, stage: int) -> None:
         """Keep the sums of a stage that are there since `remember`, before one of them changes."""
