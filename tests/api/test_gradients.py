@@ -118,7 +118,7 @@ def test_a_parameter_that_got_no_gradient_this_time_has_zeros(plan, tmp_path):
 
 @some_plan
 def test_a_spent_gradient_is_loud(plan, tmp_path):
-    """After a step the store has used a gradient up; plain PyTorch has it still, so no loop may go on unaware."""
+    """The store has used it up where plain PyTorch has it still, so no loop may go on unaware."""
     place = Place(plan, tmp_path)
     model = place.compile(Net())
     optimizer = adamw(model.parameters())
