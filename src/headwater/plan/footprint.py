@@ -184,19 +184,14 @@ class Footprint:
         """
         if self.trace.inference:
             return [self.trace.costs[stage].transient_bytes for stage in self.trace.uses]
-        held, busy = [], []
+        held, away, busy = [], [], []
         for position, stage in enumerate(self.trace.uses):
-            cost, policy = self.trace.costs[stage], activations[stage]
-            held.append(_held(cost, policy) if self.last_use[stage] == position else 0)
+            cost, policy, last = self.trace.costs[stage], activations[stage], self.last_use[stage]
+            held.append(_held(cost, policy) if last == position else 0)
+            away.append(_kept(cost) if last == position and policy is Activations.OFFLOAD else 0)
             busy.append(_busy(cost, policy, self._num_uses[stage]))
-        moving = self._moving_bytes(activations)
-        return [kept + working + moving for kept, working in zip(accumulate(held), busy, strict=True)]
-
-    def _moving_bytes(self, activations: Sequence[Activations]) -> int:
-        """Bytes of activations on their way out, and on their way back; one tensor may always be."""
-        total = self.offloaded_bytes(activations)
-        window = max(OFFLOAD_WINDOW_BYTES, *(cost.transient_bytes for cost in self.trace.costs))
-        return min(total, 2 * window) + OFFLOAD_WRITERS * min(total, OFFLOAD_BLOCK_BYTES)
+        moments = zip(accumulate(held), accumulate(away), busy, strict=True)
+        return [kept + _moving(moved) + working for kept, moved, working in moments]
 
     @cached_property
     def _num_uses(self) -> dict[int, int]:
@@ -307,11 +302,18 @@ def _held(cost: StageCost, policy: Activations) -> int:
     return cost.input_bytes if policy is Activations.RECOMPUTE else 0
 
 
+def _moving(moved: int) -> int:
+    """Bytes on their way out or back, and of the writers' buffers, where so much has moved out or will."""
+    return min(moved, OFFLOAD_WINDOW_BYTES) + OFFLOAD_WRITERS * min(moved, OFFLOAD_BLOCK_BYTES)
+
+
 def _busy(cost: StageCost, policy: Activations, num_uses: int) -> int:
     """Bytes alive only while a use runs: temporaries, and gradients of what enters and leaves."""
     passing = cost.transient_bytes + cost.input_bytes + cost.output_bytes
     if policy is Activations.RECOMPUTE:
         return passing + cost.saved_bytes // num_uses
+    if policy is Activations.OFFLOAD:  # what an operator's backward has brought back
+        return passing + min(cost.transient_bytes, _kept(cost) // num_uses)
     return passing
 
 
