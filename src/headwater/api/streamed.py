@@ -29,6 +29,7 @@ from headwater.api.machine import (
     resources_of,
 )
 from headwater.core.buffers import tune_allocator
+from headwater.core.copies import apart
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import OptimizerSpec
@@ -122,7 +123,8 @@ class StreamedModel:
         try:
             with torch.random.fork_rng():  # it belongs to the user
                 self._stop_early(call, precision, device)
-                self._rebuild(self._plan(self._trace(call, precision), precision, device))
+                trace = self._trace(apart(call), precision)
+                self._rebuild(self._plan(trace, precision, device))
         finally:
             self._hook = self._first_hook()  # before those of the engine
 
@@ -130,6 +132,7 @@ class StreamedModel:
         partition = find_stages(self.model, precision)
         if self.engine is None:
             return self._dry_run(call, precision, partition)
+        self.engine.store.flush()  # no update must meet fake tensors
         with self.engine.executor.paused():
             return self._dry_run(call, precision, _with_masters_of(self.engine, partition))
 
@@ -210,8 +213,8 @@ class StreamedModel:
         owners[self.engine.store] = self
         if before is not None:
             self.engine.store.take_over(before.store)
-            before.store.close()
-        if transaction.is_open():
+            before.hand_over(self.engine)
+        elif transaction.is_open():
             self.begin_step()
 
     def _initial(self) -> Initial | None:
@@ -282,14 +285,16 @@ class StreamedModel:
         self.end_step()
 
     def release(self) -> None:
-        """Stop streaming; the model's parameters get their values back."""
+        """Stop streaming; the model's parameters get their values and gradients back."""
         transaction.unregister(self)
         self._hook.remove()
         if self.engine is not None:
             self.engine.detach()
             for name, value in self.engine.named_masters():
                 self.model.get_parameter(name).data = value
-            self.engine.store.close()
+            for name, gradient in self.engine.named_gradients():
+                self.model.get_parameter(name).grad = gradient
+            self.engine.close()
             self.engine = None
         if self._disk is not None:
             self._disk.cleanup()

@@ -414,12 +414,20 @@ class WeightStore:
         write_master(encoding, master, flat_wire, fields)
 
     def take_over(self, other: WeightStore) -> None:
-        """Let parameters of the same name have the optimizer state and the gradient that they have there."""
+        """Let parameters of the same name have the optimizer state and the gradient that they have there.
+
+        A transaction that is under way goes on here; commits that it has made cannot be undone any more.
+        """
         theirs = {p.name: (s.index, i) for s in other.stages for i, p in enumerate(s.params)}
         for stage in self.stages:
             for index, spec in enumerate(stage.params):
                 if spec.name in theirs:
                     self._take_over_param((stage.index, index), other, theirs[spec.name])
+        names = {other._spec(key).name for key in other.gradients.remembered}
+        present = self.gradients.present
+        self.begin_transaction([key for key in present if self._spec(key).name in names])
+        if other.num_commits > other._mark:
+            self._mark = -1
 
     def _take_over_param(self, key: ParamKey, other: WeightStore, there: ParamKey) -> None:
         own_spec, their_spec = self._spec(key), other._spec(there)
@@ -431,6 +439,8 @@ class WeightStore:
         gradient = other.gradients.expose(*there)
         if gradient is not None:
             self.set_gradient(*key, gradient)
+        if there in other.gradients.spent:
+            self.gradients.spend([key])
 
     def _spec(self, key: ParamKey) -> ParamSpec:
         return self.stages[key[0]].params[key[1]]

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from headwater.core.copies import apart
 from headwater.core.errors import StreamError
 
 
@@ -121,17 +123,44 @@ def recompute_forward(
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
+        call = _RepeatedCall(bound_forward, args, kwargs)
         buffers = _Buffers(module)
         return checkpoint(
-            bound_forward,
-            *args,
-            use_reentrant=False,
-            context_fn=lambda: (_nothing(), buffers),
-            **kwargs,
+            call, *call.tensors(), use_reentrant=False, context_fn=lambda: (_nothing(), buffers)
         )
 
     module.forward = checkpointed
     return lambda: setattr(module, "forward", forward)
+
+
+class _Tensor:
+    """Stands for a tensor among other arguments."""
+
+
+class _RepeatedCall:
+    """A call that finds its arguments as they were the first time, whatever the function does to them.
+
+    The tensors among them are given to it each time, so that it does not hold them.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._function = function
+        self._first: tuple[Any, ...] | None = (args, kwargs)
+        leaves, self._structure = tree_flatten((args, kwargs))
+        self._others = apart([_Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those among the arguments, before the first call."""
+        return [leaf for leaf in tree_leaves(self._first) if isinstance(leaf, torch.Tensor)]
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if self._first is not None:  # the caller's own objects
+            (args, kwargs), self._first = self._first, None
+        else:
+            own = iter(tensors)
+            leaves = [next(own) if leaf is _Tensor else leaf for leaf in apart(self._others)]
+            args, kwargs = tree_unflatten(leaves, self._structure)
+        return self._function(*args, **kwargs)
 
 
 @contextmanager

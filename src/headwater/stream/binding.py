@@ -66,6 +66,9 @@ class Binder:
         for index, param in enumerate(self._params[stage]):
             spec = self._stages[stage].params[index]
             value = self._placeholders[stage][index]
+            gradient, param.grad = param.grad, None
+            if gradient is not None:  # of a backward before there was streaming
+                self._store.set_gradient(stage, index, gradient.to("cpu"))
             if param.is_meta:  # it cannot be given other data, but the object can become another tensor
                 other = nn.Parameter(value, requires_grad=spec.requires_grad)
                 other.__dict__.update(param.__dict__)
@@ -136,6 +139,10 @@ class Binder:
         param = self._params[handle.stage][handle.param]
         if param._version != handle.version:
             raise changed_in_place(param)
+
+    def forget_saved(self) -> None:
+        """Let every graph that has saved a parameter itself fail in backward: it will be bound no longer."""
+        torch.autograd.graph.increment_version([param for _, _, param in self.parameters()])
 
     def rest(self, stage: int) -> None:
         """Let the parameters of a stage rest; their memory stays for what autograd has saved of it.

@@ -115,6 +115,7 @@ class Engine:
             self._binder.adopt(stage)
         self.buffers = Buffers(model, self._device.torch_device)
         self.executor = Executor(model, plan, self.store, self._binder, weights)
+        self._detached = False
         return_pages()  # initial values took more memory than a step may
 
     def _fill(self, stage: int, initial: Initial | None) -> None:
@@ -218,6 +219,14 @@ class Engine:
             flat[piece.start : piece.start + piece.master.numel()].copy_(piece.master)
         yield from zip([spec.name for spec in params], masters, strict=True)
 
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, gradient) of every parameter that has one that no step has used."""
+        for stage in self.store.stages:
+            for index, spec in enumerate(stage.params):
+                gradient = self.store.gradients.expose(stage.index, index)
+                if gradient is not None:
+                    yield spec.name, gradient
+
     def _to_device(self, batch: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: t.to(self._device.torch_device), batch)
 
@@ -230,13 +239,21 @@ class Engine:
         raise StreamError(f"the model had no parameter {spec.name!r} before")
 
     def detach(self) -> None:
-        """Leave the model, whose parameters then hold NaN; the store stays."""
-        self.executor.close()
+        """Leave the model, whose parameters then hold NaN; the store stays, and what moved out for graphs."""
+        self._detached = True
+        self.executor.leave()
         self._binder.release()
+
+    def hand_over(self, successor: Engine) -> None:
+        """Let the graphs of forwards that ran here, before `detach`, get their weights from `successor`."""
+        self.executor.hand_over(successor.executor)
+        self.store.close()
 
     def close(self) -> None:
         """Leave the model, and give back memory, threads and files."""
-        self.detach()
+        if not self._detached:
+            self.detach()
+        self.executor.close()
         self.store.close()
 
     def __enter__(self) -> Engine:

@@ -58,11 +58,13 @@ class Executor:
         self._hooks = SiteHooks(model, sites, self.enter_module, self._leave_module)
         self._root_stages = sites[""]
         self._gradient_hooks = list(self._hook_gradients())
-        self._give_forwards_back = [
-            self._hook_recompute(model.get_submodule(stage.name), stage.index)
+        self._recomputed = [
+            (model.get_submodule(stage.name), stage.index)
             for stage, policy in zip(plan.trace.stages, plan.activations, strict=True)
             if policy is Activations.RECOMPUTE
         ]
+        self._wrapped = self._hook_recompute()
+        self._successor: Executor | None = None
 
     # weights in
 
@@ -88,10 +90,12 @@ class Executor:
     def paused(self) -> Iterator[None]:
         """Within it calls of the model are none of our business."""
         self._active = False
+        self._wrapped.close()
         try:
             yield
         finally:
             self._active = True
+            self._wrapped = self._hook_recompute()
 
     def _leave_module(self, stages: Sequence[int]) -> None:
         if not self._active:
@@ -136,8 +140,9 @@ class Executor:
 
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
         """A weight that autograd has saved."""
-        self._binder.check_unchanged(handle)
-        return handle.resolve(self._require(handle.stage))
+        heir = self._heir
+        heir._binder.check_unchanged(handle)
+        return handle.resolve(heir._require(handle.stage))
 
     def _require(self, stage: int) -> torch.Tensor:
         self._notice_backward()
@@ -146,10 +151,20 @@ class Executor:
         self._weights.statistics.wait_s += time.perf_counter() - start
         return image
 
-    def _hook_recompute(self, module: nn.Module, stage: int) -> Callable[[], None]:
-        return recompute_forward(
-            module, lambda: self.enter_module((stage,)), lambda: self._leave_module((stage,))
-        )
+    def _hook_recompute(self) -> ExitStack:
+        """Let the forwards that are to run again in backward do so; closing it takes that back."""
+
+        def hook(module: nn.Module, stages: Sequence[int]) -> Callable[[], None]:
+            return recompute_forward(
+                module,
+                lambda: self._heir.enter_module(stages),
+                lambda: self._heir._leave_module(stages),
+            )
+
+        hooked = ExitStack()
+        for module, stage in self._recomputed:
+            hooked.callback(hook(module, (stage,)))
+        return hooked
 
     def _move_out(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Move an activation out if the stage that runs says so."""
@@ -243,15 +258,32 @@ class Executor:
             self._last_micro_batch = True
             self._binder.unbind_all()
 
-    def close(self) -> None:
-        """Take the hooks off and give back memory and threads."""
+    def leave(self) -> None:
+        """Take the hooks off; activations that have moved out can still come back."""
         self._active = False
         self._hooks.remove()
-        for give_back in self._give_forwards_back:
-            give_back()
+        self._wrapped.close()
         for handle in self._gradient_hooks:
             handle.remove()
         self._weights.close()
+
+    @property
+    def _heir(self) -> Executor:
+        """Who has the model now."""
+        heir = self
+        while heir._successor is not None:
+            heir = heir._successor
+        return heir
+
+    def hand_over(self, successor: Executor) -> None:
+        """Let the graphs of forwards that ran here get their weights from the one that has the model now."""
+        self._successor = successor
+        if self._weights.stable and not successor._weights.stable:
+            self._binder.forget_saved()
+
+    def close(self) -> None:
+        """Take the hooks off and give back memory and threads."""
+        self.leave()
         if self._offload is not None:
             self._offload.close()
 
