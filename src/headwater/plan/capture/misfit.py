@@ -11,16 +11,21 @@ from torch import nn
 from headwater.core.errors import ModelError
 from headwater.plan.capture.place import Locator, Place, first_sentence, module_text, tensor_text
 
+_BACKWARD = torch.Tensor.backward.__code__
+
 
 class RefusedCall(Exception):
     """A call of an operator that works on shapes alone would fail on real tensors."""
 
 
-def misfit(error: Exception, model: nn.Module, locator: Locator) -> ModelError:
-    """`error`, which a dry run of `model` ended with, told with its place."""
-    place = locator.find(reversed(list(traceback.walk_tb(error.__traceback__))))
+def misfit(error: Exception, model: nn.Module, locator: Locator) -> ModelError | None:
+    """`error`, which a dry run of `model` ended with, told with its place; `None` if it is not the user's."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    place = locator.find(reversed(frames))
     story = first_sentence(error)
     what = story if isinstance(error, RefusedCall) else f"{type(error).__name__}: {story}"
+    if place is None and all(frame.f_code is not _BACKWARD for frame, _ in frames):
+        return None
     if place is None:
         remedy = "compute the loss with operators that torch can differentiate"
         return ModelError(what, where="the backward", remedy=remedy)

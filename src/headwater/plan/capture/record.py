@@ -133,7 +133,10 @@ def record_step(
         except HeadwaterError:
             raise
         except Exception as error:
-            raise misfit(error, model, recorder.locator) from error
+            problem = misfit(error, model, recorder.locator)
+            if problem is None:
+                raise
+            raise problem from error
     readers = _readers(trace, partition, {call.path for call in recorder.calls})
     return StepRecord(
         trace=trace,

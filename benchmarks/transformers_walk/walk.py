@@ -1,0 +1,151 @@
+"""One class: built as small as it goes, given inputs that it takes, trained both ways and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import time
+
+import torch
+from transformers import PreTrainedConfig
+
+from benchmarks.transformers_walk.catalogue import Entry
+from benchmarks.transformers_walk.inputs import candidates
+from benchmarks.transformers_walk.overrides import attributes_of, inputs_of
+from benchmarks.transformers_walk.shrink import Scale, tiny
+from benchmarks.transformers_walk.train import History, Job, train_plain, train_streamed
+
+SCALES = (
+    Scale(None),
+    Scale(None, layers=None),
+    Scale(16, image=64),
+    Scale(16, image=224),
+    Scale(4, image=64),
+    Scale(1, image=224),
+)
+import os
+
+if os.environ.get("WALK_ONE"):
+    SCALES = SCALES[:1]
+_MOST_CANDIDATES = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a class.
+
+    Attributes:
+        entry: the class.
+        built: a tiny one trains in plain PyTorch.
+        equal: the streamed run has the same bits; `None` if not built.
+        inputs: names of what its forward was given.
+        reason: why it is not built or not equal, else empty.
+        numel, stages, slabs: parameters, stages and slabs of the streamed model.
+        seconds: what it took.
+    """
+
+    entry: Entry
+    built: bool
+    equal: bool | None
+    inputs: tuple[str, ...] = ()
+    reason: str = ""
+    numel: int = 0
+    stages: int = 0
+    slabs: int = 0
+    seconds: float = 0.0
+
+
+def walk(entry: Entry) -> Outcome:
+    """Build, train, stream and compare one class."""
+    start = time.perf_counter()
+    try:
+        job, plain = _smallest_job(entry)
+    except _NotBuiltError as error:
+        return Outcome(entry, built=False, equal=None, reason=str(error), seconds=time.perf_counter() - start)
+    outcome = Outcome(entry, built=True, equal=False, inputs=tuple(sorted(job.inputs)))
+    try:
+        streamed = train_streamed(job)
+    except Exception as error:
+        return dataclasses.replace(outcome, reason=_story(error), seconds=time.perf_counter() - start)
+    difference = streamed.history.difference(plain)
+    if difference and train_plain(job).difference(plain):
+        difference = f"plain PyTorch differs from itself, too; {difference}"
+    return dataclasses.replace(
+        outcome,
+        equal=not difference,
+        reason=difference,
+        numel=streamed.numel,
+        stages=streamed.stages,
+        slabs=streamed.slabs,
+        seconds=time.perf_counter() - start,
+    )
+
+
+class _NotBuiltError(Exception):
+    pass
+
+
+def _smallest_job(entry: Entry) -> tuple[Job, History]:
+    """The first job, smallest first, that trains in plain PyTorch."""
+    first = ""
+    for scale in SCALES:
+        try:
+            config = _config(entry, scale)
+            make_model = functools.partial(entry.model_class(), config)
+            if _numel(make_model) > _MOST_NUMEL:
+                raise _NotBuiltError("too large")
+            torch.manual_seed(0)
+            model = make_model()
+            tries = itertools.islice(candidates(model, inputs_of(entry)), _MOST_CANDIDATES)
+            for make_inputs in tries:
+                inputs = {}
+                try:
+                    inputs = make_inputs()
+                    job = Job(make_model, inputs)
+                    return job, train_plain(job)
+                except Exception as error:
+                    story = f"no inputs found: {_story(error)}"
+                    if DEBUG:
+                        print(scale, sorted(inputs), _story(error))
+            first = first or story
+        except ImportError as error:
+            raise _NotBuiltError(_story(error)) from error
+        except Exception as error:
+            first = first or _story(error)
+            if DEBUG:
+                print(scale, _story(error))
+    raise _NotBuiltError(first)
+
+
+import os
+
+DEBUG = os.environ.get("WALK_DEBUG")
+
+_MOST_NUMEL = 80_000_000
+
+
+def _numel(make_model):
+    with torch.device("meta"):
+        try:
+            return sum(p.numel() for p in make_model().parameters())
+        except Exception:
+            return 0
+
+
+def _config(entry: Entry, scale: Scale) -> PreTrainedConfig:
+    return tiny(entry.model_class().config_class(), scale, attributes_of(entry))
+
+
+def _story(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[-1].strip() if "validation" in lines[0].lower() else lines[0]
+    s = f"{type(error).__name__}: {line}"
+    if DEBUG:
+        import traceback
+
+        s += " @ " + " < ".join(
+            f"{f.filename.split('/')[-1]}:{f.lineno}"
+            for f in traceback.extract_tb(error.__traceback__)[::-1][:4]
+        )
+    return s
