@@ -115,6 +115,11 @@ def test_older_keys_without_effect_are_told_under_their_own_name(tmp_path):
     assert told(path) == ["runconfig.save_losses", "runconfig.precision_opt_level"]
 
 
+def test_a_logger_of_what_is_always_shown_is_told(tmp_path):
+    path = write(tmp_path, NEWER.replace("    callbacks:", "    loggers:\n    - ProgressLogger: {}\n    callbacks:"))
+    assert told(path) == ["trainer.init.loggers[0].ProgressLogger"]
+
+
 def test_cbfloat16_and_its_loss_scale_are_told(tmp_path):
     text = NEWER.replace("fp16_type: bfloat16", "fp16_type: cbfloat16\n      loss_scaling_factor: dynamic")
     assert told(write(tmp_path, text)) == [

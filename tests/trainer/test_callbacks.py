@@ -1,5 +1,6 @@
 """What callbacks write, read back by others."""
 
+import dataclasses
 import io
 import json
 
@@ -94,6 +95,19 @@ def test_progress_is_lines_where_there_is_no_terminal():
     assert "loss 1.0000  2,000 tokens/s  streamed 4.00 MiB/step  memory" in lines[0]
     assert "/ 1.00 TiB" in lines[0]
     assert "validation loss 0.5000 (3 batches)" in lines[-1]
+
+
+def test_progress_shows_the_loss_scale_where_it_is_asked_for():
+    shown = []
+    for asked in (False, True):
+        console = Console(file=io.StringIO(), width=200)
+        run(
+            ProgressBar(console, log_loss_scale=asked),
+            dataclasses.replace(step(1), loss_scale=65536.0),
+            end=1,
+        )
+        shown.append("loss 1.0000  loss scale 65536  " in console.file.getvalue())
+    assert shown == [False, True]
 
 
 def test_progress_is_a_bar_on_a_terminal():

@@ -99,7 +99,7 @@ class PrecisionConfig(Section):
         loss_scaling_factor: used with `float16` only; bfloat16 has the range of fp32.
         max_gradient_norm: clip gradients to this global norm.
         max_gradient_value: clip each element of a gradient to this magnitude.
-        log_loss_scale: log the loss scale with the loss.
+        log_loss_scale: show the loss scale with the loss; TensorBoard and the history have it always.
     """
 
     enabled: bool = True
@@ -265,7 +265,7 @@ class LoggerConfig(Choice):
     """One logger: its name with its arguments; null leaves it out."""
 
     TensorBoardLogger: TensorBoardLoggerConfig | None = None
-    ProgressLogger: EmptySection | None = None
+    ProgressLogger: Annotated[EmptySection | None, NoEffect("progress is always shown")] = None
 
 
 class DataConfig(Section):

@@ -31,7 +31,8 @@ def make_callbacks(init: SetupConfig, run_dir: RunDir, console: Console | None) 
     """
     callbacks: list[Callback] = [History(run_dir.history)]
     if console is not None:
-        callbacks.append(ProgressBar(console, init.logging.log_steps))
+        log_loss_scale = init.precision.log_loss_scale
+        callbacks.append(ProgressBar(console, init.logging.log_steps, log_loss_scale=log_loss_scale))
     asked = _asked_tensorboard(init)
     if _is_installed("tensorboard"):
         folder = (asked and asked.summary_dir) or run_dir.tensorboard

@@ -21,11 +21,13 @@ class ProgressBar(Callback):
     Args:
         console: where to.
         log_steps: steps from one line to the next where the console is not a terminal.
+        log_loss_scale: show the loss scale with the loss.
     """
 
-    def __init__(self, console: Console, log_steps: int = 1) -> None:
+    def __init__(self, console: Console, log_steps: int = 1, *, log_loss_scale: bool = False) -> None:
         self._console = console
         self._log_steps = log_steps
+        self._log_loss_scale = log_loss_scale
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._budget: int | None = None
@@ -66,6 +68,7 @@ class ProgressBar(Callback):
         limit = "" if self._budget is None else f" / {format_bytes(self._budget)}"
         parts = [
             f"loss {event.loss:.4f}",
+            *([f"loss scale {event.loss_scale:g}"] if self._log_loss_scale else []),
             f"{self._rate:,.0f} {event.rate[1]}/s",
             f"streamed {format_bytes(event.bytes_in + event.bytes_out)}/step",
             f"memory {format_bytes(resident_bytes())}{limit}",
