@@ -292,6 +292,24 @@ def test_what_weights_decide_is_not_found_without_them():
         trace_step(Routed().to("meta"), torch.randn(7, 4), loss_function=mean)
 
 
+class Grouped(nn.Module):
+    """Rows go to the expert of their group; rows of four bf16 elements are none that a GPU's kernel would take."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 4, 12))
+
+    def forward(self, x):
+        return torch._grouped_mm(x, self.up, offs=torch.tensor([1, 4, 6], dtype=torch.int32))
+
+
+def test_grouped_products():
+    trace = trace_step(Grouped(), torch.randn(6, 4), loss_function=mean)
+    plain = Grouped()(torch.randn(6, 4))
+    assert plain.shape == (6, 12)
+    assert trace.costs[0].output_bytes == plain.numel() * 4
+
+
 def test_distributions():
     def loss(model, x):
         return -torch.distributions.Categorical(logits=model(x)).log_prob(torch.tensor(1)).mean()
