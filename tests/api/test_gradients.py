@@ -316,25 +316,56 @@ def test_the_optimizer_steps_in_backward(plan, tmp_path):
 
 @extreme_plans
 def test_hooks_on_modules(plan, tmp_path):
+    """Those that observe are registered after the first step: a dry run before it would show them fake tensors."""
+
     def script(place):
         model, seen = Net(), []
         model.blocks[1].register_forward_hook(lambda module, args, output: output * 1.5)
         model = place.compile(model)
         model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
-        model.blocks[2].register_full_backward_hook(
-            lambda module, grads_in, grads_out: seen.append(grads_out[0].clone())
-        )
-        model.norm.register_forward_hook(
-            lambda module, args, output: seen.append(module.weight.detach().clone())
-        )
         optimizer = adamw(model.parameters())
         losses = []
-        for inputs, targets in batches(3):
+        for number, (inputs, targets) in enumerate(batches(4)):
+            if number == 1:
+                model.blocks[2].register_full_backward_hook(
+                    lambda module, mine, theirs: seen.append(theirs[0].clone())
+                )
+                model.norm.register_forward_hook(
+                    lambda module, args, output: seen.append(module.weight.clone())
+                )
             loss = loss_of(model(inputs), targets)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
         return losses, seen, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_the_optimizer_is_wrapped_as_sharpness_aware_minimization_does(plan, tmp_path):
+    """Two forwards a step; in between the loop writes to the weights, and then writes back."""
+
+    def script(place):
+        model = place.compile(Net(dropout=0.0))
+        optimizer = adamw(model.parameters())
+        losses = []
+        for inputs, targets in batches(3):
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            with torch.no_grad():
+                before = [param.clone() for param in model.parameters()]
+                norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
+                for param in model.parameters():
+                    param.add_(param.grad * (0.05 / norm))
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            for param, value in zip(model.parameters(), before, strict=True):
+                param.data = value
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model, optimizer
 
     check(script, plan, tmp_path)
