@@ -113,6 +113,29 @@ def test_the_disk_tier_gives_the_same_bits(headwater, data, tmp_path):
     assert list((tmp_path / "tier").iterdir()) == [], "the files of the tier are gone"
 
 
+def test_a_start_from_an_older_checkpoint_sets_later_ones_aside(headwater, params, tmp_path):
+    run = tmp_path / "run"
+    assert headwater("fit", params)[0] == 0
+    for name in ("checkpoint_6.superseded", "checkpoint_6.superseded2"):
+        code, out, _ = headwater("fit", params, f"--checkpoint_path={run / 'checkpoint_3'}", "--max_steps=5")
+        assert code == 0
+        assert f"set aside: {run / name}" in out
+        assert {path.name for path in run.glob("checkpoint_?")} == {"checkpoint_3", "checkpoint_5"}
+        assert (run / name / "manifest.json").is_file()
+        (run / "checkpoint_5").rename(run / "checkpoint_6")
+    (run / "checkpoint_6").rename(run / "checkpoint_5")
+    code, out, _ = headwater("fit", params)
+    assert (code, "set aside" in out) == (0, False)
+    assert [r["step"] for r in history(run) if r["kind"] == "train"] == [*range(1, 7)]
+
+
+def test_a_run_that_has_nothing_to_do_sets_nothing_aside(headwater, params, tmp_path):
+    run = tmp_path / "run"
+    assert headwater("fit", params)[0] == 0
+    assert headwater("fit", params, f"--checkpoint_path={run / 'checkpoint_3'}", "--max_steps=3")[0] == 0
+    assert (run / "checkpoint_6").is_dir()
+
+
 def test_a_finished_run_says_so(headwater, params):
     assert headwater("fit", params, "--max_steps", 1)[0] == 0
     code, out, _ = headwater("fit", params, "--max_steps", 1)

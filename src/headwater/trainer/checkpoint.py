@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ _STATE_FILE = "trainer.json"
 _STATE_TENSORS_FILE = "trainer.safetensors"
 _TENSOR_KEY = "__tensor__"
 _LOCK_FILE = "run.lock"
+_SET_ASIDE_SUFFIX = ".superseded"
 
 
 class CheckpointManager:
@@ -111,6 +113,23 @@ class CheckpointManager:
     def latest(self) -> Path | None:
         """The complete checkpoint with the highest step."""
         return max(complete_checkpoints(self.model_dir), key=_step_of, default=None)
+
+    def set_aside(self, step: int, start: Path | None) -> list[Path]:
+        """Rename the checkpoints of what a run that starts at `step` will do in another way.
+
+        They would be the newest, and so be what the next run goes on from.
+
+        Args:
+            step: steps done.
+            start: the checkpoint that the run starts from; it stays.
+
+        Returns:
+            Their new names.
+        """
+        kept = start and start.resolve()
+        later = [path for path in complete_checkpoints(self.model_dir) if _step_of(path) >= step]
+        with disk_errors(self.model_dir):
+            return [path.rename(_unused(path)) for path in later if path.resolve() != kept]
 
     def load(
         self,
@@ -199,6 +218,13 @@ def complete_checkpoints(model_dir: Path) -> list[Path]:
     """Every complete checkpoint in a model_dir, by step."""
     folders = [path.parent for path in model_dir.glob(f"checkpoint_*/{MANIFEST_FILE}")]
     return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=_step_of)
+
+
+def _unused(path: Path) -> Path:
+    """A name for what is not to be found as a checkpoint any more."""
+    names = itertools.chain([_SET_ASIDE_SUFFIX], (f"{_SET_ASIDE_SUFFIX}{n}" for n in itertools.count(2)))
+    candidates = (path.with_name(path.name + name) for name in names)
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def _step_of(path: Path) -> int:

@@ -26,6 +26,7 @@ class Trainer:
     Attributes:
         state: where it stands.
         validation: the last evaluation of this process, by data set.
+        end_step: its last step.
 
     Args:
         engine: holds the weights of the step at which the run stands.
@@ -56,7 +57,7 @@ class Trainer:
         self._saved_step = saved_step
         if state.data is not None:
             job.train.load_state_dict(state.data)
-        self._end_step = job.end_step(state.step)
+        self.end_step = job.end_step(state.step)
         self._schedule = job.init.schedule
 
     def fit(self, interrupt: Interrupt) -> None:
@@ -64,7 +65,7 @@ class Trainer:
 
         A checkpoint is written at the end, also where a step is refused because it is not finite.
         """
-        self._tell(lambda c: c.on_fit_start(FitStart(self.state.step, self._end_step, self._engine.plan)))
+        self._tell(lambda c: c.on_fit_start(FitStart(self.state.step, self.end_step, self._engine.plan)))
         try:
             batches = shielded(self._job.train)
             while self._between_steps(interrupt):
@@ -83,7 +84,7 @@ class Trainer:
         self._checkpoints.check()
         if self._validation_is_due() and not interrupt.requested:
             self._validate(interrupt)
-        stop = interrupt.requested or self.state.step >= self._end_step
+        stop = interrupt.requested or self.state.step >= self.end_step
         if stop or self._checkpoint_is_due():
             self._save()
         return not stop
@@ -132,10 +133,10 @@ class Trainer:
     # evaluation
 
     def _validation_is_due(self) -> bool:
-        step, interval = self.state.step, self._init.loop.eval_interval(self._end_step)
+        step, interval = self.state.step, self._init.loop.eval_interval(self.end_step)
         if not self._job.evaluations or not interval or step in (0, self.state.validated_step):
             return False
-        return step % interval == 0 or step == self._end_step
+        return step % interval == 0 or step == self.end_step
 
     def _validate(self, interrupt: Interrupt) -> None:
         events = []

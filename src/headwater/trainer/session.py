@@ -102,6 +102,9 @@ def _train(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> Fi
     if start.path is not None:
         logger.info("going on from step %d: %s", trainer.state.step, start.path)
     first_step = trainer.state.step
+    if first_step < trainer.end_step:
+        for path in checkpoints.set_aside(first_step, start.path):
+            logger.warning("this run starts before it, so it was set aside: %s", path)
     with interrupts() as interrupt:
         trainer.fit(interrupt)
     if trainer.state.step == first_step and not interrupt.requested:
