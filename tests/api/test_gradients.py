@@ -316,7 +316,7 @@ def test_the_optimizer_steps_in_backward(plan, tmp_path):
 
 @extreme_plans
 def test_hooks_on_modules(plan, tmp_path):
-    """Those that observe are registered after the first step: a dry run before it would show them fake tensors."""
+    """Those that observe come after the first step: a dry run before it would show them fake tensors."""
 
     def script(place):
         model, seen = Net(), []

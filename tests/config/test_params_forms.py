@@ -116,7 +116,8 @@ def test_older_keys_without_effect_are_told_under_their_own_name(tmp_path):
 
 
 def test_a_logger_of_what_is_always_shown_is_told(tmp_path):
-    path = write(tmp_path, NEWER.replace("    callbacks:", "    loggers:\n    - ProgressLogger: {}\n    callbacks:"))
+    loggers = "    loggers:\n    - ProgressLogger: {}\n    callbacks:"
+    path = write(tmp_path, NEWER.replace("    callbacks:", loggers))
     assert told(path) == ["trainer.init.loggers[0].ProgressLogger"]
 
 
