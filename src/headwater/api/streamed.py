@@ -30,6 +30,7 @@ from headwater.api.machine import (
 )
 from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
+from headwater.core.errors import StreamError
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import OptimizerSpec
@@ -92,6 +93,12 @@ class StreamedModel:
         self._undo_buffers: Callable[[], None] = _nothing
         self._hook = self._first_hook()
         transaction.register(self)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise StreamError(
+            f"a {type(self.model).__name__} that is compiled cannot be copied or pickled",
+            remedy="copy it before it is compiled, or load its state_dict() into a module of the same class",
+        )
 
     def _first_hook(self) -> Any:
         return self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True, prepend=True)

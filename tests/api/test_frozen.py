@@ -1,0 +1,111 @@
+"""Layers that are frozen, unfrozen, added or adapted, before training and in the middle of it."""
+
+import pytest
+import torch
+from any_loop import Net, adamw, batches, check, extreme_plans, loss_of, some_plan
+from torch import nn
+
+
+def train(model, optimizer, steps):
+    losses = []
+    for inputs, targets in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@extreme_plans
+@pytest.mark.parametrize("optimizer_has", ["all", "trained"])
+def test_layers_are_unfrozen_later(plan, optimizer_has, tmp_path):
+    def script(place):
+        model = Net()
+        model.embedding.requires_grad_(False)
+        model.blocks.requires_grad_(False)
+        model = place.compile(model)
+        params = [p for p in model.parameters() if p.requires_grad or optimizer_has == "all"]
+        optimizer = adamw(params)
+        losses = train(model, optimizer, batches(2))
+        for block in reversed(model.blocks):
+            block.requires_grad_(True)
+            if optimizer_has == "trained":
+                optimizer.add_param_group({"params": list(block.parameters()), "lr": 0.005})
+            losses += train(model, optimizer, batches(2))
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_layers_are_frozen_later(plan, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = train(model, optimizer, batches(2))
+        for layer in [model.embedding, model.blocks[0], model.blocks[2]]:
+            layer.requires_grad_(False)
+            losses += train(model, optimizer, batches(2))
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+class LoRA(nn.Module):
+    """A linear layer with a trained correction of low rank."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+@extreme_plans
+def test_adapters_written_by_hand(plan, tmp_path):
+    def script(place):
+        model = Net().requires_grad_(False)
+        for block in model.blocks:
+            block[0], block[2] = LoRA(block[0]), LoRA(block[2])
+        model = place.compile(model)
+        optimizer = adamw(param for param in model.parameters() if param.requires_grad)
+        return train(model, optimizer, batches(4)), model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+@some_plan
+@pytest.mark.parametrize("compiled", ["outside", "inside"])
+def test_adapters_of_peft(plan, compiled, tmp_path):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=23, hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2
+    )
+
+    def script(place):
+        model = transformers.LlamaForCausalLM(config)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        if compiled == "outside":
+            model = place.compile(model)
+        else:
+            place.compile(model.base_model.model)
+        optimizer = adamw([param for param in model.parameters() if param.requires_grad])
+        losses = []
+        for _ in range(3):
+            tokens = torch.randint(23, (2, 6))
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        with torch.no_grad(), model.disable_adapter():
+            losses.append(model(input_ids=tokens, labels=tokens).loss.item())
+        return losses, peft.get_peft_model_state_dict(model), model, optimizer
+
+    check(script, plan, tmp_path)
