@@ -1,10 +1,21 @@
-"""States of models and optimizers: read, written, saved and loaded at any time, in the middle of training too."""
+"""States of models and optimizers: read, written, saved and loaded at any time, in the middle of training too."""  # noqa: E501
 
 import copy
 
 import pytest
 import torch
-from any_loop import Net, Place, adamw, assert_equal, batches, check, every_plan, extreme_plans, loss_of, some_plan
+from any_loop import (
+    Net,
+    Place,
+    adamw,
+    assert_equal,
+    batches,
+    check,
+    every_plan,
+    extreme_plans,
+    loss_of,
+    some_plan,
+)
 from torch import nn
 
 import headwater as cstorch
@@ -86,7 +97,9 @@ def test_states_move_between_plain_and_streamed_models(plan, saved_by, tmp_path)
         return model, adamw(model.parameters())
 
     def script(place):
-        first, second = (Place(None, tmp_path), place) if saved_by == "plain" else (place, Place(None, tmp_path))
+        first, second = (
+            (Place(None, tmp_path), place) if saved_by == "plain" else (place, Place(None, tmp_path))
+        )
         model, optimizer = make(first)
         losses = train(model, optimizer, batches(3))
         other, other_optimizer = make(second)
