@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -23,3 +24,14 @@ def pytest_runtest_makereport(item, call) -> Generator[None, pytest.TestReport, 
             report.outcome = "failed"
             report.longrepr = f"nothing may be skipped here, but: {reason}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Generator[None, None, None]:
+    """No test leaves hooks on what autograd saves: they would be everybody's."""
+    yield
+    if "torch" in sys.modules:
+        import torch
+
+        left = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert left is None, f"{left} still sees what autograd saves"

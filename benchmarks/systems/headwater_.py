@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--gradient_tier", choices=["memory", "disk"])
     parser.add_argument("--micro_batch", type=int)
     parser.add_argument("--max_norm", type=float)
+    parser.add_argument("--verify_disk", action="store_true")
     parser.add_argument("--allocator", choices=["tuned", "system"], default="tuned")
     args = parser.parse_args()
     workload = workload_of(args)
@@ -101,7 +102,8 @@ def main() -> None:
     def initial(spec: ParamSpec) -> torch.Tensor:
         return init_parameter(spec.name, spec.shape, config, seed=0)
 
-    with Engine(model, plan, OptimizerSpec("AdamW", {"lr": 3e-4}), initial=initial) as engine:
+    optimizer = OptimizerSpec("AdamW", {"lr": 3e-4})
+    with Engine(model, plan, optimizer, initial=initial, verify_disk=args.verify_disk) as engine:
         measure(workload, _stepper(engine, plan, workload, args.max_norm), **_described(plan))
 
 

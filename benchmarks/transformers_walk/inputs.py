@@ -167,19 +167,18 @@ class _Guess:
 
     _image_grid_thw = _grid_thw
 
+    def _frames(self) -> int:
+        return 2 * self.find("max_source_positions", default=50)
+
     def _input_features(self) -> list[Draw | None]:
-        mel = self.find(
-            "num_mel_bins",
-            "feature_size",
-            "input_feat_per_channel",
-            "n_mels",
-            "input_dim",
-            "mel_dim",
-            "input_size",
-            default=80,
-        )
-        length = 2 * self.find("max_source_positions", default=50)
-        return [floats(BATCH, mel, length), floats(BATCH, length, mel)]
+        width = self.find(
+            "feature_projection_input_dim", "num_mel_bins", "feature_size", "input_feat_per_channel",
+            "n_mels", "input_dim", "mel_dim", "input_size", default=80,
+        )  # fmt: skip
+        return [floats(BATCH, width, self._frames()), floats(BATCH, self._frames(), width)]
+
+    def _input_features_mask(self) -> list[Draw | None]:
+        return [ones(BATCH, self._frames())]
 
     def _input_values(self) -> list[Draw | None]:
         mel = self.find("num_mel_bins", default=80)

@@ -23,6 +23,8 @@ _RESNET = {
 """In place of a backbone of another library."""
 
 _RESNET_TOP = _RESNET | {"out_features": ["stage4"]}
+_PYRAMID = {"decoder_in_channels": [64, 64, 64]}
+_HIERA = {"hidden_size": 96}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 _EFFICIENT = {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320}
 
@@ -37,7 +39,9 @@ _ATTRIBUTES: dict[str, Attributes] = {
     "dab-detr": {"backbone_config": _RESNET_TOP},
     "data2vec-vision": {"use_auxiliary_head": False},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "d_fine": _PYRAMID,
     "deformable_detr": {"backbone_config": _RESNET},
+    "deimv2": _PYRAMID,
     "detr": {"backbone_config": _RESNET_TOP},
     "dots3_note": {"text_config.num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -59,16 +63,30 @@ _ATTRIBUTES: dict[str, Attributes] = {
     "instructblipvideo": {"video_token_index": 127},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mimi": {"vector_quantization_hidden_dimension": 64},
     "mm-grounding-dino": {"num_queries": 4},
     "molmo2": {"adapter_config.vision_feature_layer": [2, 1]},
     "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2},
     "omdet-turbo": {"backbone_config": _RESNET},
     "perceiver": {"num_latents": 8, "num_cross_attention_heads": 1, "num_self_attention_heads": 4},
-    "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [4, 3]},
+    "pp_doclayout_v2": _PYRAMID,
+    "pp_doclayout_v3": _PYRAMID,
+    "pp_doclayout_v4": _PYRAMID,
+    "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [4, 3], "hash_seed": 0},
+    "ReformerModelWithLMHead": {"is_decoder": True},
+    "rt_detr": _PYRAMID,
+    "rt_detr_v2": _PYRAMID,
+    "sam": {"vision_config.output_channels": 64},
+    "sam2": {f"vision_config.backbone_config.{name}": value for name, value in _HIERA.items()},
+    "sam2_hiera_det_model": _HIERA,
+    "sam2_vision_model": {f"backbone_config.{name}": value for name, value in _HIERA.items()},
+    "sam_hq": {"vision_config.output_channels": 64},
+    "t5": {"decoder_start_token_id": 0},
     "table-transformer": {"backbone_config": _RESNET_TOP},
+    "vjepa2": {"frames_per_clip": 4},
     "xmod": {"default_language": "en_XX"},
 }
-"""By model type."""
+"""By model type, and what a class needs beside."""
 
 _SERIES: Inputs = {
     "past_values": floats(BATCH, 11),
@@ -86,6 +104,13 @@ _TILES: Inputs = {
     "aspect_ratio_ids": ones(BATCH, 1),
     "aspect_ratio_mask": ones(BATCH, 1, 4),
 }
+
+_PATCHES: Inputs = {
+    "pixel_values": floats(BATCH, 16, 768),
+    "pixel_attention_mask": ones(BATCH, 16),
+    "spatial_shapes": always(torch.full((BATCH, 2), 4)),
+}
+_POINTS: Inputs = {"input_points": floats(BATCH, 1, 1, 2), "input_labels": ones(BATCH, 1, 1)}
 
 _INPUTS: dict[str, Inputs] = {
     "autoformer": _SERIES,
@@ -112,6 +137,7 @@ _INPUTS: dict[str, Inputs] = {
     "LongformerForMultipleChoice": {"global_attention_mask": ones(BATCH, 2, TEXT)},
     "LongformerForQuestionAnswering": _EVERY_TOKEN,
     "lxmert": {"visual_feats": floats(BATCH, 4, 64), "visual_pos": floats(BATCH, 4, 4)},
+    "MimiDecoderModel": {"latents": floats(BATCH, 64, 8)},
     "mllama": _TILES,
     "mllama_vision_model": _TILES,
     "MusicgenForCausalLM": _CODEBOOKS,
@@ -128,15 +154,23 @@ _INPUTS: dict[str, Inputs] = {
     "pp_ocrv6_medium_rec": _LINE,
     "pp_ocrv6_small_rec": _LINE,
     "pp_ocrv6_tiny_rec": _LINE,
+    "sam": _POINTS,
+    "sam2": _POINTS,
+    "sam_hq": _POINTS,
+    "siglip2": _PATCHES,
+    "siglip2_vision_model": _PATCHES,
     "time_series_transformer": _SERIES,
     "udop": {"bbox": always(torch.zeros(BATCH, TEXT, 4))},
+    "VideoMAEForPreTraining": {
+        "bool_masked_pos": always(torch.arange(32).remainder(2).bool().expand(BATCH, 32))
+    },
 }
 """By name of the class or model type."""
 
 
 def attributes_of(entry: Entry) -> Attributes:
     """Attributes of its configuration, by dotted path."""
-    return _ATTRIBUTES.get(entry.model_type, {})
+    return {**_ATTRIBUTES.get(entry.model_type, {}), **_ATTRIBUTES.get(entry.class_name, {})}
 
 
 def inputs_of(entry: Entry) -> Inputs:

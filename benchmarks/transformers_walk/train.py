@@ -87,10 +87,15 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss.mean()
     tensors = [leaf for leaf in tree_leaves(_plain_tree(outputs)) if isinstance(leaf, torch.Tensor)]
-    squares = [t.square().mean() for t in tensors if t.is_floating_point() and t.requires_grad]
+    squares = [_finite(t).square().mean() for t in tensors if t.is_floating_point() and t.requires_grad]
     if not squares:
         raise NotTrainableError("no output has a gradient")
     return torch.stack(squares).sum()
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Some outputs are infinite where they are masked."""
+    return torch.where(tensor.isfinite(), tensor, 0.0)
 
 
 def _plain_tree(outputs: Any) -> Any:

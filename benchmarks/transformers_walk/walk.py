@@ -98,6 +98,7 @@ def _smallest_job(entry: Entry) -> tuple[Job, History]:
             torch.manual_seed(0)
             model = make_model()
             tries = itertools.islice(candidates(model, inputs_of(entry)), _MOST_CANDIDATES)
+            story = ""
             for make_inputs in tries:
                 inputs = {}
                 try:
@@ -105,7 +106,7 @@ def _smallest_job(entry: Entry) -> tuple[Job, History]:
                     job = Job(make_model, inputs)
                     return job, train_plain(job)
                 except Exception as error:
-                    story = f"no inputs found: {_story(error)}"
+                    story = story or f"no inputs found: {_story(error)}"
                     if DEBUG:
                         print(scale, sorted(inputs), _story(error))
             first = first or story

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import headwater.api.values as values
-from headwater.api.trees import map_leaves, map_tensors
 from headwater.api.values import TracedValue, TracedValueWarning, reading_is_free, traced, untraced
 from headwater.core.errors import StreamError
+from headwater.core.trees import map_leaves, map_tensors
 
 READS = {
     "item": (lambda v: v.item(), 2.5),

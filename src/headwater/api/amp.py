@@ -11,8 +11,8 @@ import torch
 
 from headwater.api import optimizers
 from headwater.api.backend import current_backend
-from headwater.api.trees import map_tensors
 from headwater.core.errors import CheckpointError, ConfigError, NonFiniteError, StreamError
+from headwater.core.trees import map_tensors
 from headwater.optim.configure import configured_lr_scheduler
 from headwater.optim.loss_scale import GROWTH_INTERVAL, INITIAL, LARGEST, SMALLEST, LossScale
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from headwater.api.trees import map_tensors
 from headwater.api.values import reading_is_free, untraced
+from headwater.core.trees import map_tensors
 
 LONGEST_QUEUE = 16
 """Calls that may wait. A device that is further behind than that is waited for: their values take memory."""

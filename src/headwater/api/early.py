@@ -14,6 +14,7 @@ from torch import nn
 from headwater.api.compile_dir import write_compile_dir
 from headwater.core.errors import DoesNotFitError, ModelError
 from headwater.core.precision import Precision
+from headwater.core.trees import tensors_in
 from headwater.core.units import format_bytes, format_count
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import Fixed, make_plan
@@ -23,7 +24,6 @@ from headwater.plan.capture.mlir import MISSING, find_lowering
 from headwater.plan.capture.record import StepRecord, record_step
 from headwater.plan.capture.report import report_stages, stage_table
 from headwater.plan.capture.state import optimizer_state_bytes
-from headwater.plan.capture.tensors import list_tensors
 from headwater.plan.report import render_plan
 from headwater.plan.trace import LossFunction
 from headwater.plan.types import Plan, Resources
@@ -251,7 +251,7 @@ def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
     candidate = output if named is None else named
     if isinstance(candidate, torch.Tensor) and candidate.numel() == 1:
         return candidate
-    trained = [tensor for tensor in list_tensors(output) if tensor.requires_grad]
+    trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not trained:
         raise ModelError(
             "nothing that the model returns depends on a trainable parameter",

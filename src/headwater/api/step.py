@@ -10,9 +10,9 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from headwater.api.closures import ClosureQueue, host_call
 from headwater.api.transaction import is_open, transaction, when_committed
-from headwater.api.trees import map_tensors
 from headwater.api.values import traced
 from headwater.core.errors import StreamError
+from headwater.core.trees import map_tensors
 
 P = ParamSpec("P")
 R = TypeVar("R")

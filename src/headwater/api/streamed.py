@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from headwater.api import transaction
 from headwater.api.backend import Backend
@@ -33,6 +33,7 @@ from headwater.core.copies import apart
 from headwater.core.errors import StreamError
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
+from headwater.core.trees import tensors_in
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
@@ -91,7 +92,7 @@ class StreamedModel:
         self._largest_batch = 0
         self._disk: tempfile.TemporaryDirectory[str] | None = None
         self._undo_buffers: Callable[[], None] = _nothing
-        self._hook = self._first_hook()
+        self._hook = self._hook_forward()
         transaction.register(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -100,15 +101,20 @@ class StreamedModel:
             remedy="copy it before it is compiled, or load its state_dict() into a module of the same class",
         )
 
-    def _first_hook(self) -> Any:
+    def _hook_forward(self) -> RemovableHandle:
         return self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True, prepend=True)
+
+    def _be_first(self) -> None:
+        """Have our hook on the forward come before those of the engine: it may replace the engine."""
+        self._hook.remove()
+        self._hook = self._hook_forward()
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See to it that there is an engine for a batch like this one; a hook on every forward of the model.
 
         What was trained once stays in the plan, as loops freeze one model while they train another.
         """
-        size = sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
         fits = size <= self._largest_batch and _trained(self.model) <= self._trained
         if self.engine is not None and (fits or not torch.is_grad_enabled()):
             return
@@ -133,7 +139,7 @@ class StreamedModel:
                 trace = self._trace(apart(call), precision)
                 self._rebuild(self._plan(trace, precision, device))
         finally:
-            self._hook = self._first_hook()  # before those of the engine
+            self._be_first()
 
     def _trace(self, call: Call, precision: Precision) -> Trace:
         partition = find_stages(self.model, precision)
@@ -216,8 +222,10 @@ class StreamedModel:
             initial=self._initial(),
             fast_matmul=config.matmul == "fast",
             compile_blocks=config.compile,
+            verify_disk=config.verify_disk,
         )
         owners[self.engine.store] = self
+        self._be_first()
         if before is not None:
             self.engine.store.take_over(before.store)
             before.hand_over(self.engine)
@@ -356,7 +364,7 @@ def _stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:
     cross-entropy over the last dimension is taken, which saves one tensor of its size.
     """
     args, kwargs = call
-    outputs = [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+    outputs = tensors_in(model(*args, **kwargs))
     losses = [_loss_of(output) for output in outputs if output.requires_grad or not torch.is_grad_enabled()]
     return sum(losses, torch.zeros(()))
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from headwater.api.trees import map_tensors
 from headwater.core.errors import StreamError
+from headwater.core.trees import map_tensors
 
 _READS = {
     torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__,

@@ -53,6 +53,7 @@ class BackendConfig(Section):
         compile: compile each distinct block with `torch.compile`.
         matmul: `fast` lets fp32 matrix products differ from torch's own by rounding.
         allocator: `tuned` keeps large temporaries from going back to the system.
+        verify_disk: compare what is read of the disk tier with checksums of what was written.
         compile_only: do not train: write what there is to know of the model.
         validate_only: do not train: check that everything goes together.
         compile_dir: folder that is written to; `compile` in the model_dir where absent.
@@ -71,6 +72,7 @@ class BackendConfig(Section):
     compile: bool = False
     matmul: Literal["exact", "fast"] = "exact"
     allocator: Literal["tuned", "system"] = "tuned"
+    verify_disk: bool = False
     compile_only: bool = False
     validate_only: bool = False
     compile_dir: FilePath | None = None

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headwater.core.stage import ParamSpec
+from headwater.core.trees import map_tensors, tensors_in
 from headwater.plan.partition import Partition
 from headwater.plan.stand_ins import Operators, python_stand_ins
 
@@ -55,7 +55,7 @@ class FakeTensors:
         return _state(model, partition, _fake_param, self._fake)
 
     def batch(self, batch: Any) -> Any:
-        return tree_map_only(torch.Tensor, self._fake, batch)
+        return map_tensors(self._fake, batch)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = _empty_like(tensor)
@@ -84,7 +84,7 @@ class RealTensors:
         return _state(model, partition, own, torch.clone)
 
     def batch(self, batch: Any) -> Any:
-        return tree_map_only(torch.Tensor, torch.clone, batch)
+        return map_tensors(torch.clone, batch)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
@@ -92,12 +92,8 @@ class RealTensors:
 
 def in_host_memory(model: nn.Module, batch: Any) -> bool:
     """Whether every tensor of a model and a batch has values that the CPU can read."""
-    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
-    return all(
-        tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor)
-    )
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+    return all(tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def fake_state(model: nn.Module, partition: Partition) -> State:

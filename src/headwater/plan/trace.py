@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from headwater.core.precision import Precision
+from headwater.core.trees import tensors_in
 from headwater.plan.alive import AliveTensors
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, attributes_restored, in_host_memory
@@ -109,20 +110,20 @@ def autocast(precision: Precision, device: str) -> Iterator[None]:
         yield
 
 
-class _Call(nn.Module):
-    """Gives a loss function the form that `functional_call` wants."""
+class _Step(nn.Module):
+    """Gives a step, forward and backward, the form that `functional_call` wants.
 
-    def __init__(self, model: nn.Module, loss_function: LossFunction) -> None:
+    Both belong in it: a part of a forward may run again in backward, and must find the same parameters.
+    """
+
+    def __init__(self, model: nn.Module, step: Callable[[Any], None]) -> None:
         super().__init__()
         self.model = model
-        self.loss_function = loss_function
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.loss_function(self.model, batch)
+        self.forward = step
 
 
 def _batch_size(batch: Any) -> int:
-    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)
+    first = next(iter(tensors_in(batch)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
 
 
@@ -185,13 +186,15 @@ class _Recorder(TorchDispatchMode):
         for stage in self._partition.stages:
             for param in stage.params:
                 self._stage_of_storage[_storage(state[param.name])] = stage.index
-        stands_for_batch = self._computes_on.batch(batch)
+        torch.func.functional_call(
+            _Step(self._model, lambda batch: self._step(batch, loss_function)),
+            {f"model.{name}": tensor for name, tensor in state.items()},
+            (self._computes_on.batch(batch),),
+        )
+
+    def _step(self, batch: Any, loss_function: LossFunction) -> None:
         with self._recording(), torch.set_grad_enabled(not self._inference):
-            loss = torch.func.functional_call(
-                _Call(self._model, loss_function),
-                {f"model.{name}": tensor for name, tensor in state.items()},
-                (stands_for_batch,),
-            )
+            loss = loss_function(self._model, batch)
         if not self._inference:
             with self._recording_backward():
                 loss.backward()
@@ -221,7 +224,7 @@ class _Recorder(TorchDispatchMode):
             self._modules.append(path)
             stage = self._unit_of.get(path)
             if stage is not None:
-                tensors = _tensors((args, kwargs))
+                tensors = tensors_in((args, kwargs))
                 self._units.append(stage)
                 self._inputs.append({_storage(tensor) for tensor in tensors})
                 self._costs[stage].input_bytes += sum(_bytes(t) for t in tensors if t.requires_grad)
@@ -236,7 +239,7 @@ class _Recorder(TorchDispatchMode):
                 return
             stage = self._units.pop()
             self._inputs.pop()
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 self._costs[stage].output_bytes += _bytes(tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _, stage=stage: self._set_current(stage))
@@ -321,4 +324,5 @@ class _Recorder(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> Sequence[torch.Tensor]:
+    """Those that an operator takes or returns."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

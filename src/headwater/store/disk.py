@@ -31,17 +31,21 @@ class DiskTier(Tier):
         layouts: one per stage.
         folder: where the files go; created if missing.
         direct: bypass the page cache.
+        verify: compare what is read with checksums of what was written.
 
     Raises:
         DiskFullError: if the files do not fit.
     """
 
-    def __init__(self, layouts: list[StageLayout], folder: Path, *, direct: bool = True) -> None:
+    def __init__(
+        self, layouts: list[StageLayout], folder: Path, *, direct: bool = True, verify: bool = False
+    ) -> None:
         super().__init__(layouts)
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         sizes = {folder / f"stage_{i:04d}.bin": lay.file_bytes for i, lay in enumerate(layouts)}
-        self._files = open_files(sizes, direct=direct)
+        contents = [f"stage {layout.stage.name!r}" for layout in layouts] if verify else None
+        self._files = open_files(sizes, direct=direct, contents=contents)
         self._threads = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="headwater-disk")
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(_STAGING_BUFFERS):

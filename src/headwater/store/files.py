@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,39 @@ import torch
 from headwater.core.buffers import PAGE_BYTES
 from headwater.core.errors import CorruptError
 from headwater.core.files import disk_errors
+
+
+class Checksums:
+    """CRC-32 of every block of a file, to compare what is read with what was written.
+
+    Args:
+        path: the file, for errors.
+        contents: what it holds, for errors.
+    """
+
+    def __init__(self, path: Path, contents: str) -> None:
+        self._path = path
+        self._contents = contents
+        self._sums: dict[tuple[int, int], int] = {}
+
+    def note(self, offset: int, block: memoryview) -> None:
+        """Remember a block that has been written."""
+        self._sums[offset, len(block)] = zlib.crc32(block)
+
+    def check(self, offset: int, block: memoryview) -> None:
+        """Compare a block that has been read; blocks are read as they were written, or were never written.
+
+        Raises:
+            CorruptError: if it is not what was written.
+        """
+        written = self._sums.get((offset, len(block)))
+        if written is not None and zlib.crc32(block) != written:
+            end = offset + len(block)
+            raise CorruptError(
+                f"bytes {offset} to {end} of the file of {self._contents} are not what was written",
+                where=str(self._path),
+                remedy="the disk or the memory fails; resume from the last checkpoint, on another disk",
+            )
 
 
 class BlockFile:
@@ -25,14 +59,18 @@ class BlockFile:
         path: where it is created, and what errors call it.
         num_bytes: its size; the space is reserved at once, so that a full disk shows now and not hours later.
         direct: bypass the page cache (O_DIRECT); ignored where the file system refuses it.
+        checksums: compare what is read with what was written.
 
     Raises:
         DiskFullError: if there is no room.
     """
 
-    def __init__(self, path: Path, num_bytes: int, *, direct: bool = True) -> None:
+    def __init__(
+        self, path: Path, num_bytes: int, *, direct: bool = True, checksums: Checksums | None = None
+    ) -> None:
         self.path = path
         self.num_bytes = num_bytes
+        self._checksums = checksums
         with disk_errors(path):
             self._fd, self.direct = _open_unnamed(path, direct)
             try:
@@ -46,7 +84,7 @@ class BlockFile:
         """Fill `into` (uint8) from `offset`.
 
         Raises:
-            CorruptError: if the file ends early.
+            CorruptError: if the file ends early, or these are not the bytes that were written.
         """
         view, done = _bytes_of(into), 0
         with disk_errors(self.path):
@@ -59,6 +97,8 @@ class BlockFile:
                         remedy="the file was cut or the disk fails; resume from the last checkpoint",
                     )
                 done += count
+        if self._checksums is not None:
+            self._checksums.check(offset, view)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Write `data` (uint8) at `offset`."""
@@ -66,6 +106,8 @@ class BlockFile:
         with disk_errors(self.path):
             while done < len(view):
                 done += os.pwritev(self._fd, [view[done:]], offset + done)
+        if self._checksums is not None:
+            self._checksums.note(offset, view)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -76,16 +118,24 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def open_files(sizes: Mapping[Path, int], *, direct: bool = True) -> list[BlockFile]:
+def open_files(
+    sizes: Mapping[Path, int], *, direct: bool = True, contents: Sequence[str] | None = None
+) -> list[BlockFile]:
     """A file for each path; if one cannot be made, none is kept.
+
+    Args:
+        sizes: bytes of each file.
+        direct: bypass the page cache.
+        contents: what each file holds, if what is read is to be compared with what was written.
 
     Raises:
         DiskFullError: if there is no room for all of them.
     """
     with contextlib.ExitStack() as opened:
         files = []
-        for path, num_bytes in sizes.items():
-            files.append(BlockFile(path, num_bytes, direct=direct))
+        for index, (path, num_bytes) in enumerate(sizes.items()):
+            checksums = None if contents is None else Checksums(path, contents[index])
+            files.append(BlockFile(path, num_bytes, direct=direct, checksums=checksums))
             opened.callback(files[-1].close)
         opened.pop_all()
     return files

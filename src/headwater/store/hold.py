@@ -105,6 +105,7 @@ class DiskHold(GradientHold):
         folder: where the files go.
         dtype_of: dtype in which the gradient of a parameter is held.
         direct: bypass the page cache.
+        verify: compare what is read with checksums of what was written.
     """
 
     is_memory = False
@@ -116,8 +117,10 @@ class DiskHold(GradientHold):
         dtype_of: Callable[[torch.dtype], torch.dtype],
         *,
         direct: bool = True,
+        verify: bool = False,
     ) -> None:
         self._stages = stages
+        self._verify = verify
         self._dtype_of = dtype_of
         self._direct = direct
         self._paths = {s.index: folder / f"gradient_{s.index:04d}.bin" for s in stages}
@@ -127,8 +130,11 @@ class DiskHold(GradientHold):
         self._spare: dict[int, BlockFile] = {}
 
     def _open(self, stages: Sequence[int]) -> list[BlockFile]:
+        contents = [f"the gradients of stage {self._stages[stage].name!r}" for stage in stages]
         return open_files(
-            {self._paths[stage]: self._span(self._stages[stage]) for stage in stages}, direct=self._direct
+            {self._paths[stage]: self._span(self._stages[stage]) for stage in stages},
+            direct=self._direct,
+            contents=contents if self._verify else None,
         )
 
     def _views(self, stage: StageSpec, buffer: torch.Tensor) -> list[torch.Tensor]:

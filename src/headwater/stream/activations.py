@@ -112,6 +112,7 @@ def recompute_forward(
         What gives the module its own forward back.
     """
     forward = module.forward
+    own = list(map(id, module.parameters()))
 
     def bound_forward(*args: Any, **kwargs: Any) -> Any:
         enter()
@@ -121,7 +122,8 @@ def recompute_forward(
             leave()
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        others = list(map(id, module.parameters())) != own  # lent by `functional_call`: gone in backward
+        if others or not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
         call = _RepeatedCall(bound_forward, args, kwargs)
         buffers = _Buffers(module)

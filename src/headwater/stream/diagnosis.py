@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from headwater.core.stage import StageSpec
+from headwater.core.trees import tensors_in
 
 
 def first_non_finite_stage(
@@ -20,7 +19,7 @@ def first_non_finite_stage(
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            tensors = tensors_in(output)
             if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
                 found.append(name)
 

@@ -75,6 +75,7 @@ class Engine:
         fast_matmul: let fp32 matrix products on the CPU differ from torch's own by rounding, where that is
             faster.
         compile_blocks: compile the forward of repeated stages with `torch.compile`.
+        verify_disk: compare what is read of the disk tier with checksums of what was written.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Engine:
         loss_function: LossFunction = call_model,
         fast_matmul: bool = False,
         compile_blocks: bool = False,
+        verify_disk: bool = False,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -101,7 +103,7 @@ class Engine:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
         rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
-        self.store = _make_store(plan, rule, self._device, order)
+        self.store = _make_store(plan, rule, self._device, order, verify_disk)
         weights = _make_weights(plan, self.store, self._device)
         self._binder = Binder(
             model,
@@ -272,19 +274,21 @@ def _parameter_order(model: nn.Module, plan: Plan) -> list[tuple[int, int]]:
     return [place[name] for name, _ in model.named_parameters()]
 
 
-def _make_store(plan: Plan, rule: UpdateRule, device: Device, order: list[tuple[int, int]]) -> WeightStore:
+def _make_store(
+    plan: Plan, rule: UpdateRule, device: Device, order: list[tuple[int, int]], verify_disk: bool
+) -> WeightStore:
     one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
     sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
 
     def make_tier(layouts: list[StageLayout]) -> Tier:
         if plan.tier == "memory":
             return MemoryTier(layouts, pin=not device.reads_host)
-        return DiskTier(layouts, _folder(plan))
+        return DiskTier(layouts, _folder(plan), verify=verify_disk)
 
     hold: GradientHold = MemoryHold()
     if plan.gradient_tier == "disk":
         _folder(plan).mkdir(parents=True, exist_ok=True)
-        hold = DiskHold(plan.trace.stages, _folder(plan), lambda wire: sum_dtype or wire)
+        hold = DiskHold(plan.trace.stages, _folder(plan), lambda wire: sum_dtype or wire, verify=verify_disk)
     behind_compute = plan.device == "cpu" and not plan.in_place  # then updates share the cores with the model
     return WeightStore(
         plan.trace.stages,

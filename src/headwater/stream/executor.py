@@ -100,11 +100,13 @@ class Executor:
     def _leave_module(self, stages: Sequence[int]) -> None:
         if not self._active:
             return
-        for stage in stages:
-            self._leave(stage)
-        self._nesting -= 1
-        if not self._nesting and not self._in_backward:
-            self._close()
+        try:
+            for stage in stages:
+                self._leave(stage)
+        finally:
+            self._nesting -= 1
+            if not self._nesting and not self._in_backward:
+                self._close()
 
     def _open(self) -> None:
         """A forward begins that is not part of another."""
@@ -260,6 +262,7 @@ class Executor:
 
     def leave(self) -> None:
         """Take the hooks off; activations that have moved out can still come back."""
+        self.reset()
         self._active = False
         self._hooks.remove()
         self._wrapped.close()

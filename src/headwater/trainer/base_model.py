@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from headwater.core.errors import ConfigError, ModelError
+from headwater.core.trees import tensors_in
 
 
 class PyTorchBaseModel(abc.ABC):
@@ -150,7 +151,7 @@ class BaseModelLoss:
 
     def _follow(self, batch: Any) -> None:
         """Take losses and metrics to where the batch is; the engine takes the model."""
-        device = next((leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)
+        device = next((tensor.device for tensor in tensors_in(batch)), None)
         if device is not None and device != self._device:
             self._device = device
             for module in self._beside:

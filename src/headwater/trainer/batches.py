@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headwater.core.errors import DataError
+from headwater.core.trees import map_tensors, tensors_in
 
 
 def num_samples(batch: Any) -> int:
@@ -17,9 +17,9 @@ def num_samples(batch: Any) -> int:
     Raises:
         DataError: if there is no tensor in it.
     """
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return len(leaf)
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            return len(tensor)
     raise DataError(
         f"a batch holds no tensor with a dimension for its samples, it is a {type(batch).__name__}",
         where="data loader",
@@ -48,7 +48,7 @@ def split_batch(batch: Any, size: int) -> Iterator[Any]:
         def cut(tensor: torch.Tensor, part: slice = part) -> torch.Tensor:
             return tensor[part] if tensor.dim() and len(tensor) == samples else tensor
 
-        yield tree_map_only(torch.Tensor, cut, batch)
+        yield map_tensors(cut, batch)
 
 
 def equal_parts(batch: Any, count: int) -> list[Any]:

@@ -155,6 +155,7 @@ def make_engine(
         loss_function=trainable.loss,
         fast_matmul=init.backend.matmul == "fast",
         compile_blocks=init.backend.compile,
+        verify_disk=init.backend.verify_disk,
     )
 
 

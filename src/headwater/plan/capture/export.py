@@ -12,8 +12,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
+from headwater.core.trees import map_tensors, tensors_in
 from headwater.plan.capture.record import ModuleCall
-from headwater.plan.capture.tensors import list_tensors, map_tensors
 
 _LOUD = ("torch.export", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 """Loggers of torch that tell of what is raised all the same."""
@@ -39,7 +39,7 @@ class StageFunction(nn.Module):
         tensors = iter(inputs)
         args, kwargs = map_tensors(lambda _: next(tensors), (self._call.args, self._call.kwargs))
         state = {name: weights[first] for name, first in self._names.items()}
-        return list_tensors(functional_call(self.stage, state, args, kwargs))
+        return tensors_in(functional_call(self.stage, state, args, kwargs))
 
 
 def export_call(module: nn.Module, call: ModuleCall) -> ExportedProgram:
@@ -52,7 +52,7 @@ def export_call(module: nn.Module, call: ModuleCall) -> ExportedProgram:
     firsts: dict[int, str] = {}
     names = {name: firsts.setdefault(id(tensor), name) for name, tensor in state}
     weights = {name: tensor for name, tensor in state if names[name] == name}
-    inputs = [_fresh(tensor) for tensor in list_tensors((call.args, call.kwargs))]
+    inputs = [_fresh(tensor) for tensor in tensors_in((call.args, call.kwargs))]
     function = StageFunction(module, call, names)
     with _without_state(module):
         return torch.export.export(function, (weights, inputs), strict=False)

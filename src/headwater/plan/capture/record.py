@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_map
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.precision import Precision
+from headwater.core.trees import tensors_in
 from headwater.plan.capture.dtypes import dtype_problem
 from headwater.plan.capture.findings import Finding, Findings
 from headwater.plan.capture.misfit import RefusedCall, check_loss, misfit
 from headwater.plan.capture.place import Locator, tensor_text
-from headwater.plan.capture.tensors import list_tensors
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.trace import LossFunction, OperatorCall, call_model, trace_step
 from headwater.plan.types import Trace
@@ -147,7 +147,7 @@ def record_step(
         operators=tuple(recorder.operators),
         findings=tuple(recorder.findings),
         unused=recorder.unused,
-        batch=tuple(tensor_text(tensor) for tensor in list_tensors(batch)),
+        batch=tuple(tensor_text(tensor) for tensor in tensors_in(batch)),
         warnings=tuple(dict.fromkeys(str(warning.message) for warning in caught)),
     )
 
@@ -205,7 +205,7 @@ class _Recorder:
             yield
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._open.append(_Digest(list_tensors((args, kwargs))))
+        self._open.append(_Digest(tensors_in((args, kwargs))))
 
     def _leave(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -279,5 +279,5 @@ def _total(call: OperatorCall) -> OperatorTotal:
 
 
 def _bytes(tree: Any) -> int:
-    distinct = {id(tensor): tensor for tensor in list_tensors(tree)}
+    distinct = {id(tensor): tensor for tensor in tensors_in(tree)}
     return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from headwater.api.trees import map_leaves, map_tensors
 from headwater.core.errors import DataError
+from headwater.core.trees import map_leaves, map_tensors
 
 _SHOWN = 4
 

@@ -43,3 +43,10 @@ def _map_fields(change: Callable[[str, Any], Any], value: Any, path: str) -> Any
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """`tree` with each tensor in it changed; other leaves stay."""
     return map_leaves(lambda _, leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in `tree`, in the order of `map_tensors`."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, tree)
+    return found

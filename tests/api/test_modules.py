@@ -1,0 +1,310 @@
+"""Modules of every shape: what they take, what they return, what they do inside."""
+
+import dataclasses
+
+import pytest
+import torch
+from any_loop import adamw, check, extreme_plans, some_plan
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+
+def train(model, call, *, steps=4):
+    """Losses of `call(number)`, each minimised once."""
+    optimizer = adamw(model.parameters())
+    losses = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss = call(number)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model, optimizer
+
+
+def layers(count=3, width=6):
+    return nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count))
+
+
+@dataclasses.dataclass
+class Output:
+    """What a model returns."""
+
+    hidden: torch.Tensor
+    all_hidden: list[torch.Tensor]
+    named: dict[str, tuple[torch.Tensor, None]]
+    count: int
+
+
+class Nested(nn.Module):
+    """Returns a dataclass with nested contents."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x):
+        every = []
+        for layer in self.layers:
+            x = layer(x)
+            every.append(x)
+        return Output(x, every, {"first": (every[0] * 2, None)}, len(every))
+
+
+@extreme_plans
+@pytest.mark.parametrize("used", ["hidden", "all", "named"])
+def test_outputs_in_dataclasses_and_containers(plan, used, tmp_path):
+    def script(place):
+        model = place.compile(Nested())
+
+        def call(number):
+            output = model(torch.randn(3, 6))
+            assert output.count == 3
+            if used == "hidden":
+                return output.hidden.square().mean()
+            if used == "all":
+                return sum(hidden.square().mean() for hidden in output.all_hidden)
+            return output.named["first"][0].square().mean()
+
+        return train(model, call)
+
+    check(script, plan, tmp_path)
+
+
+class Flexible(nn.Module):
+    """Takes what it is given: keywords, lists, `None`, a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers()
+        self.extra = nn.Linear(6, 6)
+
+    def forward(self, parts, *, mask=None, scale=1.0, options=None):
+        x = torch.cat(parts)
+        for layer in self.layers:
+            x = layer(x)
+        if mask is not None:
+            x = x * mask
+        if options and options.get("extra"):
+            x = self.extra(x)
+        return x * scale
+
+
+@extreme_plans
+def test_arguments_of_every_kind(plan, tmp_path):
+    def script(place):
+        model = place.compile(Flexible())
+
+        def call(number):
+            parts = [torch.randn(2, 6) for _ in range(2)]
+            calls = [
+                lambda: model(parts),
+                lambda: model(parts, mask=torch.ones(4, 1), options={"extra": True}),
+                lambda: model(parts=parts, scale=torch.tensor(2.0), options=None),
+                lambda: model(parts, mask=None, options={"extra": False, "name": "x"}),
+            ]
+            return calls[number]().square().mean()
+
+        return train(model, call)
+
+    check(script, plan, tmp_path)
+
+
+class Checkpointed(nn.Module):
+    """Runs its layers again in backward, in one of torch's ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.layers = layers(4)
+        self.dropout = nn.Dropout(0.2)
+        self.way = way
+
+    def forward(self, x):
+        x = x * 1.0
+        if self.way == "sequential":
+            return checkpoint_sequential(nn.Sequential(*self.layers), 2, x, use_reentrant=False)
+        for layer in self.layers:
+            x = checkpoint(self.run, layer, x, use_reentrant=self.way == "reentrant")
+        return x
+
+    def run(self, layer, x):
+        return self.dropout(layer(x))
+
+
+@extreme_plans
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "sequential"])
+def test_checkpointing_inside_the_model(plan, way, tmp_path):
+    def script(place):
+        model = place.compile(Checkpointed(way))
+        return train(model, lambda number: model(torch.randn(3, 6, requires_grad=True)).square().mean())
+
+    check(script, plan, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
+@some_plan
+def test_checkpointing_of_transformers(plan, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=23, n_positions=16, n_embd=8, n_layer=3, n_head=2)
+
+    def script(place):
+        model = transformers.GPT2LMHeadModel(config)
+        model.gradient_checkpointing_enable()
+        model = place.compile(model)
+        tokens = torch.randint(23, (2, 8))
+        return train(model, lambda number: model(input_ids=tokens, labels=tokens).loss)
+
+    check(script, plan, tmp_path)
+
+
+class Tied(nn.Module):
+    """One table at both ends, one layer used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = layers()
+        self.layers.append(self.layers[0])
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@extreme_plans
+def test_tied_weights(plan, tmp_path):
+    def script(place):
+        model = place.compile(Tied())
+        tokens = torch.arange(8).view(2, 4)
+        loss_of = nn.functional.cross_entropy
+        result = train(model, lambda number: loss_of(model(tokens).flatten(0, 1), tokens.flatten()))
+        return result, model.head.weight is model.embedding.weight
+
+    check(script, plan, tmp_path)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, a normalization with statistics, and a state that the loop carries."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(6, 6, num_layers=2)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x, state=None):
+        x, state = self.cell(x, state)
+        return self.head(self.norm(x.flatten(0, 1))), state
+
+
+@extreme_plans
+def test_a_state_is_carried_from_step_to_step(plan, tmp_path):
+    def script(place):
+        model = place.compile(Recurrent())
+        state = None
+
+        def call(number):
+            nonlocal state
+            output, state = model(torch.randn(4, 2, 6), state)
+            state = tuple(part.detach() for part in state)
+            return output.square().mean()
+
+        return train(model, call)
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_losses_over_several_calls_in_time(plan, tmp_path):
+    """Backpropagation through time: the state of one call enters the next, then one backward."""
+
+    def script(place):
+        model = place.compile(Recurrent())
+
+        def call(number):
+            state, total = None, 0.0
+            for _ in range(3):
+                output, state = model(torch.randn(4, 2, 6), state)
+                total = total + output.square().mean()
+            return total
+
+        return train(model, call)
+
+    check(script, plan, tmp_path)
+
+
+class Normalized(nn.Module):
+    """Weights that are computed from others, by both generations of torch's parametrizations."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.second = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.third = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+
+    def forward(self, x):
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+@extreme_plans
+def test_parametrized_weights(plan, tmp_path):
+    def script(place):
+        model = place.compile(Normalized())
+        return train(model, lambda number: model(torch.randn(3, 6)).square().mean())
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_weights_given_to_functional_call(plan, tmp_path):
+    """A step of a learner within the step of another: the model runs with other weights than its own."""
+
+    def script(place):
+        model = place.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+
+        def call(number):
+            own = dict(model.named_parameters())
+            inner = model(torch.randn(3, 6)).square().mean()
+            gradients = torch.autograd.grad(inner, list(own.values()), create_graph=True)
+            adapted = {n: p - 0.1 * g for (n, p), g in zip(own.items(), gradients, strict=True)}
+            return torch.func.functional_call(model, adapted, (torch.randn(3, 6),)).square().mean()
+
+        return train(model, call)
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_the_model_is_part_of_a_larger_one(plan, tmp_path):
+    def script(place):
+        body = place.compile(Nested())
+        model = nn.ModuleDict({"body": body, "head": nn.Linear(6, 2)})
+        return train(
+            model, lambda number: model["head"](model["body"](torch.randn(3, 6)).hidden).square().mean()
+        )
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_two_models_share_a_part(plan, tmp_path):
+    """A part of a streamed model is used by a plain one too."""
+
+    def script(place):
+        trunk = place.compile(Nested())
+        heads = [nn.Linear(6, 2), nn.Linear(6, 3)]
+        optimizer = adamw([*trunk.parameters(), *heads[0].parameters(), *heads[1].parameters()])
+        losses = []
+        for number in range(4):
+            optimizer.zero_grad()
+            loss = heads[number % 2](trunk(torch.randn(3, 6)).hidden).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, trunk, *heads, optimizer
+
+    check(script, plan, tmp_path)

@@ -1,0 +1,111 @@
+"""Bytes that change on the disk are an error that says where, and never a number."""
+
+import os
+
+import pytest
+import torch
+
+from headwater.core.buffers import PAGE_BYTES, aligned_empty
+from headwater.core.errors import CorruptError, StoreError
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.disk import DiskTier
+from headwater.store.files import BlockFile, Checksums
+from headwater.store.hold import DiskHold
+from headwater.store.rule import UpdateRule
+from headwater.store.store import WeightStore
+from headwater.store.update import Update
+
+STAGES = [
+    StageSpec(index, f"blocks.{index}", (ParamSpec("w", (300, 70), torch.float32, torch.bfloat16),))
+    for index in range(2)
+]
+WIRE_BYTES = 45056  # 300 × 70 × 2, in whole pages
+
+
+def make_store(folder, *, verify):
+    def make_tier(layouts):
+        return DiskTier(layouts, folder, verify=verify)
+
+    hold = DiskHold(STAGES, folder, lambda wire: wire, verify=verify)
+    store = WeightStore(STAGES, UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1})), make_tier, hold=hold)
+    for stage in range(len(STAGES)):
+        store.write(stage, lambda piece: piece.master.fill_(1.0))
+    return store
+
+
+def flip(file, offset):
+    """Change one bit of a file behind its back."""
+    page = offset // PAGE_BYTES * PAGE_BYTES
+    buffer = aligned_empty(PAGE_BYTES)
+    os.preadv(file._fd, [memoryview(buffer.numpy())], page)
+    buffer[offset - page] ^= 16
+    os.pwritev(file._fd, [memoryview(buffer.numpy())], page)
+
+
+def train(store):
+    for stage in range(len(STAGES)):
+        store.add_gradient(stage, 0, torch.ones(300, 70, dtype=torch.bfloat16), last=True)
+    store.end_micro_batch()
+    store.commit(Update(1, {"lr": 0.1}))
+
+
+def test_what_nobody_changed_passes(tmp_path):
+    store = make_store(tmp_path, verify=True)
+    for _ in range(3):
+        train(store)
+        store.flush()
+    assert all(piece.master[0] < 1 for stage in range(2) for piece in store.read(stage))
+    store.close()
+
+
+@pytest.mark.parametrize("offset", [17, WIRE_BYTES - 9000])
+def test_a_changed_weight_is_found_when_it_is_fetched(tmp_path, offset):
+    store = make_store(tmp_path, verify=True)
+    flip(store.tier._files[1], offset)
+    into = aligned_empty(WIRE_BYTES)
+    store.fetch(0, into)
+    with pytest.raises(CorruptError, match=r"stage_0001\.bin") as caught:
+        store.fetch(1, into)
+    assert "bytes 0 to 45056 of the file of stage 'blocks.1'" in str(caught.value)
+    assert "resume from the last checkpoint" in str(caught.value)
+    store.close()
+
+
+def test_changed_optimizer_state_is_found_by_the_update_which_is_then_torn(tmp_path):
+    store = make_store(tmp_path, verify=True)
+    train(store)
+    flip(store.tier._files[0], WIRE_BYTES + 100_000)
+    with pytest.raises(CorruptError, match=r"bytes 45056 to \d+ of the file of stage 'blocks\.0'"):
+        store.flush_stage(0)
+    with pytest.raises(StoreError, match="not what was written"):
+        store.flush_stage(0)
+    store.flush_stage(1)
+    store.close()
+
+
+def test_a_changed_gradient_is_found(tmp_path):
+    store = make_store(tmp_path, verify=True)
+    train(store)
+    flip(store.gradients._hold._files[1], 5000)
+    with pytest.raises(CorruptError, match=r"the gradients of stage 'blocks\.1'"):
+        store.flush_stage(1)
+    store.close()
+
+
+def test_without_verification_nothing_is_noticed(tmp_path):
+    store = make_store(tmp_path, verify=False)
+    flip(store.tier._files[1], 17)
+    store.fetch(1, aligned_empty(WIRE_BYTES))
+    store.close()
+
+
+def test_a_write_that_fails_is_not_taken_for_written(tmp_path):
+    file = BlockFile(tmp_path / "f", PAGE_BYTES, checksums=Checksums(tmp_path / "f", "it"))
+    ones, zeros = (torch.full((PAGE_BYTES,), value, dtype=torch.uint8) for value in (1, 0))
+    first, second = aligned_empty(PAGE_BYTES).copy_(ones), aligned_empty(PAGE_BYTES).copy_(zeros)
+    file.write(0, first)
+    file.close()
+    with pytest.raises(StoreError):
+        file.write(0, second)
+    file._checksums.check(0, memoryview(first.numpy()))
