@@ -350,3 +350,66 @@ def test_the_loop_of_the_documents_in_a_class(plan, tmp_path):
         return losses, trainer.model, trainer.optimizer
 
     check(script, plan, tmp_path)
+
+
+@extreme_plans
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_call_that_was_broken_off_leaves_nothing(when, error, plan, tmp_path):
+    """As in a notebook: the cell that trains is stopped, and run again."""
+
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = []
+
+        def stop(*_):
+            raise error
+
+        for number, (inputs, targets) in enumerate(batches(6)):
+            optimizer.zero_grad()
+            handle = None
+            if number % 2 and when == "forward":
+                handle = model.blocks[1].register_forward_pre_hook(stop)
+            try:
+                output = model(inputs)
+                if number % 2 and when == "backward":
+                    output.register_hook(stop)
+                loss = loss_of(output, targets)
+                loss.backward()
+            except error:
+                if handle:
+                    handle.remove()
+                continue
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_a_model_that_calls_itself(plan, tmp_path):
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x, depth=2):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return self(x, depth - 1) if depth else x
+
+    def script(place):
+        model = place.compile(Recursive())
+        optimizer = adamw(model.parameters())
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(2, 6)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)

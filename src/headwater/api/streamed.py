@@ -93,6 +93,7 @@ class StreamedModel:
         self._disk: tempfile.TemporaryDirectory[str] | None = None
         self._undo_buffers: Callable[[], None] = _nothing
         self._hook = self._hook_forward()
+        self._unguard = _guard_call(model, self._forget_call)
         transaction.register(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -124,6 +125,11 @@ class StreamedModel:
             self._start((args, kwargs))
         assert self.engine is not None, "it was just built"
         self.engine.executor.enter_model()
+
+    def _forget_call(self) -> None:
+        """A call of the model was interrupted."""
+        if self.engine is not None:
+            self.engine.executor.reset()
 
     def _start(self, call: Call) -> None:
         """Plan for this call of the model, and move the weights to a store of that plan."""
@@ -303,6 +309,7 @@ class StreamedModel:
         """Stop streaming; the model's parameters get their values and gradients back."""
         transaction.unregister(self)
         self._hook.remove()
+        self._unguard()
         if self.engine is not None:
             self.engine.detach()
             for name, value in self.engine.named_masters():
@@ -331,6 +338,26 @@ def _with_masters_of(engine: Engine, partition: Partition) -> Partition:
 
 def _nothing() -> None:
     pass
+
+
+def _guard_call(model: nn.Module, clean_up: Callable[[], None]) -> Callable[[], None]:
+    """From now on `clean_up` is called when a call of `model` is interrupted: no hook of torch runs then.
+
+    Returns:
+        What takes that back.
+    """
+    call: Callable[..., Any] = model._call_impl
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                clean_up()
+            raise
+
+    vars(model)["_call_impl"] = guarded
+    return lambda: vars(model).pop("_call_impl", None)
 
 
 def _precision(device: str) -> Precision:
