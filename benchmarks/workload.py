@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
-import resource
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -62,8 +62,10 @@ def workload_options(workload: Workload) -> list[str]:
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Peak resident memory of this process so far, and not of the one that started it."""
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert peak is not None, "Linux tells"
+    return int(peak[1]) << 10
 
 
 def measure(workload: Workload, step: Step, **extra: object) -> None:

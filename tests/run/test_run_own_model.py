@@ -205,7 +205,7 @@ def test_mixed_precision_is_asked_for_in_the_model_section(tmp_path):
     assert set(seen) == {True, torch.bfloat16}
 
 
-@pytest.mark.skipif(not MNIST.is_dir(), reason="needs the MNIST files")
+@pytest.mark.skipif(not MNIST.is_dir(), reason="the MNIST files are not here")
 def test_digits_are_learned(tmp_path):
     def loader(name, count, *, shuffle):
         return DataLoader(TensorDataset(*read_mnist(name, count)), batch_size=50, shuffle=shuffle)
