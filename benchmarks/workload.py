@@ -10,6 +10,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
