@@ -171,8 +171,8 @@ def test_a_foreign_class_that_can_be_streamed_is(make):
     for step in range(50):
         for index, param in enumerate(theirs):
             param.grad = torch.sin(torch.arange(param.numel()) + step).view_as(param)
-            scalars[index] = rule.apply(
-                ours[index].data, param.grad.clone(), states[index], scalars[index], {"lr": 0.05}
+            (scalars[index],) = rule.apply(
+                [ours[index].data], [param.grad.clone()], [states[index]], [scalars[index]], {"lr": 0.05}
             )
         optimizer.step()
         assert all(map(torch.equal, ours, theirs))

@@ -68,11 +68,11 @@ class Piecewise:
     def update(self, gradient, options):
         parts = gradient.reshape(-1).split(self.pieces[0].numel())
         for index, (piece, part) in enumerate(zip(self.pieces, parts, strict=True)):
-            self.scalars[index] = self.rule.apply(
-                piece.view(self.shape),
-                part.clone().view(self.shape),
-                self.states[index],
-                self.scalars[index],
+            (self.scalars[index],) = self.rule.apply(
+                [piece.view(self.shape)],
+                [part.clone().view(self.shape)],
+                [self.states[index]],
+                [self.scalars[index]],
                 options,
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,38 +66,42 @@ class UpdateRule:
 
     def apply(
         self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        scalars: Scalars | None,
+        masters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        states: Sequence[Mapping[str, torch.Tensor]],
+        scalars: Sequence[Scalars | None],
         options: Mapping[str, Any],
-    ) -> Scalars:
-        """Update `master` and `states` in place.
+    ) -> list[Scalars]:
+        """Update masters and states in place.
 
         Args:
-            master: the values; a whole parameter, or any run of one where the rule is elementwise.
-            gradient: of the same shape and dtype.
-            states: the state tensors of `state_layout`; what they hold before the first update is ignored.
-            scalars: what the last update of these values returned; `None` before the first.
+            masters: values; whole parameters, or any runs of them where the rule is elementwise.
+            gradients: of the same shapes and dtypes.
+            states: of each its tensors by `state_layout`; what they hold before the first update is ignored.
+            scalars: of each what its last update returned; `None` before the first.
             options: optimizer arguments that differ from the spec's, the current `lr` among them.
 
         Returns:
-            The new scalars.
+            The new scalars of each.
         """
         optimizer, defaults = self._of_this_thread()
-        optimizer.param_groups = [{"params": [master], **defaults, **options}]
+        optimizer.param_groups = [{"params": list(masters), **defaults, **options}]
         optimizer.state.clear()
-        if scalars is not None:
-            optimizer.state[master] = {**states, **{k: _clone(v) for k, v in scalars.items()}}
-        master.grad = gradient
+        for master, gradient, own, old in zip(masters, gradients, states, scalars, strict=True):
+            master.grad = gradient
+            if old is not None:
+                optimizer.state[master] = {**own, **{k: _clone(v) for k, v in old.items()}}
         optimizer.step()
-        master.grad = None
         optimizer.param_groups = []  # a view of a slab must not be kept
-        state = optimizer.state.pop(master, {})
-        for name, value in states.items():
-            if state[name] is not value:
-                value.copy_(state[name])
-        return {name: value for name, value in state.items() if name not in states}
+        after = []
+        for master, own in zip(masters, states, strict=True):
+            master.grad = None
+            state = optimizer.state.pop(master, {})
+            for name, value in own.items():
+                if state[name] is not value:
+                    value.copy_(state[name])
+            after.append({name: value for name, value in state.items() if name not in own})
+        return after
 
 
 class SeveralRules(UpdateRule):

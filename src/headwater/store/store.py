@@ -72,7 +72,6 @@ class WeightStore:
         hold: where gradients wait; in memory if not given.
         mixed_sum_dtype: dtype in which gradients narrower than fp32 are summed over micro-batches.
         order: (stage, param) of every parameter in the model's order, in which norms are combined.
-        update_threads: cores that an update may take.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class WeightStore:
         hold: GradientHold | None = None,
         mixed_sum_dtype: torch.dtype | None = None,
         order: Sequence[tuple[int, int]] | None = None,
-        update_threads: int = 1,
     ) -> None:
         self.stages = list(stages)
         self.rule = rule
@@ -103,7 +101,7 @@ class WeightStore:
         self._locks = [threading.RLock() for _ in stages]
         self._torn: dict[int, str] = {}  # stages whose update began and did not end, and why
         self._workspaces = Workspaces()
-        self._updater = Updater(rule, update_threads)
+        self._updater = Updater(rule)
 
     # reading weights
 
@@ -455,7 +453,6 @@ class WeightStore:
 
     def close(self) -> None:
         """Give back memory, threads and files."""
-        self._updater.close()
         self.tier.close()
         self.gradients.close()
 

@@ -1,19 +1,17 @@
-"""Applying a committed step to a stage, piece by piece, each piece on one core."""
+"""Applying a committed step to a stage, a few pieces at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping
-from concurrent.futures import wait
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from headwater.core.stage import StageSpec
-from headwater.core.threads import single_core_pool
+from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.hold import Gradients
-from headwater.store.layout import Group, Piece, encoding_of
+from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule
 
@@ -96,17 +94,36 @@ class Workspaces(threading.local):
         return tensor[:numel]
 
 
+@dataclasses.dataclass
+class _Loaded:
+    """A piece while it is updated.
+
+    Attributes:
+        piece: which.
+        encoding: how its master is kept.
+        wire: its wire values, 1-D.
+        fields: what the rest holds of it.
+        master: its values, in the shape that the optimizer is to see.
+        gradient: likewise.
+    """
+
+    piece: Piece
+    encoding: Encoding
+    wire: torch.Tensor
+    fields: Mapping[str, torch.Tensor]
+    master: torch.Tensor
+    gradient: torch.Tensor
+
+
 class Updater:
-    """Applies updates in threads of its own.
+    """Applies updates in the calling thread, with as many cores as torch gives it there.
 
     Args:
         rule: how a piece is updated.
-        num_threads: pieces at a time.
     """
 
-    def __init__(self, rule: UpdateRule, num_threads: int) -> None:
+    def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
-        self._threads = single_core_pool(num_threads, "headwater-update")
         self._workspaces = Workspaces()
 
     def apply(
@@ -131,63 +148,99 @@ class Updater:
         Returns:
             The new scalars. Every piece of a parameter starts from the same old ones.
         """
-        wires = stage.views(image)
+        wires = [wire.view(-1) for wire in stage.views(image)]
         after = list(scalars)
-
-        def update(piece: Piece, rest: torch.Tensor) -> None:
-            gradient, part = gradients[piece.param], pending.parts.get(piece.param)
-            if gradient is not None and part is not None:
-                wire = wires[piece.param].view(-1)[piece.start : piece.stop]
-                old = scalars[piece.param]
-                after[piece.param] = self._piece(stage, piece, wire, rest, gradient, old, part)
-
         for group, rest in groups:
-            updates = [self._threads.submit(update, piece, rest) for piece in group.pieces]
-            wait(updates)  # also if one fails: the group's memory is another reader's then
-            for done in updates:
-                done.result()
-            for piece in group.pieces:
-                if piece.stop == stage.params[piece.param].numel and piece.param in pending.parts:
+            changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
+            for batch in _batches(changed):
+                self._update(stage, batch, rest, wires, gradients, scalars, after, pending)
+            for piece in changed:
+                if piece.stop == stage.params[piece.param].numel:
                     gradients[piece.param] = None
-        wires.clear()  # a worker keeps its last job a while: let it hold no view of a slab
         return after
 
-    def _piece(
+    def _update(
         self,
         stage: StageSpec,
-        piece: Piece,
-        wire: torch.Tensor,
+        batch: Sequence[Piece],
         rest: torch.Tensor,
+        wires: Sequence[torch.Tensor],
+        gradients: Gradients,
+        before: Sequence[Scalars | None],
+        after: list[Scalars | None],
+        pending: Pending,
+    ) -> None:
+        """Update pieces together: an optimizer spends as long on one small parameter as on many."""
+        total = sum(piece.stop - piece.start for piece in batch)
+        masters, own_gradients = (self._workspaces.get(name, total) for name in ("master", "gradient"))
+        alike: list[tuple[UpdateRule, dict[str, Any], list[_Loaded]]] = []
+        for piece in batch:
+            spec, part, gradient = (
+                stage.params[piece.param],
+                pending.parts[piece.param],
+                gradients[piece.param],
+            )
+            assert gradient is not None, "only pieces with one are in a batch"
+            loaded = self._load(spec, piece, rest, wires[piece.param], gradient, part, masters, own_gradients)
+            masters, own_gradients = (space[piece.stop - piece.start :] for space in (masters, own_gradients))
+            rule = self._rule.of(spec.name)
+            options = dict(rule.spec.options(spec.name, spec.shape, part.update.options))
+            for other, its_options, members in alike:
+                if other is rule and its_options == options:
+                    members.append(loaded)
+                    break
+            else:
+                alike.append((rule, options, [loaded]))
+        for rule, options, members in alike:
+            new = rule.apply(
+                [loaded.master for loaded in members],
+                [loaded.gradient for loaded in members],
+                [self._states(stage.params[loaded.piece.param], loaded.fields) for loaded in members],
+                [before[loaded.piece.param] for loaded in members],
+                options,
+            )
+            for loaded, scalars in zip(members, new, strict=True):
+                after[loaded.piece.param] = scalars
+                write_master(loaded.encoding, loaded.master.view(-1), loaded.wire, loaded.fields)
+
+    def _load(
+        self,
+        spec: ParamSpec,
+        piece: Piece,
+        rest: torch.Tensor,
+        wire: torch.Tensor,
         gradient: torch.Tensor,
-        scalars: Scalars | None,
         part: Part,
-    ) -> Scalars:
-        spec = stage.params[piece.param]
-        encoding, fields = encoding_of(spec), piece.views(rest)
-        master = read_master(encoding, wire, fields, self._workspaces.get("master", wire.numel()))
-        own = self._prepared(gradient.reshape(-1)[piece.start : piece.stop], master.dtype, part)
-        elementwise = self._rule.elementwise
-        shape = (piece.stop - piece.start,) if elementwise else spec.shape
-        states = {
-            name: fields[name].view(-1) if elementwise else fields[name]
-            for name in self._rule.state_layout(spec)
-        }
-        rule = self._rule.of(spec.name)
-        options = rule.spec.options(spec.name, spec.shape, part.update.options)
-        new = rule.apply(master.view(shape), own.view(shape), states, scalars, options)
-        write_master(encoding, master, wire, fields)
-        return new
-
-    def _prepared(self, gradient: torch.Tensor, dtype: torch.dtype, part: Part) -> torch.Tensor:
-        if gradient.dtype != dtype:
-            gradient = self._workspaces.get("gradient", gradient.numel()).copy_(gradient)
+        masters: torch.Tensor,
+        gradients: torch.Tensor,
+    ) -> _Loaded:
+        """Master and gradient of a piece, at the start of workspaces where they have to be computed."""
+        run = slice(piece.start, piece.stop)
+        encoding, fields, own_wire = encoding_of(spec), piece.views(rest), wire[run]
+        master = read_master(encoding, own_wire, fields, masters)
+        own = gradient.reshape(-1)[run]
+        if own.dtype != master.dtype:
+            own = gradients[: own.numel()].copy_(own)
         if part.factor is not None:
-            gradient.mul_(part.factor)
-        limit = part.update.max_value
-        if limit is not None:
-            gradient.clamp_(-limit, limit)
-        return gradient
+            own.mul_(part.factor)
+        if (limit := part.update.max_value) is not None:
+            own.clamp_(-limit, limit)
+        shape = (-1,) if self._rule.elementwise else spec.shape
+        return _Loaded(piece, encoding, own_wire, fields, master.view(shape), own.view(shape))
 
-    def close(self) -> None:
-        """Give back threads."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+    def _states(self, spec: ParamSpec, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        elementwise = self._rule.elementwise
+        layout = self._rule.state_layout(spec)
+        return {name: fields[name].view(-1) if elementwise else fields[name] for name in layout}
+
+
+def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Runs of pieces, each of at least `PIECE_ELEMENTS` but for the last."""
+    batch: list[Piece] = []
+    for piece in pieces:
+        batch.append(piece)
+        if sum(each.stop - each.start for each in batch) >= PIECE_ELEMENTS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

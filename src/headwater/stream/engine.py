@@ -289,7 +289,6 @@ def _make_store(
     if plan.gradient_tier == "disk":
         _folder(plan).mkdir(parents=True, exist_ok=True)
         hold = DiskHold(plan.trace.stages, _folder(plan), lambda wire: sum_dtype or wire, verify=verify_disk)
-    behind_compute = plan.device == "cpu" and not plan.in_place  # then updates share the cores with the model
     return WeightStore(
         plan.trace.stages,
         rule,
@@ -297,7 +296,6 @@ def _make_store(
         hold=hold,
         mixed_sum_dtype=sum_dtype,
         order=order,
-        update_threads=1 if behind_compute else torch.get_num_threads(),
     )
 
 

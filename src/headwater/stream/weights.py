@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import gc
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -161,7 +161,9 @@ class SlabWeights(Weights):
         self._position = 0
         self._repeats = False
         self._wanted = -1  # the stage that `require` was last asked for; its caller may not hold a view yet
-        self._thread = single_core_pool(1, "headwater-fetch")
+        # updates run there too: beside a model that computes on the same cores, or with all of them
+        pool = single_core_pool if device.reads_host else ThreadPoolExecutor
+        self._thread = pool(1, "headwater-fetch")
 
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
         self._repeats = repeats
