@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from synthetic import gpt
@@ -200,3 +201,25 @@ def test_175_billion_parameters_are_planned(device):
     plan = make_plan(largest, resources=resources, device=device, calibration=NOMINAL, **arguments)
     assert plan.tier == "disk"
     assert plan.prediction.disk_bytes >= 12 * 175e9
+
+
+def test_masters_lie_apart_where_there_is_room():
+    def plan(budget, **fixed):
+        return make_plan(
+            gpt(),
+            batch_size=4,
+            precision=Precision("bf16"),
+            optimizer_state_bytes=8,
+            resources=Resources(host_memory=budget),
+            fixed=Fixed(activations=Activations.KEEP, **fixed),
+            base_bytes=0,
+        )
+
+    whole = plan(GIB)
+    split = plan(GIB, masters="split")
+    assert (whole.masters, split.masters) == ("whole", "split")
+    more = whole.prediction.host_bytes - split.prediction.host_bytes
+    params = sum(p.numel for s in whole.trace.stages for p in s.params if p.wire_dtype == torch.bfloat16)
+    assert more == pytest.approx(2 * params, rel=0.3), "two bytes a parameter, and the allocator's share"
+    assert plan(whole.prediction.host_bytes - 1).masters == "split"
+    assert plan(GIB, num_slabs=2).masters == "split", "only where weights are read in place"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
 from headwater.store.layout import Encoding
-from headwater.store.masters import join_halves, read_master, split_halves, write_master
+from headwater.store.masters import join_halves, read_master, round_to_wire, split_halves, write_master
 
 FINITE_BITS = st.integers(0, 2**32 - 1).filter(lambda bits: (bits >> 23) & 0xFF != 0xFF)
 
@@ -58,6 +58,16 @@ def test_ties_go_away_from_zero():
     master = floats([0x3F808000, 0xBF808000, 0x3F807FFF])
     high, _ = split(master)
     assert high.view(torch.int16).tolist() == [0x3F81, 0xBF81 - 2**16, 0x3F80]
+
+
+@settings(deadline=None)
+@given(arrays(np.uint32, st.integers(1, 64), elements=FINITE_BITS))
+def test_masters_that_lie_apart_travel_as_the_same_values(bits):
+    master = floats(bits | 0x8000) if len(bits) % 2 else floats(bits)
+    wire = torch.empty(master.shape, dtype=torch.bfloat16)
+    round_to_wire(master, wire)
+    assert torch.equal(wire.view(torch.int16), split(master)[0].view(torch.int16))
+    assert torch.equal(master.view(torch.int32), master.clone().view(torch.int32))
 
 
 @pytest.mark.parametrize(

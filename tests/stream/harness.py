@@ -59,6 +59,7 @@ class Setting:
     in_place: bool = False
     precision: Precision = FP32
     patterns: tuple[str, ...] = ()
+    whole_masters: bool = False
 
     def __str__(self) -> str:
         where = "in_place" if self.in_place else f"{self.slabs}_slabs"
@@ -82,6 +83,8 @@ def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Pla
     trace = trace_step(
         model, job.make_batch(0, 0), setting.precision, loss_function=job.loss, partition=partition
     )
+    if setting.whole_masters:
+        trace = trace.with_whole_masters()
     policy = Activations(setting.activations)
     return Plan(
         trace=trace,

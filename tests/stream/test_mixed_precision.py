@@ -54,6 +54,7 @@ def test_every_plan_gives_the_same_bf16_bits(tmp_path):
         Setting("disk", 2, "recompute", "disk", precision=BF16),
         Setting("memory", 99, "offload", precision=BF16),
         Setting(in_place=True, precision=BF16),
+        Setting(in_place=True, precision=BF16, whole_masters=True),
     ]
     runs = [train_streamed(gpt_job(), setting, tmp_path, steps=3) for setting in settings]
     for run in runs[1:]:

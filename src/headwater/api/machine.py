@@ -56,6 +56,7 @@ def fixed_by(backend: BackendConfig, micro_batch_size: int | None) -> Fixed:
         activations=None if backend.activations == "auto" else Activations(backend.activations),
         micro_batch_size=micro_batch_size,
         gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
+        masters=None if backend.masters == "auto" else backend.masters,
     )
 
 

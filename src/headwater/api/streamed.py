@@ -327,7 +327,7 @@ def _with_masters_of(engine: Engine, partition: Partition) -> Partition:
     known = {param.name: param for stage in engine.plan.trace.stages for param in stage.params}
 
     def corrected(param: ParamSpec) -> ParamSpec:
-        return dataclasses.replace(known[param.name], requires_grad=param.requires_grad)
+        return dataclasses.replace(known[param.name], requires_grad=param.requires_grad, split_master=True)
 
     stages = (
         dataclasses.replace(stage, params=tuple(corrected(param) for param in stage.params))

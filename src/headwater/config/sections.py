@@ -50,6 +50,8 @@ class BackendConfig(Section):
         activations: what happens to the tensors that the backward needs.
         tier: where masters and optimizer state live.
         gradient_tier: where gradients wait for the update.
+        masters: `split` keeps the fp32 masters of bf16 weights in 4 bytes with them, also where `whole`, with
+            6 bytes and faster updates, would fit.
         compile: compile each distinct block with `torch.compile`.
         matmul: `fast` lets fp32 matrix products differ from torch's own by rounding.
         allocator: `tuned` keeps large temporaries from going back to the system.
@@ -69,6 +71,7 @@ class BackendConfig(Section):
     activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
     tier: Tier = "auto"
     gradient_tier: Tier = "auto"
+    masters: Literal["auto", "split"] = "auto"
     compile: bool = False
     matmul: Literal["exact", "fast"] = "exact"
     allocator: Literal["tuned", "system"] = "tuned"

@@ -23,6 +23,8 @@ class ParamSpec:
         wire_dtype: dtype in which it travels to the device and is computed with.
         requires_grad: whether it is trained.
         aliases: further qualified names of the same tensor.
+        split_master: an fp32 master of a bf16 weight shares its upper half with what travels: 4 bytes for
+            both. Otherwise they lie apart: 6 bytes, and no work to put the master together.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ParamSpec:
     wire_dtype: torch.dtype
     requires_grad: bool = True
     aliases: tuple[str, ...] = ()
+    split_master: bool = True
 
     @property
     def numel(self) -> int:

@@ -133,7 +133,10 @@ def _decisions(plan: Plan) -> Iterator[str]:
     if plan.trace.inference:
         yield f"masters: {plan.tier}; nothing is kept for a backward"
     else:
-        yield f"masters and optimizer state: {plan.tier}; gradients wait for the update: {plan.gradient_tier}"
+        state = (
+            "whole masters and optimizer state" if plan.masters == "whole" else "masters and optimizer state"
+        )
+        yield f"{state}: {plan.tier}; gradients wait for the update: {plan.gradient_tier}"
     samples = plan.micro_batch_size * plan.num_micro_batches
     yield f"batch: {samples} = {plan.num_micro_batches} × {plan.micro_batch_size} samples"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from headwater.core.precision import Precision
 from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
 from headwater.plan.predict import Predictor
-from headwater.plan.types import Activations, Calibration, Plan, Prediction, Tier, Trace
+from headwater.plan.types import Activations, Calibration, Masters, Plan, Prediction, Tier, Trace
 
 TraceFor = Callable[[int], Trace]
 """Micro-batch size -> its dry run; should remember what it has traced."""
@@ -36,6 +36,7 @@ class Fixed:
         activations: policy of every stage (one that cannot be recomputed is kept instead).
         micro_batch_size: samples computed at once.
         gradient_tier: where gradients wait for the update.
+        masters: whether the fp32 masters of bf16 weights share memory with them (`split`), or lie apart.
     """
 
     tier: Tier | None = None
@@ -43,6 +44,7 @@ class Fixed:
     activations: Activations | None = None
     micro_batch_size: int | None = None
     gradient_tier: Tier | None = None
+    masters: Masters | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,19 @@ def best_plan(request: Request) -> Plan | None:
                 best = plan
         if best is not None and _unconstrained(best):
             break  # what is smaller can only be slower
-    return best
+    return None if best is None else _with_whole_masters(best, request)
+
+
+def _with_whole_masters(plan: Plan, request: Request) -> Plan:
+    """The same plan with masters apart from the weights, where weights are read in place and it fits."""
+    bf16_in_place = plan.in_place and plan.precision.name == "bf16" and not plan.trace.inference
+    if not bf16_in_place or request.fixed.masters == "split":
+        return plan
+    trace = plan.trace.with_whole_masters()
+    roomier = dataclasses.replace(plan, trace=trace)
+    predictor = Predictor(_footprint(trace, request), request.calibration)
+    roomier = dataclasses.replace(roomier, prediction=predictor.predict(roomier))
+    return roomier if fits(roomier, request) else plan
 
 
 def usage(plan: Plan) -> Budgets:
@@ -111,12 +125,7 @@ def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterat
             budgets: among these are the plans that take least.
     """
     trace = request.trace_for(size)
-    footprint = Footprint(
-        trace,
-        optimizer_state_bytes=request.optimizer_state_bytes,
-        base_bytes=request.base_bytes,
-        checkpoints=request.checkpoints,
-    )
+    footprint = _footprint(trace, request)
     predictor = Predictor(footprint, request.calibration)
     for frame in _frames(request, trace, size):
         ladder = activation_ladder(
@@ -128,6 +137,15 @@ def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterat
             for step in steps:
                 plan = dataclasses.replace(with_slabs, activations=ladder[step].activations)
                 yield dataclasses.replace(plan, prediction=predictor.predict(plan))
+
+
+def _footprint(trace: Trace, request: Request) -> Footprint:
+    return Footprint(
+        trace,
+        optimizer_state_bytes=request.optimizer_state_bytes,
+        base_bytes=request.base_bytes,
+        checkpoints=request.checkpoints,
+    )
 
 
 def _frames(request: Request, trace: Trace, size: int) -> Iterator[Plan]:

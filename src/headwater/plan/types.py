@@ -68,6 +68,16 @@ class Trace:
         """Stages in the order in which one micro-batch uses them."""
         return self.uses if self.inference else self.uses + self.uses[::-1]
 
+    def with_whole_masters(self) -> Trace:
+        """The same with no master sharing memory with its weight; see `ParamSpec.split_master`."""
+        stages = (
+            dataclasses.replace(
+                stage, params=tuple(dataclasses.replace(p, split_master=False) for p in stage.params)
+            )
+            for stage in self.stages
+        )
+        return dataclasses.replace(self, stages=tuple(stages))
+
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
@@ -171,6 +181,7 @@ class Prediction:
 
 
 Tier = Literal["memory", "disk"]
+Masters = Literal["split", "whole"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +217,12 @@ class Plan:
     prediction: Prediction | None = None
     disk: Path | None = None
     budget: Resources | None = None
+
+    @property
+    def masters(self) -> Masters:
+        """Whether the fp32 masters of bf16 weights share memory with them; see `ParamSpec.split_master`."""
+        params = (param for stage in self.trace.stages for param in stage.params)
+        return "split" if all(param.split_master for param in params) else "whole"
 
     @property
     def memory_is_ample(self) -> bool:

@@ -31,7 +31,7 @@ def encoding_of(param: ParamSpec) -> Encoding:
     """How the master of `param` is kept."""
     if param.wire_dtype == param.dtype:
         return Encoding.SAME
-    if (param.wire_dtype, param.dtype) == (torch.bfloat16, torch.float32):
+    if param.split_master and (param.wire_dtype, param.dtype) == (torch.bfloat16, torch.float32):
         return Encoding.SPLIT
     return Encoding.COPY
 

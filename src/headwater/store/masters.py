@@ -35,6 +35,17 @@ def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
         upper.view(torch.int16).copy_(bits)
 
 
+def round_to_wire(master: torch.Tensor, wire: torch.Tensor) -> None:
+    """`wire` from a master that lies apart: in bf16 the value that `split_halves` gives, ties and all."""
+    if (master.dtype, wire.dtype) != (torch.float32, torch.bfloat16):
+        wire.copy_(master)
+        return
+    scratch = torch.empty(min(master.numel(), _CHUNK_ELEMENTS), dtype=torch.int32)
+    for upper, whole in _chunks(wire, master):
+        bits = torch.add(whole.view(torch.int32), 0x8000, out=scratch[: whole.numel()])
+        upper.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+
+
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(tensor.split(_CHUNK_ELEMENTS) for tensor in tensors), strict=True)
 
@@ -70,6 +81,6 @@ def write_master(
         field = rest[MASTER_FIELD[encoding]].view(-1)
         if field.data_ptr() != master.data_ptr():
             field.copy_(master)
-        wire.copy_(field)
+        round_to_wire(field, wire)
     elif wire.data_ptr() != master.data_ptr():
         wire.copy_(master)
