@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.stage import StageSpec
 from headwater.store.hold import Gradients
 from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, encoding_of
 from headwater.store.masters import read_master, write_master
@@ -66,6 +66,17 @@ class Part:
     update: Update
     factor: torch.Tensor | None
 
+    def prepared(self, gradient: torch.Tensor, dtype: torch.dtype, space: torch.Tensor) -> torch.Tensor:
+        """The gradient as the optimizer is to see it: in place, or in `space` if of another dtype."""
+        if gradient.dtype != dtype:
+            gradient = space.copy_(gradient)
+        if self.factor is not None:
+            gradient.mul_(self.factor)
+        limit = self.update.max_value
+        if limit is not None:
+            gradient.clamp_(-limit, limit)
+        return gradient
+
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
@@ -92,27 +103,6 @@ class Workspaces(threading.local):
         if tensor is None or tensor.numel() < numel:
             tensor = self._tensors[name] = torch.empty(numel, dtype=torch.float32)
         return tensor[:numel]
-
-
-@dataclasses.dataclass
-class _Loaded:
-    """A piece while it is updated.
-
-    Attributes:
-        piece: which.
-        encoding: how its master is kept.
-        wire: its wire values, 1-D.
-        fields: what the rest holds of it.
-        master: its values, in the shape that the optimizer is to see.
-        gradient: likewise.
-    """
-
-    piece: Piece
-    encoding: Encoding
-    wire: torch.Tensor
-    fields: Mapping[str, torch.Tensor]
-    master: torch.Tensor
-    gradient: torch.Tensor
 
 
 class Updater:
@@ -153,85 +143,94 @@ class Updater:
         for group, rest in groups:
             changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
             for batch in _batches(changed):
-                self._update(stage, batch, rest, wires, gradients, scalars, after, pending)
+                loaded = self._load(stage, batch, wires, rest, gradients, pending)
+                for piece, new in self._update(loaded, scalars):
+                    after[piece.param] = new
             for piece in changed:
                 if piece.stop == stage.params[piece.param].numel:
                     gradients[piece.param] = None
         return after
 
-    def _update(
+    def _load(
         self,
         stage: StageSpec,
         batch: Sequence[Piece],
-        rest: torch.Tensor,
         wires: Sequence[torch.Tensor],
+        rest: torch.Tensor,
         gradients: Gradients,
-        before: Sequence[Scalars | None],
-        after: list[Scalars | None],
         pending: Pending,
-    ) -> None:
-        """Update pieces together: an optimizer spends as long on one small parameter as on many."""
-        total = sum(piece.stop - piece.start for piece in batch)
-        masters, own_gradients = (self._workspaces.get(name, total) for name in ("master", "gradient"))
-        alike: list[tuple[UpdateRule, dict[str, Any], list[_Loaded]]] = []
-        for piece in batch:
-            spec, part, gradient = (
-                stage.params[piece.param],
-                pending.parts[piece.param],
-                gradients[piece.param],
-            )
-            assert gradient is not None, "only pieces with one are in a batch"
-            loaded = self._load(spec, piece, rest, wires[piece.param], gradient, part, masters, own_gradients)
-            masters, own_gradients = (space[piece.stop - piece.start :] for space in (masters, own_gradients))
+    ) -> list[_Loaded]:
+        """Masters and gradients of pieces, ready for the optimizer."""
+        sizes = [piece.stop - piece.start for piece in batch]
+        spaces = [self._workspaces.get(name, sum(sizes)).split(sizes) for name in ("master", "gradient")]
+        loaded = []
+        for piece, master_space, gradient_space in zip(batch, *spaces, strict=True):
+            spec, part = stage.params[piece.param], pending.parts[piece.param]
+            gradient = gradients[piece.param]
+            assert gradient is not None, "only what has got one is updated"
+            encoding, fields = encoding_of(spec), piece.views(rest)
+            wire = wires[piece.param][piece.start : piece.stop]
+            master = read_master(encoding, wire, fields, master_space)
+            own = part.prepared(gradient.reshape(-1)[piece.start : piece.stop], master.dtype, gradient_space)
+            states = {name: fields[name] for name in self._rule.state_layout(spec)}
+            if self._rule.elementwise:
+                states = {name: state.view(-1) for name, state in states.items()}
+            else:
+                master, own = master.view(spec.shape), own.view(spec.shape)
             rule = self._rule.of(spec.name)
             options = dict(rule.spec.options(spec.name, spec.shape, part.update.options))
-            for other, its_options, members in alike:
-                if other is rule and its_options == options:
-                    members.append(loaded)
-                    break
-            else:
-                alike.append((rule, options, [loaded]))
-        for rule, options, members in alike:
-            new = rule.apply(
-                [loaded.master for loaded in members],
-                [loaded.gradient for loaded in members],
-                [self._states(stage.params[loaded.piece.param], loaded.fields) for loaded in members],
-                [before[loaded.piece.param] for loaded in members],
-                options,
+            loaded.append(_Loaded(piece, rule, options, encoding, wire, fields, master, own, states))
+        return loaded
+
+    def _update(
+        self, loaded: Sequence[_Loaded], scalars: Sequence[Scalars | None]
+    ) -> Iterator[tuple[Piece, Scalars]]:
+        """The pieces, updated, with their new scalars; all that are alike in one call of the optimizer.
+
+        It spends as long on a call for one small parameter as for many.
+        """
+        todo = list(loaded)
+        while todo:
+            first = todo[0]
+            alike = [each for each in todo if each.rule is first.rule and each.options == first.options]
+            todo = [each for each in todo if each not in alike]
+            new = first.rule.apply(
+                [each.master for each in alike],
+                [each.gradient for each in alike],
+                [each.states for each in alike],
+                [scalars[each.piece.param] for each in alike],
+                first.options,
             )
-            for loaded, scalars in zip(members, new, strict=True):
-                after[loaded.piece.param] = scalars
-                write_master(loaded.encoding, loaded.master.view(-1), loaded.wire, loaded.fields)
+            for each, its_scalars in zip(alike, new, strict=True):
+                write_master(each.encoding, each.master.view(-1), each.wire, each.fields)
+                yield each.piece, its_scalars
 
-    def _load(
-        self,
-        spec: ParamSpec,
-        piece: Piece,
-        rest: torch.Tensor,
-        wire: torch.Tensor,
-        gradient: torch.Tensor,
-        part: Part,
-        masters: torch.Tensor,
-        gradients: torch.Tensor,
-    ) -> _Loaded:
-        """Master and gradient of a piece, at the start of workspaces where they have to be computed."""
-        run = slice(piece.start, piece.stop)
-        encoding, fields, own_wire = encoding_of(spec), piece.views(rest), wire[run]
-        master = read_master(encoding, own_wire, fields, masters)
-        own = gradient.reshape(-1)[run]
-        if own.dtype != master.dtype:
-            own = gradients[: own.numel()].copy_(own)
-        if part.factor is not None:
-            own.mul_(part.factor)
-        if (limit := part.update.max_value) is not None:
-            own.clamp_(-limit, limit)
-        shape = (-1,) if self._rule.elementwise else spec.shape
-        return _Loaded(piece, encoding, own_wire, fields, master.view(shape), own.view(shape))
 
-    def _states(self, spec: ParamSpec, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        elementwise = self._rule.elementwise
-        layout = self._rule.state_layout(spec)
-        return {name: fields[name].view(-1) if elementwise else fields[name] for name in layout}
+@dataclasses.dataclass(eq=False)
+class _Loaded:
+    """A piece while it is updated.
+
+    Attributes:
+        piece: which.
+        rule: by what it is updated.
+        options: arguments of the optimizer.
+        encoding: how its master is kept.
+        wire: its wire values, 1-D.
+        fields: what the rest holds of it.
+        master: its values, in the shape that the optimizer is to see.
+        gradient: likewise.
+        states: likewise.
+    """
+
+    piece: Piece
+    rule: UpdateRule
+    options: dict[str, Any]
+    encoding: Encoding
+    wire: torch.Tensor
+    fields: Mapping[str, torch.Tensor]
+    master: torch.Tensor
+    gradient: torch.Tensor
+    states: dict[str, torch.Tensor]
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
