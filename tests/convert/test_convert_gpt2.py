@@ -150,6 +150,7 @@ def test_export_refuses_a_folder_with_content_and_wrong_shapes(tmp_path):
     [
         {"use_bias_in_output": True},
         {"use_ffn_bias": False},
+        {"nonlinearity": "swiglu"},
         {"embeddings_scale": 10.0},
         {"mup_base_hidden_size": 8, "mup_base_filter_size": 32},
     ],
@@ -164,7 +165,7 @@ def test_models_that_the_format_cannot_express_are_refused(changes):
     [
         ({"model_type": "llama"}, "model_type is 'llama'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"activation_function": "quick_gelu"}, "activation_function"),
+        ({"activation_function": "mish"}, "activation_function"),
         ({"n_head": 5}, "multiple of num_heads"),
         ({"n_layer": "two"}, "n_layer"),
     ],

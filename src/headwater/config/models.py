@@ -9,7 +9,10 @@ from pydantic import Field, model_validator
 
 from headwater.config.base import Section
 
-Nonlinearity = Literal["gelu", "gelu_new", "relu", "silu", "tanh"]
+Nonlinearity = Literal[
+    "gelu", "gelu_new", "quick_gelu", "relu", "squared_relu", "silu", "tanh",
+    "swiglu", "geglu", "geglu_new", "reglu",
+]  # fmt: skip
 InitializerName = Literal[
     "normal", "truncated_normal", "uniform", "xavier_normal", "xavier_uniform", "constant", "zeros", "ones"
 ]

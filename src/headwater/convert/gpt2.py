@@ -78,6 +78,9 @@ _HF_DEFAULTS: dict[str, Any] = {
 }
 """What `config.json` means where it leaves a key out."""
 
+_HF_FUNCTIONS = {"gelu", "gelu_new", "quick_gelu", "relu", "silu", "tanh"}
+"""Nonlinearities that have the same name there."""
+
 _SAME_FUNCTION = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 
 
@@ -107,6 +110,12 @@ def config_to_hf(config: GPTConfig, *, end_of_text: int | None = None) -> dict[s
                 where=f"model.{key}",
                 remedy=f"only a model with {key} = {value} can be exported",
             )
+    if config.nonlinearity not in _HF_FUNCTIONS:
+        raise ConfigError(
+            f"the GPT-2 format has no models with nonlinearity = {config.nonlinearity}",
+            where="model.nonlinearity",
+            remedy=f"only a model with one of {', '.join(sorted(_HF_FUNCTIONS))} can be exported",
+        )
     hf: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _CONFIG_KEYS.items()}
     hf |= {
         "n_inner": config.ffn_size,

@@ -44,7 +44,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cache)
+        x = x + self.attention(self.attention_norm(x), cache=cache)
         output: Tensor = x + self.ffn(self.ffn_norm(x))
         return output
 
@@ -179,7 +179,7 @@ def _initializer(name: str, config: GPTConfig) -> InitializerConfig:
         (r".*\bbias", InitializerConfig(name="zeros")),
         (r".*norm\.weight", InitializerConfig(name="ones")),
         (r"(position_)?embedding\.weight", config.embedding_init),
-        (r"blocks\.\d+\.(attention\.qkv|ffn\.input)\.weight", config.input_init),
+        (r"blocks\.\d+\.(attention\.qkv|ffn\.(input|gate))\.weight", config.input_init),
         (r"blocks\.\d+\.attention\.output\.weight", config.attention_output_init),
         (r"blocks\.\d+\.ffn\.output\.weight", config.ffn_output_init),
         (r"head\.weight", config.initializer),
@@ -195,7 +195,7 @@ def learning_rate_scale(name: str, config: GPTConfig) -> float:
     Under Adam a matrix whose inputs grow with the model learns more slowly by as much (arXiv:2203.03466,
     table 8).
     """
-    if re.fullmatch(r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.input)\.weight", name):
+    if re.fullmatch(r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.(input|gate))\.weight", name):
         return 1 / config.width_ratio
     if re.fullmatch(r"blocks\.\d+\.ffn\.output\.weight", name):
         return 1 / config.filter_ratio

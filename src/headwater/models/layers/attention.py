@@ -1,12 +1,15 @@
-"""Causal self-attention and the cache of keys and values that generation reuses."""
+"""Self-attention and the cache of keys and values that generation reuses."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwater.models.layers.linear import Linear
+from headwater.models.layers.positions import RotaryStyle, rotate
 
 
 class LayerCache:
@@ -51,15 +54,58 @@ class KeyValueCache:
         return self.layers[0].length
 
 
+class Seen(NamedTuple):
+    """What the queries of a call see, the same for every layer that is alike.
+
+    Attributes:
+        mask: what is added to the scores, or which keys are seen (bool): broadcasts to
+            [batch, heads, queries, keys]. `None`: each query sees all keys up to its own, or there is one
+            query, which sees all.
+        rotations: cosines and sines of the new positions, see `positions.rotations`; `None` where positions
+            are not rotated.
+    """
+
+    mask: Tensor | None = None
+    rotations: tuple[Tensor, Tensor] | None = None
+
+
+_EVERYTHING_BEFORE = Seen()
+
+
+def visible(
+    queries: Tensor, keys: Tensor, *, window: int | None = None, sinks: int = 0, causal: bool = True
+) -> Tensor:
+    """Which keys each query sees: bool [queries, keys].
+
+    Args:
+        queries: positions of the queries.
+        keys: positions of the keys.
+        window: keys that a query sees at most, itself included (arXiv:2004.05150, section 3.1); all if not
+            given.
+        sinks: first positions that every query sees beside its window (arXiv:2309.17453).
+        causal: no query sees what comes after it.
+    """
+    distance = queries[:, None] - keys[None, :]
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        seen &= (distance < window) | (keys < sinks)
+    return seen
+
+
 class SelfAttention(nn.Module):
-    """Causal multi-head self-attention: [batch, seq, hidden] -> [batch, seq, hidden].
+    """Self-attention of many heads: [batch, seq, hidden] -> [batch, seq, hidden].
 
     Query, key and value come from one product, their weights stacked in this order.
 
     Args:
         hidden_size: width of input and output.
-        num_heads: heads; divides `hidden_size`.
+        num_heads: heads.
+        head_size: width of a head; `hidden_size / num_heads` if not given.
+        num_kv_heads: heads of keys and values, each for equally many heads in a row (arXiv:2305.13245); as
+            many as heads if not given.
         scale: factor on the product of query and key.
+        softcap: scores `s` become `c·tanh(s/c)` (arXiv:2408.00118, section 2).
+        rotary_style: which elements are rotated together, where `Seen.rotations` are given.
         projection_bias: bias of the query, key and value projections.
         output_bias: bias of the output projection.
         attention_dropout: rate on the attention weights.
@@ -76,35 +122,63 @@ class SelfAttention(nn.Module):
         output_bias: bool,
         attention_dropout: float,
         output_dropout: float,
+        head_size: int | None = None,
+        num_kv_heads: int | None = None,
+        softcap: float | None = None,
+        rotary_style: RotaryStyle = "half",
     ) -> None:
         super().__init__()
+        head_size = head_size or hidden_size // num_heads
+        num_kv_heads = num_kv_heads or num_heads
         self.num_heads = num_heads
+        self.sizes = [num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size]
+        self.head_size = head_size
         self.scale = scale
+        self.softcap = softcap
+        self.rotary_style = rotary_style
         self.attention_dropout = attention_dropout
-        self.qkv = Linear(hidden_size, 3 * hidden_size, bias=projection_bias)
-        self.output = Linear(hidden_size, hidden_size, bias=output_bias)
+        self.qkv = Linear(hidden_size, sum(self.sizes), bias=projection_bias)
+        self.output = Linear(num_heads * head_size, hidden_size, bias=output_bias)
         self.dropout = nn.Dropout(output_dropout)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        query, key, value = (self._split_heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+    def forward(self, x: Tensor, seen: Seen = _EVERYTHING_BEFORE, cache: LayerCache | None = None) -> Tensor:
+        query, key, value = (self._split_heads(part) for part in self.qkv(x).split(self.sizes, dim=-1))
+        if seen.rotations is not None:
+            query, key = (rotate(part, *seen.rotations, self.rotary_style) for part in (query, key))
         past = 0
         if cache is not None:
             past = cache.length
             key, value = cache.extend(key, value)
-        attended = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=_mask_after(past, query),
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=past == 0,
-            scale=self.scale,
-        )
+        mask = _mask_after(past, query) if seen.mask is None else seen.mask
+        attended = self._attend(query, key, value, mask)
         output: Tensor = self.dropout(self.output(attended.transpose(1, 2).flatten(2)))
         return output
 
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        dropout = self.attention_dropout if self.training else 0.0
+        causal = mask is None and query.shape[2] == key.shape[2]
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
+                dropout_p=dropout,
+                is_causal=causal,
+                scale=self.scale,
+                enable_gqa=key.shape[1] != self.num_heads,
+            )
+        key, value = (part.repeat_interleave(self.num_heads // part.shape[1], dim=1) for part in (key, value))
+        scores = self.softcap * torch.tanh(query @ key.mT * (self.scale / self.softcap)).float()
+        if causal:
+            positions = torch.arange(key.shape[2], device=key.device)
+            mask = visible(positions, positions)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        return F.dropout(scores.softmax(-1).to(value.dtype), dropout) @ value
+
     def _split_heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.head_size).transpose(1, 2)
 
 
 def _mask_after(past: int, query: Tensor) -> Tensor | None:
@@ -112,4 +186,5 @@ def _mask_after(past: int, query: Tensor) -> Tensor | None:
     new = query.shape[2]
     if past == 0 or new == 1:
         return None
-    return torch.ones(new, past + new, dtype=torch.bool, device=query.device).tril(past)
+    positions = torch.arange(past + new, device=query.device)
+    return visible(positions[past:], positions)

@@ -16,28 +16,58 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 NONLINEARITIES: dict[Nonlinearity, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
     "relu": F.relu,
+    "squared_relu": _squared_relu,
     "silu": F.silu,
     "tanh": torch.tanh,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_new": _gelu_tanh,
+    "reglu": F.relu,
 }
-"""Elementwise functions by their name in a params file; `gelu_new` is the tanh approximation of GPT-2."""
+"""Elementwise functions by their name in a params file; `…_new` are with the tanh approximation of GPT-2."""
+
+GATED: frozenset[Nonlinearity] = frozenset({"swiglu", "geglu", "geglu_new", "reglu"})
+"""Those that are taken of a second product, the gate, and multiply the first (arXiv:2002.05202)."""
 
 
 class FeedForward(nn.Module):
-    """Linear, nonlinearity, linear, dropout: [..., hidden] -> [..., hidden]."""
+    """Linear, nonlinearity, linear, dropout: [..., hidden] -> [..., hidden].
+
+    Args:
+        hidden_size: width of input and output.
+        filter_size: width between the layers.
+        nonlinearity: one of `NONLINEARITIES`; a gated one adds a layer, `gate`.
+        bias: of every layer.
+        dropout: rate on the output.
+    """
 
     def __init__(
         self, hidden_size: int, filter_size: int, nonlinearity: Nonlinearity, *, bias: bool, dropout: float
     ) -> None:
         super().__init__()
         self.input = Linear(hidden_size, filter_size, bias=bias)
+        self.gate = Linear(hidden_size, filter_size, bias=bias) if nonlinearity in GATED else None
         self.nonlinearity = NONLINEARITIES[nonlinearity]
         self.output = Linear(filter_size, hidden_size, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.dropout(self.output(self.nonlinearity(self.input(x))))
+        if self.gate is None:
+            inner = self.nonlinearity(self.input(x))
+        else:
+            inner = self.nonlinearity(self.gate(x)) * self.input(x)
+        output: Tensor = self.dropout(self.output(inner))
         return output
