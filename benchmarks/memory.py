@@ -16,7 +16,12 @@ SYSTEMS = [
     System("FSDP2, CPU offload", "torch_", ("--fsdp2",)),
     System("DeepSpeed ZeRO-3, CPU", "deepspeed_"),
     System("Headwater, memory", "headwater_", ("--tier=memory",)),
-    System("Headwater, memory, clipping", "headwater_", ("--tier=memory", "--max_norm=1.0")),
+    System("Headwater, memory, split masters", "headwater_", ("--tier=memory", "--masters=split")),
+    System(
+        "Headwater, memory, split masters, clipping",
+        "headwater_",
+        ("--tier=memory", "--masters=split", "--max_norm=1.0"),
+    ),
     System(
         "Headwater, disk", "headwater_", ("--tier=disk", "--disk={disk}", "--slabs=2", "--gradient_tier=disk")
     ),

@@ -74,6 +74,7 @@ def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module
             activations=Activations(args.activations) if args.activations else None,
             micro_batch_size=args.micro_batch,
             gradient_tier=args.gradient_tier,
+            masters=args.masters,
         ),
     )
 
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--slabs", type=int)
     parser.add_argument("--activations", choices=["keep", "recompute", "offload"])
     parser.add_argument("--gradient_tier", choices=["memory", "disk"])
+    parser.add_argument("--masters", choices=["split"])
     parser.add_argument("--micro_batch", type=int)
     parser.add_argument("--max_norm", type=float)
     parser.add_argument("--verify_disk", action="store_true")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
-import dataclasses
-import json
 import logging
 import warnings
 from pathlib import Path
@@ -13,8 +10,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.transformers_walk.catalogue import entries
+from benchmarks.runner import save
+from benchmarks.transformers_walk.catalogue import Entry, entries
 from benchmarks.transformers_walk.pool import ChildError, run_isolated
+from benchmarks.transformers_walk.table import page
 from benchmarks.transformers_walk.walk import Outcome, walk
 
 
@@ -23,28 +22,45 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="classes; all if none is given")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=60, help="seconds for a class")
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--out")
+    parser.add_argument("--every", type=int, default=1, help="walk only each so-manieth class")
+    parser.add_argument("--page", type=Path, help="Markdown file for the table")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     chosen = [entry for entry in entries() if not args.names or entry.class_name in args.names][:: args.every]
-    out = []
-    for entry, outcome in zip(
-        chosen, run_isolated(walk, chosen, workers=args.workers, limit_s=args.limit), strict=True
-    ):
-        if isinstance(outcome, ChildError):
-            outcome = Outcome(entry, built=False, equal=None, reason=str(outcome))
-        verdict = "equal" if outcome.equal else "differs" if outcome.built else "not built"
-        print(
-            f"{entry.class_name:50s} {entry.tasks[0]:20s} {verdict} {outcome.seconds:.1f} s {outcome.reason}"
-        )
-        out.append(dataclasses.asdict(outcome))
-        if args.out:
-            Path(args.out).write_text(json.dumps(out, indent=0))
-    print(len(out), collections.Counter((o["built"], o["equal"]) for o in out))
+    results = run_isolated(walk, chosen, workers=args.workers, limit_s=args.limit)
+    outcomes = [_shown(entry, result) for entry, result in zip(chosen, results, strict=True)]
+    built, equal = sum(each.built for each in outcomes), sum(bool(each.equal) for each in outcomes)
+    print(f"{len(outcomes)} classes, {built} built, {equal} equal")
+    rows = [_row(outcome) for outcome in outcomes]
+    print(save("transformers_walk", {"transformers": transformers.__version__, "classes": rows}))
+    if args.page:
+        args.page.write_text(page(outcomes))
+
+
+def _shown(entry: Entry, result: Outcome | ChildError) -> Outcome:
+    """The outcome of a class, with a line on the console."""
+    if isinstance(result, ChildError):
+        result = Outcome(entry, built=False, equal=None, reason=str(result))
+    verdict = "equal" if result.equal else "differs" if result.built else "not built"
+    name, task = f"{entry.class_name:50s}", f"{entry.tasks[0]:20s}"
+    print(name, task, verdict, f"{result.seconds:.1f} s", result.reason, flush=True)
+    return result
+
+
+def _row(outcome: Outcome) -> dict[str, object]:
+    return {
+        "class": outcome.entry.class_name,
+        "task": outcome.entry.tasks[0],
+        "built": outcome.built,
+        "equal": outcome.equal,
+        "reason": outcome.reason,
+        "parameters": outcome.numel,
+        "stages": outcome.stages,
+        "slabs": outcome.slabs,
+    }
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import itertools
 import time
+from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedConfig
+from torch import nn
 
 from benchmarks.transformers_walk.catalogue import Entry
 from benchmarks.transformers_walk.inputs import candidates
@@ -24,11 +25,8 @@ SCALES = (
     Scale(4, image=64),
     Scale(1, image=224),
 )
-import os
-
-if os.environ.get("WALK_ONE"):
-    SCALES = SCALES[:1]
 _MOST_CANDIDATES = 24
+_MOST_NUMEL = 80_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,66 +85,52 @@ class _NotBuiltError(Exception):
 
 
 def _smallest_job(entry: Entry) -> tuple[Job, History]:
-    """The first job, smallest first, that trains in plain PyTorch."""
+    """The first job, smallest first, that trains in plain PyTorch.
+
+    Raises:
+        _NotBuiltError: if none does; with what was wrong with the first.
+    """
     first = ""
     for scale in SCALES:
         try:
-            config = _config(entry, scale)
-            make_model = functools.partial(entry.model_class(), config)
-            if _numel(make_model) > _MOST_NUMEL:
-                raise _NotBuiltError("too large")
-            torch.manual_seed(0)
-            model = make_model()
-            tries = itertools.islice(candidates(model, inputs_of(entry)), _MOST_CANDIDATES)
-            story = ""
-            for make_inputs in tries:
-                inputs = {}
-                try:
-                    inputs = make_inputs()
-                    job = Job(make_model, inputs)
-                    return job, train_plain(job)
-                except Exception as error:
-                    story = story or f"no inputs found: {_story(error)}"
-                    if DEBUG:
-                        print(scale, sorted(inputs), _story(error))
-            first = first or story
+            return _job(entry, scale)
         except ImportError as error:
             raise _NotBuiltError(_story(error)) from error
         except Exception as error:
-            first = first or _story(error)
-            if DEBUG:
-                print(scale, _story(error))
+            first = first or (str(error) if isinstance(error, _NotBuiltError) else _story(error))
     raise _NotBuiltError(first)
 
 
-import os
+def _job(entry: Entry, scale: Scale) -> tuple[Job, History]:
+    """The first inputs that a model of this scale takes, and its plain training."""
+    config = tiny(entry.model_class().config_class(), scale, attributes_of(entry))
+    make_model = functools.partial(entry.model_class(), config)
+    if _numel(make_model) > _MOST_NUMEL:
+        raise _NotBuiltError("too large")
+    torch.manual_seed(0)
+    first = "no inputs found"
+    tries = itertools.islice(candidates(make_model(), inputs_of(entry)), _MOST_CANDIDATES)
+    for number, make_inputs in enumerate(tries):
+        try:
+            job = Job(make_model, make_inputs())
+            return job, train_plain(job)
+        except Exception as error:
+            if not number:
+                first = f"no inputs found: {_story(error)}"
+    raise _NotBuiltError(first)
 
-DEBUG = os.environ.get("WALK_DEBUG")
 
-_MOST_NUMEL = 80_000_000
-
-
-def _numel(make_model):
+def _numel(make_model: Callable[[], nn.Module]) -> int:
+    """Parameters of a model; 0 where it cannot be built without memory."""
     with torch.device("meta"):
         try:
-            return sum(p.numel() for p in make_model().parameters())
+            return sum(param.numel() for param in make_model().parameters())
         except Exception:
             return 0
 
 
-def _config(entry: Entry, scale: Scale) -> PreTrainedConfig:
-    return tiny(entry.model_class().config_class(), scale, attributes_of(entry))
-
-
 def _story(error: Exception) -> str:
+    """An error in one line."""
     lines = str(error).strip().splitlines() or [""]
     line = lines[-1].strip() if "validation" in lines[0].lower() else lines[0]
-    s = f"{type(error).__name__}: {line}"
-    if DEBUG:
-        import traceback
-
-        s += " @ " + " < ".join(
-            f"{f.filename.split('/')[-1]}:{f.lineno}"
-            for f in traceback.extract_tb(error.__traceback__)[::-1][:4]
-        )
-    return s
+    return f"{type(error).__name__}: {line}"

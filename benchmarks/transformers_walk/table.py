@@ -1,0 +1,68 @@
+"""The page of the documentation that tells what became of each class."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import transformers
+
+from benchmarks.transformers_walk.walk import Outcome
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes of all classes as Markdown."""
+    return "\n".join(_lines(outcomes)) + "\n"
+
+
+def _lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    built = [outcome for outcome in outcomes if outcome.built]
+    equal = [outcome for outcome in built if outcome.equal]
+    yield "# The transformers library, class by class"
+    yield ""
+    yield "`python -m benchmarks.transformers_walk --page docs/transformers.md` walks the auto-model mappings"
+    yield f"of the transformers library ({transformers.__version__}), builds every class in a tiny random"
+    yield "configuration where that is possible, streams it for three training steps in fp32 with the"
+    yield "fewest slabs, and compares with plain PyTorch: losses, gradient norms and weights, bit for bit."
+    yield "This page is what it wrote."
+    yield ""
+    yield f"Of {len(outcomes)} classes {len(built)} could be built; **{len(equal)} of these are equal**."
+    yield ""
+    yield from _by_task(outcomes)
+    yield from _named("Not equal", "what happened", (o for o in built if not o.equal))
+    yield "## Not built"
+    yield ""
+    yield "Mostly sizes that the generic shrinking of a configuration does not get right, or packages that"
+    yield "are not installed: plain PyTorch does not train these either."
+    yield ""
+    yield from _named("", "why", (o for o in outcomes if not o.built))
+
+
+def _by_task(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    tasks: defaultdict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        tasks[outcome.entry.tasks[0]].append(outcome)
+    yield "| task | classes | built | equal |"
+    yield "|---|---:|---:|---:|"
+    for task, members in sorted(tasks.items(), key=lambda item: -len(item[1])):
+        built = sum(outcome.built for outcome in members)
+        yield f"| {task} | {len(members)} | {built} | {sum(bool(outcome.equal) for outcome in members)} |"
+    yield ""
+
+
+def _named(title: str, column: str, outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """Names and reasons; nothing where there are none."""
+    rows = [f"| `{outcome.entry.class_name}` | {_cell(outcome.reason)} |" for outcome in outcomes]
+    if not rows:
+        return
+    if title:
+        yield f"## {title}"
+        yield ""
+    yield f"| class | {column} |"
+    yield "|---|---|"
+    yield from rows
+    yield ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")[:160]
