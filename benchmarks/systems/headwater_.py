@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.workload import Step, Workload, add_workload_arguments, measure, workload_of
-from headwater.config.models import GPTConfig
+from headwater.config.models import DecoderConfig
 from headwater.core.buffers import tune_allocator
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
@@ -26,9 +26,9 @@ from headwater.store.store import Update
 from headwater.stream.engine import Engine
 
 
-def config_of(workload: Workload) -> GPTConfig:
+def config_of(workload: Workload) -> DecoderConfig:
     """The model section of a params file for this workload."""
-    return GPTConfig(
+    return DecoderConfig(
         hidden_size=workload.width,
         num_hidden_layers=workload.layers,
         num_heads=workload.heads,

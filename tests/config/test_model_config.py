@@ -5,46 +5,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headwater.config import GPTConfig, InitializerConfig
+from headwater.config import DecoderConfig, InitializerConfig
 from headwater.config.sections import LoopConfig
 
 
 def test_absent_rates_and_sizes():
-    model = GPTConfig(hidden_size=64, num_heads=4, dropout_rate=0.3)
+    model = DecoderConfig(hidden_size=64, num_heads=4, dropout_rate=0.3)
     assert (model.ffn_size, model.embedding_dropout, model.attention_dropout) == (256, 0.3, 0.3)
-    given = GPTConfig(filter_size=100, embedding_dropout_rate=0.0, attention_dropout_rate=0.2)
+    given = DecoderConfig(filter_size=100, embedding_dropout_rate=0.0, attention_dropout_rate=0.2)
     assert (given.ffn_size, given.embedding_dropout, given.attention_dropout) == (100, 0.0, 0.2)
 
 
 def test_attention_scale():
     shape = {"hidden_size": 64, "num_heads": 4}
-    assert GPTConfig(**shape).attention_scale == 0.25
-    assert GPTConfig(**shape, scale_qk_dot_by_d=True).attention_scale == 1 / 16
-    assert GPTConfig(**shape, attention_type="dot_product").attention_scale == 1.0
+    assert DecoderConfig(**shape).attention_scale(0) == 0.25
+    assert DecoderConfig(**shape, scale_qk_dot_by_d=True).attention_scale(0) == 1 / 16
+    assert DecoderConfig(**shape, attention_type="dot_product").attention_scale(0) == 1.0
 
 
 def test_a_model_is_frozen_and_a_value():
-    assert GPTConfig() == GPTConfig()
+    assert DecoderConfig() == DecoderConfig()
     with pytest.raises(ValidationError, match="frozen"):
-        GPTConfig().hidden_size = 3
+        DecoderConfig().hidden_size = 3
 
 
 def test_residual_initializer_shrinks_with_depth_unless_given():
-    model = GPTConfig(num_hidden_layers=8)
+    model = DecoderConfig(num_hidden_layers=8)
     assert model.attention_output_init.std == pytest.approx(0.02 / 4)
     assert model.attention_output_init.bounds == pytest.approx((-0.01, 0.01))
     own = InitializerConfig(name="normal", std=0.5)
-    assert GPTConfig(output_layer_initializer=own).ffn_output_init == own
+    assert DecoderConfig(output_layer_initializer=own).ffn_output_init == own
     assert (model.input_init, model.embedding_init) == (model.initializer, model.initializer)
-    assert GPTConfig(embedding_initializer=own).embedding_init == own
+    assert DecoderConfig(embedding_initializer=own).embedding_init == own
 
 
 def test_mup_ratios():
-    model = GPTConfig(
+    model = DecoderConfig(
         hidden_size=1024, filter_size=4096, num_heads=16, num_hidden_layers=8, mup_base_hidden_size=256,
         mup_base_filter_size=256, initializer=InitializerConfig(name="normal", std=0.08),
     )  # fmt: skip
-    assert (model.width_ratio, model.filter_ratio, model.output_logits_scale) == (4, 16, 0.25)
+    assert (model.width_ratio, model.filter_ratio, model.logits_scale) == (4, 16, 0.25)
     assert model.embedding_init.std == 0.08
     assert model.input_init.std == pytest.approx(0.08 / 2)
     assert model.attention_output_init.std == pytest.approx(0.08 / 2 / 4)
@@ -52,8 +52,8 @@ def test_mup_ratios():
 
 
 def test_without_mup_every_ratio_is_one():
-    model = GPTConfig(output_logits_alpha=5.0)
-    assert (model.width_ratio, model.filter_ratio, model.output_logits_scale) == (1, 1, 1)
+    model = DecoderConfig(output_logits_alpha=5.0)
+    assert (model.width_ratio, model.filter_ratio, model.logits_scale) == (1, 1, 1)
 
 
 @given(

@@ -59,7 +59,7 @@ CASES = [
     ("num_heads: 4", "num_heads: 5", "trainer.init.model", "hidden_size (32) is not a multiple of num_heads (5)",
      "correct model"),
     ("num_heads: 4", "num_heads: 4\n      mup_base_hidden_size: 8", "trainer.init.model", "come together", "model"),
-    ("name: gpt2", "name: gtp2", "trainer.init.model.name", "unknown model 'gtp2'", "write 'gpt2'; models are: gpt2"),
+    ("name: gpt2", "name: gtp2", "trainer.init.model.name", "unknown model 'gtp2'", "write 'gpt2'; models are: bloom"),
     ("name: gpt2", "vocab_size: 3\n      vocab_size: 4", "", "the key vocab_size is there twice", "line"),
     ("      name: gpt2\n", "", "trainer.init.model.name", "the model has no name", "gpt2"),
     ("micro_batch_size: 2", "device_memory: lots", "trainer.init.backend.device_memory", "not a size", "correct"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from params_samples import NEWER, public_params, write
 
-from headwater.config import GPTConfig, find_params, load_params, shipped_params
+from headwater.config import DecoderConfig, find_params, load_params, shipped_params
 from headwater.core.errors import ConfigError
 
 SIZES = ("111m", "256m", "590m", "1p3b", "2p7b", "6p7b", "13b")
@@ -103,9 +103,9 @@ def test_shipped_sizes_equal_the_public_ones(size):
     assert_same_model(ours.init.model, public.init.model)
 
 
-def assert_same_model(ours: GPTConfig, public: GPTConfig):
+def assert_same_model(ours: DecoderConfig, public: DecoderConfig):
     derived = {"attention_dropout_rate", "filter_size", "initializer", "embedding_initializer"}
-    for key in set(GPTConfig.model_fields) - derived - {"output_layer_initializer"}:
+    for key in set(DecoderConfig.model_fields) - derived - {"output_layer_initializer"}:
         assert getattr(ours, key) == getattr(public, key), key
     assert (ours.ffn_size, ours.attention_dropout) == (public.ffn_size, public.attention_dropout)
     for key in ("embedding_init", "input_init", "attention_output_init", "ffn_output_init"):
@@ -137,7 +137,7 @@ def test_175b_and_tiny_have_the_parameters_of_their_names():
     assert num_parameters(load_params(find_params("gpt/tiny")).init.model) == pytest.approx(2.2e6, rel=0.05)
 
 
-def num_parameters(model: GPTConfig) -> int:
+def num_parameters(model: DecoderConfig) -> int:
     """Parameters of transformers' GPT-2 of this shape, made without memory."""
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):

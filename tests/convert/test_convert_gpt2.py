@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
 
-from headwater.config.models import GPTConfig
-from headwater.convert.gpt2 import config_from_hf, config_to_hf, export_hf, import_hf
+from headwater.config.models import DecoderConfig
+from headwater.convert.checkpoint import export_hf, import_hf
+from headwater.convert.formats.gpt2 import GPT2
 from headwater.core.errors import CheckpointError, ConfigError
-from headwater.models.gpt import GPT
+from headwater.models.decoder import Decoder
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,7 +34,7 @@ VARIANTS = [
 
 
 def model_of(**changes):
-    model = GPT(GPTConfig.model_validate({**SMALL, **changes})).eval()
+    model = Decoder(DecoderConfig.model_validate({**SMALL, **changes})).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,7 +70,7 @@ def test_import_of_an_export_has_the_same_bits(tmp_path, changes):
     imported = dict(tensors)
     assert set(imported) == {name for name, _ in model.named_parameters()}
     assert all(torch.equal(imported[name], p) for name, p in model.named_parameters())
-    for key in ("hidden_size", "ffn_size", "nonlinearity", "attention_dropout", "attention_scale"):
+    for key in ("hidden_size", "ffn_size", "nonlinearity", "attention_dropout", "attention_type"):
         assert getattr(config, key) == getattr(model.config, key)
 
 
@@ -83,7 +84,7 @@ def test_imports_what_transformers_saves(tmp_path, tied, bare):
     ).eval()  # fmt: skip
     (theirs.transformer if bare else theirs).save_pretrained(tmp_path)
     config, tensors = import_hf(tmp_path)
-    model = GPT(config).eval()
+    model = Decoder(config).eval()
     model.load_state_dict(dict(tensors), strict=not tied)
     with torch.no_grad():
         torch.testing.assert_close(model.logits(tokens()), theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
@@ -156,16 +157,15 @@ def test_export_refuses_a_folder_with_content_and_wrong_shapes(tmp_path):
     ],
 )
 def test_models_that_the_format_cannot_express_are_refused(changes):
-    with pytest.raises(ConfigError, match="GPT-2 format"):
-        config_to_hf(GPTConfig.model_validate({**SMALL, **changes}))
+    with pytest.raises(ConfigError, match="the format of GPT2LMHeadModel has no models with"):
+        GPT2.config_to_hf(DecoderConfig.model_validate({**SMALL, **changes}))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"activation_function": "mish"}, "activation_function"),
+        ({"add_cross_attention": True}, "add_cross_attention"),
+        ({"activation_function": "mish"}, "nonlinearity"),
         ({"n_head": 5}, "multiple of num_heads"),
         ({"n_layer": "two"}, "n_layer"),
     ],
@@ -173,13 +173,13 @@ def test_models_that_the_format_cannot_express_are_refused(changes):
 def test_import_refuses_what_it_does_not_know(changes, message):
     hf = {**transformers.GPT2Config().to_dict(), **changes}
     with pytest.raises(ConfigError, match=message):
-        config_from_hf(hf, where="config.json")
+        GPT2.config_from_hf(hf, where="config.json")
 
 
 def test_config_defaults_are_those_of_transformers():
     default = transformers.GPT2Config()
-    config = config_from_hf({"model_type": "gpt2"}, where="config.json")
-    assert config == config_from_hf(default.to_dict(), where="config.json")
+    config = GPT2.config_from_hf({"model_type": "gpt2"}, where="config.json")
+    assert config == GPT2.config_from_hf(default.to_dict(), where="config.json")
     assert (config.hidden_size, config.num_hidden_layers) == (default.n_embd, default.n_layer)
 
 
@@ -200,7 +200,7 @@ def test_damaged_checkpoints(tmp_path):
         list(import_hf(out)[1])
     tensors["transformer.ln_f.bias"] = torch.zeros(7)
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"norm\.bias has shape \(7,\)"):
+    with pytest.raises(CheckpointError, match=r"ln_f\.bias has shape \(7,\)"):
         list(import_hf(out)[1])
     file.unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):

@@ -1,54 +1,59 @@
-"""Conversion rules: invertible, and strict in both directions."""
+"""Conversion rules: the same bits there and back, one rule for a parameter."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.convert.rules import TRANSPOSE, Rule, convert, invert
-from headwater.core.errors import CheckpointError
+from headwater.convert.rules import Rule, both, map_parameters, permuted, same, stacked, transposed
 
-RULES = (Rule("a.{}.w.{}", "x.{}.{}.w", TRANSPOSE), Rule("a.{}.b", "x.{}.b"), Rule("c.d", "e"))
+RULES = (
+    transposed("a.{}.w", "x.{}.w"),
+    same("a.{}.b", "x.{}.b"),
+    stacked("c.{}.w", ["y.{}.q", "y.{}.k"], [2, 1]),
+    permuted("d.w", "z", torch.tensor([2, 0, 1])),
+)
 
 
-@given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 4), st.integers(1, 4))
-def test_there_and_back_is_the_identity(layer, expert, rows, columns):
+@given(st.integers(0, 200), st.integers(1, 4), st.integers(1, 4))
+def test_there_and_back_is_the_identity(layer, rows, columns):
     tensors = {
-        f"a.{layer}.w.{expert}": torch.randn(rows, columns),
+        f"a.{layer}.w": torch.randn(rows, columns),
         f"a.{layer}.b": torch.randn(rows),
-        "c.d": torch.randn(3),
+        f"c.{layer}.w": torch.randn(3, columns),
+        "d.w": torch.randn(3, columns),
     }
-    there = dict(convert(tensors.items(), RULES, tensors, where="there"))
-    assert set(there) == {f"x.{layer}.{expert}.w", f"x.{layer}.b", "e"}
-    assert there[f"x.{layer}.{expert}.w"].shape == (columns, rows)
-    back = dict(convert(there.items(), invert(RULES), there, where="back"))
-    assert set(back) == set(tensors)
-    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    mapped = map_parameters({name: tuple(tensor.shape) for name, tensor in tensors.items()}, RULES)
+    assert [name for each in mapped.values() for name in each.theirs] == [
+        f"x.{layer}.w",
+        f"x.{layer}.b",
+        f"y.{layer}.q",
+        f"y.{layer}.k",
+        "z",
+    ]
+    for name, tensor in tensors.items():
+        there = mapped[name].rule.split(tensor)
+        assert [tuple(part.shape) for part in there] == mapped[name].their_shapes()
+        assert torch.equal(mapped[name].rule.join(list(there)), tensor)
+    assert mapped[f"a.{layer}.w"].their_shapes() == [(columns, rows)]
 
 
-def test_one_tensor_is_read_at_a_time():
-    read = []
-
-    def source():
-        for name in ("a.0.b", "c.d"):
-            read.append(name)
-            yield name, torch.zeros(1)
-
-    converted = convert(source(), RULES, ["a.0.b", "c.d"], where="here")
-    assert read == []
-    assert next(converted)[0] == "x.0.b"
-    assert read == ["a.0.b"]
+def test_rows_are_where_the_order_says():
+    rows = torch.arange(3.0)
+    (there,) = RULES[3].split(rows)
+    assert there.tolist() == [2.0, 0.0, 1.0]
 
 
-def test_unknown_tensor_names_the_nearest():
-    pairs = [("a.0.bb", torch.zeros(1))]
-    with pytest.raises(CheckpointError, match=r"a\.0\.bb has no place(.|\n)*here(.|\n)*nearest.*a\.0\.b"):
-        list(convert(pairs, RULES, ["a.0.b", "c.d"], where="here"))
+def test_a_module_has_a_weight_and_a_bias():
+    weight, bias = both(same, "a.{}", "b.{}")
+    assert weight.names("a.7.weight") == ("b.7.weight",)
+    assert bias.names("a.7.bias") == ("b.7.bias",)
+    assert bias.names("a.7.weight") is None
 
 
-def test_missing_and_repeated_tensors():
-    pair = ("c.d", torch.zeros(1))
-    with pytest.raises(CheckpointError, match=r"1 tensors are missing: a\.0\.b"):
-        list(convert([pair], RULES, ["a.0.b", "c.d"], where="here"))
-    with pytest.raises(CheckpointError, match="twice"):
-        list(convert([pair, pair], RULES, ["c.d"], where="here"))
+def test_one_rule_for_a_parameter():
+    for rules in ((), (same("a", "x"), same("a", "y"))):
+        with pytest.raises(AssertionError, match=f"{len(rules)} rules for a"):
+            map_parameters({"a": (1,)}, rules)
+    with pytest.raises(AssertionError, match="loses a layer number"):
+        Rule("a.{}", ("b",))

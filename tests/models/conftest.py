@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwater.config.models import GPTConfig
+from headwater.config.models import DecoderConfig
 
 TINY = {
     "vocab_size": 97,
@@ -19,7 +19,7 @@ TINY = {
 @pytest.fixture
 def tiny():
     """Makes the config of a tiny model, with changes."""
-    return lambda **changes: GPTConfig.model_validate({**TINY, **changes})
+    return lambda **changes: DecoderConfig.model_validate({**TINY, **changes})
 
 
 @pytest.fixture

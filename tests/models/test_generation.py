@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from headwater.core.errors import ConfigError, DataError
+from headwater.models.decoder import Decoder
 from headwater.models.generation import generate
-from headwater.models.gpt import GPT
 
 
 @pytest.fixture
 def model(tiny):
-    return GPT(tiny()).eval()
+    return Decoder(tiny()).eval()
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_greedy_equals_a_loop_without_cache(model, prompt):
 
 def test_greedy_equals_transformers(tmp_path, model, prompt):
     transformers = pytest.importorskip("transformers")
-    from headwater.convert.gpt2 import export_hf
+    from headwater.convert.checkpoint import export_hf
 
     export_hf(model.state_dict(), model.config, tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

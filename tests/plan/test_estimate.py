@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from headwater.config.models import GPTConfig
+from headwater.config.models import DecoderConfig
 from headwater.core.errors import DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.models.registry import build_model
@@ -17,7 +17,7 @@ from headwater.plan.estimate import estimated_traces
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Resources
 
-CONFIG = GPTConfig(
+CONFIG = DecoderConfig(
     hidden_size=32, num_hidden_layers=3, num_heads=2, vocab_size=101, max_position_embeddings=16
 )
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from headwater.cli.arguments import Parser, read_model_dir
 from headwater.config import ModelConfig, RunConfig, find_params, load_params
-from headwater.convert.gpt2 import export_hf, import_hf
+from headwater.convert.checkpoint import export_hf, import_hf
 from headwater.core.errors import RunError
 from headwater.core.units import format_bytes
 from headwater.store.snapshot_load import SavedCheckpoint

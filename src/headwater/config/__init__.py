@@ -1,12 +1,12 @@
 """Params files: one strict schema for both forms."""
 
 from headwater.config.files import find_params, shipped_params
-from headwater.config.models import MODELS, GPTConfig, InitializerConfig, ModelConfig
+from headwater.config.models import MODELS, DecoderConfig, InitializerConfig, ModelConfig
 from headwater.config.run import InitConfig, RunConfig, load_params
 
 __all__ = [
     "MODELS",
-    "GPTConfig",
+    "DecoderConfig",
     "InitConfig",
     "InitializerConfig",
     "ModelConfig",

@@ -1,11 +1,11 @@
-"""Rules that rename and reshape tensors between two formats, the same rules in both directions."""
+"""Rules between the parameters of a model here and the tensors of another format, the same both ways."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,108 +13,141 @@ from torch import Tensor
 from headwater.core.errors import CheckpointError
 
 
-@dataclasses.dataclass(frozen=True)
-class Transform:
-    """An invertible change of one tensor.
-
-    Attributes:
-        forward: from the source format to the target format.
-        inverse: back.
-        shape: shape in the target format by the shape in the source format.
-    """
-
-    forward: Callable[[Tensor], Tensor]
-    inverse: Callable[[Tensor], Tensor]
-    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
-
-    @property
-    def inverted(self) -> Transform:
-        """The way back. Transforms that change shapes do so the same way in both directions."""
-        return Transform(self.inverse, self.forward, self.shape)
+def _alone(tensor: Tensor) -> list[Tensor]:
+    return [tensor]
 
 
-IDENTITY = Transform(lambda tensor: tensor, lambda tensor: tensor, lambda shape: shape)
-TRANSPOSE = Transform(torch.t, torch.t, lambda shape: shape[::-1])
+def _only(tensors: Sequence[Tensor]) -> Tensor:
+    (tensor,) = tensors
+    return tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One kind of tensor in both formats.
+    """One kind of parameter here, and the tensors there that hold it.
 
     Attributes:
-        source: its name in the source format; `{}` stands for the number of a layer.
-        target: its name in the target format, with as many `{}`.
-        transform: how its values change on the way.
+        ours: its name here; `{}` stands for the number of a layer.
+        theirs: names there, each with as many `{}`.
+        split: from the parameter to the tensors; on the meta device it gives their shapes.
+        join: back, to the same bits.
     """
 
-    source: str
-    target: str
-    transform: Transform = IDENTITY
+    ours: str
+    theirs: tuple[str, ...]
+    split: Callable[[Tensor], Sequence[Tensor]] = _alone
+    join: Callable[[Sequence[Tensor]], Tensor] = _only
 
     def __post_init__(self) -> None:
-        assert self.source.count("{}") == self.target.count("{}"), f"{self} loses a layer number"
+        layers = self.ours.count("{}")
+        assert all(name.count("{}") == layers for name in self.theirs), f"{self} loses a layer number"
 
-    @property
-    def inverted(self) -> Rule:
-        return Rule(self.target, self.source, self.transform.inverted)
-
-    def rename(self, name: str) -> str | None:
-        """The target name of the tensor called `name`; `None` if this is no rule for it."""
-        pattern = re.escape(self.source).replace(r"\{\}", r"(\d+)")
-        match = re.fullmatch(pattern, name)
-        return None if match is None else self.target.format(*match.groups())
+    def names(self, ours: str) -> tuple[str, ...] | None:
+        """What the parameter called `ours` is called there; `None` if this is no rule for it."""
+        pattern = re.escape(self.ours).replace(r"\{\}", r"(\d+)")
+        match = re.fullmatch(pattern, ours)
+        return None if match is None else tuple(name.format(*match.groups()) for name in self.theirs)
 
 
-def invert(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The rules of the opposite direction."""
-    return tuple(rule.inverted for rule in rules)
+def same(ours: str, theirs: str) -> Rule:
+    """The same values under another name."""
+    return Rule(ours, (theirs,))
 
 
-def convert(
-    tensors: Iterable[tuple[str, Tensor]], rules: Sequence[Rule], expected: Iterable[str], *, where: str
-) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor in the target format, one at a time.
+def transposed(ours: str, theirs: str) -> Rule:
+    """A matrix that is transposed there."""
+    return Rule(ours, (theirs,), lambda tensor: [tensor.t()], lambda tensors: _only(tensors).t())
+
+
+def stacked(ours: str, theirs: Sequence[str], rows: Sequence[int]) -> Rule:
+    """Tensors of `rows` rows each, below each other here."""
+    return Rule(
+        ours, tuple(theirs), lambda tensor: tensor.split(list(rows)), lambda parts: torch.cat(list(parts))
+    )
+
+
+def permuted(ours: str, theirs: str, order: Tensor) -> Rule:
+    """Row `i` there is row `order[i]` here."""
+    back = order.argsort()
+    return Rule(
+        ours,
+        (theirs,),
+        lambda tensor: [tensor[order.to(tensor.device)]],
+        lambda tensors: _only(tensors)[back],
+    )
+
+
+def both(
+    rule: Callable[..., Rule], ours: str, theirs: str | Sequence[str], *args: object
+) -> tuple[Rule, Rule]:
+    """A rule for the weight of a module and one for its bias.
 
     Args:
-        tensors: names and tensors in the source format.
-        rules: how to convert them.
-        expected: names in the source format that must come, each once, and no others.
-        where: what is converted, for errors.
-
-    Raises:
-        CheckpointError: if a tensor is unknown, comes twice, or is missing at the end.
+        rule: makes either.
+        ours: the module here.
+        theirs: the module there, or modules.
+        args: what `rule` needs besides.
     """
-    all_names = tuple(expected)
-    missing = set(all_names)
-    for name, tensor in tensors:
-        if name not in missing:
-            raise _unexpected(name, all_names, where)
-        missing.remove(name)
-        target, rule = match_rule(name, rules)
-        yield target, rule.transform.forward(tensor)
-    if missing:
-        some = ", ".join(sorted(missing)[:5])
-        raise CheckpointError(
-            f"{len(missing)} tensors are missing: {some}",
-            where=where,
-            remedy="check that the checkpoint is complete and that the model's config belongs to it",
-        )
+
+    def of(kind: str) -> Rule:
+        names = f"{theirs}.{kind}" if isinstance(theirs, str) else [f"{name}.{kind}" for name in theirs]
+        return rule(f"{ours}.{kind}", names, *args)
+
+    return of("weight"), of("bias")
 
 
-def match_rule(name: str, rules: Sequence[Rule]) -> tuple[str, Rule]:
-    """The target name of tensor `name`, and the rule that gives it."""
-    matches = [(target, rule) for rule in rules if (target := rule.rename(name)) is not None]
-    assert len(matches) == 1, f"{len(matches)} rules for {name}"
-    return matches[0]
+def linear_transposed(ours: str, theirs: str) -> tuple[Rule, Rule]:
+    """A linear layer whose weight, and only that, is transposed there."""
+    return transposed(f"{ours}.weight", f"{theirs}.weight"), same(f"{ours}.bias", f"{theirs}.bias")
 
 
-def _unexpected(name: str, expected: Sequence[str], where: str) -> CheckpointError:
-    if name in expected:
-        return CheckpointError(f"tensor {name} comes twice", where=where)
-    near = difflib.get_close_matches(name, expected, n=2)
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """A parameter here with its rule.
+
+    Attributes:
+        name: the parameter.
+        shape: its shape.
+        theirs: the tensors there.
+        rule: how to go from one to the other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    theirs: tuple[str, ...]
+    rule: Rule
+
+    def their_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the tensors there."""
+        return [tuple(part.shape) for part in self.rule.split(torch.empty(self.shape, device="meta"))]
+
+
+def map_parameters(shapes: Mapping[str, tuple[int, ...]], rules: Iterable[Rule]) -> dict[str, Mapped]:
+    """For each parameter the one rule that is for it."""
+    rules, mapped = tuple(rules), {}
+    for name, shape in shapes.items():
+        found = [(theirs, rule) for rule in rules if (theirs := rule.names(name)) is not None]
+        assert len(found) == 1, f"{len(found)} rules for {name}"
+        mapped[name] = Mapped(name, tuple(shape), *found[0])
+    return mapped
+
+
+def unexpected(name: str, expected: Iterable[str], where: str) -> CheckpointError:
+    """The error for a tensor that has no place: it names the nearest that has."""
+    near = difflib.get_close_matches(name, list(expected), n=2)
     hint = f"the nearest known names are {' and '.join(near)}" if near else "no known name is near to it"
     return CheckpointError(
         f"tensor {name} has no place in this model",
         where=where,
         remedy=f"{hint}; check that the model's config belongs to the checkpoint",
+    )
+
+
+def missing(names: Iterable[str], where: str) -> CheckpointError:
+    """The error for tensors that a checkpoint lacks."""
+    names = sorted(names)
+    return CheckpointError(
+        f"{len(names)} tensors are missing: {', '.join(names[:5])}",
+        where=where,
+        remedy="check that the checkpoint is complete and that the model's config belongs to it",
     )

@@ -40,6 +40,7 @@ def linear_cross_entropy(
     targets: Tensor,
     row_weights: Tensor,
     *,
+    softcap: float | None = None,
     chunk_rows: int | None = None,
 ) -> Tensor:
     """Weighted sum of the cross-entropies of `softmax(hidden @ weight.T + bias)` against `targets`.
@@ -54,6 +55,7 @@ def linear_cross_entropy(
         bias: [vocab], or `None`.
         targets: [rows], class indices; not looked at where the row's weight is 0.
         row_weights: [rows], the factor of each row in the sum, already normalised.
+        softcap: logits `z` become `c·tanh(z/c)` (arXiv:2408.00118, section 2).
         chunk_rows: rows whose logits are held at once; derived from their size where `None`.
 
     Returns:
@@ -68,17 +70,25 @@ def linear_cross_entropy(
     targets = targets.long().masked_fill(row_weights == 0, 0)
     with torch.autocast(device, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, row_weights, layout, torch.is_grad_enabled()
+            hidden, weight, bias, targets, row_weights, softcap, layout, torch.is_grad_enabled()
         )
     return loss
 
 
 def plain_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, row_weights: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    row_weights: Tensor,
+    *,
+    softcap: float | None = None,
 ) -> Tensor:
     """The same loss by PyTorch's own operators, with the logits of all rows in memory."""
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(_softmax_dtype(logits.dtype))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     losses = F.cross_entropy(logits, targets.long().masked_fill(row_weights == 0, 0), reduction="none")
     return (losses * row_weights).sum()
 
@@ -118,6 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         row_weights: Tensor,
+        softcap: float | None,
         layout: _Layout,
         with_gradients: bool,
     ) -> Tensor:
@@ -128,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # A probability times 1 / tokens underflows in fp16: the backward applies the factor instead.
             ctx.unit = row_weights.abs().amax().clamp_min(torch.finfo(row_weights.dtype).tiny)
             row_weights = row_weights / ctx.unit
-        pass_ = _Pass(hidden, weight, bias, layout, wanted)
+        pass_ = _Pass(hidden, weight, bias, softcap, layout, wanted)
         loss = pass_.run(targets, row_weights)
         ctx.save_for_backward(pass_.grad_hidden, pass_.grad_weight, pass_.grad_bias)
         return loss if ctx.unit is None else loss * ctx.unit
@@ -142,7 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradients = ctx.saved_tensors
         else:
             gradients = tuple(None if grad is None else _scaled(grad, scale) for grad in ctx.saved_tensors)
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
@@ -159,10 +170,12 @@ class _Pass:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        softcap: float | None,
         layout: _Layout,
         wanted: tuple[bool, ...],
     ) -> None:
         self.hidden, self.weight, self.bias, self.layout = hidden, weight, bias, layout
+        self.softcap = softcap
         self.any_wanted = any(wanted)
         empty = torch.empty_like if len(hidden) else torch.zeros_like
         self.grad_hidden = empty(hidden) if wanted[0] else None
@@ -202,15 +215,27 @@ class _Pass:
         """Loss of a block [rows, vocab]; its logits become the gradient of the loss by them."""
         if self.bias is not None:
             logits += self.bias
+        slope = self._cap(logits)
         peak = logits.amax(1, keepdim=True)
         at_target = logits.gather(1, targets)
         total = logits.sub_(peak).exp_().sum(1, keepdim=True)
         losses = total.log() + peak - at_target
         if self.any_wanted:
             logits.mul_(row_weights / total).scatter_add_(1, targets, -row_weights)
+            if slope is not None:
+                logits *= slope
             if self.grad_bias is not None:
                 self.grad_bias += logits.sum(0)
         return (losses * row_weights).sum()
+
+    def _cap(self, logits: Tensor) -> Tensor | None:
+        """Apply the soft cap in place; its derivative [rows, vocab], `None` where there is no cap."""
+        if self.softcap is None:
+            return None
+        logits.div_(self.softcap).tanh_()
+        slope = 1 - logits.square() if self.any_wanted else None
+        logits.mul_(self.softcap)
+        return slope
 
     def _products(self, grad_logits: Tensor, part: slice) -> None:
         if self.grad_hidden is not None:

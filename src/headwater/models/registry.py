@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from headwater.config.models import MODELS, ModelConfig
-from headwater.models import gpt
+from headwater.config.models import DECODERS, MODELS, ModelConfig
+from headwater.models import decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    name: Family(MODELS[name], gpt.GPT, gpt.init_parameter, gpt.learning_rate_scale)
-    for name in ("gpt2", "gpt3")
+    name: Family(MODELS[name], decoder.Decoder, decoder.init_parameter, decoder.learning_rate_scale)
+    for name in DECODERS
 }
 """Families by the `name` of the model section."""
 
@@ -44,7 +44,7 @@ def build_model(
     Args:
         config: the model section of a params file.
         device: where its parameters are made; on `meta` they take no memory and have no values.
-        fused_loss: see `GPT`.
+        fused_loss: see `Decoder`.
         seed: seed of the initial weights.
     """
     with torch.device(device):

@@ -38,7 +38,7 @@ _FILLS: dict[InitializerName, _Fill] = {
 
 
 def draw(
-    name: str, shape: Sequence[int], initializer: InitializerConfig, seed: int, *, parts: int = 1
+    name: str, shape: Sequence[int], initializer: InitializerConfig, seed: int, *, rows: Sequence[int] = ()
 ) -> Tensor:
     """The initial value of one parameter, fp32 on the CPU.
 
@@ -49,10 +49,11 @@ def draw(
         shape: its shape.
         initializer: the distribution.
         seed: seed of the run.
-        parts: equal matrices stacked along the first dimension; their fans are those of one of them.
+        rows: rows of each of the matrices that are stacked along the first dimension: each has fans of its
+            own. All rows are one matrix if not given.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
     value = torch.empty(*shape, device="cpu", dtype=torch.float32)
-    for part in value.chunk(parts):
+    for part in value.split(list(rows)) if rows else (value,):
         _FILLS[initializer.name](part, initializer, generator)
     return value

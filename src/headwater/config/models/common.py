@@ -1,0 +1,69 @@
+"""What the model sections of several families have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headwater.config.base import Section
+
+Nonlinearity = Literal[
+    "gelu", "gelu_new", "quick_gelu", "relu", "squared_relu", "silu", "tanh",
+    "swiglu", "geglu", "geglu_new", "reglu",
+]  # fmt: skip
+Rate = Annotated[float, Field(ge=0, lt=1)]
+"""Share of elements that dropout zeroes."""
+
+InitializerName = Literal[
+    "normal", "truncated_normal", "uniform", "xavier_normal", "xavier_uniform", "constant", "zeros", "ones"
+]
+
+
+class InitializerConfig(Section):
+    """How a weight is drawn at the start.
+
+    Attributes:
+        name: the distribution. `truncated_normal` draws from a normal and redraws outside [`a`, `b`].
+        mean: of the normal ones.
+        std: of the normal ones.
+        a: lower bound of `uniform` and `truncated_normal` (there `mean - 2 std` where absent).
+        b: upper bound, likewise.
+        gain: factor on the spread of the `xavier_*` ones.
+        value: what `constant` fills in.
+    """
+
+    name: InitializerName
+    mean: float = 0.0
+    std: float = Field(default=1.0, ge=0)
+    a: float | None = None
+    b: float | None = None
+    gain: float = 1.0
+    value: float = 0.0
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of `uniform` and `truncated_normal`."""
+        if self.name == "uniform":
+            low, high = 0.0, 1.0
+        else:
+            low, high = self.mean - 2 * self.std, self.mean + 2 * self.std
+        return (low if self.a is None else self.a), (high if self.b is None else self.b)
+
+    def scaled(self, factor: float) -> InitializerConfig:
+        """The same distribution with its spread multiplied by `factor`."""
+        if factor == 1:
+            return self
+        update: dict[str, float] = {"std": self.std * factor, "gain": self.gain * factor}
+        if self.name in ("uniform", "truncated_normal"):
+            low, high = self.bounds
+            centre = self.mean if self.name == "truncated_normal" else (low + high) / 2
+            update |= {"a": centre + (low - centre) * factor, "b": centre + (high - centre) * factor}
+        return self.model_copy(update=update)
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        low, high = self.bounds
+        if low > high:
+            raise ValueError(f"a ({low}) is above b ({high})")
+        return self

@@ -1,0 +1,420 @@
+"""Decoder-only language models: one schema; a family is the values of the keys that its params leave out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headwater.config.base import NoEffect, Section
+from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
+
+
+class KeyValueConfig(Section):
+    """`extra_attention_params` of multi-query attention: how many groups of heads share keys and values."""
+
+    num_kv_groups: int = Field(default=1, ge=1)
+
+
+class RopeScalingConfig(Section):
+    """`pos_scaling_extra_args`: what the way of scaling needs beside the factor."""
+
+    original_max_position_embeddings: int | None = Field(default=None, ge=1)
+    low_freq_factor: float | None = Field(default=None, gt=0)
+    high_freq_factor: float | None = Field(default=None, gt=0)
+    beta_fast: float | None = Field(default=None, gt=0)
+    beta_slow: float | None = Field(default=None, gt=0)
+    attention_factor: float | None = Field(default=None, gt=0)
+
+
+class MoEConfig(Section):
+    """A mixture of experts in place of the feed-forward part.
+
+    Attributes:
+        num_experts: experts among which each token chooses.
+        top_k: how many it goes to.
+        num_shared_experts: experts that every token goes through besides.
+        load_balancing_loss_coef: weight of the load-balancing loss (arXiv:2101.03961, equation 4).
+        null_expert_bias: with `top_k` 1, logit of an expert that gives nothing: it takes its share of the
+            probabilities, so that the weight of the chosen one can grow.
+        router_fp32: compute the router in fp32; always so here.
+        routing_algorithm: `learned` is the only one.
+    """
+
+    num_experts: int = Field(ge=1)
+    top_k: int = Field(ge=1)
+    num_shared_experts: int = Field(default=0, ge=0)
+    load_balancing_loss_coef: float = Field(default=0.0, ge=0)
+    null_expert_bias: float | None = None
+    router_fp32: bool = True
+    routing_algorithm: Literal["learned"] = "learned"
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> Self:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k ({self.top_k}) is more than num_experts ({self.num_experts})")
+        if self.null_expert_bias is not None and self.top_k != 1:
+            raise ValueError("null_expert_bias is for top_k 1")
+        return self
+
+
+_BIASES = ("use_projection_bias_in_attention", "use_ffn_bias_in_attention", "use_ffn_bias")
+_NO_BIAS = dict.fromkeys(_BIASES, False)
+_LLAMA = {
+    "position_embedding_type": "rotary",
+    "norm_type": "rmsnorm",
+    "nonlinearity": "swiglu",
+    "share_embedding_weights": False,
+    "dropout_rate": 0.0,
+    **_NO_BIAS,
+}
+_BIGCODE = {"attention_module": "multiquery_attention", "nonlinearity": "gelu"}
+_MUP_ALIBI = {"position_embedding_type": "alibi", "nonlinearity": "swiglu", "dropout_rate": 0.0}
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {},
+    "gpt3": {},
+    "gptj": {
+        "position_embedding_type": "rotary",
+        "rotary_style": "interleaved",
+        "rotary_dim": 64,
+        "parallel_blocks": True,
+        "share_embedding_weights": False,
+        "use_projection_bias_in_attention": False,
+        "use_ffn_bias_in_attention": False,
+        "use_bias_in_output": True,
+        "dropout_rate": 0.0,
+    },
+    "gpt-neox": {
+        "position_embedding_type": "rotary",
+        "parallel_blocks": True,
+        "use_untied_layer_norm": True,
+        "share_embedding_weights": False,
+        "dropout_rate": 0.0,
+    },
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "gemma2": {
+        **_LLAMA,
+        "nonlinearity": "geglu",
+        "share_embedding_weights": True,
+        "norm_first_sandwich": True,
+        "norm_unit_offset": True,
+        "layer_norm_epsilon": 1e-6,
+        "attention_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window_every_other_decoder_layer": True,
+    },
+    "falcon": {
+        "position_embedding_type": "rotary",
+        "attention_module": "multiquery_attention",
+        "parallel_blocks": True,
+        "dropout_rate": 0.0,
+        **_NO_BIAS,
+    },
+    "bloom": {
+        "position_embedding_type": "alibi",
+        "embedding_layer_norm": True,
+        "nonlinearity": "gelu_new",
+        "dropout_rate": 0.0,
+    },
+    "mpt": {
+        "position_embedding_type": "alibi",
+        "norm_type": "biasless-layernorm",
+        "dropout_rate": 0.0,
+        **_NO_BIAS,
+    },
+    "btlm": _MUP_ALIBI,
+    "jais": _MUP_ALIBI,
+    "codegen": {
+        "position_embedding_type": "rotary",
+        "rotary_style": "interleaved",
+        "rotary_dim": 64,
+        "parallel_blocks": True,
+        "nonlinearity": "gelu_new",
+        "share_embedding_weights": False,
+        "use_projection_bias_in_attention": False,
+        "use_ffn_bias_in_attention": False,
+        "use_bias_in_output": True,
+        "dropout_rate": 0.0,
+    },
+    "santacoder": _BIGCODE,
+    "starcoder": _BIGCODE,
+}
+"""Values of the keys that a family's params leave out, by the family's name."""
+
+_AUTOMATIC = "the kernel is chosen by torch"
+
+
+class DecoderConfig(Section):
+    """A decoder-only language model.
+
+    Rates and sizes that may be absent have a property that gives the value in force.
+
+    Attributes:
+        name: the family; gives keys that are left out the family's values.
+        position_embedding_type: `learned`, `fixed` (sinusoidal, arXiv:1706.03762), `rotary`
+            (arXiv:2104.09864), `alibi` (arXiv:2108.12409) or none.
+        rotary_dim: elements of each head that are rotated; all where absent.
+        rotary_style: which elements are rotated together: `interleaved` neighbours (GPT-J), or one of each
+            `half` (GPT-NeoX).
+        rope_theta: base of the wavelengths.
+        pos_scaling_type: how rotary positions are scaled beyond the length of pre-training: `linear`
+            (arXiv:2306.15595), `ntk`, `yarn` (arXiv:2309.00071), `llama3`.
+        pos_scaling_factor: by how much.
+        pos_scaling_extra_args: what else the way of scaling needs.
+        alibi_trainable_slopes: train the slopes of ALiBi.
+        embedding_layer_norm: normalize the embeddings.
+        norm_type: `layernorm`, `biasless-layernorm` or `rmsnorm` (arXiv:1910.07467).
+        norm_unit_offset: the weight of a norm is what is added to 1.
+        norm_first_sandwich: normalize what each part of a block adds, too.
+        parallel_blocks: attention and feed-forward part read the same input, and both are added to it.
+        use_untied_layer_norm: in parallel blocks, a norm for each of the two.
+        attention_module: `multiquery_attention` shares keys and values among heads as
+            `extra_attention_params` says (arXiv:1911.02150, arXiv:2305.13245).
+        attention_inner_dim: width of all heads together; `hidden_size` where absent.
+        attention_type: `dot_product` leaves out the division by the root of the head size.
+        attention_logits_alpha: factor on attention scores.
+        attention_logit_softcapping: scores `s` become `c·tanh(s/c)` (arXiv:2408.00118, section 2).
+        attention_sliding_window_length: keys that a query sees at most, itself included.
+        attention_sink_tokens: first tokens that every query sees beside its window (arXiv:2309.17453).
+        sliding_window_every_other_decoder_layer: only layers 0, 2, 4 … have a window.
+        scale_qk_dot_by_layer_idx: divide attention scores by the number of the layer, from 1.
+        final_logit_softcapping: likewise of the logits.
+        filter_size: width between the two layers of the feed-forward part; 4 `hidden_size` where absent.
+        residual_dropout_rate: another name of `dropout_rate`.
+        moe: a mixture of experts in place of the feed-forward part.
+        initializer_range: standard deviation of every matrix without an initializer.
+        initializer: of every weight matrix that has none of its own.
+        embedding_initializer: of token and position embeddings; `initializer` where absent.
+        output_layer_initializer: of the matrices that write into the residual stream; where absent
+            `initializer` with its spread divided by the root of twice the number of layers
+            (GPT-2 paper, section 2.3).
+        loss_scaling: what the summed cross-entropy is divided by.
+        loss_weight: factor on the loss where `loss_scaling` is `batch_size`, usually 1 / sequence length.
+        mup_base_hidden_size: width at which the hyperparameters were tuned; turns on maximal update
+            parametrization (muP, arXiv:2203.03466), in the form of the Cerebras-GPT paper (arXiv:2304.03208,
+            appendix G). Needs `mup_base_filter_size` too.
+        mup_base_filter_size: likewise of the feed-forward part.
+        scale_qk_dot_by_d: divide attention scores by the head size and not by its root.
+        output_logits_alpha: factor on the logits, on top of the muP width ratio.
+        output_logits_scale: factor on the logits, in place of all that.
+        embeddings_scale: factor on the sum of the embeddings.
+    """
+
+    name: Literal[
+        "gpt2", "gpt3", "gptj", "gpt-neox", "llama", "mistral", "mixtral", "gemma2", "falcon", "bloom", "mpt",
+        "btlm", "jais", "codegen", "santacoder", "starcoder",
+    ] = "gpt2"  # fmt: skip
+
+    # embedding
+    vocab_size: int = Field(default=50257, ge=1)
+    hidden_size: int = Field(default=768, ge=1)
+    max_position_embeddings: int = Field(default=1024, ge=1)
+    position_embedding_type: Literal["learned", "fixed", "rotary", "alibi"] | None = "learned"
+    rotary_dim: int | None = Field(default=None, ge=2)
+    rotary_style: Literal["interleaved", "half"] = "half"
+    rope_theta: float = Field(default=10000.0, gt=0)
+    pos_scaling_type: Literal["linear", "ntk", "yarn", "llama3"] | None = None
+    pos_scaling_factor: float = Field(default=1.0, gt=0)
+    pos_scaling_extra_args: RopeScalingConfig = RopeScalingConfig()
+    alibi_trainable_slopes: bool = False
+    share_embedding_weights: bool = True
+    embedding_layer_norm: bool = False
+    embedding_dropout_rate: Rate | None = None
+
+    # blocks
+    num_hidden_layers: int = Field(default=12, ge=1)
+    dropout_rate: Rate = 0.1
+    residual_dropout_rate: Rate | None = None
+    norm_type: Literal["layernorm", "biasless-layernorm", "rmsnorm"] = "layernorm"
+    norm_unit_offset: bool = False
+    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
+    norm_first_sandwich: bool = False
+    parallel_blocks: bool = False
+    use_untied_layer_norm: bool = False
+
+    # attention
+    num_heads: int = Field(default=12, ge=1)
+    attention_module: Literal["aiayn_attention", "multiquery_attention"] = "aiayn_attention"
+    extra_attention_params: KeyValueConfig = KeyValueConfig()
+    attention_inner_dim: int | None = Field(default=None, ge=1)
+    attention_type: Literal["scaled_dot_product", "dot_product"] = "scaled_dot_product"
+    attention_dropout_rate: Rate | None = None
+    attention_logits_alpha: float = Field(default=1.0, gt=0)
+    attention_logit_softcapping: float | None = Field(default=None, gt=0)
+    attention_sliding_window_length: int | None = Field(default=None, ge=1)
+    attention_sink_tokens: int = Field(default=0, ge=0)
+    sliding_window_every_other_decoder_layer: bool = False
+    scale_qk_dot_by_layer_idx: bool = False
+    use_projection_bias_in_attention: bool = True
+    use_ffn_bias_in_attention: bool = True
+    attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
+    attention_kernel: Annotated[str | None, NoEffect(_AUTOMATIC)] = None
+    boundary_casting: Annotated[bool, NoEffect("autocast decides what is cast")] = False
+
+    # feed-forward part
+    filter_size: int | None = Field(default=None, ge=1)
+    nonlinearity: Nonlinearity = "gelu"
+    use_ffn_bias: bool = True
+    moe: MoEConfig | None = None
+
+    # output, initial values, loss
+    use_bias_in_output: bool = False
+    final_logit_softcapping: float | None = Field(default=None, gt=0)
+    initializer_range: float = Field(default=0.02, gt=0)
+    initializer: InitializerConfig = InitializerConfig(name="truncated_normal", std=0.02)
+    embedding_initializer: InitializerConfig | None = None
+    output_layer_initializer: InitializerConfig | None = None
+    loss_scaling: Literal["num_tokens", "batch_size"] = "num_tokens"
+    loss_weight: float = Field(default=1.0, gt=0)
+
+    # muP
+    mup_base_hidden_size: float | None = Field(default=None, gt=0)
+    mup_base_filter_size: float | None = Field(default=None, gt=0)
+    scale_qk_dot_by_d: bool = False
+    output_logits_alpha: float | None = Field(default=None, gt=0)
+    output_logits_scale: float | None = Field(default=None, gt=0)
+    embeddings_scale: float = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_family(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {**FAMILIES.get(data.get("name", "gpt2"), {}), **data}
+
+    @model_validator(mode="after")
+    def _sizes_divide(self) -> Self:
+        if self.inner_size % self.num_heads:
+            what = "hidden_size" if self.attention_inner_dim is None else "attention_inner_dim"
+            raise ValueError(f"{what} ({self.inner_size}) is not a multiple of num_heads ({self.num_heads})")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) is not a multiple of num_kv_groups ({self.num_kv_heads})"
+            )
+        if self.position_embedding_type == "rotary" and (
+            self.rotary_size % 2 or self.rotary_size > self.head_size
+        ):
+            raise ValueError(
+                f"rotary_dim ({self.rotary_size}) is even, and at most the head size ({self.head_size})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mup_needs_both_widths(self) -> Self:
+        if (self.mup_base_hidden_size is None) != (self.mup_base_filter_size is None):
+            raise ValueError("mup_base_hidden_size and mup_base_filter_size come together or not at all")
+        return self
+
+    @model_validator(mode="after")
+    def _one_dropout_rate(self) -> Self:
+        given = self.model_fields_set
+        if {
+            "dropout_rate",
+            "residual_dropout_rate",
+        } <= given and self.dropout_rate != self.residual_dropout_rate:
+            raise ValueError("dropout_rate and residual_dropout_rate are two names of one rate, and differ")
+        return self
+
+    # attention
+
+    @property
+    def inner_size(self) -> int:
+        """Width of all heads together."""
+        return self.attention_inner_dim or self.hidden_size
+
+    @property
+    def head_size(self) -> int:
+        return self.inner_size // self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        shared = self.attention_module == "multiquery_attention"
+        return self.extra_attention_params.num_kv_groups if shared else self.num_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.rotary_dim or self.head_size
+
+    def attention_scale(self, layer: int) -> float:
+        """Factor on the product of query and key in a layer, numbered from 0."""
+        scale = self.attention_logits_alpha / (layer + 1 if self.scale_qk_dot_by_layer_idx else 1)
+        if self.attention_type == "dot_product":
+            return scale
+        return scale / (self.head_size if self.scale_qk_dot_by_d else math.sqrt(self.head_size))
+
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of a layer sees at most, itself included; `None` if all before it."""
+        if self.sliding_window_every_other_decoder_layer and layer % 2:
+            return None
+        return self.attention_sliding_window_length
+
+    # feed-forward part, dropout, muP, initial values
+
+    @property
+    def ffn_size(self) -> int:
+        """Width between the two layers of the feed-forward part."""
+        return self.filter_size or 4 * self.hidden_size
+
+    @property
+    def residual_dropout(self) -> float:
+        """Of what each part of a block adds."""
+        return self.dropout_rate if self.residual_dropout_rate is None else self.residual_dropout_rate
+
+    @property
+    def embedding_dropout(self) -> float:
+        return self.dropout_rate if self.embedding_dropout_rate is None else self.embedding_dropout_rate
+
+    @property
+    def attention_dropout(self) -> float:
+        return self.dropout_rate if self.attention_dropout_rate is None else self.attention_dropout_rate
+
+    @property
+    def width_ratio(self) -> float:
+        """`hidden_size` relative to the muP base; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def filter_ratio(self) -> float:
+        """`ffn_size` relative to the muP base; 1 without muP."""
+        return self.ffn_size / (self.mup_base_filter_size or self.ffn_size)
+
+    @property
+    def logits_scale(self) -> float:
+        """Factor on the logits in force."""
+        if self.output_logits_scale is not None:
+            return self.output_logits_scale
+        alpha = 1.0 if self.output_logits_alpha is None else self.output_logits_alpha
+        return alpha / self.width_ratio if self.mup_base_hidden_size is not None else 1.0
+
+    @property
+    def embedding_init(self) -> InitializerConfig:
+        """Of token and position embeddings."""
+        return self.embedding_initializer or self.initializer
+
+    @property
+    def input_init(self) -> InitializerConfig:
+        """Of the matrices that read the residual stream: query, key, value, first feed-forward layer."""
+        return self.initializer.scaled(self.width_ratio**-0.5)
+
+    @property
+    def attention_output_init(self) -> InitializerConfig:
+        """Of the attention's output projection."""
+        return self._residual_init(self.width_ratio)
+
+    @property
+    def ffn_output_init(self) -> InitializerConfig:
+        """Of the second layer of the feed-forward part."""
+        return self._residual_init(self.filter_ratio)
+
+    def _residual_init(self, ratio: float) -> InitializerConfig:
+        # muP files give the output initializer without the depth factor, other files with it.
+        given, mup = self.output_layer_initializer, self.mup_base_hidden_size is not None
+        depth_factor = (2 * self.num_hidden_layers) ** -0.5 if mup or given is None else 1.0
+        return (given or self.initializer).scaled(depth_factor * ratio**-0.5)

@@ -1,0 +1,187 @@
+"""Checkpoints of the models here in formats of the transformers library, both ways, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.config.models import ModelConfig
+from headwater.convert.formats import format_of_model, format_of_type
+from headwater.convert.formats.base import Format
+from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
+from headwater.convert.shards import INDEX_FILE, ShardWriter, plan_shards, weight_files, weight_index
+from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.safetensors import TensorFile
+from headwater.models.registry import build_model
+
+CONFIG_FILE = "config.json"
+
+
+def export_hf(
+    source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    config: ModelConfig,
+    out_dir: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = 5 * 10**9,
+    tokenizer_files: Sequence[Path] = (),
+    end_of_text: int | None = None,
+) -> None:
+    """Write a checkpoint that `AutoModelForCausalLM.from_pretrained(out_dir)` loads.
+
+    One tensor is in memory at a time. The folder appears when everything is in it.
+
+    Args:
+        source: all parameters by name, in any order; read one at a time.
+        config: the model they belong to.
+        out_dir: a folder that does not exist yet, or is empty.
+        dtype: dtype in the files: fp32, bf16 or fp16.
+        max_shard_bytes: size at which a further weight file begins.
+        tokenizer_files: files to copy beside the weights.
+        end_of_text: token that ends a text, if there is one.
+
+    Raises:
+        ConfigError: if no format of the transformers library can express the model.
+        CheckpointError: if the folder is not empty, or the tensors are not those of the model.
+    """
+    format = format_of_model(config.name)
+    hf = format.config_to_hf(config, end_of_text=end_of_text) | {"dtype": str(dtype).removeprefix("torch.")}
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise CheckpointError(
+            "the export folder is not empty", where=str(out_dir), remedy="name a new folder"
+        )
+    pairs = source.items() if isinstance(source, Mapping) else source
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
+        partial = Path(scratch) / out_dir.name
+        partial.mkdir()
+        try:
+            _write_weights(pairs, config, format, partial, dtype, max_shard_bytes)
+            (partial / CONFIG_FILE).write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
+            for file in tokenizer_files:
+                shutil.copy(file, partial / file.name)
+            partial.replace(out_dir)
+        except OSError as error:
+            raise CheckpointError(
+                f"the export failed: {error}",
+                where=str(out_dir),
+                remedy="make room or name another folder; nothing was left behind",
+            ) from error
+
+
+def import_hf(folder: Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
+    """The model section and, one at a time, all parameters by this package's names.
+
+    Raises:
+        ConfigError: if `config.json` is missing or describes another kind of model.
+        CheckpointError: while iterating, if a file is damaged, or a tensor is missing, unknown or misshapen.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        hf: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read the model's config: {error}",
+            where=str(path),
+            remedy="name a folder that save_pretrained has written",
+        ) from error
+    format = format_of_type(hf.get("model_type"), where=str(path))
+    config = format.config_from_hf(hf, where=str(path))
+    return config, _read_weights(config, format, folder)
+
+
+def _write_weights(
+    pairs: Iterable[tuple[str, Tensor]],
+    config: ModelConfig,
+    format: Format,
+    folder: Path,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+) -> None:
+    mapped = _mapped(config, format)
+    layout = {
+        name: (dtype, shape)
+        for each in mapped.values()
+        for name, shape in zip(each.theirs, each.their_shapes(), strict=True)
+    }
+    shards = plan_shards(layout, max_shard_bytes)
+    # A state_dict names a shared weight twice; the second name holds nothing new.
+    own = (pair for pair in pairs if not (config.share_embedding_weights and pair[0] == "head.weight"))
+    with ShardWriter(folder, shards) as writer:
+        for each, tensor in _checked(own, mapped):
+            for name, part in zip(each.theirs, each.rule.split(tensor), strict=True):
+                writer.write(name, part)
+    if len(shards) > 1:
+        (folder / INDEX_FILE).write_text(json.dumps(weight_index(shards), indent=2) + "\n")
+
+
+def _checked(
+    pairs: Iterable[tuple[str, Tensor]], mapped: Mapping[str, Mapped]
+) -> Iterator[tuple[Mapped, Tensor]]:
+    """The parameters as they come, each that the model has once, and no others."""
+    where, absent = "the exported parameters", set(mapped)
+    for name, tensor in pairs:
+        if name not in mapped:
+            raise unexpected(name, mapped, where)
+        if name not in absent:
+            raise CheckpointError(f"tensor {name} comes twice", where=where)
+        if tuple(tensor.shape) != mapped[name].shape:
+            raise _misshapen(name, tensor.shape, mapped[name].shape, where)
+        absent.remove(name)
+        yield mapped[name], tensor
+    if absent:
+        raise missing(absent, where)
+
+
+def _read_weights(config: ModelConfig, format: Format, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    where, mapped = str(folder), _mapped(config, format)
+    places = _places(config, format, folder)
+    expected = [name for each in mapped.values() for name in each.theirs]
+    unknown = next((name for name in places if name not in set(expected)), None)
+    if unknown is not None:
+        raise unexpected(unknown, expected, where)
+    if absent := [name for name in expected if name not in places]:
+        raise missing(absent, where)
+    for each in mapped.values():
+        tensors = []
+        for name, shape in zip(each.theirs, each.their_shapes(), strict=True):
+            file, own_name = places[name]
+            if tuple(file.places[own_name].shape) != shape:
+                raise _misshapen(own_name, file.places[own_name].shape, shape, where)
+            tensors.append(file.read_whole(own_name))
+        yield each.name, each.rule.join(tensors)
+
+
+def _places(config: ModelConfig, format: Format, folder: Path) -> dict[str, tuple[TensorFile, str]]:
+    """Where each tensor lies, by its full name: without what carries no weight."""
+    head = f"{format.head}.weight"
+    places = {}
+    for file in map(TensorFile, weight_files(folder)):
+        for name in file.places:
+            if name.endswith(format.ignored) or (name == head and config.share_embedding_weights):
+                continue
+            known = name.startswith((format.prefix, f"{format.head}."))
+            places[name if known else f"{format.prefix}{name}"] = (file, name)
+    return places
+
+
+def _misshapen(name: str, shape: Sequence[int], expected: Sequence[int], where: str) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {name} has shape {tuple(shape)}, the model's config says {tuple(expected)}",
+        where=where,
+        remedy="check that the model's config belongs to the checkpoint",
+    )
+
+
+def _mapped(config: ModelConfig, format: Format) -> dict[str, Mapped]:
+    """Every parameter of the model with its rule; shared ones once, by their first name."""
+    model = build_model(config, device="meta")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return map_parameters(shapes, format.rules(config))

@@ -1,0 +1,387 @@
+"""Decoder-only language models, from GPT-2 to Mixtral: one model, put together as its config says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwater.config.models import DecoderConfig, InitializerConfig
+from headwater.core.errors import DataError
+from headwater.models.layers.attention import KeyValueCache, LayerCache, Seen, SelfAttention, visible
+from headwater.models.layers.experts import MixtureOfExperts
+from headwater.models.layers.feed_forward import FeedForward
+from headwater.models.layers.initializers import draw
+from headwater.models.layers.linear import Embedding, Linear
+from headwater.models.layers.norm import LayerNorm, RMSNorm
+from headwater.models.layers.positions import (
+    RotaryScaling,
+    alibi_bias,
+    alibi_slopes,
+    rotary_frequencies,
+    rotary_magnitude,
+    rotations,
+    sinusoidal_positions,
+)
+from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
+
+
+class Block(nn.Module):
+    """Attention and feed-forward part, each added to the residual stream: [batch, seq, hidden] -> same.
+
+    Args:
+        config: the model.
+        layer: number of the block, from 0.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.parallel = config.parallel_blocks
+        self.attention_norm = _norm(config)
+        self.attention = SelfAttention(
+            config.hidden_size,
+            config.num_heads,
+            head_size=config.head_size,
+            num_kv_heads=config.num_kv_heads,
+            scale=config.attention_scale(layer),
+            softcap=config.attention_logit_softcapping,
+            rotary_style=config.rotary_style,
+            projection_bias=config.use_projection_bias_in_attention,
+            output_bias=config.use_ffn_bias_in_attention,
+            attention_dropout=config.attention_dropout,
+            output_dropout=config.residual_dropout,
+        )
+        self.attention_post_norm = _norm(config) if config.norm_first_sandwich else None
+        shares_norm = config.parallel_blocks and not config.use_untied_layer_norm
+        self.ffn_norm = None if shares_norm else _norm(config)
+        self.ffn = _feed_forward(config)
+        self.ffn_post_norm = _norm(config) if config.norm_first_sandwich else None
+
+    def forward(self, x: Tensor, seen: Seen, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+        """The new residual stream, and how unevenly experts are used where there are any, a scalar."""
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, seen, cache)
+        if self.attention_post_norm is not None:
+            attended = self.attention_post_norm(attended)
+        after = x + attended
+        if self.ffn_norm is not None:
+            normed = self.ffn_norm(x if self.parallel else after)
+        given, balance = (
+            self.ffn(normed) if isinstance(self.ffn, MixtureOfExperts) else (self.ffn(normed), None)
+        )
+        if self.ffn_post_norm is not None:
+            given = self.ffn_post_norm(given)
+        return after + given, balance
+
+
+def _norm(config: DecoderConfig) -> nn.Module:
+    width, epsilon = config.hidden_size, config.layer_norm_epsilon
+    if config.norm_type == "rmsnorm":
+        return RMSNorm(width, epsilon, unit_offset=config.norm_unit_offset)
+    return LayerNorm(width, epsilon, bias=config.norm_type == "layernorm")
+
+
+def _feed_forward(config: DecoderConfig) -> FeedForward | MixtureOfExperts:
+    moe = config.moe
+    if moe is None:
+        return FeedForward(
+            config.hidden_size,
+            config.ffn_size,
+            config.nonlinearity,
+            bias=config.use_ffn_bias,
+            dropout=config.residual_dropout,
+        )
+    return MixtureOfExperts(
+        config.hidden_size,
+        config.ffn_size,
+        config.nonlinearity,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        num_shared_experts=moe.num_shared_experts,
+        null_expert_bias=moe.null_expert_bias,
+        bias=config.use_ffn_bias,
+        dropout=config.residual_dropout,
+    )
+
+
+class Alibi(nn.Module):
+    """Biases by distance: positions of queries [seq] and keys [all] -> [heads, seq, all], fp32.
+
+    Args:
+        num_heads: heads.
+        trainable: the slopes are parameters, and otherwise constants.
+    """
+
+    def __init__(self, num_heads: int, *, trainable: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.slopes = nn.Parameter(torch.empty(num_heads)) if trainable else None
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        if self.slopes is None:
+            return alibi_bias(alibi_slopes(self.num_heads, device=queries.device), queries, keys)
+        return alibi_bias(self.slopes, queries, keys)
+
+
+class Head(Linear):
+    """The language-model head: logits of hidden states, or the loss without ever holding all logits."""
+
+    def __init__(self, config: DecoderConfig, *, fused_loss: bool) -> None:
+        super().__init__(config.hidden_size, config.vocab_size, bias=config.use_bias_in_output)
+        self.scale = config.logits_scale
+        self.softcap = config.final_logit_softcapping
+        self.fused_loss = fused_loss
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, row_weights: Tensor | None = None
+    ) -> Tensor:
+        """Logits [..., vocab] of `hidden` [..., width]; with targets and row weights [...] the loss."""
+        bias: Tensor | None = self.bias
+        if self.scale != 1:
+            hidden = hidden * self.scale
+            bias = None if bias is None else bias * self.scale
+        if targets is None or row_weights is None:
+            logits = F.linear(hidden, self.weight, bias)
+            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        cross_entropy = linear_cross_entropy if self.fused_loss else plain_cross_entropy
+        return cross_entropy(
+            hidden.flatten(0, -2),
+            self.weight,
+            bias,
+            targets.flatten(),
+            row_weights.flatten(),
+            softcap=self.softcap,
+        )
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model. `forward` gives the training loss, `logits` the predictions.
+
+    Every parameter belongs to a leaf module that reads it in its own forward. On the meta device no value
+    is drawn; elsewhere the weights are those of `reset_parameters(seed)`.
+
+    Args:
+        config: the model section of a params file.
+        fused_loss: compute the loss in chunks, without the logits of the whole batch in memory.
+        seed: seed of the initial weights.
+    """
+
+    def __init__(self, config: DecoderConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        kind = config.position_embedding_type
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = (
+            Embedding(config.max_position_embeddings, config.hidden_size) if kind == "learned" else None
+        )
+        self.alibi = (
+            Alibi(config.num_heads, trainable=config.alibi_trainable_slopes) if kind == "alibi" else None
+        )
+        self.embedding_norm = _norm(config) if config.embedding_layer_norm else None
+        self.embedding_dropout = nn.Dropout(config.embedding_dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = _norm(config)
+        self.head = Head(config, fused_loss=fused_loss)
+        if config.share_embedding_weights:
+            self.head.weight = self.embedding.weight
+        if not self.embedding.weight.is_meta:
+            self.reset_parameters(seed)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Training loss, a scalar in fp32.
+
+        Args:
+            batch: `input_ids`, `labels` and `attention_mask`, each [batch, seq]. The mask is 1 where the
+                label counts for the loss; it does not hide tokens from the attention. Where several texts
+                lie in one sequence, `position_ids` are the positions in their own text, and `attention_span`
+                says how many of the tokens that follow see a token.
+
+        Raises:
+            DataError: if a sequence is longer than the model has positions.
+        """
+        mask = batch["attention_mask"].float()
+        hidden, balance = self._run(
+            batch["input_ids"],
+            position_ids=batch.get("position_ids"),
+            attention_span=batch.get("attention_span"),
+        )
+        loss: Tensor = self.head(hidden, batch["labels"], self._label_weights(mask))
+        moe = self.config.moe
+        return loss if balance is None or moe is None else loss + moe.load_balancing_loss_coef * balance
+
+    def logits(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Logits [batch, seq, vocab] of the token after each of `input_ids` [batch, seq].
+
+        Args:
+            input_ids: tokens; with a cache only those that it has not seen.
+            cache: keys and values of the tokens before; extended in place.
+        """
+        return self.head(self.hidden(input_ids, cache))  # type: ignore[no-any-return]
+
+    def next_logits(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Logits [batch, vocab] of the token after the last of `input_ids`; see `logits`."""
+        return self.head(self.hidden(input_ids, cache)[:, -1])  # type: ignore[no-any-return]
+
+    def hidden(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Normalized hidden states [batch, seq, hidden] that the head reads."""
+        return self._run(input_ids, cache)[0]
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence in tokens."""
+        return self.config.max_position_embeddings
+
+    def new_cache(self, max_length: int) -> KeyValueCache:
+        """An empty cache for sequences of up to `max_length` tokens."""
+        return KeyValueCache(self.config.num_hidden_layers, max_length)
+
+    def reset_parameters(self, seed: int) -> None:
+        """Draw all weights anew; see `init_parameter`."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(init_parameter(name, parameter.shape, self.config, seed))
+
+    def _run(
+        self,
+        input_ids: Tensor,
+        cache: KeyValueCache | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        attention_span: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the head reads, and the mean over the layers of how unevenly experts are used."""
+        start = 0 if cache is None else cache.length
+        stop = start + input_ids.shape[1]
+        self._check_length(stop)
+        keys = torch.arange(stop, device=input_ids.device)
+        positions = keys[start:] if position_ids is None else position_ids
+        x = self._embed(input_ids, positions)
+        turns = self._rotations(positions)
+        masks = {
+            window: self._mask(keys[start:], keys, window, attention_span)
+            for window in {self.config.window(layer) for layer in range(len(self.blocks))}
+        }
+        balances = []
+        for layer, block in enumerate(self.blocks):
+            seen = Seen(masks[self.config.window(layer)], turns)
+            x, balance = block(x, seen) if cache is None else block(x, seen, cache.layers[layer])
+            if balance is not None:
+                balances.append(balance)
+        return self.norm(x), torch.stack(balances).mean() if balances else None
+
+    def _check_length(self, length: int) -> None:
+        if length > self.max_length:
+            raise DataError(
+                f"a sequence of {length} tokens is longer than the {self.max_length} positions of the model",
+                where="model.max_position_embeddings",
+                remedy="use shorter sequences, or train a model with more positions",
+            )
+
+    def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        elif self.config.position_embedding_type == "fixed":
+            table = sinusoidal_positions(self.max_length, self.config.hidden_size, device=x.device)
+            x = x + table[positions].to(x.dtype)
+        if self.config.embeddings_scale != 1:
+            x = x * self.config.embeddings_scale
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        return self.embedding_dropout(x)  # type: ignore[no-any-return]
+
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        config = self.config
+        if config.position_embedding_type != "rotary":
+            return None
+        scaling = _rotary_scaling(config)
+        frequencies = rotary_frequencies(
+            config.rotary_size, config.rope_theta, scaling, device=positions.device
+        )
+        if positions.dim() == 2:
+            positions = positions.unsqueeze(1)  # the same for every head
+        return rotations(positions, frequencies, magnitude=rotary_magnitude(scaling))
+
+    def _mask(self, queries: Tensor, keys: Tensor, window: int | None, span: Tensor | None) -> Tensor | None:
+        """What `Seen` calls `mask`; `None` where each query sees all keys before it."""
+        all_before = window is None or window >= len(keys)
+        if all_before and span is None and self.alibi is None:
+            return None
+        seen = visible(queries, keys, window=window, sinks=self.config.attention_sink_tokens)
+        if span is not None:
+            seen = seen & (queries[:, None] - keys[None, :] <= span[:, None, :])
+            seen = seen.unsqueeze(1)  # the same for every head
+        if self.alibi is None:
+            return seen
+        biases: Tensor = self.alibi(queries, keys)
+        return biases.masked_fill(~seen, -torch.inf)
+
+    def _label_weights(self, mask: Tensor) -> Tensor:
+        """Factor of each label's cross-entropy in the loss. A batch without any label has loss 0."""
+        if self.config.loss_scaling == "batch_size":
+            return mask * (self.config.loss_weight / len(mask))
+        return mask / mask.sum().clamp_min(torch.finfo(mask.dtype).tiny)
+
+
+def _rotary_scaling(config: DecoderConfig) -> RotaryScaling | None:
+    if config.pos_scaling_type is None:
+        return None
+    more = config.pos_scaling_extra_args.model_dump(exclude_none=True)
+    original = more.pop("original_max_position_embeddings", config.max_position_embeddings)
+    return RotaryScaling(config.pos_scaling_type, config.pos_scaling_factor, original_length=original, **more)
+
+
+def init_parameter(name: str, shape: Sequence[int], config: DecoderConfig, seed: int) -> Tensor:
+    """Initial value of the parameter called `name`, fp32 on the CPU.
+
+    It depends on nothing but the arguments, so a model can be initialised one stage at a time.
+    """
+    if name == "alibi.slopes":
+        return alibi_slopes(config.num_heads)
+    return draw(name, shape, _initializer(name, config), seed, rows=_stacked_rows(name, shape, config))
+
+
+def _stacked_rows(name: str, shape: Sequence[int], config: DecoderConfig) -> tuple[int, ...]:
+    """Rows of the matrices that are stacked in the parameter called `name`; none where it is one matrix."""
+    if ".qkv." in name:
+        kv_size = config.num_kv_heads * config.head_size
+        return (config.inner_size, kv_size, kv_size)
+    if config.moe is not None and re.search(r"\.ffn\.(input|gate|output)\.", name):
+        return (shape[0] // config.moe.num_experts,) * config.moe.num_experts
+    return ()
+
+
+_READING = r"(attention\.qkv|ffn\.(shared\.)?(input|gate)|ffn\.router)"
+"""Matrices of a block that read the residual stream."""
+
+
+def _initializer(name: str, config: DecoderConfig) -> InitializerConfig:
+    neutral = InitializerConfig(name="zeros" if config.norm_unit_offset else "ones")
+    for pattern, initializer in (
+        (r".*\bbias", InitializerConfig(name="zeros")),
+        (r".*norm\.weight", neutral),
+        (r"(position_)?embedding\.weight", config.embedding_init),
+        (rf"blocks\.\d+\.{_READING}\.weight", config.input_init),
+        (r"blocks\.\d+\.attention\.output\.weight", config.attention_output_init),
+        (r"blocks\.\d+\.ffn\.(shared\.)?output\.weight", config.ffn_output_init),
+        (r"head\.weight", config.initializer),
+    ):
+        if re.fullmatch(pattern, name):
+            return initializer
+    raise AssertionError(f"no initializer for parameter {name}")
+
+
+def learning_rate_scale(name: str, config: DecoderConfig) -> float:
+    """Factor on the learning rate of the parameter called `name`: 1 without muP.
+
+    Under Adam a matrix whose inputs grow with the model learns more slowly by as much (arXiv:2203.03466,
+    table 8).
+    """
+    if re.fullmatch(rf"blocks\.\d+\.({_READING}|attention\.output)\.weight", name):
+        return 1 / config.width_ratio
+    if re.fullmatch(r"blocks\.\d+\.ffn\.(shared\.)?output\.weight", name):
+        return 1 / config.filter_ratio
+    return 1.0

@@ -1,0 +1,233 @@
+"""Decoders against transformers: logits, losses after a step of training, and the same bits back."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headwater.convert.checkpoint import export_hf, import_hf
+from headwater.convert.formats import FORMATS
+from headwater.convert.formats.base import REQUIRED, meaning
+from headwater.core.errors import CheckpointError, ConfigError
+from headwater.models.decoder import Decoder
+
+transformers = pytest.importorskip("transformers")
+
+_SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+_N_SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40}
+_GATED = {**_SIZES, "intermediate_size": 40, "max_position_embeddings": 40}
+_SCALED = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+}  # fmt: skip
+
+
+def _rope(kind):
+    return {"rope_parameters": {"rope_theta": 500.0, **_SCALED[kind]}}
+
+
+CASES = {
+    "gpt2": ("GPT2", _N_SIZES),
+    "gptj": ("GPTJ", {**_N_SIZES, "rotary_dim": 4}),
+    "codegen": ("CodeGen", {**_N_SIZES, "rotary_dim": 4}),
+    "gpt-neox": ("GPTNeoX", {**_SIZES, "intermediate_size": 40}),
+    "gpt-neox-sequential": ("GPTNeoX", {**_SIZES, "use_parallel_residual": False, "attention_bias": False}),
+    "llama": ("Llama", {**_GATED}),
+    "llama-grouped": (
+        "Llama",
+        {**_GATED, "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": True},
+    ),
+    "llama-biases": ("Llama", {**_GATED, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    "llama-linear": ("Llama", {**_GATED, **_rope("linear")}),
+    "llama-yarn": ("Llama", {**_GATED, **_rope("yarn")}),
+    "llama3": ("Llama", {**_GATED, **_rope("llama3"), "num_key_value_heads": 1}),
+    "mistral": ("Mistral", {**_GATED, "num_key_value_heads": 2, "sliding_window": 7}),
+    "mistral-no-window": ("Mistral", {**_GATED, "num_key_value_heads": 4, "sliding_window": None}),
+    "mixtral": ("Mixtral", {**_GATED, "num_key_value_heads": 2, "num_local_experts": 5}),
+    "gemma2": (
+        "Gemma2",
+        {**_GATED, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 9, "query_pre_attn_scalar": 9},
+    ),
+    "falcon-7b": ("Falcon", {**_SIZES, "multi_query": True}),
+    "falcon-40b": ("Falcon", {**_SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": (
+        "Falcon",
+        {**_SIZES, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-sequential": ("Falcon", {**_SIZES, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "bloom": ("Bloom", {"vocab_size": 61, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
+    "bloom-odd": ("Bloom", {"vocab_size": 61, "hidden_size": 48, "n_layer": 2, "n_head": 6}),
+    "mpt": ("Mpt", {"vocab_size": 61, "d_model": 32, "n_layers": 3, "n_heads": 4}),
+    "starcoder": ("GPTBigCode", _N_SIZES),
+    "bigcode-many-keys": ("GPTBigCode", {**_N_SIZES, "multi_query": False, "n_inner": 40}),
+}  # fmt: skip
+
+
+def their_model(case):
+    """A transformers model whose every parameter, norms and biases too, is random."""
+    family, sizes = CASES[case]
+    rates = (
+        "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "attention_dropout", "dropout",
+    )  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    for rate in rates:
+        if hasattr(config, rate):
+            setattr(config, rate, 0.0)
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return theirs.eval()
+
+
+def tokens():
+    return torch.randint(3, 61, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def loaded(folder):
+    config, tensors = import_hf(folder)
+    model = Decoder(config).eval()
+    model.load_state_dict(dict(tensors), strict=not config.share_embedding_weights)
+    return model
+
+
+@pytest.fixture(params=CASES)
+def case(request, tmp_path):
+    theirs = their_model(request.param)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    return theirs, tmp_path
+
+
+def stored(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def test_logits_are_those_of_transformers(case):
+    theirs, folder = case
+    with torch.no_grad():
+        expected = theirs(tokens()).logits
+        model = loaded(folder / "theirs")
+        torch.testing.assert_close(model.logits(tokens()), expected, rtol=1e-5, atol=1e-5)
+        cache = model.new_cache(20)
+        steps = [model.logits(part, cache) for part in tokens().split([11, 1, 5, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
+    theirs, folder = case
+    model = loaded(folder / "theirs")
+    export_hf(model.named_parameters(), model.config, folder / "ours", max_shard_bytes=20_000)
+    before, after = stored(folder / "theirs"), stored(folder / "ours")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(folder / "ours", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens()).logits, theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_of_training_gives_the_same_loss(case):
+    theirs, folder = case
+    model = loaded(folder / "theirs")
+    labels = tokens().roll(-1, 1)
+    mask = torch.ones_like(labels)
+    mask[:, -1] = 0
+    batch = {"input_ids": tokens(), "labels": labels, "attention_mask": mask}
+    their_labels = torch.where(mask.bool(), labels, -100).roll(1, 1)
+    losses = []
+    if model.config.moe is not None:
+        model.config = model.config.model_copy(
+            update={"moe": model.config.moe.model_copy(update={"load_balancing_loss_coef": 0.0})}
+        )
+    for module, loss in (
+        (model, lambda: model(batch)),
+        (theirs, lambda: theirs(tokens(), labels=their_labels).loss),
+    ):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
+        first = loss()
+        first.backward()
+        optimizer.step()
+        losses.append(torch.stack([first.detach(), loss().detach()]))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    assert losses[0][1] < losses[0][0]
+
+
+def test_every_format_is_tried():
+    tried = {getattr(transformers, f"{family}Config").model_type for family, _ in CASES.values()}
+    assert tried == {format.model_type for format in FORMATS}
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.model_type)
+def test_what_a_config_leaves_out_means_what_transformers_means(format):
+    full = transformers.AutoConfig.for_model(format.model_type).to_dict()
+    sizes = {key.name for ours, key in format.keys.items() if ours in ("hidden_size", "num_heads")}
+    sizes |= {key.name for key in format.keys.values() if key.default is REQUIRED}
+    least = {key: full[key] for key in sizes if key in full}
+    configs = [format.config_from_hf(each, where="config.json") for each in (least, full)]
+    assert meaning(configs[0]) == meaning(configs[1])
+    assert configs[0].max_position_embeddings == configs[1].max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("falcon", {"alibi": True}, "alibi is True"),
+        ("mpt", {"n_heads": 6, "d_model": 48}, "no power of 2"),
+        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv is 6.0"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "scaled by 'longrope'"),
+        ("llama", {"hidden_act": "mish"}, "nonlinearity"),
+        ("llama", {"vocab_size": None}, "vocab_size"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("bert", {}, "model_type is 'bert'"),
+    ],
+)
+def test_import_refuses_what_there_is_not(tmp_path, model_type, changes, message):
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ConfigError, match=message):
+        import_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("btlm", {}, "no format for btlm"),
+        ("llama", {"pos_scaling_type": "ntk", "pos_scaling_factor": 2.0}, "pos_scaling_type"),
+        ("llama", {"attention_sliding_window_length": 5}, "attention_sliding_window_length"),
+        ("llama", {"norm_type": "layernorm"}, "norm_type"),
+        (
+            "mistral",
+            {"attention_sliding_window_length": 5, "attention_sink_tokens": 2},
+            "attention_sink_tokens",
+        ),
+        ("mixtral", {}, "moe"),
+        ("gemma2", {"embeddings_scale": 3.0}, "embeddings_scale"),
+        ("bloom", {"nonlinearity": "gelu"}, "nonlinearity"),
+        ("falcon", {"nonlinearity": "swiglu"}, "nonlinearity"),
+    ],
+)
+def test_export_refuses_what_the_format_cannot_say(tmp_path, name, changes, message):
+    from headwater.config.models import DecoderConfig
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4}
+    model = Decoder(DecoderConfig.model_validate({"name": name, **sizes, **changes}))
+    with pytest.raises(ConfigError, match=message):
+        export_hf(model.named_parameters(), model.config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    theirs = their_model("mixtral")
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["num_local_experts"] = 6
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"missing: model.layers.0.block_sparse_moe.experts.5.w1"):
+        list(import_hf(tmp_path)[1])
