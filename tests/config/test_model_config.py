@@ -35,7 +35,7 @@ def test_residual_initializer_shrinks_with_depth_unless_given():
     assert model.attention_output_init.bounds == pytest.approx((-0.01, 0.01))
     own = InitializerConfig(name="normal", std=0.5)
     assert DecoderConfig(output_layer_initializer=own).ffn_output_init == own
-    assert (model.input_init, model.embedding_init) == (model.initializer, model.initializer)
+    assert (model.input_init, model.embedding_init) == (model.matrix_init, model.matrix_init)
     assert DecoderConfig(embedding_initializer=own).embedding_init == own
 
 

@@ -182,10 +182,8 @@ def test_every_public_gpt3_file_loads_or_names_what_is_missing():
             assert load_params(file).init.model.name == "gpt3"
 
 
-def test_public_file_in_the_older_form_stops_at_its_model_only():
-    path = public_params("vision", "fc_mnist", "configs") / "params.yaml"
-    with pytest.raises(ConfigError) as caught:
-        load_params(path)
-    assert caught.value.what == "unknown model 'fc_mnist'"
-    assert caught.value.where == f"{path}, line 21: model.name"
-    assert caught.value.remedy.startswith("models are: bloom, btlm,")
+def test_public_file_in_the_older_form():
+    config = load_params(public_params("vision", "fc_mnist", "configs") / "params.yaml")
+    assert config.init.model.name == "fc_mnist"
+    assert config.fit.train_dataloader.data_processor == "MNISTDataProcessor"
+    assert config.init.optimizer_spec.kwargs["lr"] == 0.001

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from headwater.config.models import DECODERS
 from headwater.core.errors import DataError
 from headwater.models.decoder import Decoder, init_parameter, learning_rate_scale
 from headwater.models.loss import WORKSPACES
@@ -272,9 +273,9 @@ def test_xavier_counts_query_key_and_value_apart(tiny):
 
 
 def test_every_name_in_the_registry_builds(tiny, batch):
-    for name, family in FAMILIES.items():
+    for name in DECODERS:
         config = tiny(name=name, rotary_dim=4)
-        assert isinstance(config, family.config)
+        assert FAMILIES[name].model is Decoder
         assert torch.isfinite(build_model(config)(batch))
 
 

@@ -11,7 +11,6 @@ from headwater.optim import OptimizerSpec
 from headwater.optim.loss_scale import LossScale
 from headwater.plan.types import Activations
 from headwater.trainer.evaluate import evaluate
-from headwater.trainer.gpt_job import gpt_trainable
 from headwater.trainer.planning import (
     Workload,
     make_engine,
@@ -21,6 +20,7 @@ from headwater.trainer.planning import (
 )
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.state import RunState
+from headwater.trainer.zoo_job import zoo_trainable
 
 SMALL = [
     "trainer.init.model.vocab_size=50",
@@ -56,20 +56,20 @@ def test_optimizer_state_bytes(optimizer, expected):
 )
 def test_micro_batch_size(overrides, resumed, expected):
     init = tiny(*overrides).init
-    assert training_workload(init, gpt_trainable(init), 16, resumed).micro_batch_size == expected
+    assert training_workload(init, zoo_trainable(init), 16, resumed).micro_batch_size == expected
 
 
 def test_micro_batch_sizes_that_contradict_each_other():
     init = tiny("trainer.init.loop.grad_accum_steps=4", "micro_batch_size=2").init
     with pytest.raises(ConfigError, match="grad_accum_steps 4 does not go with micro_batch_size 2"):
-        training_workload(init, gpt_trainable(init), 16)
+        training_workload(init, zoo_trainable(init), 16)
 
 
 def test_plan_follows_the_params():
     config = tiny(
         "trainer.init.backend.num_slabs=2", "trainer.init.backend.activations=recompute", "host_memory=4GiB"
     )
-    trainable = gpt_trainable(config.init)
+    trainable = zoo_trainable(config.init)
     plan = plan_run(config.init, trainable, Workload(4, optimizer_of(config.init, trainable), 2))
     assert (plan.slabs, plan.in_place, plan.num_micro_batches) == (2, False, 2)
     assert Activations.RECOMPUTE in plan.activations
@@ -79,7 +79,7 @@ def test_plan_follows_the_params():
 def test_more_than_one_compute_rank_is_refused():
     config = tiny("num_csx=2")
     with pytest.raises(ConfigError, match="more than one compute rank"):
-        plan_run(config.init, gpt_trainable(config.init), Workload(4))
+        plan_run(config.init, zoo_trainable(config.init), Workload(4))
 
 
 def test_resolved_params_mean_the_same_run(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_evaluation_weighs_batches_by_their_samples():
         return {"input_ids": tokens, "labels": tokens.roll(-1, 1), "attention_mask": torch.ones_like(tokens)}
 
     batches = [batch(4), batch(3)]
-    work, meta = Workload(4, micro_batch_size=2), gpt_trainable(config.init)
+    work, meta = Workload(4, micro_batch_size=2), zoo_trainable(config.init)
     with make_engine(config.init, meta, plan_run(config.init, meta, work), work.optimizer) as engine:
         found = evaluate(engine, meta, batches)
         assert evaluate(engine, meta, batches, max_batches=1).batches == 1
@@ -133,7 +133,7 @@ def test_evaluation_weighs_batches_by_their_samples():
 
 def test_engine_starts_from_the_models_own_initial_values():
     config = tiny()
-    meta, work = gpt_trainable(config.init), Workload(2)
+    meta, work = zoo_trainable(config.init), Workload(2)
     expected = dict(build_model(config.init.model, seed=config.init.seed).named_parameters())
     with make_engine(config.init, meta, plan_run(config.init, meta, work), work.optimizer) as engine:
         masters = {name: value.clone() for name, value in engine.named_masters()}
@@ -149,7 +149,7 @@ def test_learning_rates_of_mup_reach_the_optimizer():
         "trainer.init.model.hidden_size=32",
         "trainer.init.model.filter_size=128",
     )
-    options = optimizer_of(config.init, gpt_trainable(config.init)).options(
+    options = optimizer_of(config.init, zoo_trainable(config.init)).options(
         "blocks.0.ffn.input.weight", (128, 32), {"lr": 1.0}
     )
     assert options["lr"] == 0.5

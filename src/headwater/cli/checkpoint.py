@@ -6,11 +6,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
 
+from headwater.cli import convert
 from headwater.cli.arguments import Parser, read_model_dir
 from headwater.config import ModelConfig, RunConfig, find_params, load_params
 from headwater.convert.checkpoint import export_hf, import_hf
@@ -22,12 +22,10 @@ from headwater.trainer.pretrained import checkpoint_weights, import_weights
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import find_trained
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `headwater checkpoint`."""
-    parser.description = "Look into, export and import checkpoints."
+    parser.description = "Look into, convert, export and import checkpoints."
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
 
     info = commands.add_parser("info", help="say what checkpoints hold")
@@ -41,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--checkpoint_path", type=Path, metavar="PATH", help="export this one, not the newest"
     )
-    export.add_argument("--dtype", choices=_DTYPES, default="fp32", help="dtype of the files (%(default)s)")
+    export.add_argument(
+        "--dtype", choices=convert.DTYPES, default="fp32", help="dtype of the files (%(default)s)"
+    )
     export.set_defaults(parser=export, action=run_export)
 
     importer = commands.add_parser("import", help="begin a run with weights in Hugging Face's format")
@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--params", metavar="PARAMS", help="everything but the model; without, a start to be completed"
     )
     importer.set_defaults(parser=importer, action=run_import)
+
+    convert.add_commands(commands)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +87,7 @@ def run_export(args: argparse.Namespace) -> int:
         checkpoint_weights(path),
         config.init.model,
         args.out,
-        dtype=_DTYPES[args.dtype],
+        dtype=convert.DTYPES[args.dtype],
         tokenizer_files=tokenizer,
     )
     print(f"{path} written to {args.out}")

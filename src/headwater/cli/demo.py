@@ -16,6 +16,7 @@ from headwater.core.errors import ConfigError
 from headwater.data.assets import sample_text
 from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.session import fit, validate
+from headwater.trainer.zoo_job import language_model
 
 if TYPE_CHECKING:
     from headwater.data.statistics import Statistics
@@ -94,7 +95,7 @@ def _prepared(config: RunConfig, folder: Path, console: Console) -> Statistics:
         ) from error
     if (folder / FILE_NAME).exists():
         return read_statistics(folder)
-    model = config.init.model
+    model = language_model(config)
     return prepare(
         [sample_text()],
         folder,

@@ -12,10 +12,10 @@ from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.config import RunConfig
 from headwater.config.user import UserConfig
-from headwater.trainer.gpt_job import fit_section, gpt_trainable
 from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import FitResult, fit
+from headwater.trainer.zoo_job import fit_section, zoo_trainable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def train(config: RunConfig) -> int:
     """
     if early.asked_for(config):
         batch_size = fit_section(config).train_dataloader.batch_size
-        return early.check(config, gpt_trainable(config.init), batch_size)
+        return early.check(config, zoo_trainable(config.init), batch_size)
     console = open_console(config)
     return finish(config, fit(config, console=console), console)
 

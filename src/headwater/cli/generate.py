@@ -13,9 +13,9 @@ from headwater.config import RunConfig
 from headwater.core.errors import ConfigError, DataError
 from headwater.models.generation import LanguageModel, generate
 from headwater.trainer.engines import trained_model
-from headwater.trainer.gpt_job import gpt_trainable
 from headwater.trainer.planning import Workload
 from headwater.trainer.run_dir import RunDir
+from headwater.trainer.zoo_job import language_model, zoo_trainable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -62,12 +62,13 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
         CheckpointError: if there is no checkpoint.
         DataError: if the prompt does not fit the model.
     """
+    language_model(config)
     tokenizer, end = _load_tokenizer(
         args.tokenizer or RunDir(config.init.model_dir).tokenizer, args.end_of_text
     )
     prompt = torch.tensor([tokenizer.encode(args.prompt).ids], dtype=torch.int64)
     _check_vocabulary(prompt, config)
-    trainable = gpt_trainable(config.init)
+    trainable = zoo_trainable(config.init)
     with (
         trained_model(config.init, trainable, Workload(1), args.checkpoint_path) as engine,
         engine.inference(),
@@ -97,7 +98,7 @@ def _load_tokenizer(path: Path, end_of_text: str | None) -> tuple[Tokenizer, int
 
 
 def _check_vocabulary(prompt: torch.Tensor, config: RunConfig) -> None:
-    size = config.init.model.vocab_size
+    size = language_model(config).vocab_size
     if prompt.numel() and int(prompt.max()) >= size:
         raise DataError(
             f"token id {int(prompt.max())} is beyond the vocabulary, vocab_size {size}",

@@ -11,8 +11,8 @@ from headwater.cli.output import open_console
 from headwater.core.errors import ConfigError
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
-from headwater.trainer.gpt_job import gpt_trainable
 from headwater.trainer.planning import plan_run, training_workload
+from headwater.trainer.zoo_job import zoo_trainable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         )
     open_console(config)
     init = config.init
-    trainable = gpt_trainable(init, args.sequence_length)
+    trainable = zoo_trainable(init, args.sequence_length)
     rates = calibrate(device_of(init.backend), resources_of(init.backend).disk, recalibrate=args.recalibrate)
     work = training_workload(init, trainable, config.fit.train_dataloader.batch_size)
     describe(plan_run(init, trainable, work, calibration=rates), drawing=args.png)

@@ -48,6 +48,5 @@ def evaluate_all(config: RunConfig) -> int:
     """Evaluates several checkpoints, prints their losses, and returns the exit code."""
     open_console(config)
     for path, loader, found in validate_all(config):
-        folders = ", ".join(map(str, loader.data_dir))
-        print(f"{path}  {folders}  validation loss {found.loss:.6f} ({found.batches} batches)")
+        print(f"{path}  {loader.place}  validation loss {found.loss:.6f} ({found.batches} batches)")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -102,7 +103,7 @@ def _bytes(value: Any) -> Any:
 
 
 def _path(value: Any) -> Any:
-    return Path(value).expanduser() if isinstance(value, str) else value
+    return Path(os.path.expandvars(value)).expanduser() if isinstance(value, str) else value
 
 
 def _tuple(value: Any) -> Any:

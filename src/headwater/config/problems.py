@@ -53,6 +53,8 @@ def _path(details: ErrorDetails, document: Document, root: KeyPath) -> KeyPath:
     path = document.locate(root, details["loc"])
     if details["type"] == "unknown_key":
         return (*path, details["ctx"]["key"])
+    if details["type"] in _NO_TAG:
+        return (*path, _discriminator(details))
     last = details["loc"][-1] if details["loc"] else 0
     return (*path, last) if details["type"] == "missing" and isinstance(last, str) else path
 
@@ -66,6 +68,9 @@ def _explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
         close = nearest(context["key"], valid)
         listed = f"valid keys are: {', '.join(valid)}" if valid else "no keys are valid here"
         return f"unknown key {context['key']!r}", f"write {close!r}; {listed}" if close else listed
+    if kind == "union_tag_not_found":
+        tag = _discriminator(details)
+        return f"the key {tag!r} is missing", f"add {tag}"
     if kind == "missing" and isinstance(details["loc"][-1], int):
         return f"{name} has too few entries", f"add one to {name}"
     if kind == "missing":
@@ -89,7 +94,7 @@ def _name(path: KeyPath) -> str:
 def _wrong_value(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
     # A list that is too short because its entries are wrong is no problem of its own.
     found = [details for details in found if details["type"] != "too_short"] or found
-    value = found[0]["input"]
+    value = found[0]["ctx"]["tag"] if found[0]["type"] == "union_tag_invalid" else found[0]["input"]
     expected = " or ".join(dict.fromkeys(_expected(details) for details in found))
     kind = _TYPE_NAMES.get(type(value))
     shown = kind or repr(value)
@@ -102,7 +107,7 @@ def _expected(details: ErrorDetails) -> str:
     kind, context = details["type"], details.get("ctx", {})
     if kind in _EXPECTED:
         return _EXPECTED[kind]
-    if kind == "literal_error":
+    if kind in ("literal_error", "union_tag_invalid"):
         return f"one of {', '.join(_literals(details))}"
     bounds = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below"}
     bounds["less_than_equal"] = "at most"
@@ -113,8 +118,18 @@ def _expected(details: ErrorDetails) -> str:
     return details["msg"]
 
 
+_NO_TAG = ("union_tag_invalid", "union_tag_not_found")
+"""What pydantic calls a union whose branch is not told by the key that should tell it."""
+
+
+def _discriminator(details: ErrorDetails) -> str:
+    """The key that tells the branch."""
+    return str(details["ctx"]["discriminator"]).strip("'")
+
+
 def _literals(details: ErrorDetails) -> list[str]:
-    if details["type"] != "literal_error":
+    if details["type"] not in ("literal_error", "union_tag_invalid"):
         return []
-    text = str(details["ctx"]["expected"]).replace(" or ", ", ")
+    expected = details["ctx"].get("expected") or details["ctx"]["expected_tags"]
+    text = str(expected).replace(" or ", ", ")
     return [name.strip("'") for name in text.split(", ")]

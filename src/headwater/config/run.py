@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from headwater.config.base import FilePath, OneOrMore, Section, nearest
 from headwater.config.document import Document, KeyPath, no_effect
 from headwater.config.files import read_params
-from headwater.config.models import MODELS, ModelConfig
+from headwater.config.models import MODELS, AnyModel
 from headwater.config.optimizers import OptimizerConfig, ScheduleConfig
 from headwater.config.overrides import parse_overrides
 from headwater.config.problems import config_error
@@ -60,11 +60,16 @@ class SetupConfig(Section):
             raise ValueError(
                 "schedulers has one entry; put schedules that follow each other in a SequentialLR"
             )
-        if bool(self.schedulers) == (self.optimizer.arguments.learning_rate is not None):
+        if not self.schedulers and self.optimizer.arguments.learning_rate is None:
             raise ValueError(
                 "the learning rate comes from schedulers, or else from the optimizer's learning_rate"
             )
         return self
+
+    def notices(self) -> Iterator[tuple[str, str]]:
+        yield from super().notices()
+        if self.schedulers and self.optimizer.arguments.learning_rate is not None:
+            yield "optimizer", "its learning_rate is not looked at, since there are schedulers"
 
     @model_validator(mode="after")
     def _one_number_of_checkpoints(self) -> Self:
@@ -114,7 +119,7 @@ class SetupConfig(Section):
 class InitConfig(SetupConfig):
     """The section `trainer.init`: everything but the data."""
 
-    model: ModelConfig
+    model: AnyModel
 
 
 class TrainerConfig(Section):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from headwater.config.base import Bytes, Choice, FilePath, NoEffect, OneOrMore, Section
+from headwater.config.data import AnyData
 from headwater.core.precision import Precision
 
 _Cluster = NoEffect("it tells a wafer-scale cluster how to divide its servers")
@@ -273,39 +274,13 @@ class LoggerConfig(Choice):
     ProgressLogger: Annotated[EmptySection | None, NoEffect("progress is always shown")] = None
 
 
-class DataConfig(Section):
-    """One data loader.
-
-    Attributes:
-        data_processor: what reads the data; the two spellings mean the same here.
-        data_dir: folders with HDF5 files.
-        batch_size: samples of one step over all ranks.
-        shuffle_seed: order of the samples; the run's seed where absent.
-        prefetch_factor: batches each worker reads ahead.
-        drop_last: leave out the samples that do not fill a batch.
-    """
-
-    data_processor: Literal["GptHDF5DataProcessor", "GptHDF5MapDataProcessor"]
-    data_dir: Annotated[tuple[FilePath, ...], OneOrMore] = Field(min_length=1)
-    batch_size: int = Field(ge=1)
-    shuffle: bool = False
-    shuffle_seed: Annotated[int | None, Field(ge=0)] = None
-    num_workers: int = Field(default=0, ge=0)
-    prefetch_factor: int = Field(default=2, ge=1)
-    persistent_workers: bool = True
-    drop_last: bool = True
-    micro_batch_size: Annotated[
-        Any, NoEffect("the plan chooses it; trainer.init.backend.micro_batch_size sets it")
-    ] = None
-
-
-Loaders = Annotated[tuple[DataConfig, ...], OneOrMore]
+Loaders = Annotated[tuple[AnyData, ...], OneOrMore]
 
 
 class FitConfig(Section):
     """Training: its data, the data of the evaluations in between, and where to start."""
 
-    train_dataloader: DataConfig
+    train_dataloader: AnyData
     val_dataloader: Loaders = ()
     ckpt_path: FilePath | None = None
 
@@ -313,7 +288,7 @@ class FitConfig(Section):
 class ValidateConfig(Section):
     """One evaluation."""
 
-    val_dataloader: DataConfig
+    val_dataloader: AnyData
     ckpt_path: FilePath | None = None
 
 

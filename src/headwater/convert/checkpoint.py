@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwater.config.models import ModelConfig
-from headwater.convert.formats import format_of_model, format_of_type
+from headwater.convert.formats import format_of_config, format_of_hf
 from headwater.convert.formats.base import Format
 from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
 from headwater.convert.shards import INDEX_FILE, ShardWriter, plan_shards, weight_files, weight_index
@@ -22,6 +23,9 @@ from headwater.core.safetensors import TensorFile
 from headwater.models.registry import build_model
 
 CONFIG_FILE = "config.json"
+
+_SHARED = ("head.weight", "mlm.output.weight")
+"""Second names of weights that are shared."""
 
 
 def export_hf(
@@ -51,7 +55,7 @@ def export_hf(
         ConfigError: if no format of the transformers library can express the model.
         CheckpointError: if the folder is not empty, or the tensors are not those of the model.
     """
-    format = format_of_model(config.name)
+    format = format_of_config(config)
     hf = format.config_to_hf(config, end_of_text=end_of_text) | {"dtype": str(dtype).removeprefix("torch.")}
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise CheckpointError(
@@ -76,14 +80,21 @@ def export_hf(
             ) from error
 
 
-def import_hf(folder: Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
+def import_hf(
+    folder: Path, *, config_file: Path | None = None, format: Format | None = None
+) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
     """The model section and, one at a time, all parameters by this package's names.
 
+    Args:
+        folder: what `save_pretrained` has written.
+        config_file: the model's config, if it is not `config.json` in the folder.
+        format: what the checkpoint is to be; what its config says if not given.
+
     Raises:
-        ConfigError: if `config.json` is missing or describes another kind of model.
+        ConfigError: if the config is missing or describes another kind of model.
         CheckpointError: while iterating, if a file is damaged, or a tensor is missing, unknown or misshapen.
     """
-    path = folder / CONFIG_FILE
+    path = config_file or folder / CONFIG_FILE
     try:
         hf: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -92,7 +103,14 @@ def import_hf(folder: Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
             where=str(path),
             remedy="name a folder that save_pretrained has written",
         ) from error
-    format = format_of_type(hf.get("model_type"), where=str(path))
+    found = format_of_hf(hf, where=str(path))
+    if format is not None and format.model_type != found.model_type:
+        raise ConfigError(
+            f"the config is of a {found.model_type}, and not of a {format.model_type}",
+            where=str(path),
+            remedy=f"convert it with --model {found.models[0]}",
+        )
+    format = format or found
     config = format.config_from_hf(hf, where=str(path))
     return config, _read_weights(config, format, folder)
 
@@ -113,7 +131,7 @@ def _write_weights(
     }
     shards = plan_shards(layout, max_shard_bytes)
     # A state_dict names a shared weight twice; the second name holds nothing new.
-    own = (pair for pair in pairs if not (config.share_embedding_weights and pair[0] == "head.weight"))
+    own = (pair for pair in pairs if pair[0] in mapped or pair[0] not in _SHARED)
     with ShardWriter(folder, shards) as writer:
         for each, tensor in _checked(own, mapped):
             for name, part in zip(each.theirs, each.rule.split(tensor), strict=True):
@@ -142,9 +160,9 @@ def _checked(
 
 def _read_weights(config: ModelConfig, format: Format, folder: Path) -> Iterator[tuple[str, Tensor]]:
     where, mapped = str(folder), _mapped(config, format)
-    places = _places(config, format, folder)
-    expected = [name for each in mapped.values() for name in each.theirs]
-    unknown = next((name for name in places if name not in set(expected)), None)
+    expected = dict.fromkeys(name for each in mapped.values() for name in each.theirs)
+    places = _places(config, format, folder, expected)
+    unknown = next((name for name in places if name not in expected), None)
     if unknown is not None:
         raise unexpected(unknown, expected, where)
     if absent := [name for name in expected if name not in places]:
@@ -159,17 +177,27 @@ def _read_weights(config: ModelConfig, format: Format, folder: Path) -> Iterator
         yield each.name, each.rule.join(tensors)
 
 
-def _places(config: ModelConfig, format: Format, folder: Path) -> dict[str, tuple[TensorFile, str]]:
-    """Where each tensor lies, by its full name: without what carries no weight."""
-    head = f"{format.head}.weight"
+def _places(
+    config: ModelConfig, format: Format, folder: Path, expected: Collection[str]
+) -> dict[str, tuple[TensorFile, str]]:
+    """Where each tensor lies, by its full name: without what is not expected and carries no weight."""
+    head, tied = f"{format.head}.weight", getattr(config, "share_embedding_weights", False)
     places = {}
     for file in map(TensorFile, weight_files(folder)):
         for name in file.places:
-            if name.endswith(format.ignored) or (name == head and config.share_embedding_weights):
+            if name not in expected and (name.endswith(format.ignored) or (name == head and tied)):
                 continue
-            known = name.startswith((format.prefix, f"{format.head}."))
-            places[name if known else f"{format.prefix}{name}"] = (file, name)
+            known = name.startswith((format.prefix, f"{format.head}.", *format.others))
+            full = name if known else f"{format.prefix}{name}"
+            places[_modern(full)] = (file, name)
     return places
+
+
+def _modern(name: str) -> str:
+    """The name with what the first checkpoints called the weight and bias of a norm."""
+    return re.sub(
+        r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
+    )
 
 
 def _misshapen(name: str, shape: Sequence[int], expected: Sequence[int], where: str) -> CheckpointError:
@@ -180,8 +208,11 @@ def _misshapen(name: str, shape: Sequence[int], expected: Sequence[int], where: 
     )
 
 
-def _mapped(config: ModelConfig, format: Format) -> dict[str, Mapped]:
-    """Every parameter of the model with its rule; shared ones once, by their first name."""
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of a model; shared ones once, by their first name."""
     model = build_model(config, device="meta")
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return map_parameters(shapes, format.rules(config))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _mapped(config: ModelConfig, format: Format) -> dict[str, Mapped]:
+    return map_parameters(parameter_shapes(config), format.rules(config))

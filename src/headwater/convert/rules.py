@@ -66,6 +66,11 @@ def stacked(ours: str, theirs: Sequence[str], rows: Sequence[int]) -> Rule:
     )
 
 
+def repeated(ours: str, theirs: Sequence[str]) -> Rule:
+    """A tensor that is stored several times there; of these the first counts."""
+    return Rule(ours, tuple(theirs), lambda tensor: [tensor] * len(theirs), lambda copies: copies[0])
+
+
 def permuted(ours: str, theirs: str, order: Tensor) -> Rule:
     """Row `i` there is row `order[i]` here."""
     back = order.argsort()

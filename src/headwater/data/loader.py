@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, TypedDict
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from headwater.core.errors import DataError
 from headwater.data.order import SampleOrder
@@ -35,7 +35,8 @@ class BatchLoader:
     traceback in it. So `dataset.__getitems__` gives either a batch or a `DataError`.
 
     Args:
-        dataset: its `__getitems__` takes sample numbers and gives a collated batch or a `DataError`.
+        dataset: its `__getitems__` takes draws (`SampleOrder.draws`) and gives a collated batch or a
+            `DataError`.
         order: which samples, when.
         num_workers: worker processes; 0 reads in this one.
         prefetch_factor: batches that each worker reads ahead.
@@ -44,7 +45,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         order: SampleOrder,
         *,
         num_workers: int = 0,
@@ -121,7 +122,7 @@ class BatchLoader:
 
 
 class _LocalBatches(Sampler[list[int]]):
-    """Sample numbers of this rank's batches, from position `start` on."""
+    """Draws of this rank's batches, from position `start` on."""
 
     def __init__(self, order: SampleOrder) -> None:
         self.order = order
@@ -130,7 +131,7 @@ class _LocalBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         position = self.start
         while (stop := self.order.next_position(position)) is not None:
-            yield self.order.local_batch(position, stop).tolist()
+            yield self.order.local_draws(position, stop).tolist()
             position = stop
 
 

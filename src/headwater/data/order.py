@@ -82,18 +82,29 @@ class SampleOrder:
 
     def samples(self, start: int, stop: int) -> Indices:
         """Sample numbers at the positions [start, stop) of the stream."""
+        return self.draws(start, stop) % self.num_samples
+
+    def draws(self, start: int, stop: int) -> Indices:
+        """Epoch and sample at the positions [start, stop) of the stream as one number each.
+
+        It is `epoch * num_samples + sample`: no two positions have the same.
+        """
         positions = np.arange(start, stop)
         if not self.shuffle:
-            return positions % self.num_samples
+            return positions
         epochs, places = np.divmod(positions, self.num_samples)
-        samples = np.empty(len(positions), dtype=np.int64)
+        draws = epochs * self.num_samples
         for epoch in np.unique(epochs):
             inside = epochs == epoch
-            samples[inside] = _epoch_order(self.num_samples, self.seed, int(epoch))[places[inside]]
-        return samples
+            draws[inside] += _epoch_order(self.num_samples, self.seed, int(epoch))[places[inside]]
+        return draws
 
-    def local_batch(self, start: int, stop: int) -> Indices:
-        """This rank's samples of the global batch at [start, stop); sizes differ by one at most."""
+    def local_draws(self, start: int, stop: int) -> Indices:
+        """This rank's draws of the global batch at [start, stop); sizes differ by one at most."""
         count = stop - start
         first, last = (count * rank // self.world_size for rank in (self.rank, self.rank + 1))
-        return self.samples(start + first, start + last)
+        return self.draws(start + first, start + last)
+
+    def local_batch(self, start: int, stop: int) -> Indices:
+        """The same as sample numbers."""
+        return self.local_draws(start, stop) % self.num_samples

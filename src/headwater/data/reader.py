@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch.utils.data import Dataset
 
 from headwater.core.errors import DataError
-from headwater.data.loader import Batch, BatchLoader
-from headwater.data.order import SampleOrder
+from headwater.data.loader import Batch
 from headwater.data.sample_file import CHANNELS, SampleFile, Samples, check_sample_file, open_sample_file
+from headwater.data.source import SampleSource
 
 _MAX_OPEN_FILES = 16
 
@@ -62,8 +62,11 @@ class GptHDF5DataProcessorConfig(BaseModel):
         return self.data_dir if isinstance(self.data_dir, list) else [self.data_dir]
 
 
-class GptHDF5DataProcessor:
+class GptHDF5DataProcessor(SampleSource):
     """Checks a data set against its configuration and the model, and makes loaders of it.
+
+    A batch is `input_ids`, `attention_mask` (1 where a position counts in the loss) and `labels`, each int64
+    [batch_size / world_size, sequence_length].
 
     Args:
         config: keys of the dataloader section.
@@ -87,44 +90,55 @@ class GptHDF5DataProcessor:
         max_position_embeddings: int | None = None,
     ) -> None:
         self.config = config
-        files = [check_sample_file(path) for folder in config.folders for path in _hdf5_files(folder)]
-        _check_lengths(files, config.max_sequence_length, max_position_embeddings)
         limits = [size for size in (config.vocab_size, vocab_size) if size is not None]
-        self.dataset = GptSamples(files, vocab_size=min(limits, default=None))
-        self.order = SampleOrder(
-            num_samples=len(self.dataset),
+        self.dataset = open_samples(
+            config.folders,
+            vocab_size=min(limits, default=None),
+            sequence_length=config.max_sequence_length,
+            max_position_embeddings=max_position_embeddings,
+        )
+        super().__init__(
+            self.dataset,
             batch_size=config.batch_size,
             shuffle=config.shuffle,
             seed=config.shuffle_seed,
             repeat=config.repeat,
             drop_last=config.drop_last,
+            num_workers=config.num_workers,
+            prefetch_factor=config.prefetch_factor,
+            persistent_workers=config.persistent_workers,
             rank=rank,
             world_size=world_size,
         )
 
-    @property
-    def num_samples(self) -> int:
-        return len(self.dataset)
-
-    @property
-    def sequence_length(self) -> int:
-        return self.dataset.files[0].sequence_length
-
-    def create_dataloader(self) -> BatchLoader:
-        """Batches `input_ids`, `attention_mask` (1 where a position counts in the loss) and `labels`.
-
-        Each is int64 [batch_size / world_size, sequence_length].
-        """
-        return BatchLoader(
-            self.dataset,
-            self.order,
-            num_workers=self.config.num_workers,
-            prefetch_factor=self.config.prefetch_factor,
-            persistent_workers=self.config.persistent_workers,
-        )
-
 
 GptHDF5MapDataProcessor = GptHDF5DataProcessor
+
+
+def open_samples(
+    folders: Sequence[Path],
+    *,
+    vocab_size: int | None = None,
+    sequence_length: int | None = None,
+    max_position_embeddings: int | None = None,
+    sinks: Sequence[int] = (),
+) -> GptSamples:
+    """The samples in the HDF5 files of some folders, checked.
+
+    Args:
+        folders: folders of HDF5 files.
+        vocab_size: number above every token id.
+        sequence_length: length that the samples must have.
+        max_position_embeddings: most tokens that a sample may have, those put before it included.
+        sinks: tokens to put before each sample; they do not count in the loss.
+
+    Raises:
+        DataError: if the files are missing, malformed or do not fit.
+    """
+    files = [check_sample_file(path) for folder in folders for path in _hdf5_files(folder)]
+    room = None if max_position_embeddings is None else max_position_embeddings - len(sinks)
+    _check_lengths(files, sequence_length, room)
+    return GptSamples(files, vocab_size=vocab_size, sinks=sinks)
 
 
 class GptSamples(Dataset[Any]):
@@ -133,23 +147,35 @@ class GptSamples(Dataset[Any]):
     Args:
         files: files with samples of one length.
         vocab_size: number above every token id; checked on what is read.
+        sinks: tokens that are put before each sample, and do not count in the loss.
     """
 
-    def __init__(self, files: Sequence[SampleFile], *, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, files: Sequence[SampleFile], *, vocab_size: int | None = None, sinks: Sequence[int] = ()
+    ) -> None:
         self.files = list(files)
         self.vocab_size = vocab_size
+        # Nothing is to be learnt there: no label counts.
+        self._sinks = np.stack([np.array(sinks, dtype=np.int64), *np.zeros((2, len(sinks)), dtype=np.int64)])
         self._ends = list(itertools.accumulate(file.num_samples for file in files))
         self._open_files = _OpenFiles()
 
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; an error is given, not raised (see `BatchLoader`)."""
-        samples = np.empty((len(indices), len(CHANNELS), self.files[0].sequence_length), dtype=np.int64)
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+        return self.files[0].sequence_length + int(self._sinks.shape[1])
+
+    def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
+        """The batch of these samples; see `headwater.data.source.Samples`."""
+        samples = np.empty((len(draws), len(CHANNELS), self.sequence_length), dtype=np.int64)
+        sinks = self._sinks.shape[1]
+        samples[..., :sinks] = self._sinks
         try:
-            for row, index in enumerate(indices):
-                samples[row] = self._sample(index)
+            for row, draw in enumerate(draws):
+                samples[row, :, sinks:] = self._sample(draw % len(self))
         except DataError as error:
             return error
         return {name: torch.from_numpy(samples[:, channel].copy()) for channel, name in enumerate(CHANNELS)}

@@ -367,7 +367,7 @@ def _initializer(name: str, config: DecoderConfig) -> InitializerConfig:
         (rf"blocks\.\d+\.{_READING}\.weight", config.input_init),
         (r"blocks\.\d+\.attention\.output\.weight", config.attention_output_init),
         (r"blocks\.\d+\.ffn\.(shared\.)?output\.weight", config.ffn_output_init),
-        (r"head\.weight", config.initializer),
+        (r"head\.weight", config.matrix_init),
     ):
         if re.fullmatch(pattern, name):
             return initializer

@@ -1,15 +1,36 @@
-"""Model families by the name that a params file gives them."""
+"""Models by the name that a params file gives them."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwater.config.models import DECODERS, MODELS, ModelConfig
-from headwater.models import decoder
+from headwater.config.models import (
+    DECODERS,
+    MODELS,
+    BertConfig,
+    DPRConfig,
+    ExtractiveSummarizationConfig,
+    FCMnistConfig,
+    ModelConfig,
+)
+from headwater.models import bert, decoder, mnist
+
+Example = dict[str, Tensor]
+"""A batch without values, on the meta device."""
+
+
+def _whole(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def _real(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,23 +38,89 @@ class Family:
     """What the package knows about a kind of model.
 
     Attributes:
-        config: schema of its model section.
-        model: makes the module. Its `forward(batch)` gives the loss.
+        model: makes the module from config, `fused_loss` and `seed`. Its `forward(batch)` gives the loss.
         init_parameter: initial value of one parameter from name, shape, config and seed.
         learning_rate_scale: factor on the learning rate of one parameter from name and config.
+        batch: a batch without values from config, samples, and tokens of a sample (its longest if `None`).
+        divisible: whether the mean of the losses of equal parts of a batch is the loss of the batch.
     """
 
-    config: type[ModelConfig]
     model: Callable[..., nn.Module]
-    init_parameter: Callable[[str, Sequence[int], ModelConfig, int], Tensor]
-    learning_rate_scale: Callable[[str, ModelConfig], float]
+    init_parameter: Callable[[str, Sequence[int], Any, int], Tensor]
+    learning_rate_scale: Callable[[str, Any], float]
+    batch: Callable[[Any, int, int | None], Example]
+    divisible: bool = True
 
+
+def _texts(*more: str) -> Callable[[Any, int, int | None], Example]:
+    """Batches of tokens, a mask, and `more` of the same shape."""
+
+    def batch(config: Any, size: int, length: int | None) -> Example:
+        names = ("input_ids", "attention_mask", *more)
+        return {name: _whole(size, length or config.max_position_embeddings) for name in names}
+
+    return batch
+
+
+def _masked_texts(config: BertConfig, size: int, length: int | None) -> Example:
+    example = _texts(*(["token_type_ids"] if config.num_segments else []))(config, size, length)
+    predictions = math.ceil(0.15 * example["input_ids"].shape[1])
+    for name in ("masked_lm_positions", "masked_lm_ids", "masked_lm_weights"):
+        example[name] = _whole(size, predictions)
+    return example if config.disable_nsp else example | {"next_sentence_label": _whole(size)}
+
+
+def _labelled_texts(*labels: str) -> Callable[[Any, int, int | None], Example]:
+    def batch(config: Any, size: int, length: int | None) -> Example:
+        return _texts("token_type_ids")(config, size, length) | {name: _whole(size) for name in labels}
+
+    return batch
+
+
+def _sentences(config: ExtractiveSummarizationConfig, size: int, length: int | None) -> Example:
+    example = _texts("token_type_ids")(config, size, length)
+    sentences = min(50, example["input_ids"].shape[1])
+    names = ("cls_indices", "cls_label", "cls_weights")
+    return example | {name: _whole(size, sentences) for name in names}
+
+
+def _questions(config: DPRConfig, size: int, length: int | None) -> Example:
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    questions = length or config.q_encoder.max_position_embeddings
+    passages = length or config.ctx_encoder.max_position_embeddings
+    return {f"questions_{name}": _whole(size, questions) for name in names} | {
+        f"ctx_{name}": _whole(size, 2, passages) for name in names
+    }
+
+
+def _digits(config: FCMnistConfig, size: int, length: int | None) -> Example:
+    return {"inputs": _real(size, 1, 28, 28), "labels": _whole(size)}
+
+
+_DECODER = Family(decoder.Decoder, decoder.init_parameter, decoder.learning_rate_scale, _texts("labels"))
+
+
+def _encoder(model: Callable[..., nn.Module], batch: Callable[[Any, int, int | None], Example]) -> Family:
+    return Family(model, bert.init_parameter, bert.learning_rate_scale, batch)
+
+
+_BERT = _encoder(bert.Bert, _masked_texts)
 
 FAMILIES: dict[str, Family] = {
-    name: Family(MODELS[name], decoder.Decoder, decoder.init_parameter, decoder.learning_rate_scale)
-    for name in DECODERS
+    **dict.fromkeys(DECODERS, _DECODER),
+    "bert": _BERT,
+    "esm2": _BERT,
+    "bert/classifier": _encoder(bert.Classifier, _labelled_texts("labels")),
+    "bert/token_classifier": _encoder(bert.TokenClassifier, _texts("token_type_ids", "labels")),
+    "bert/extractive_summarization": _encoder(bert.ExtractiveSummarizer, _sentences),
+    "bert/qa": _encoder(bert.QuestionAnswering, _labelled_texts("start_positions", "end_positions")),
+    # The passages of a batch are told from each other.
+    "dpr": dataclasses.replace(_encoder(bert.DPR, _questions), divisible=False),
+    "fc_mnist": Family(mnist.FCMnist, mnist.init_parameter, lambda name, config: 1.0, _digits),
 }
 """Families by the `name` of the model section."""
+
+assert FAMILIES.keys() == MODELS.keys(), "every schema has a model"
 
 
 def build_model(
@@ -44,11 +131,22 @@ def build_model(
     Args:
         config: the model section of a params file.
         device: where its parameters are made; on `meta` they take no memory and have no values.
-        fused_loss: see `Decoder`.
+        fused_loss: compute a loss over a vocabulary in chunks, without the logits of the whole batch.
         seed: seed of the initial weights.
     """
     with torch.device(device):
         return FAMILIES[config.name].model(config, fused_loss=fused_loss, seed=seed)
+
+
+def meta_batch(config: ModelConfig, size: int, length: int | None = None) -> Example:
+    """A batch without values for the model that `config` describes, on the meta device.
+
+    Args:
+        config: the model section of a params file.
+        size: samples.
+        length: tokens of a sample; the most that the model takes if not given.
+    """
+    return FAMILIES[config.name].batch(config, size, length)
 
 
 def init_parameter(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:

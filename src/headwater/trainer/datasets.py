@@ -1,19 +1,32 @@
-"""From the data sections of a params file to loaders."""
+"""From the data sections of a params file to samples in an order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headwater.config.models import ModelConfig
-from headwater.config.sections import DataConfig
+from headwater.config.data import (
+    DataConfig,
+    GptDataConfig,
+    MNISTDataConfig,
+    TextClassificationDataConfig,
+    TokenClassificationDataConfig,
+)
+from headwater.config.models import (
+    ClassifierConfig,
+    DecoderConfig,
+    FCMnistConfig,
+    ModelConfig,
+    TokenClassifierConfig,
+)
 from headwater.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headwater.data.reader import GptHDF5DataProcessor
+    from headwater.data.source import Samples, SampleSource
 
 
-def open_data(config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool) -> GptHDF5DataProcessor:
+def open_data(config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool) -> SampleSource:
     """The data set that `config` names, checked against the model.
 
     Args:
@@ -23,33 +36,80 @@ def open_data(config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool
         repeat: endless passes, for training; otherwise each iteration is one pass.
 
     Raises:
-        ConfigError: if h5py is not installed.
+        ConfigError: if the data are not for this model, or a package that reads them is not installed.
         DataError: if the data are missing, malformed or do not fit the model.
     """
+    schema, opened = _OPENERS[type(config)]
+    if not isinstance(model, schema):
+        raise ConfigError(
+            f"{config.data_processor} is not for the model {model.name}",
+            where="data_processor",
+            remedy="name the data processor of this model",
+        )
     try:
-        from headwater.data.reader import GptHDF5DataProcessor, GptHDF5DataProcessorConfig
+        from headwater.data.source import SampleSource
+
+        samples = opened(config, model)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"reading data needs {error.name}", remedy="pip install 'headwater[data]'"
         ) from error
-    keys = GptHDF5DataProcessorConfig(
-        data_processor=config.data_processor,
-        data_dir=list(config.data_dir),
+    return SampleSource(
+        samples,
         batch_size=config.batch_size,
         shuffle=config.shuffle,
-        shuffle_seed=seed if config.shuffle_seed is None else config.shuffle_seed,
+        seed=seed if config.shuffle_seed is None else config.shuffle_seed,
         num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor,
         persistent_workers=config.persistent_workers,
-        drop_last=config.drop_last,
+        drop_last=config.leaves_out_last,
         repeat=repeat,
     )
-    return GptHDF5DataProcessor(
-        keys, vocab_size=model.vocab_size, max_position_embeddings=model.max_position_embeddings
+
+
+def _gpt(config: GptDataConfig, model: DecoderConfig) -> Samples:
+    from headwater.data.reader import open_samples
+
+    sinks = [(each.sink_token_id, each.num_sink_tokens) for each in config.data_transforms]
+    sizes = [size for size in (config.vocab_size, model.vocab_size) if size is not None]
+    return open_samples(
+        config.data_dir,
+        vocab_size=min(sizes),
+        max_position_embeddings=model.max_position_embeddings,
+        sinks=tuple(token for token, count in reversed(sinks) for _ in range(count)),
     )
+
+
+def _labelled_texts(config: TextClassificationDataConfig, model: ClassifierConfig) -> Samples:
+    from headwater.data.text.classification import read_labelled_texts
+
+    return read_labelled_texts(config, model.vocab_size, model.num_labels)
+
+
+def _labelled_tokens(config: TokenClassificationDataConfig, model: TokenClassifierConfig) -> Samples:
+    from headwater.data.text.classification import read_labelled_tokens
+
+    return read_labelled_tokens(config, model.vocab_size, model.num_classes)
+
+
+def _digits(config: MNISTDataConfig, model: FCMnistConfig) -> Samples:
+    from headwater.data.image.mnist import read_digits
+
+    return read_digits(config)
+
+
+_OPENERS: dict[type, tuple[type, Callable[[Any, Any], Samples]]] = {
+    GptDataConfig: (DecoderConfig, _gpt),
+    TextClassificationDataConfig: (ClassifierConfig, _labelled_texts),
+    TokenClassificationDataConfig: (TokenClassifierConfig, _labelled_tokens),
+    MNISTDataConfig: (FCMnistConfig, _digits),
+}
+"""For each kind of data section the models that read it, and what opens it."""
 
 
 def find_tokenizer(config: DataConfig) -> Path | None:
     """The tokenizer that `headwater data` left beside the folder of samples, if it did."""
+    if not isinstance(config, GptDataConfig):
+        return None
     candidates = (folder.absolute().parent / "tokenizer.json" for folder in config.data_dir)
     return next((path for path in candidates if path.is_file()), None)

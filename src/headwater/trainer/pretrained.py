@@ -13,9 +13,9 @@ from headwater.optim.loss_scale import LossScale
 from headwater.store.snapshot_load import SavedCheckpoint, load_weights
 from headwater.trainer.checkpoint import CheckpointManager
 from headwater.trainer.engines import open_engine, training_disk
-from headwater.trainer.gpt_job import gpt_trainable
 from headwater.trainer.planning import Workload, optimizer_of
 from headwater.trainer.state import RunState
+from headwater.trainer.zoo_job import zoo_trainable
 
 
 def checkpoint_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,7 +41,7 @@ def import_weights(config: RunConfig, weights: Iterable[tuple[str, torch.Tensor]
     Raises:
         CheckpointError: if the weights are not those of the model.
     """
-    init, trainable = config.init, gpt_trainable(config.init)
+    init, trainable = config.init, zoo_trainable(config.init)
     layout = {name: (torch.float32, tuple(p.shape)) for name, p in trainable.model.named_parameters()}
     with ShardWriter(scratch, plan_shards(layout, max_shard_bytes=1 << 62)) as writer:
         for name, tensor in weights:

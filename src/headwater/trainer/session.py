@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headwater.config.data import DataConfig
 from headwater.config.run import RunConfig, SetupConfig
-from headwater.config.sections import DataConfig
 from headwater.core.errors import ConfigError
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
@@ -19,7 +19,6 @@ from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, comple
 from headwater.trainer.datasets import open_data
 from headwater.trainer.engines import open_engine, trained_model, training_disk
 from headwater.trainer.evaluate import Evaluation, evaluate
-from headwater.trainer.gpt_job import gpt_job, gpt_trainable
 from headwater.trainer.interrupt import interrupts, shielded
 from headwater.trainer.job import Batch, Job, Trainable
 from headwater.trainer.logs import make_callbacks
@@ -27,6 +26,7 @@ from headwater.trainer.loop import Trainer
 from headwater.trainer.planning import Workload, training_workload
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import Start, find_start
+from headwater.trainer.zoo_job import zoo_job, zoo_trainable
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def fit(config: RunConfig, *, console: Console | None = None) -> FitResult:
     Raises:
         HeadwaterError: if something is wrong; the last complete checkpoint is then intact.
     """
-    return fit_job(gpt_job(config), console=console)
+    return fit_job(zoo_job(config), console=console)
 
 
 def fit_job(job: Job, *, console: Console | None = None) -> FitResult:
@@ -158,7 +158,7 @@ def validate_all(config: RunConfig) -> Iterator[tuple[Path | None, DataConfig, E
 def evaluate_checkpoint(config: RunConfig, loader: DataConfig, checkpoint: Path | None) -> Evaluation:
     """Evaluate one checkpoint, the newest if none is named, on one data set."""
     data = open_data(loader, config.init.model, seed=config.init.seed, repeat=False)
-    trainable = gpt_trainable(config.init, data.sequence_length)
+    trainable = zoo_trainable(config.init, data.sequence_length)
     return evaluate_data(config.init, trainable, data.create_dataloader(), loader.batch_size, checkpoint)
 
 

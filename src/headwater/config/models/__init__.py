@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any, get_args
+
+from pydantic import Field
+
+from headwater.config.base import Section
 from headwater.config.models.common import InitializerConfig, InitializerName, Nonlinearity
 from headwater.config.models.decoder import FAMILIES as DECODERS
 from headwater.config.models.decoder import DecoderConfig
+from headwater.config.models.encoder import (
+    BertConfig,
+    ClassifierConfig,
+    DPRConfig,
+    EncoderSection,
+    ExtractiveSummarizationConfig,
+    QuestionAnsweringConfig,
+    TokenClassifierConfig,
+)
+from headwater.config.models.vision import FCMnistConfig
 
-MODELS: dict[str, type[DecoderConfig]] = dict.fromkeys(DECODERS, DecoderConfig)
-"""Schema of the `model:` section by the model's name. A family is added by a class and a line here."""
+ModelConfig = (
+    DecoderConfig
+    | BertConfig
+    | ClassifierConfig
+    | TokenClassifierConfig
+    | ExtractiveSummarizationConfig
+    | QuestionAnsweringConfig
+    | DPRConfig
+    | FCMnistConfig
+)
+"""Any model section."""
 
-ModelConfig = DecoderConfig
-"""Any model section; a union once there are several classes."""
+AnyModel = Annotated[ModelConfig, Field(discriminator="name")]
+"""The same as a key of a params file: the name says which."""
+
+
+def _names(schema: type[Section]) -> tuple[str, ...]:
+    names: tuple[str, ...] = get_args(schema.model_fields["name"].annotation)
+    return names
+
+
+MODELS: dict[str, type[Any]] = {name: schema for schema in get_args(ModelConfig) for name in _names(schema)}
+"""Schema of the `model:` section by the model's name. A family is added by a class and a line above."""
 
 __all__ = [
     "DECODERS",
     "MODELS",
+    "AnyModel",
+    "BertConfig",
+    "ClassifierConfig",
+    "DPRConfig",
     "DecoderConfig",
+    "EncoderSection",
+    "ExtractiveSummarizationConfig",
+    "FCMnistConfig",
     "InitializerConfig",
     "InitializerName",
     "ModelConfig",
     "Nonlinearity",
+    "QuestionAnsweringConfig",
+    "TokenClassifierConfig",
 ]

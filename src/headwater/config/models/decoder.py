@@ -266,7 +266,7 @@ class DecoderConfig(Section):
     use_bias_in_output: bool = False
     final_logit_softcapping: float | None = Field(default=None, gt=0)
     initializer_range: float = Field(default=0.02, gt=0)
-    initializer: InitializerConfig = InitializerConfig(name="truncated_normal", std=0.02)
+    initializer: InitializerConfig | None = None
     embedding_initializer: InitializerConfig | None = None
     output_layer_initializer: InitializerConfig | None = None
     loss_scaling: Literal["num_tokens", "batch_size"] = "num_tokens"
@@ -394,14 +394,19 @@ class DecoderConfig(Section):
         return alpha / self.width_ratio if self.mup_base_hidden_size is not None else 1.0
 
     @property
+    def matrix_init(self) -> InitializerConfig:
+        """Of every matrix that has no initializer of its own, before muP."""
+        return self.initializer or InitializerConfig(name="truncated_normal", std=self.initializer_range)
+
+    @property
     def embedding_init(self) -> InitializerConfig:
         """Of token and position embeddings."""
-        return self.embedding_initializer or self.initializer
+        return self.embedding_initializer or self.matrix_init
 
     @property
     def input_init(self) -> InitializerConfig:
         """Of the matrices that read the residual stream: query, key, value, first feed-forward layer."""
-        return self.initializer.scaled(self.width_ratio**-0.5)
+        return self.matrix_init.scaled(self.width_ratio**-0.5)
 
     @property
     def attention_output_init(self) -> InitializerConfig:
@@ -417,4 +422,4 @@ class DecoderConfig(Section):
         # muP files give the output initializer without the depth factor, other files with it.
         given, mup = self.output_layer_initializer, self.mup_base_hidden_size is not None
         depth_factor = (2 * self.num_hidden_layers) ** -0.5 if mup or given is None else 1.0
-        return (given or self.initializer).scaled(depth_factor * ratio**-0.5)
+        return (given or self.matrix_init).scaled(depth_factor * ratio**-0.5)

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from headwater.config.models import BertConfig, ModelConfig
 from headwater.convert.formats.alibi import BLOOM, MPT
 from headwater.convert.formats.base import Format
+from headwater.convert.formats.bert import (
+    BERT,
+    BERT_CLASSIFIER,
+    BERT_QA,
+    BERT_TOKEN_CLASSIFIER,
+    ESM,
+    ROBERTA,
+)
 from headwater.convert.formats.bigcode import GPT_BIGCODE
 from headwater.convert.formats.falcon import FALCON
 from headwater.convert.formats.gpt2 import GPT2
@@ -14,40 +26,61 @@ from headwater.core.errors import ConfigError
 
 FORMATS: tuple[Format, ...] = (
     GPT2, GPTJ, GPT_NEOX, CODEGEN, LLAMA, MISTRAL, MIXTRAL, GEMMA2, FALCON, BLOOM, MPT, GPT_BIGCODE,
+    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM,
 )  # fmt: skip
-"""All of them."""
-
-_BY_TYPE = {format.model_type: format for format in FORMATS}
-_BY_MODEL = {model: format for format in FORMATS for model in format.models}
+"""All of them; of several for one type the first is meant where a `config.json` names no class."""
 
 
-def format_of_type(model_type: object, *, where: str) -> Format:
-    """The format that a `config.json` names as its `model_type`.
+_NAMES: dict[str, tuple[Format, str]] = {
+    **{model: (format, model) for format in FORMATS for model in format.models if "/" not in model},
+    "code-llama": (LLAMA, "llama"),
+    "llamaV2": (LLAMA, "llama"),
+    "wizardlm": (LLAMA, "llama"),
+    "octocoder": (GPT_BIGCODE, "starcoder"),
+    "sqlcoder": (GPT_BIGCODE, "starcoder"),
+    "wizardcoder": (GPT_BIGCODE, "starcoder"),
+    "bert": (BERT, "bert"),
+    "bert-sequence-classifier": (BERT_CLASSIFIER, "bert/classifier"),
+    "bert-token-classifier": (BERT_TOKEN_CLASSIFIER, "bert/token_classifier"),
+    "bert-q&a": (BERT_QA, "bert/qa"),
+    "roberta": (ROBERTA, "bert"),
+}
+CONVERTERS: dict[str, tuple[Format, str]] = dict(sorted(_NAMES.items()))
+"""Formats by the names that users give models, with the name of the model here."""
+
+
+def format_of_hf(hf: Mapping[str, Any], *, where: str) -> Format:
+    """The format that the content of a `config.json` names.
 
     Raises:
         ConfigError: if there is none here.
     """
-    format = _BY_TYPE.get(str(model_type))
-    if format is None:
+    of_type = [format for format in FORMATS if format.model_type == hf.get("model_type")]
+    if not of_type:
+        known = sorted({format.model_type for format in FORMATS})
         raise ConfigError(
-            f"model_type is {model_type!r}",
+            f"model_type is {hf.get('model_type')!r}",
             where=where,
-            remedy=f"types that can be converted: {', '.join(sorted(_BY_TYPE))}",
+            remedy=f"types that can be converted: {', '.join(known)}",
         )
-    return format
+    names = hf.get("architectures") or ()
+    return next((format for format in of_type if format.architecture in names), of_type[0])
 
 
-def format_of_model(name: str) -> Format:
-    """The format in which the model family called `name` is stored.
+def format_of_config(config: ModelConfig) -> Format:
+    """The format in which the model of a params file is stored.
 
     Raises:
         ConfigError: if the transformers library has no such models.
     """
-    format = _BY_MODEL.get(name)
+    if isinstance(config, BertConfig) and config.mask_padding_in_positional_embed:
+        return ROBERTA
+    format = next((format for format in FORMATS if config.name in format.models), None)
     if format is None:
+        known = sorted({model for format in FORMATS for model in format.models})
         raise ConfigError(
-            f"there is no format for {name} in the transformers library",
+            f"there is no format for {config.name} in the transformers library",
             where="model.name",
-            remedy=f"models that have one: {', '.join(sorted(_BY_MODEL))}",
+            remedy=f"models that have one: {', '.join(known)}",
         )
     return format

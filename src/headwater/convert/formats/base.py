@@ -46,8 +46,11 @@ class Format:
         rules: the tensors of a model.
         section: what else the model section says for a `config.json`.
         config: what else `config.json` says for a model section.
+        schema: of the model section.
+        meaning: what decides about a model's function and the names of its weights, by key of the section.
         refused: keys of `config.json` with the only value that can be imported.
         prefix: of the tensors of the model without its head: checkpoints of that alone leave it out.
+        others: what names of further tensors begin with.
         head: name of the head's weight, which is stored again in some checkpoints where it is shared.
         ignored: what the names of tensors that hold no weight end in.
     """
@@ -56,22 +59,25 @@ class Format:
     architecture: str
     models: tuple[str, ...]
     keys: Mapping[str, Key]
-    rules: Callable[[DecoderConfig], Sequence[Rule]]
+    rules: Callable[[Any], Sequence[Rule]]
     section: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}
-    config: Callable[[DecoderConfig], Mapping[str, Any]] = lambda config: {}
+    config: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    schema: type[Any] = DecoderConfig
+    meaning: Callable[[Any], dict[str, Any]] = lambda config: decoder_meaning(config)
     refused: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prefix: str = "transformer."
+    others: tuple[str, ...] = ()
     head: str = "lm_head"
     ignored: tuple[str, ...] = ()
 
-    def config_from_hf(self, hf: Mapping[str, Any], *, where: str) -> DecoderConfig:
+    def config_from_hf(self, hf: Mapping[str, Any], *, where: str) -> Any:
         """The model section for the content of a `config.json`.
 
         Raises:
             ConfigError: if the models here cannot express it.
         """
         for name, only in self.refused.items():
-            if hf.get(name, only) != only:
+            if hf.get(name) not in (None, only):
                 raise ConfigError(
                     f"{name} is {hf[name]!r}, and only {only!r} can be imported",
                     where=where,
@@ -86,7 +92,7 @@ class Format:
         section["initializer"] = {"name": "normal", "std": hf.get("initializer_range", 0.02)}
         try:
             section |= self.section(hf)
-            return DecoderConfig.model_validate({key: v for key, v in section.items() if v is not None})
+            return self.schema.model_validate({key: v for key, v in section.items() if v is not None})
         except ValidationError as error:
             details = error.errors()[0]
             here = str(details["loc"][0]) if details["loc"] else "config"
@@ -95,7 +101,7 @@ class Format:
                 f"{there}: {details['msg']}", where=where, remedy="correct the value"
             ) from error
 
-    def config_to_hf(self, config: DecoderConfig, *, end_of_text: int | None = None) -> dict[str, Any]:
+    def config_to_hf(self, config: Any, *, end_of_text: int | None = None) -> dict[str, Any]:
         """Content of `config.json` for a model section.
 
         Args:
@@ -107,7 +113,7 @@ class Format:
         """
         hf: dict[str, Any] = {key.name: getattr(config, key.value or ours) for ours, key in self.keys.items()}
         hf |= {
-            "initializer_range": config.initializer.std,
+            "initializer_range": config.matrix_init.std,
             "bos_token_id": end_of_text,
             "eos_token_id": end_of_text,
             "architectures": [self.architecture],
@@ -115,7 +121,7 @@ class Format:
             **self.config(config),
         }
         # What the format cannot say comes back otherwise.
-        back, given = (meaning(each) for each in (self.config_from_hf(hf, where="the export"), config))
+        back, given = (self.meaning(each) for each in (self.config_from_hf(hf, where="the export"), config))
         for key, value in given.items():
             if not _equal(value, back[key]):
                 raise ConfigError(
@@ -126,7 +132,7 @@ class Format:
         return hf
 
 
-def meaning(config: DecoderConfig) -> dict[str, Any]:
+def decoder_meaning(config: DecoderConfig) -> dict[str, Any]:
     """What decides about the model's function and the names of its weights, by key of the model section."""
     layers = range(config.num_hidden_layers)
     meaning = {
@@ -206,10 +212,10 @@ def function(hf: Mapping[str, Any], key: str, default: str, *, gated: bool = Fal
     return (_GATED if gated else _FUNCTIONS).get(name, name)
 
 
-def their_function(config: DecoderConfig, *, gated: bool = False) -> str:
-    """What the nonlinearity is called in `config.json`; some other one where it has no name there."""
+def their_function(nonlinearity: str, *, gated: bool = False) -> str:
+    """What a nonlinearity is called in `config.json`; some other one where it has no name there."""
     names = _GATED if gated else _FUNCTIONS
-    theirs = (there for there, here in names.items() if here == config.nonlinearity)
+    theirs = (there for there, here in names.items() if here == nonlinearity)
     return next(theirs, next(iter(names)))
 
 

@@ -21,7 +21,7 @@ def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _config(config: DecoderConfig) -> dict[str, Any]:
     return {
         "multi_query": config.num_kv_heads == 1,
-        "activation_function": their_function(config),
+        "activation_function": their_function(config.nonlinearity),
         "scale_attn_weights": config.attention_type == "scaled_dot_product",
     }
 

@@ -49,7 +49,7 @@ def _config(config: DecoderConfig) -> dict[str, Any]:
         "multi_query": new or config.num_kv_heads == 1,
         "parallel_attn": config.parallel_blocks,
         "ffn_hidden_size": config.ffn_size,
-        "activation": their_function(config),
+        "activation": their_function(config.nonlinearity),
         "bias": config.use_ffn_bias,
         "alibi": False,
     }

@@ -46,7 +46,7 @@ GPT2 = Format(
         "attention_type": "scaled_dot_product" if hf.get("scale_attn_weights", True) else "dot_product",
     },
     config=lambda config: {
-        "activation_function": their_function(config),
+        "activation_function": their_function(config.nonlinearity),
         "scale_attn_weights": config.attention_type == "scaled_dot_product",
     },
     refused={"add_cross_attention": False},

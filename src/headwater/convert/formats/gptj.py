@@ -62,7 +62,7 @@ def _format(model_type: str, architecture: str, rules: Callable[[DecoderConfig],
         models=(model_type,),
         keys=_KEYS,
         section=lambda hf: {"nonlinearity": function(hf, "activation_function", "gelu_new")},
-        config=lambda config: {"activation_function": their_function(config)},
+        config=lambda config: {"activation_function": their_function(config.nonlinearity)},
         rules=rules,
         ignored=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),
     )

@@ -50,7 +50,7 @@ def _config(config: DecoderConfig, function_key: str = "hidden_act") -> dict[str
         **rope_parameters(config),
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_size,
-        function_key: their_function(config, gated=True),
+        function_key: their_function(config.nonlinearity, gated=True),
     }
 
 

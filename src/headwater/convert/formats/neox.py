@@ -35,7 +35,7 @@ def _config(config: DecoderConfig) -> dict[str, Any]:
     return {
         "rope_parameters": rope | {"partial_rotary_factor": config.rotary_size / config.head_size},
         "attention_bias": config.use_projection_bias_in_attention,
-        "hidden_act": their_function(config),
+        "hidden_act": their_function(config.nonlinearity),
     }
 
 

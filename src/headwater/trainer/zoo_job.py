@@ -1,17 +1,17 @@
-"""Runs of the model families that come with the package, on samples in HDF5 files."""
+"""Runs of the models that come with the package."""
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
-from headwater.config.models import ModelConfig
+from headwater.config.models import DecoderConfig, ModelConfig
 from headwater.config.run import InitConfig, RunConfig
 from headwater.config.sections import FitConfig
 from headwater.core.errors import ConfigError
-from headwater.models.registry import build_model, init_parameter, learning_rate_scale
+from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
 from headwater.trainer.datasets import find_tokenizer, open_data
 from headwater.trainer.job import Job, Trainable
+from headwater.trainer.metrics import find_metrics
 from headwater.trainer.run_dir import RunDir
 
 
@@ -20,24 +20,25 @@ def meta_model(config: ModelConfig) -> nn.Module:
     return build_model(config, device="meta")
 
 
-def gpt_trainable(init: InitConfig, sequence_length: int | None = None) -> Trainable:
+def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Trainable:
     """The model of the params, each parameter drawn from a stream of its own.
 
     Args:
         init: the params.
         sequence_length: tokens of a sample; the most that the model takes if not given.
     """
-    length = sequence_length or init.model.max_position_embeddings
+    model = meta_model(init.model)
     return Trainable(
-        model=meta_model(init.model),
-        example=lambda size: _meta_batch(size, length),
+        model=model,
+        example=lambda size: meta_batch(init.model, size, sequence_length),
         initial=lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed),
         learning_rate_scale=lambda name: learning_rate_scale(name, init.model),
-        divisible=True,
+        divisible=FAMILIES[init.model.name].divisible,
+        metrics=find_metrics(model),
     )
 
 
-def gpt_job(config: RunConfig) -> Job:
+def zoo_job(config: RunConfig) -> Job:
     """The training run that the params describe.
 
     Raises:
@@ -55,7 +56,7 @@ def gpt_job(config: RunConfig) -> Job:
     batch_size = section.train_dataloader.batch_size
     return Job(
         init=init,
-        trainable=gpt_trainable(init, train.sequence_length),
+        trainable=zoo_trainable(init, train.sequence_length),
         train=train.create_dataloader(),
         batch_size=batch_size,
         evaluations=[data.create_dataloader() for data in evaluations],
@@ -65,9 +66,20 @@ def gpt_job(config: RunConfig) -> Job:
     )
 
 
-def _meta_batch(size: int, sequence_length: int) -> dict[str, torch.Tensor]:
-    names = ("input_ids", "attention_mask", "labels")
-    return {name: torch.empty(size, sequence_length, dtype=torch.int64, device="meta") for name in names}
+def language_model(config: RunConfig) -> DecoderConfig:
+    """The model, which continues texts.
+
+    Raises:
+        ConfigError: if it is one that does not.
+    """
+    model = config.init.model
+    if not isinstance(model, DecoderConfig):
+        raise ConfigError(
+            f"a {model.name} does not continue texts",
+            where=f"{config.source}: trainer.init.model.name",
+            remedy="name a run whose model is a decoder",
+        )
+    return model
 
 
 def fit_section(config: RunConfig) -> FitConfig:

@@ -1,0 +1,262 @@
+"""BERT and its fine-tunings, RoBERTa and ESM-2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headwater.config.models import (
+    BertConfig,
+    ClassifierConfig,
+    EncoderSection,
+    QuestionAnsweringConfig,
+    TokenClassifierConfig,
+)
+from headwater.convert.formats.base import Format, Key, function, their_function
+from headwater.convert.rules import Rule, both, repeated, same, stacked
+
+_KEYS = {
+    "vocab_size": Key("vocab_size", 30522),
+    "hidden_size": Key("hidden_size", 768),
+    "num_hidden_layers": Key("num_hidden_layers", 12),
+    "num_heads": Key("num_attention_heads", 12),
+    "filter_size": Key("intermediate_size", 3072),
+    "num_segments": Key("type_vocab_size", 2),
+    "dropout_rate": Key("hidden_dropout_prob", 0.1),
+    "attention_dropout_rate": Key("attention_probs_dropout_prob", 0.1, "attention_dropout"),
+    "layer_norm_epsilon": Key("layer_norm_eps", 1e-12),
+}
+_BERT_KEYS = {**_KEYS, "max_position_embeddings": Key("max_position_embeddings", 512)}
+_ENCODERS_ONLY = {"is_decoder": False, "add_cross_attention": False}
+
+
+def _encoder_rules(config: EncoderSection, base: str, *, pre_norm: bool = False) -> tuple[Rule, ...]:
+    layer, embeddings = f"{base}.encoder.layer.{{}}", f"{base}.embeddings"
+    norms = (
+        ("attention.LayerNorm", "LayerNorm")
+        if pre_norm
+        else ("attention.output.LayerNorm", "output.LayerNorm")
+    )
+    return (
+        same("encoder.embedding.weight", f"{embeddings}.word_embeddings.weight"),
+        same("encoder.position_embedding.weight", f"{embeddings}.position_embeddings.weight"),
+        same("encoder.segment_embedding.weight", f"{embeddings}.token_type_embeddings.weight"),
+        *both(same, "encoder.embedding_norm", f"{embeddings}.LayerNorm"),
+        *both(
+            stacked,
+            "encoder.blocks.{}.attention.qkv",
+            [f"{layer}.attention.self.{name}" for name in ("query", "key", "value")],
+            (config.hidden_size,) * 3,
+        ),
+        *both(same, "encoder.blocks.{}.attention.output", f"{layer}.attention.output.dense"),
+        *both(same, "encoder.blocks.{}.attention_norm", f"{layer}.{norms[0]}"),
+        *both(same, "encoder.blocks.{}.ffn.input", f"{layer}.intermediate.dense"),
+        *both(same, "encoder.blocks.{}.ffn.output", f"{layer}.output.dense"),
+        *both(same, "encoder.blocks.{}.ffn_norm", f"{layer}.{norms[1]}"),
+        *both(same, "encoder.norm", f"{base}.encoder.emb_layer_norm_after"),
+        *both(same, "pooler.dense", f"{base}.pooler.dense"),
+    )
+
+
+def _function(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {"encoder_nonlinearity": function(hf, "hidden_act", "gelu")}
+
+
+def _their_function(config: Any) -> dict[str, Any]:
+    return {"hidden_act": their_function(config.encoder_nonlinearity)}
+
+
+def _meaning(config: EncoderSection) -> dict[str, Any]:
+    """What decides about the function of an encoder and the names of its weights."""
+    keys = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "filter_size", "encoder_nonlinearity",
+        "position_embedding_type", "mask_padding_in_positional_embed", "max_position_embeddings",
+        "num_segments", "embedding_layer_norm", "layer_norm_epsilon", "norm_first", "use_final_layer_norm",
+        "token_dropout", "attention_scale", "embeddings_scale",
+    )  # fmt: skip
+    more = (
+        "disable_nsp", "share_embedding_weights", "logits_scale", "pooler_nonlinearity", "num_labels",
+        "num_classes",
+    )  # fmt: skip
+    meaning = {key: getattr(config, key) for key in (*keys, *more) if hasattr(config, key)}
+    if isinstance(config, BertConfig):
+        meaning["mlm_nonlinearity"] = config.mlm_nonlinearity or config.encoder_nonlinearity
+    if config.position_embedding_type == "rotary":
+        meaning |= {"rotary_dim": config.rotary_size, "rope_theta": config.rope_theta}
+    return meaning
+
+
+BERT = Format(
+    model_type="bert",
+    architecture="BertForPreTraining",
+    models=("bert",),
+    schema=BertConfig,
+    meaning=_meaning,
+    keys=_BERT_KEYS,
+    section=_function,
+    config=_their_function,
+    refused=_ENCODERS_ONLY,
+    rules=lambda config: (
+        *_encoder_rules(config, "bert"),
+        *both(same, "mlm.dense", "cls.predictions.transform.dense"),
+        *both(same, "mlm.norm", "cls.predictions.transform.LayerNorm"),
+        same("mlm.output.weight", "cls.predictions.decoder.weight"),
+        same("mlm.output.bias", "cls.predictions.bias"),
+        *both(same, "nsp", "cls.seq_relationship"),
+    ),
+    prefix="bert.",
+    others=("cls.",),
+    head="cls.predictions.decoder",
+    ignored=("embeddings.position_ids", "cls.predictions.decoder.bias"),
+)
+
+
+def _labels(config: Any) -> dict[str, Any]:
+    count = getattr(config, "num_labels", None) or config.num_classes
+    return {
+        **_their_function(config),
+        "id2label": {str(number): f"LABEL_{number}" for number in range(count)},
+        "label2id": {f"LABEL_{number}": number for number in range(count)},
+    }
+
+
+def _num_labels(hf: Mapping[str, Any]) -> int:
+    return len(hf.get("id2label") or (0, 1))
+
+
+BERT_CLASSIFIER = Format(
+    model_type="bert",
+    architecture="BertForSequenceClassification",
+    models=("bert/classifier",),
+    schema=ClassifierConfig,
+    meaning=_meaning,
+    keys={**_BERT_KEYS, "task_dropout": Key("classifier_dropout", None)},
+    section=lambda hf: {
+        **_function(hf),
+        "num_labels": _num_labels(hf),
+        "task_dropout": hf.get("classifier_dropout") or hf.get("hidden_dropout_prob", 0.1),
+        "problem_type": hf.get("problem_type") or "single_label_classification",
+    },
+    config=lambda config: _labels(config) | {"problem_type": config.problem_type},
+    refused=_ENCODERS_ONLY,
+    rules=lambda config: (*_encoder_rules(config, "bert"), *both(same, "output", "classifier")),
+    prefix="bert.",
+    others=("classifier.",),
+    head="classifier",
+    ignored=("embeddings.position_ids",),
+)
+
+BERT_TOKEN_CLASSIFIER = Format(
+    model_type="bert",
+    architecture="BertForTokenClassification",
+    models=("bert/token_classifier",),
+    schema=TokenClassifierConfig,
+    meaning=_meaning,
+    keys={**_BERT_KEYS, "encoder_output_dropout_rate": Key("classifier_dropout", None, "output_dropout")},
+    section=lambda hf: {
+        **_function(hf),
+        "num_classes": _num_labels(hf),
+        "encoder_output_dropout_rate": hf.get("classifier_dropout"),
+    },
+    config=_labels,
+    refused=_ENCODERS_ONLY,
+    rules=lambda config: (*_encoder_rules(config, "bert"), *both(same, "output", "classifier")),
+    prefix="bert.",
+    others=("classifier.",),
+    head="classifier",
+    ignored=("embeddings.position_ids",),
+)
+
+BERT_QA = Format(
+    model_type="bert",
+    architecture="BertForQuestionAnswering",
+    models=("bert/qa",),
+    schema=QuestionAnsweringConfig,
+    meaning=_meaning,
+    keys=_BERT_KEYS,
+    section=_function,
+    config=_their_function,
+    refused=_ENCODERS_ONLY,
+    rules=lambda config: (*_encoder_rules(config, "bert"), *both(same, "output", "qa_outputs")),
+    prefix="bert.",
+    others=("qa_outputs.",),
+    head="qa_outputs",
+    ignored=("embeddings.position_ids",),
+)
+
+
+def _token_head(config: BertConfig) -> tuple[Rule, ...]:
+    bias = same("mlm.output.bias", "lm_head.bias")
+    if not config.share_embedding_weights:  # there are two copies then, and the one in the decoder counts
+        bias = repeated("mlm.output.bias", ["lm_head.decoder.bias", "lm_head.bias"])
+    return (
+        *both(same, "mlm.dense", "lm_head.dense"),
+        *both(same, "mlm.norm", "lm_head.layer_norm"),
+        same("mlm.output.weight", "lm_head.decoder.weight"),
+        bias,
+    )
+
+
+def _roberta_section(hf: Mapping[str, Any]) -> dict[str, Any]:
+    pad = hf.get("pad_token_id", 1)
+    return {
+        **_function(hf),
+        "disable_nsp": True,
+        "mask_padding_in_positional_embed": True,
+        "pad_token_id": pad,
+        "mlm_nonlinearity": "gelu",
+        "max_position_embeddings": hf.get("max_position_embeddings", 512) - pad - 1,
+    }
+
+
+def _roberta_config(config: BertConfig) -> dict[str, Any]:
+    return {
+        **_their_function(config),
+        "pad_token_id": config.pad_token_id,
+        "max_position_embeddings": config.max_position_embeddings + config.pad_token_id + 1,
+    }
+
+
+ROBERTA = Format(
+    model_type="roberta",
+    architecture="RobertaForMaskedLM",
+    models=("bert",),
+    schema=BertConfig,
+    meaning=_meaning,
+    keys={**_KEYS, "share_embedding_weights": Key("tie_word_embeddings", True)},
+    section=_roberta_section,
+    config=_roberta_config,
+    refused=_ENCODERS_ONLY,
+    rules=lambda config: (*_encoder_rules(config, "roberta"), *_token_head(config)),
+    prefix="roberta.",
+    others=("lm_head.",),
+    head="lm_head.decoder",
+    ignored=("embeddings.position_ids", "lm_head.decoder.bias"),
+)
+
+ESM = Format(
+    model_type="esm",
+    architecture="EsmForMaskedLM",
+    models=("esm2",),
+    schema=BertConfig,
+    meaning=_meaning,
+    keys={
+        **{key: value for key, value in _KEYS.items() if key != "num_segments"},
+        "max_position_embeddings": Key("max_position_embeddings", 1026),
+        "pad_token_id": Key("pad_token_id", None),
+        "mask_token_id": Key("mask_token_id", None),
+        "token_dropout": Key("token_dropout", False),
+        "share_embedding_weights": Key("tie_word_embeddings", True),
+    },
+    section=lambda hf: {"position_embedding_type": "rotary", "num_segments": 0},
+    config=lambda config: {"position_embedding_type": "rotary", "emb_layer_norm_before": False},
+    refused={**_ENCODERS_ONLY, "position_embedding_type": "rotary", "emb_layer_norm_before": False},
+    rules=lambda config: (*_encoder_rules(config, "esm", pre_norm=True), *_token_head(config)),
+    prefix="esm.",
+    others=("lm_head.",),
+    head="lm_head.decoder",
+    ignored=(
+        "embeddings.position_ids", "lm_head.decoder.bias", ".rotary_embeddings.inv_freq",
+        "contact_head.regression.weight", "contact_head.regression.bias",
+    ),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Images, with what is to be learnt of them."""

@@ -1,0 +1,1 @@
+"""Texts for encoders: cut into WordPieces, filled up to one length, with what is to be learnt of them."""

@@ -1,0 +1,204 @@
+"""The bidirectional encoder under BERT, RoBERTa and ESM-2."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from headwater.config.models import EncoderSection, InitializerConfig
+from headwater.core.errors import DataError
+from headwater.models.layers.attention import Seen, SelfAttention
+from headwater.models.layers.feed_forward import FeedForward
+from headwater.models.layers.linear import Embedding
+from headwater.models.layers.norm import LayerNorm
+from headwater.models.layers.positions import rotary_frequencies, rotations
+
+
+class EncoderBlock(nn.Module):
+    """Attention and feed-forward part: [batch, seq, hidden] -> same.
+
+    Args:
+        config: the encoder.
+    """
+
+    def __init__(self, config: EncoderSection) -> None:
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.attention = SelfAttention(
+            config.hidden_size,
+            config.num_heads,
+            scale=config.attention_scale,
+            projection_bias=True,
+            output_bias=True,
+            attention_dropout=config.attention_dropout,
+            output_dropout=config.dropout_rate,
+        )
+        self.attention_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.ffn = FeedForward(
+            config.hidden_size,
+            config.filter_size,
+            config.encoder_nonlinearity,
+            bias=True,
+            dropout=config.dropout_rate,
+        )
+        self.ffn_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+
+    def forward(self, x: Tensor, seen: Seen) -> Tensor:
+        if self.norm_first:
+            x = x + self.attention(self.attention_norm(x), seen)
+            return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+        x = self.attention_norm(x + self.attention(x, seen))
+        return self.ffn_norm(x + self.ffn(x))  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """Hidden states of texts, each token's of all tokens: ids [batch, seq] -> [batch, seq, hidden].
+
+    Args:
+        config: the encoder.
+    """
+
+    def __init__(self, config: EncoderSection) -> None:
+        super().__init__()
+        self.config = config
+        width, epsilon = config.hidden_size, config.layer_norm_epsilon
+        self.embedding = Embedding(config.vocab_size, width)
+        self.position_embedding = (
+            Embedding(self._positions, width) if config.position_embedding_type == "learned" else None
+        )
+        self.segment_embedding = Embedding(config.num_segments, width) if config.num_segments else None
+        self.embedding_norm = LayerNorm(width, epsilon) if config.embedding_layer_norm else None
+        self.embedding_dropout = nn.Dropout(config.embedding_dropout)
+        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.num_hidden_layers))
+        self.norm = LayerNorm(width, epsilon) if config.use_final_layer_norm else None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_span: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [batch, seq, hidden].
+
+        Args:
+            input_ids: [batch, seq].
+            attention_mask: [batch, seq], 0 where a token is padding that nobody sees.
+            token_type_ids: [batch, seq], which segment a token is of; all of the first if not given.
+            position_ids: [batch, seq]; 0, 1, 2, … if not given.
+            attention_span: [batch, seq], how many of the tokens that follow are of the same text, where
+                several lie in one sequence.
+
+        Raises:
+            DataError: if a sequence is longer than the model has positions.
+        """
+        length = input_ids.shape[1]
+        if length > self.config.max_position_embeddings:
+            raise DataError(
+                f"a sequence of {length} tokens is longer than the {self.config.max_position_embeddings} "
+                "positions of the model",
+                where="model.max_position_embeddings",
+                remedy="use shorter sequences, or train a model with more positions",
+            )
+        if position_ids is None:
+            position_ids = self._position_ids(input_ids)
+        x = self.embedding_dropout(self._embed(input_ids, attention_mask, token_type_ids, position_ids))
+        seen = Seen(_mask(attention_mask, attention_span), self._rotations(position_ids))
+        for block in self.blocks:
+            x = block(x, seen)
+        return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
+
+    @property
+    def _positions(self) -> int:
+        """Rows of the position embedding: RoBERTa's positions begin after that of padding."""
+        config = self.config
+        return config.max_position_embeddings + self._first_position
+
+    @property
+    def _first_position(self) -> int:
+        return self.config.pad_token_id + 1 if self.config.mask_padding_in_positional_embed else 0
+
+    def _position_ids(self, input_ids: Tensor) -> Tensor:
+        if not self.config.mask_padding_in_positional_embed:
+            return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        text = (input_ids != self.config.pad_token_id).long()
+        return text.cumsum(1) * text + self.config.pad_token_id
+
+    def _embed(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None, position_ids: Tensor
+    ) -> Tensor:
+        config = self.config
+        x = self.embedding(input_ids)
+        if config.token_dropout:
+            x = self._without_masked(x, input_ids, attention_mask)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(position_ids)
+        if self.segment_embedding is not None:
+            segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+            x = x + self.segment_embedding(segments)
+        if config.embeddings_scale != 1:
+            x = x * config.embeddings_scale
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        if config.token_dropout:
+            x = x * attention_mask.unsqueeze(-1).to(x.dtype)
+        return x  # type: ignore[no-any-return]
+
+    def _without_masked(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Masked tokens have embedding 0, and the rest is scaled as if 12 % were masked: 80 % of 15 %."""
+        masked = input_ids.eq(self.config.mask_token_id or 0)
+        x = x.masked_fill(masked.unsqueeze(-1), 0)
+        share = masked.sum(-1).float() / attention_mask.sum(-1)
+        scale: Tensor = (1 - 0.15 * 0.8) / (1 - share)
+        return x * scale.to(x.dtype)[:, None, None]
+
+    def _rotations(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        config = self.config
+        if config.position_embedding_type != "rotary":
+            return None
+        frequencies = rotary_frequencies(config.rotary_size, config.rope_theta, device=position_ids.device)
+        return rotations(position_ids.unsqueeze(1), frequencies)
+
+
+def _mask(attention_mask: Tensor, span: Tensor | None) -> Tensor:
+    """Which keys each query sees: bool [batch, 1, queries or 1, keys]."""
+    seen = attention_mask.bool()[:, None, None, :]
+    if span is None:
+        return seen
+    # The texts of a sequence are told apart by where they end.
+    positions = torch.arange(span.shape[1], device=span.device)
+    ends = positions + span
+    return seen & (ends[:, None, :, None] == ends[:, None, None, :])
+
+
+ENCODER_MATRICES = r"(embedding|position_embedding|segment_embedding)\.weight"
+
+
+def encoder_initializer(name: str, config: EncoderSection) -> InitializerConfig | None:
+    """The initializer of an encoder's parameter by its name below the encoder; `None` if it has none."""
+    matrix = config.matrix_init
+    for pattern, initializer in (
+        (r".*\bbias", InitializerConfig(name="zeros")),
+        (r".*norm\.weight", InitializerConfig(name="ones")),
+        (ENCODER_MATRICES, matrix),
+        (
+            r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.(input|gate))\.weight",
+            matrix.scaled(config.width_ratio**-0.5),
+        ),
+        (r"blocks\.\d+\.ffn\.output\.weight", matrix.scaled(config.filter_ratio**-0.5)),
+    ):
+        if re.fullmatch(pattern, name):
+            return initializer
+    return None
+
+
+def encoder_learning_rate_scale(name: str, config: EncoderSection) -> float:
+    """Factor on the learning rate of an encoder's parameter by its name below the encoder; 1 without muP."""
+    if re.fullmatch(r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.(input|gate))\.weight", name):
+        return 1 / config.width_ratio
+    if re.fullmatch(r"blocks\.\d+\.ffn\.output\.weight", name):
+        return 1 / config.filter_ratio
+    return 1.0

@@ -1,0 +1,64 @@
+"""Handwritten digits by fully connected layers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwater.config.models import FCMnistConfig, InitializerConfig
+from headwater.models.evaluation import Scored
+from headwater.models.layers.feed_forward import NONLINEARITIES
+from headwater.models.layers.initializers import draw
+from headwater.models.layers.linear import Linear
+
+PIXELS = 28 * 28
+CLASSES = 10
+
+
+class FCMnist(nn.Module):
+    """Ten classes of images. `forward` gives the training loss.
+
+    Args:
+        config: the model section of a params file.
+        fused_loss: has no effect: there are ten classes.
+        seed: seed of the initial weights.
+    """
+
+    def __init__(self, config: FCMnistConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        widths = [PIXELS, *[config.hidden_size] * config.depth]
+        self.hidden = nn.ModuleList(Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths))
+        self.dropout = nn.Dropout(config.dropout)
+        self.output = Linear(config.hidden_size, CLASSES)
+        self.nonlinearity = NONLINEARITIES[config.activation_fn]
+        self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if not parameter.is_meta:
+                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Training loss, a scalar in fp32, of `inputs` [batch, 1, 28, 28] and `labels` [batch]."""
+        logits, labels = self.logits(batch), batch["labels"].long()
+        if not self.training and self.scored:
+            self.scored["accuracy"].add(logits.argmax(-1) == labels)
+        return F.cross_entropy(logits, labels)
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits [batch, 10], fp32."""
+        x = batch["inputs"].flatten(1)
+        for layer in self.hidden:
+            x = self.dropout(self.nonlinearity(layer(x)))
+        return self.output(x).float()  # type: ignore[no-any-return]
+
+
+def init_parameter(name: str, shape: Sequence[int], config: FCMnistConfig, seed: int) -> Tensor:
+    """Initial value of the parameter called `name`: He's (arXiv:1502.01852, equation 10), biases 0."""
+    if name.endswith("bias"):
+        return torch.zeros(*shape)
+    return draw(name, shape, InitializerConfig(name="normal", std=(2 / shape[1]) ** 0.5), seed)
