@@ -116,6 +116,71 @@ class TokenClassificationDataConfig(TextSection):
     label_vocab_file: FilePath | None = None
 
 
+class RecordSection(LoaderSection):
+    """What loaders of samples with named fields take.
+
+    Attributes:
+        data_dir: folder of HDF5 or CSV files.
+        max_sequence_length: tokens of a sample; longer ones are cut, shorter ones filled up. Those of the
+            model where absent.
+    """
+
+    data_dir: FilePath
+    max_sequence_length: int | None = Field(default=None, ge=3)
+
+
+class MaskedTextDataConfig(RecordSection):
+    """Texts with masked tokens, masked when they were prepared.
+
+    Attributes:
+        max_predictions_per_seq: tokens that are guessed at most; those of 15 % of the sample where absent.
+        use_vsl: several texts in a sample, told apart by `attention_span` and `position_ids`.
+    """
+
+    data_processor: Literal["BertHDF5DataProcessor", "BertCSVDataProcessor"]
+    max_predictions_per_seq: int | None = Field(default=None, ge=1)
+    use_vsl: bool = False
+
+
+class DynamicMaskDataConfig(RecordSection):
+    """Texts that are masked anew in each pass.
+
+    Attributes:
+        vocab_file: WordPiece tokens, one a line.
+        max_predictions_per_seq: tokens that are guessed at most.
+        masked_lm_prob: share of the tokens that are guessed.
+        do_lower: the texts are lower case; they are cut into tokens already.
+    """
+
+    data_processor: Literal["BertCSVDynamicMaskDataProcessor"]
+    vocab_file: FilePath
+    max_predictions_per_seq: int = Field(default=20, ge=1)
+    masked_lm_prob: float = Field(default=0.15, gt=0, lt=1)
+    do_lower: Annotated[bool, NoEffect("the texts are cut into tokens already")] = True
+
+
+class SentencesDataConfig(RecordSection):
+    """Texts of sentences, each with whether it belongs to the summary.
+
+    Attributes:
+        max_cls_tokens: sentences of a text at most.
+    """
+
+    data_processor: Literal["BertSumCSVDataProcessor"]
+    max_cls_tokens: int = Field(default=50, ge=1)
+
+
+class RetrievalDataConfig(RecordSection):
+    """Questions with passages, of which the first answers the question.
+
+    Attributes:
+        num_passages: passages of a question, the right one included.
+    """
+
+    data_processor: Literal["DPRHDF5DataProcessor"]
+    num_passages: int = Field(default=2, ge=1)
+
+
 class MNISTDataConfig(LoaderSection):
     """Handwritten digits in the IDX files of MNIST, compressed or not.
 
@@ -137,7 +202,16 @@ class MNISTDataConfig(LoaderSection):
         return self.drop_last if self.drop_last_batch is None else self.drop_last_batch
 
 
-DataConfig = GptDataConfig | TextClassificationDataConfig | TokenClassificationDataConfig | MNISTDataConfig
+DataConfig = (
+    GptDataConfig
+    | TextClassificationDataConfig
+    | TokenClassificationDataConfig
+    | MaskedTextDataConfig
+    | DynamicMaskDataConfig
+    | SentencesDataConfig
+    | RetrievalDataConfig
+    | MNISTDataConfig
+)
 """Any data loader's section."""
 
 AnyData = Annotated[DataConfig, Field(discriminator="data_processor")]

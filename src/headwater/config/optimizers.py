@@ -28,14 +28,17 @@ class OptimizerSection(Section):
     Attributes:
         learning_rate: a constant rate, for a run without `schedulers`.
         weight_decay: of every parameter but biases and those of normalization layers.
+        adjust_learning_rate: factor on the rate of parameters, by a pattern of their names, or `embedding` or
+            `decoder_kernel`; with a `ScalePerParamLR`.
     """
 
     learning_rate: float | None = Field(default=None, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
+    adjust_learning_rate: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
 
     def kwargs(self) -> dict[str, Any]:
         """Arguments of the optimizer in `torch.optim`, the learning rate apart."""
-        return self.model_dump(exclude={"learning_rate", "correct_bias"})
+        return self.model_dump(exclude={"learning_rate", "correct_bias", "adjust_learning_rate"})
 
 
 class AdamConfig(OptimizerSection):
@@ -183,6 +186,16 @@ class ScheduleConfig(SimpleScheduleConfig):
     """Which schedule: its name with its arguments."""
 
     SequentialLR: SequentialConfig | None = None
+    ScalePerParamLR: ScalePerParamConfig | None = None
 
     def build(self) -> Schedule:
-        return (self.SequentialLR or self.schedule).build()
+        return (self.ScalePerParamLR or self.SequentialLR or self.schedule).build()
+
+
+class ScalePerParamConfig(Section):
+    """A schedule that is scaled for each parameter by the optimizer's `adjust_learning_rate`."""
+
+    scheduler: ScheduleConfig
+
+    def build(self) -> Schedule:
+        return self.scheduler.build()

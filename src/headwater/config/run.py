@@ -72,6 +72,15 @@ class SetupConfig(Section):
             yield "optimizer", "its learning_rate is not looked at, since there are schedulers"
 
     @model_validator(mode="after")
+    def _scaled_schedule(self) -> Self:
+        scaled = bool(self.schedulers and self.schedulers[0].ScalePerParamLR)
+        if self.optimizer.arguments.adjust_learning_rate and not scaled:
+            raise ValueError(
+                "the optimizer's adjust_learning_rate needs a ScalePerParamLR around the scheduler"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_number_of_checkpoints(self) -> Self:
         counts = {self.checkpoint.keep_n, *(entry.n for entry in self._callbacks("KeepNCheckpoints"))} - {
             None

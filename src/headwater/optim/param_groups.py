@@ -14,8 +14,11 @@ from headwater.optim.spec import is_bias_or_norm
 
 _LAYERS = {
     "embedding": ("*embedding*weight",),
-    "decoder_kernel": ("*decoder*dense*weight", "*decoder*linear*weight"),
-}
+    "decoder_kernel": (
+        "*decoder*dense*weight", "*decoder*linear*weight", "blocks.*.attention.*weight",
+        "blocks.*.ffn.*weight",
+    ),
+}  # fmt: skip
 """Kinds of layers that `adjust_learning_rate` may name, with the patterns of their parameters' names."""
 
 
@@ -42,7 +45,7 @@ def configure_param_groups(
         ConfigError: if a pattern matches no parameter.
     """
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    factors = _factors(optimizer_params.get("adjust_learning_rate") or {}, named)
+    factors = learning_rate_factors(optimizer_params.get("adjust_learning_rate") or {}, named)
     tags = _tags(optimizer_params.get("params") or [], named)
     decay = float(optimizer_params.get("weight_decay", 0.0))
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
@@ -58,8 +61,16 @@ def configure_param_groups(
     return list(groups.values())
 
 
-def _factors(adjustments: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
-    """The factor on the learning rate of each parameter that has one; the first that matches counts."""
+def learning_rate_factors(adjustments: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+    """The factor on the learning rate of each parameter that has one; the first that matches counts.
+
+    Args:
+        adjustments: see `adjust_learning_rate` of `configure_param_groups`.
+        names: of all parameters.
+
+    Raises:
+        ConfigError: if a pattern matches no parameter.
+    """
     factors: dict[str, float] = {}
     for layers, factor in adjustments.items():
         for name in _matching(_LAYERS.get(layers, (layers,)), names, f"adjust_learning_rate: {layers}"):

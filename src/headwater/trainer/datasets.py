@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.config.data import (
     DataConfig,
+    DynamicMaskDataConfig,
     GptDataConfig,
+    MaskedTextDataConfig,
     MNISTDataConfig,
+    RetrievalDataConfig,
+    SentencesDataConfig,
     TextClassificationDataConfig,
     TokenClassificationDataConfig,
 )
 from headwater.config.models import (
+    BertConfig,
     ClassifierConfig,
     DecoderConfig,
+    DPRConfig,
+    ExtractiveSummarizationConfig,
     FCMnistConfig,
     ModelConfig,
     TokenClassifierConfig,
@@ -92,6 +100,63 @@ def _labelled_tokens(config: TokenClassificationDataConfig, model: TokenClassifi
     return read_labelled_tokens(config, model.vocab_size, model.num_classes)
 
 
+def _masked_texts(config: MaskedTextDataConfig, model: BertConfig) -> Samples:
+    from headwater.data.records import open_records
+    from headwater.data.text.fields import masked_text_fields
+
+    length = config.max_sequence_length or model.max_position_embeddings
+    predictions = config.max_predictions_per_seq or math.ceil(0.15 * length)
+    fields = masked_text_fields(
+        length,
+        predictions,
+        vocab_size=model.vocab_size,
+        pad=model.pad_token_id,
+        segments=bool(model.num_segments),
+        next_sentence=not model.disable_nsp,
+        spans=config.use_vsl,
+    )
+    return open_records(config.data_dir, fields, length)
+
+
+def _dynamic_masks(config: DynamicMaskDataConfig, model: BertConfig) -> Samples:
+    from headwater.data.records import CSVRecords, record_files
+    from headwater.data.text.masking import MaskedTexts
+
+    files = record_files(config.data_dir, (".csv",))
+    return MaskedTexts(
+        [CSVRecords(path) for path in files],
+        config.vocab_file,
+        vocab_size=model.vocab_size,
+        length=config.max_sequence_length or model.max_position_embeddings,
+        predictions=config.max_predictions_per_seq,
+        share=config.masked_lm_prob,
+        next_sentence=not model.disable_nsp,
+        seed=config.shuffle_seed or 0,
+    )
+
+
+def _sentences(config: SentencesDataConfig, model: ExtractiveSummarizationConfig) -> Samples:
+    from headwater.data.records import open_records
+    from headwater.data.text.fields import sentence_fields
+
+    length = config.max_sequence_length or model.max_position_embeddings
+    fields = sentence_fields(length, config.max_cls_tokens, vocab_size=model.vocab_size)
+    return open_records(config.data_dir, fields, length)
+
+
+def _retrieval(config: RetrievalDataConfig, model: DPRConfig) -> Samples:
+    from headwater.data.records import open_records
+    from headwater.data.text.fields import retrieval_fields
+
+    lengths = [
+        config.max_sequence_length or tower.max_position_embeddings
+        for tower in (model.q_encoder, model.ctx_encoder)
+    ]
+    sizes = (model.q_encoder.vocab_size, model.ctx_encoder.vocab_size)
+    fields = retrieval_fields(lengths[0], lengths[1], config.num_passages, vocab_sizes=sizes)
+    return open_records(config.data_dir, fields, max(lengths))
+
+
 def _digits(config: MNISTDataConfig, model: FCMnistConfig) -> Samples:
     from headwater.data.image.mnist import read_digits
 
@@ -102,6 +167,10 @@ _OPENERS: dict[type, tuple[type, Callable[[Any, Any], Samples]]] = {
     GptDataConfig: (DecoderConfig, _gpt),
     TextClassificationDataConfig: (ClassifierConfig, _labelled_texts),
     TokenClassificationDataConfig: (TokenClassifierConfig, _labelled_tokens),
+    MaskedTextDataConfig: (BertConfig, _masked_texts),
+    DynamicMaskDataConfig: (BertConfig, _dynamic_masks),
+    SentencesDataConfig: (ExtractiveSummarizationConfig, _sentences),
+    RetrievalDataConfig: (DPRConfig, _retrieval),
     MNISTDataConfig: (FCMnistConfig, _digits),
 }
 """For each kind of data section the models that read it, and what opens it."""

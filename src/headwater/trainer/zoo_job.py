@@ -9,6 +9,7 @@ from headwater.config.run import InitConfig, RunConfig
 from headwater.config.sections import FitConfig
 from headwater.core.errors import ConfigError
 from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
+from headwater.optim.param_groups import learning_rate_factors
 from headwater.trainer.datasets import find_tokenizer, open_data
 from headwater.trainer.job import Job, Trainable
 from headwater.trainer.metrics import find_metrics
@@ -28,11 +29,13 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
         sequence_length: tokens of a sample; the most that the model takes if not given.
     """
     model = meta_model(init.model)
+    adjustments = init.optimizer.arguments.adjust_learning_rate
+    factors = learning_rate_factors(adjustments, [name for name, _ in model.named_parameters()])
     return Trainable(
         model=model,
         example=lambda size: meta_batch(init.model, size, sequence_length),
         initial=lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed),
-        learning_rate_scale=lambda name: learning_rate_scale(name, init.model),
+        learning_rate_scale=lambda name: factors.get(name, 1.0) * learning_rate_scale(name, init.model),
         divisible=FAMILIES[init.model.name].divisible,
         metrics=find_metrics(model),
     )

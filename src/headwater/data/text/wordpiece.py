@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -25,6 +26,31 @@ def wordpiece(vocab_file: Path, *, lower: bool, length: int, vocab_size: int) ->
     Raises:
         DataError: if the file is missing, lacks one of BERT's own tokens, or has more than the model.
     """
+    numbers = read_vocabulary(vocab_file, vocab_size, needed=(PAD, UNKNOWN, BEGIN, SEPARATOR))
+    tokenizer = Tokenizer(models.WordPiece(numbers, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A {SEPARATOR}",
+        pair=f"{BEGIN} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
+        special_tokens=[(token, numbers[token]) for token in (BEGIN, SEPARATOR)],
+    )
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length, pad_id=numbers[PAD], pad_token=PAD)
+    return tokenizer
+
+
+def read_vocabulary(vocab_file: Path, vocab_size: int, *, needed: Collection[str]) -> dict[str, int]:
+    """The number of each token.
+
+    Args:
+        vocab_file: tokens, one a line.
+        vocab_size: the model's.
+        needed: tokens that must be there.
+
+    Raises:
+        DataError: if the file is missing, lacks a token, or has more than the model.
+    """
     try:
         tokens = vocab_file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -34,7 +60,7 @@ def wordpiece(vocab_file: Path, *, lower: bool, length: int, vocab_size: int) ->
             remedy="name BERT's vocab.txt",
         ) from error
     numbers = {token.rstrip("\r"): number for number, token in enumerate(tokens) if token}
-    absent = [token for token in (PAD, UNKNOWN, BEGIN, SEPARATOR) if token not in numbers]
+    absent = [token for token in needed if token not in numbers]
     if absent:
         raise DataError(
             f"the tokens {', '.join(absent)} are missing",
@@ -47,14 +73,4 @@ def wordpiece(vocab_file: Path, *, lower: bool, length: int, vocab_size: int) ->
             where=str(vocab_file),
             remedy="set vocab_size to the number of tokens, or name the model's file",
         )
-    tokenizer = Tokenizer(models.WordPiece(numbers, unk_token=UNKNOWN))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A {SEPARATOR}",
-        pair=f"{BEGIN} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
-        special_tokens=[(token, numbers[token]) for token in (BEGIN, SEPARATOR)],
-    )
-    tokenizer.enable_truncation(length)
-    tokenizer.enable_padding(length=length, pad_id=numbers[PAD], pad_token=PAD)
-    return tokenizer
+    return numbers

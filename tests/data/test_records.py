@@ -1,0 +1,107 @@
+"""Samples of named fields in HDF5 and CSV files."""
+
+import csv
+import pickle
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from headwater.core.errors import DataError
+from headwater.data.records import CSVRecords, FieldSpec, HDF5Records, open_records
+
+FIELDS = [
+    FieldSpec("input_ids", ("input_ids",), (5,), fill=9, below=100),
+    FieldSpec("mask", ("attention_mask", "input_mask"), (5,)),
+    FieldSpec("label", ("label", "labels")),
+    FieldSpec("segments", ("segment_ids",), (5,), default=3),
+]
+ROWS = [([1, 2, 3], [1, 1, 1], 0), ([4, 5, 6, 7, 8, 10, 11], [1] * 7, 2), ([12], [1], 1)]
+
+
+def write_csv(path, rows=ROWS, names=("input_ids", "input_mask", "label")):
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows(rows)
+
+
+def write_hdf5(path, rows=ROWS):
+    with h5py.File(path, "w") as file:
+        width = max(len(ids) for ids, _, _ in rows)
+        for name, column in (("input_ids", 0), ("attention_mask", 1)):
+            file[name] = np.array([row[column] + [0] * (width - len(row[column])) for row in rows])
+        file["labels"] = np.array([[row[2]] for row in rows])
+
+
+def test_csv_fields_are_cut_and_filled_up(tmp_path):
+    write_csv(tmp_path / "a.csv")
+    write_csv(tmp_path / "b.csv", ROWS[:1])
+    records = open_records(tmp_path, FIELDS, 5)
+    assert len(records) == 4
+    batch = records.__getitems__([1, 3, 4 + 2])
+    assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8], [1, 2, 3, 9, 9], [12, 9, 9, 9, 9]]
+    assert batch["mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]
+    assert batch["label"].tolist() == [2, 0, 1]
+    assert torch.equal(batch["segments"], torch.full((3, 5), 3))
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+def test_hdf5_holds_the_same(tmp_path):
+    for kind, write in (("csv", write_csv), ("h5", write_hdf5)):
+        (tmp_path / kind).mkdir()
+        write(tmp_path / kind / f"samples.{kind}")
+    fields = [FieldSpec("input_ids", ("input_ids",), (3,)), *FIELDS[2:]]
+    from_csv, from_hdf5 = (
+        open_records(tmp_path / kind, fields, 3).__getitems__([0, 1, 2]) for kind in ("csv", "h5")
+    )
+    assert all(torch.equal(from_csv[name], from_hdf5[name]) for name in from_csv)
+
+
+def test_an_open_file_goes_to_another_process(tmp_path):
+    write_hdf5(tmp_path / "a.h5")
+    records = HDF5Records(tmp_path / "a.h5")
+    assert records.read(0, "labels").tolist() == [0]
+    assert pickle.loads(pickle.dumps(records)).read(1, "labels").tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([([1], [1], 0), ([1], [1])], r"2 columns, the header 3(.|\n)*a.csv, line 3"),
+        ([([1], [1], 0), ("x y", [1], 0)], r"neither a number nor a list: 'x y'(.|\n)*line 3"),
+        ([([1], [1], 0), ([[1]], [1], 0)], r"2 dimensions, 1 are expected(.|\n)*sample 1, input_ids"),
+        ([([1], [1], 0), ([100], [1], 0)], r"value 100 is not below 100(.|\n)*sample 1"),
+        ([([1], [1], 0), (["a"], [1], 0)], r"cannot be read(.|\n)*sample 1"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, rows, message):
+    write_csv(tmp_path / "a.csv", rows)
+    error = open_records(tmp_path, FIELDS, 5).__getitems__([0, 1])
+    with pytest.raises(DataError, match=message):
+        raise error
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(DataError, match="not a folder"):
+        open_records(tmp_path / "none", FIELDS, 5)
+    with pytest.raises(DataError, match=r"holds no \.h5"):
+        open_records(tmp_path, FIELDS, 5)
+    write_csv(tmp_path / "a.csv", [], names=("input_ids", "input_mask", "label"))
+    with pytest.raises(DataError, match="no samples"):
+        open_records(tmp_path, FIELDS, 5)
+    write_csv(tmp_path / "a.csv", ROWS, names=("input_ids", "other", "label"))
+    with pytest.raises(DataError, match=r"attention_mask is missing, there are input_ids, label, other"):
+        open_records(tmp_path, FIELDS, 5)
+    (tmp_path / "a.csv").write_bytes(b"")
+    with pytest.raises(DataError, match="empty"):
+        CSVRecords(tmp_path / "a.csv")
+    (tmp_path / "a.csv").unlink()
+    (tmp_path / "b.h5").write_bytes(b"no HDF5")
+    with pytest.raises(DataError, match="does not open"):
+        open_records(tmp_path, FIELDS, 5)
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file["a"], file["b"] = np.zeros(3), np.zeros(4)
+    with pytest.raises(DataError, match="datasets of one length"):
+        open_records(tmp_path, FIELDS, 5)

@@ -1,0 +1,37 @@
+"""Models of the package learn from real data what a broken one could not."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headwater.config import find_params, load_params
+from headwater.trainer.session import fit
+
+SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[2].parent / "shared")
+DATA = SHARED / "data"
+
+
+def trained(params, tmp_path, data, **overrides):
+    """The last evaluation of a run of shipped params on data that are not shipped."""
+    if not DATA.is_dir():
+        pytest.skip("the data sets are not here")
+    keys = {"trainer.init.model_dir": str(tmp_path), **overrides}
+    for loader in ("fit.train_dataloader", "fit.val_dataloader", "validate.val_dataloader"):
+        keys |= {f"trainer.{loader}.{key}": str(DATA / value) for key, value in data.items()}
+    result = fit(load_params(find_params(params), keys))
+    (evaluation,) = result.validation
+    return evaluation.metrics["accuracy"]
+
+
+@pytest.mark.slow
+def test_digits(tmp_path):
+    assert trained("mnist/fc_mnist", tmp_path, {"data_dir": "mnist"}) >= 0.975
+
+
+@pytest.mark.slow
+def test_praise_and_blame(tmp_path):
+    """The larger class is 51 % of the sentences."""
+    data = {"data_dir": "sst2", "vocab_file": "vocab/bert/bert-base-uncased-vocab.txt"}
+    steps = {"trainer.init.loop.max_steps": 300, "trainer.init.loop.eval_frequency": 300}
+    assert trained("bert/tiny_sst2", tmp_path, data, **steps) >= 0.72
