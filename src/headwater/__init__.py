@@ -6,9 +6,15 @@ Names are imported when they are first used, so that `import headwater` costs no
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Threads of one operation that wait for each other give their core away. Otherwise, with other work on the
+# machine, the one that waits keeps the core that the one it waits for needs: a small model becomes 20 times
+# slower. Read when torch is first imported; a user's own setting holds.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {
     "backend": "headwater.api.backend",
