@@ -19,7 +19,7 @@ from headwater.convert.folder import MODEL_FILE, read_folder, read_model_section
 from headwater.convert.formats import CONVERTERS
 from headwater.convert.formats.base import Format
 from headwater.convert.shards import weight_files
-from headwater.core.errors import ConfigError
+from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.safetensors import TensorFile
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.store.snapshot_manifest import MANIFEST_FILE
@@ -66,6 +66,8 @@ def run_convert(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"both formats are {args.src_fmt}", where="--tgt-fmt", remedy="convert to the other format"
         )
+    if not args.input.exists():
+        raise CheckpointError("there is no such folder", where=str(args.input), remedy="name a checkpoint")
     format, model = CONVERTERS[args.model]
     folder = args.input if args.input.is_dir() else args.input.parent
     if args.src_fmt == "hf":
