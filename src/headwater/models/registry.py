@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from headwater.config.models import (
     DECODERS,
     MODELS,
+    SEQ2SEQ,
     BertConfig,
     DPRConfig,
     ExtractiveSummarizationConfig,
     FCMnistConfig,
     ModelConfig,
+    Seq2SeqConfig,
 )
-from headwater.models import bert, decoder, mnist
+from headwater.models import bert, decoder, mnist, seq2seq
 
 Example = dict[str, Tensor]
 """A batch without values, on the meta device."""
@@ -97,6 +99,13 @@ def _digits(config: FCMnistConfig, size: int, length: int | None) -> Example:
     return {"inputs": _real(size, 1, 28, 28), "labels": _whole(size)}
 
 
+def _pairs(config: Seq2SeqConfig, size: int, length: int | None) -> Example:
+    source = length or config.src_max_position_embeddings
+    example = {name: _whole(size, source) for name in ("input_ids", "attention_mask")}
+    names = ("decoder_input_ids", "decoder_attention_mask", "labels")
+    return example | {name: _whole(size, config.tgt_max_position_embeddings) for name in names}
+
+
 _DECODER = Family(decoder.Decoder, decoder.init_parameter, decoder.learning_rate_scale, _texts("labels"))
 
 
@@ -117,6 +126,10 @@ FAMILIES: dict[str, Family] = {
     # The passages of a batch are told from each other.
     "dpr": dataclasses.replace(_encoder(bert.DPR, _questions), divisible=False),
     "fc_mnist": Family(mnist.FCMnist, mnist.init_parameter, lambda name, config: 1.0, _digits),
+    **dict.fromkeys(
+        SEQ2SEQ,
+        Family(seq2seq.Seq2Seq, seq2seq.init_parameter, seq2seq.learning_rate_scale, _pairs),
+    ),
 }
 """Families by the `name` of the model section."""
 

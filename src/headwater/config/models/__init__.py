@@ -19,6 +19,7 @@ from headwater.config.models.encoder import (
     QuestionAnsweringConfig,
     TokenClassifierConfig,
 )
+from headwater.config.models.seq2seq import SEQ2SEQ, Seq2SeqConfig
 from headwater.config.models.vision import FCMnistConfig
 
 ModelConfig = (
@@ -30,6 +31,7 @@ ModelConfig = (
     | QuestionAnsweringConfig
     | DPRConfig
     | FCMnistConfig
+    | Seq2SeqConfig
 )
 """Any model section."""
 
@@ -48,6 +50,7 @@ MODELS: dict[str, type[Any]] = {name: schema for schema in get_args(ModelConfig)
 __all__ = [
     "DECODERS",
     "MODELS",
+    "SEQ2SEQ",
     "AnyModel",
     "BertConfig",
     "ClassifierConfig",
@@ -61,5 +64,6 @@ __all__ = [
     "ModelConfig",
     "Nonlinearity",
     "QuestionAnsweringConfig",
+    "Seq2SeqConfig",
     "TokenClassifierConfig",
 ]

@@ -22,11 +22,12 @@ from headwater.convert.formats.gpt2 import GPT2
 from headwater.convert.formats.gptj import CODEGEN, GPTJ
 from headwater.convert.formats.llama import GEMMA2, LLAMA, MISTRAL, MIXTRAL
 from headwater.convert.formats.neox import GPT_NEOX
+from headwater.convert.formats.t5 import T5
 from headwater.core.errors import ConfigError
 
 FORMATS: tuple[Format, ...] = (
     GPT2, GPTJ, GPT_NEOX, CODEGEN, LLAMA, MISTRAL, MIXTRAL, GEMMA2, FALCON, BLOOM, MPT, GPT_BIGCODE,
-    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM,
+    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, T5,
 )  # fmt: skip
 """All of them; of several for one type the first is meant where a `config.json` names no class."""
 
@@ -44,6 +45,8 @@ _NAMES: dict[str, tuple[Format, str]] = {
     "bert-token-classifier": (BERT_TOKEN_CLASSIFIER, "bert/token_classifier"),
     "bert-q&a": (BERT_QA, "bert/qa"),
     "roberta": (ROBERTA, "bert"),
+    "ul2": (T5, "t5"),
+    "flan-ul2": (T5, "t5"),
 }
 CONVERTERS: dict[str, tuple[Format, str]] = dict(sorted(_NAMES.items()))
 """Formats by the names that users give models, with the name of the model here."""
