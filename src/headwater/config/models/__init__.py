@@ -20,7 +20,7 @@ from headwater.config.models.encoder import (
     TokenClassifierConfig,
 )
 from headwater.config.models.seq2seq import SEQ2SEQ, Seq2SeqConfig
-from headwater.config.models.vision import FCMnistConfig
+from headwater.config.models.vision import FCMnistConfig, UNetConfig, ViTConfig
 
 ModelConfig = (
     DecoderConfig
@@ -31,6 +31,8 @@ ModelConfig = (
     | QuestionAnsweringConfig
     | DPRConfig
     | FCMnistConfig
+    | ViTConfig
+    | UNetConfig
     | Seq2SeqConfig
 )
 """Any model section."""
@@ -66,4 +68,6 @@ __all__ = [
     "QuestionAnsweringConfig",
     "Seq2SeqConfig",
     "TokenClassifierConfig",
+    "UNetConfig",
+    "ViTConfig",
 ]
