@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING, Any
 from headwater.config.data import (
     DataConfig,
     GptDataConfig,
+    ImageFolderDataConfig,
     MNISTDataConfig,
+    SegmentationDataConfig,
+    SpanCorruptionDataConfig,
     TextClassificationDataConfig,
     TokenClassificationDataConfig,
+    TranslationDataConfig,
 )
 from headwater.config.models import (
     ClassifierConfig,
     DecoderConfig,
     FCMnistConfig,
     ModelConfig,
+    Seq2SeqConfig,
     TokenClassifierConfig,
+    UNetConfig,
+    ViTConfig,
 )
 from headwater.core.errors import ConfigError
 
@@ -98,11 +105,39 @@ def _digits(config: MNISTDataConfig, model: FCMnistConfig) -> Samples:
     return read_digits(config)
 
 
+def _corrupted_texts(config: SpanCorruptionDataConfig, model: Seq2SeqConfig) -> Samples:
+    from headwater.data.text.span_corruption import read_corrupted_texts
+
+    return read_corrupted_texts(config, model)
+
+
+def _translations(config: TranslationDataConfig, model: Seq2SeqConfig) -> Samples:
+    from headwater.data.text.translation import read_translations
+
+    return read_translations(config, model)
+
+
+def _labelled_images(config: ImageFolderDataConfig, model: ViTConfig) -> Samples:
+    from headwater.data.image.folders import read_image_folders
+
+    return read_image_folders(config, channels=model.num_channels, num_classes=model.num_classes)
+
+
+def _segmented_images(config: SegmentationDataConfig, model: UNetConfig) -> Samples:
+    from headwater.data.image.segmentation import read_segmented_images
+
+    return read_segmented_images(config, channels=model.input_channels, num_classes=model.num_classes)
+
+
 _OPENERS: dict[type, tuple[type, Callable[[Any, Any], Samples]]] = {
     GptDataConfig: (DecoderConfig, _gpt),
     TextClassificationDataConfig: (ClassifierConfig, _labelled_texts),
     TokenClassificationDataConfig: (TokenClassifierConfig, _labelled_tokens),
     MNISTDataConfig: (FCMnistConfig, _digits),
+    ImageFolderDataConfig: (ViTConfig, _labelled_images),
+    SegmentationDataConfig: (UNetConfig, _segmented_images),
+    SpanCorruptionDataConfig: (Seq2SeqConfig, _corrupted_texts),
+    TranslationDataConfig: (Seq2SeqConfig, _translations),
 }
 """For each kind of data section the models that read it, and what opens it."""
 
