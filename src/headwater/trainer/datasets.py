@@ -58,8 +58,9 @@ def open_data(config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool
 
         samples = opened(config, model)
     except ModuleNotFoundError as error:
+        extra = "vision" if error.name == "PIL" else "data"
         raise ConfigError(
-            f"reading data needs {error.name}", remedy="pip install 'headwater[data]'"
+            f"reading data needs {error.name}", remedy=f"pip install 'headwater[{extra}]'"
         ) from error
     return SampleSource(
         samples,
@@ -120,7 +121,8 @@ def _translations(config: TranslationDataConfig, model: Seq2SeqConfig) -> Sample
 def _labelled_images(config: ImageFolderDataConfig, model: ViTConfig) -> Samples:
     from headwater.data.image.folders import read_image_folders
 
-    return read_image_folders(config, channels=model.num_channels, num_classes=model.num_classes)
+    num_classes = min(model.num_classes, config.num_classes or model.num_classes)
+    return read_image_folders(config, channels=model.num_channels, num_classes=num_classes)
 
 
 def _segmented_images(config: SegmentationDataConfig, model: UNetConfig) -> Samples:
