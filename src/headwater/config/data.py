@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, FilePath, NoEffect, OneOrMore, Section
+from headwater.config.transforms import ResizeConfig, ToTensorConfig, Transforms, check_order
 
 
 class LoaderSection(Section):
@@ -202,6 +203,136 @@ class MNISTDataConfig(LoaderSection):
         return self.drop_last if self.drop_last_batch is None else self.drop_last_batch
 
 
+class TokenPairSection(LoaderSection):
+    """What loaders of texts for encoder-decoders take.
+
+    Attributes:
+        src_data_dir: folders with the files that `meta.dat` there lists, or text files; a text a line.
+        src_vocab_file: tokens, one a line, of texts that are cut at spaces; or a `tokenizer.json`.
+        extra_ids: tokens above those of the file, that stand for spans of text.
+        src_max_sequence_length: tokens of a text to read, filled up.
+        tgt_max_sequence_length: likewise to write, with the token that begins or ends it.
+        do_lower: lower case.
+        dynamic_loss_weight: a sample counts the less per label the more labels it has.
+        oov_token: stands for what is not in the vocabulary.
+        sos_token: begins what is written.
+        eos_token: ends it.
+        pad_token: fills texts up.
+        input_pad_id: does so for what is read, where it is another one.
+        labels_pad_id: likewise for the labels.
+    """
+
+    src_data_dir: Folders
+    src_vocab_file: FilePath
+    extra_ids: int = Field(default=0, ge=0)
+    src_max_sequence_length: int = Field(ge=4)
+    tgt_max_sequence_length: int = Field(ge=4)
+    do_lower: bool = False
+    dynamic_loss_weight: bool = False
+    oov_token: str = "<unk>"
+    sos_token: str = "<s>"
+    eos_token: str = "</s>"
+    pad_token: str = "<pad>"
+    input_pad_id: int | None = Field(default=None, ge=0)
+    labels_pad_id: int | None = Field(default=None, ge=0)
+    buckets: Annotated[Any, NoEffect("all samples are filled up to one length")] = None
+    vocab_size: Annotated[Any, NoEffect("the model's holds")] = None
+
+    @property
+    def place(self) -> str:
+        return ", ".join(map(str, self.src_data_dir))
+
+
+class SpanCorruptionDataConfig(TokenPairSection):
+    """Texts with spans left out, which are to be written (arXiv:1910.10683, section 3.1.4).
+
+    Attributes:
+        pack_sequences: join texts before they are cut into samples.
+        num_documents_to_concatenate: how many of them.
+    """
+
+    data_processor: Literal["T5DynamicDataProcessor"]
+    pack_sequences: bool = False
+    num_documents_to_concatenate: int = Field(default=128, ge=1)
+    tgt_data_dir: Annotated[Any, NoEffect("what is written is left out of what is read")] = None
+    tgt_vocab_file: Annotated[Any, NoEffect("what is written is left out of what is read")] = None
+
+
+class TranslationDataConfig(TokenPairSection):
+    """Texts and their translations, in files that belong together line by line.
+
+    Attributes:
+        tgt_data_dir: translations of the texts in `src_data_dir`; where absent, `meta.dat` there lists both.
+        tgt_vocab_file: of the translations, where they have a vocabulary of their own.
+    """
+
+    data_processor: Literal["TransformerDynamicDataProcessor"]
+    tgt_data_dir: Folders | None = None
+    tgt_vocab_file: FilePath | None = None
+    pack_sequences: Annotated[Any, NoEffect("a translation is a sample of its own")] = None
+    num_documents_to_concatenate: Annotated[Any, NoEffect("a translation is a sample of its own")] = None
+
+
+class ImageFolderDataConfig(LoaderSection):
+    """Images in a folder for each class: `data_dir`/`split`/CLASS/….
+
+    Attributes:
+        data_dir: the folder.
+        split: folder in it.
+        image_size: height and width to which images are scaled where there are no transforms; beside the
+            model's.
+        num_classes: beside the model's.
+        transforms: what is done to each image, in this order.
+    """
+
+    data_processor: Literal["ImageNet1KProcessor"]
+    data_dir: FilePath
+    split: str = "train"
+    image_size: Annotated[tuple[int, int], AsTuple] | None = None
+    num_classes: Annotated[int | None, Field(ge=1)] = None
+    transforms: Transforms = ()
+
+    @model_validator(mode="after")
+    def _order(self) -> Self:
+        if self.transforms:
+            check_order(self.transforms)
+        return self
+
+    @property
+    def steps(self) -> Transforms:
+        """What is done to each image."""
+        resize = () if self.image_size is None else (ResizeConfig(name="resize", size=self.image_size),)
+        return self.transforms or (*resize, ToTensorConfig(name="to_tensor"))
+
+
+class SegmentationDataConfig(LoaderSection):
+    """Images with a class for each pixel: equally named files in `data_dir`/image and `data_dir`/label.
+
+    Attributes:
+        data_dir: the folder.
+        train_test_split: share of the files to train on, the first ones in the order of their names.
+        is_training: those; otherwise the rest.
+        image_size: height and width of the parts that are cut out; whole images where absent.
+        augment_data: cut anywhere, turn by quarters and mirror at random when training; otherwise cut the
+            middle out.
+        normalize_data_method: numbers between 0 and 1, between -1 and 1, or of mean 0 and deviation 1 in
+            each image.
+    """
+
+    data_processor: Literal["UNetDataProcessor"]
+    data_dir: FilePath
+    train_test_split: float = Field(default=0.85, ge=0, le=1)
+    is_training: bool = True
+    image_size: Annotated[tuple[int, int], AsTuple] | None = None
+    augment_data: bool = True
+    normalize_data_method: Literal["zero_one", "zero_centered", "standard_score"] = "standard_score"
+
+    @property
+    def augments(self) -> bool:
+        """Whether parts are random."""
+        return self.is_training and self.augment_data
+
+
 DataConfig = (
     GptDataConfig
     | TextClassificationDataConfig
@@ -211,6 +342,10 @@ DataConfig = (
     | SentencesDataConfig
     | RetrievalDataConfig
     | MNISTDataConfig
+    | SpanCorruptionDataConfig
+    | TranslationDataConfig
+    | ImageFolderDataConfig
+    | SegmentationDataConfig
 )
 """Any data loader's section."""
 

@@ -80,6 +80,9 @@ class BackendConfig(Section):
     compile_only: bool = False
     validate_only: bool = False
     compile_dir: FilePath | None = None
+    implicit_casts: Annotated[bool, NoEffect("products of mixed precision are cast as they need it")] = Field(
+        default=False, alias="csx.debug.implicit_cast_cb16_to_fp32"
+    )
 
     @model_validator(mode="after")
     def _disk_tier_has_a_folder(self) -> Self:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from headwater.config.models import EncoderSection, InitializerConfig
+from headwater.config.models import EncoderSection, InitializerConfig, Nonlinearity
 from headwater.core.errors import DataError
 from headwater.models.layers.attention import Seen, SelfAttention
 from headwater.models.layers.feed_forward import FeedForward
@@ -16,41 +17,90 @@ from headwater.models.layers.norm import LayerNorm
 from headwater.models.layers.positions import rotary_frequencies, rotations
 
 
+class BlockSection(Protocol):
+    """What a model section says of its blocks; see `EncoderSection`."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def filter_size(self) -> int: ...
+    @property
+    def encoder_nonlinearity(self) -> Nonlinearity: ...
+    @property
+    def attention_scale(self) -> float: ...
+    @property
+    def attention_dropout(self) -> float: ...
+    @property
+    def dropout_rate(self) -> float: ...
+    @property
+    def layer_norm_epsilon(self) -> float: ...
+    @property
+    def norm_first(self) -> bool: ...
+
+
+class LayerScale(nn.Module):
+    """A factor for each element (arXiv:2103.17239, section 2): [..., hidden] -> same."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.to(x.dtype)
+
+
 class EncoderBlock(nn.Module):
     """Attention and feed-forward part: [batch, seq, hidden] -> same.
 
     Args:
-        config: the encoder.
+        config: the model.
+        projection_bias: bias of the query, key and value projections.
+        attention_bias: bias of the attention's output.
+        ffn_bias: biases of the feed-forward part.
+        layer_scale: both parts are scaled by `LayerScale` before they are added.
     """
 
-    def __init__(self, config: EncoderSection) -> None:
+    def __init__(
+        self,
+        config: BlockSection,
+        *,
+        projection_bias: bool = True,
+        attention_bias: bool = True,
+        ffn_bias: bool = True,
+        layer_scale: bool = False,
+    ) -> None:
         super().__init__()
+        width = config.hidden_size
         self.norm_first = config.norm_first
         self.attention = SelfAttention(
-            config.hidden_size,
+            width,
             config.num_heads,
             scale=config.attention_scale,
-            projection_bias=True,
-            output_bias=True,
+            projection_bias=projection_bias,
+            output_bias=attention_bias,
             attention_dropout=config.attention_dropout,
             output_dropout=config.dropout_rate,
         )
-        self.attention_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.attention_norm = LayerNorm(width, config.layer_norm_epsilon)
+        self.attention_scale = LayerScale(width) if layer_scale else nn.Identity()
         self.ffn = FeedForward(
-            config.hidden_size,
+            width,
             config.filter_size,
             config.encoder_nonlinearity,
-            bias=True,
+            bias=ffn_bias,
             dropout=config.dropout_rate,
         )
-        self.ffn_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.ffn_norm = LayerNorm(width, config.layer_norm_epsilon)
+        self.ffn_scale = LayerScale(width) if layer_scale else nn.Identity()
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
         if self.norm_first:
-            x = x + self.attention(self.attention_norm(x), seen)
-            return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
-        x = self.attention_norm(x + self.attention(x, seen))
-        return self.ffn_norm(x + self.ffn(x))  # type: ignore[no-any-return]
+            x = x + self.attention_scale(self.attention(self.attention_norm(x), seen))
+            return x + self.ffn_scale(self.ffn(self.ffn_norm(x)))  # type: ignore[no-any-return]
+        x = self.attention_norm(x + self.attention_scale(self.attention(x, seen)))
+        return self.ffn_norm(x + self.ffn_scale(self.ffn(x)))  # type: ignore[no-any-return]
 
 
 class Encoder(nn.Module):

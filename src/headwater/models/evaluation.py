@@ -26,8 +26,8 @@ class Scored:
             right: which answers were right, of any shape.
             counted: which answers count, of the same shape; all if not given.
         """
-        if right.is_meta or isinstance(right, FakeTensor):
-            return  # a dry run
+        if _is_dry_run(right):
+            return
         counted = torch.ones_like(right) if counted is None else counted
         self.update_count += 1
         self._right += int((right & counted).sum())
@@ -40,3 +40,56 @@ class Scored:
     def compute(self) -> float:
         """The share; 0 where nothing counted."""
         return self._right / self._all if self._all else 0.0
+
+
+class Overlap:
+    """How well the pixels of each class are found, over the batches since the last reset.
+
+    The mean over the classes that occur in labels or answers, of intersection over union, or of Dice's
+    coefficient: twice the intersection over the sum of the sizes.
+
+    Args:
+        name: under which it is reported.
+        num_classes: labels and answers lie in `range(num_classes)`.
+        dice: Dice's coefficient.
+    """
+
+    def __init__(self, name: str, num_classes: int, *, dice: bool = False) -> None:
+        self.name = name
+        self.num_classes = num_classes
+        self.dice = dice
+        self.update_count = 0
+        self._both, self._sizes = [0] * num_classes, [0] * num_classes
+
+    def add(self, found: Tensor, labels: Tensor) -> None:
+        """Count a batch.
+
+        Args:
+            found: the answers, integers of any shape.
+            labels: the right ones, of the same shape.
+        """
+        if _is_dry_run(found):
+            return
+        self.update_count += 1
+        for number in range(self.num_classes):
+            ours, theirs = found == number, labels == number
+            self._both[number] += int((ours & theirs).sum())
+            self._sizes[number] += int(ours.sum()) + int(theirs.sum())
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.update_count = 0
+        self._both, self._sizes = [0] * self.num_classes, [0] * self.num_classes
+
+    def compute(self) -> float:
+        """The mean; 0 where nothing was counted."""
+        shares = [
+            2 * both / sizes if self.dice else both / (sizes - both)
+            for both, sizes in zip(self._both, self._sizes, strict=True)
+            if sizes
+        ]
+        return sum(shares) / len(shares) if shares else 0.0
+
+
+def _is_dry_run(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)

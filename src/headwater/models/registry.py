@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +14,18 @@ from torch import Tensor, nn
 from headwater.config.models import (
     DECODERS,
     MODELS,
+    SEQ2SEQ,
     BertConfig,
     DPRConfig,
     ExtractiveSummarizationConfig,
     FCMnistConfig,
     ModelConfig,
+    Seq2SeqConfig,
+    UNetConfig,
+    ViTConfig,
 )
-from headwater.models import bert, decoder, mnist
+from headwater.core.errors import ConfigError
+from headwater.models import bert, decoder, mnist, seq2seq, unet, vit
 
 Example = dict[str, Tensor]
 """A batch without values, on the meta device."""
@@ -97,6 +103,22 @@ def _digits(config: FCMnistConfig, size: int, length: int | None) -> Example:
     return {"inputs": _real(size, 1, 28, 28), "labels": _whole(size)}
 
 
+def _pairs(config: Seq2SeqConfig, size: int, length: int | None) -> Example:
+    source = length or config.src_max_position_embeddings
+    example = {name: _whole(size, source) for name in ("input_ids", "attention_mask")}
+    names = ("decoder_input_ids", "decoder_attention_mask", "labels")
+    return example | {name: _whole(size, config.tgt_max_position_embeddings) for name in names}
+
+
+def _images(config: ViTConfig, size: int, length: int | None) -> Example:
+    return {"inputs": _real(size, config.num_channels, *config.image_size), "labels": _whole(size)}
+
+
+def _segmented_images(config: UNetConfig, size: int, length: int | None) -> Example:
+    inputs = _real(size, config.input_channels, *config.image_size)
+    return {"inputs": inputs, "labels": _whole(size, *config.image_size)}
+
+
 _DECODER = Family(decoder.Decoder, decoder.init_parameter, decoder.learning_rate_scale, _texts("labels"))
 
 
@@ -117,6 +139,15 @@ FAMILIES: dict[str, Family] = {
     # The passages of a batch are told from each other.
     "dpr": dataclasses.replace(_encoder(bert.DPR, _questions), divisible=False),
     "fc_mnist": Family(mnist.FCMnist, mnist.init_parameter, lambda name, config: 1.0, _digits),
+    "vision_transformer": Family(vit.ViT, vit.init_parameter, lambda name, config: 1.0, _images),
+    # Batch norm and Dice's loss are of the whole batch.
+    "unet": Family(
+        unet.UNet, unet.init_parameter, lambda name, config: 1.0, _segmented_images, divisible=False
+    ),
+    **dict.fromkeys(
+        SEQ2SEQ,
+        Family(seq2seq.Seq2Seq, seq2seq.init_parameter, seq2seq.learning_rate_scale, _pairs),
+    ),
 }
 """Families by the `name` of the model section."""
 
@@ -133,9 +164,34 @@ def build_model(
         device: where its parameters are made; on `meta` they take no memory and have no values.
         fused_loss: compute a loss over a vocabulary in chunks, without the logits of the whole batch.
         seed: seed of the initial weights.
+
+    Raises:
+        ConfigError: if `freeze` names no parameter of the model.
     """
     with torch.device(device):
-        return FAMILIES[config.name].model(config, fused_loss=fused_loss, seed=seed)
+        model = FAMILIES[config.name].model(config, fused_loss=fused_loss, seed=seed)
+    _freeze(model, getattr(config, "freeze", ()))
+    return model
+
+
+def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Leave the parameters whose names one of the patterns matches out of training."""
+    for pattern in patterns:
+        try:
+            frozen = [value for name, value in model.named_parameters() if re.search(pattern, name)]
+        except re.error as error:
+            raise ConfigError(
+                f"{pattern!r} is no regular expression: {error}", where="model.freeze", remedy="correct it"
+            ) from error
+        if not frozen:
+            parts = ", ".join(name for name, _ in model.named_children())
+            raise ConfigError(
+                f"no parameter's name matches {pattern!r}",
+                where="model.freeze",
+                remedy=f"the names begin with {parts}",
+            )
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def meta_batch(config: ModelConfig, size: int, length: int | None = None) -> Example:

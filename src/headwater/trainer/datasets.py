@@ -11,12 +11,16 @@ from headwater.config.data import (
     DataConfig,
     DynamicMaskDataConfig,
     GptDataConfig,
+    ImageFolderDataConfig,
     MaskedTextDataConfig,
     MNISTDataConfig,
     RetrievalDataConfig,
+    SegmentationDataConfig,
     SentencesDataConfig,
+    SpanCorruptionDataConfig,
     TextClassificationDataConfig,
     TokenClassificationDataConfig,
+    TranslationDataConfig,
 )
 from headwater.config.models import (
     BertConfig,
@@ -26,7 +30,10 @@ from headwater.config.models import (
     ExtractiveSummarizationConfig,
     FCMnistConfig,
     ModelConfig,
+    Seq2SeqConfig,
     TokenClassifierConfig,
+    UNetConfig,
+    ViTConfig,
 )
 from headwater.core.errors import ConfigError
 
@@ -59,8 +66,9 @@ def open_data(config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool
 
         samples = opened(config, model)
     except ModuleNotFoundError as error:
+        extra = "vision" if error.name == "PIL" else "data"
         raise ConfigError(
-            f"reading data needs {error.name}", remedy="pip install 'headwater[data]'"
+            f"reading data needs {error.name}", remedy=f"pip install 'headwater[{extra}]'"
         ) from error
     return SampleSource(
         samples,
@@ -163,6 +171,31 @@ def _digits(config: MNISTDataConfig, model: FCMnistConfig) -> Samples:
     return read_digits(config)
 
 
+def _corrupted_texts(config: SpanCorruptionDataConfig, model: Seq2SeqConfig) -> Samples:
+    from headwater.data.text.span_corruption import read_corrupted_texts
+
+    return read_corrupted_texts(config, model)
+
+
+def _translations(config: TranslationDataConfig, model: Seq2SeqConfig) -> Samples:
+    from headwater.data.text.translation import read_translations
+
+    return read_translations(config, model)
+
+
+def _labelled_images(config: ImageFolderDataConfig, model: ViTConfig) -> Samples:
+    from headwater.data.image.folders import read_image_folders
+
+    num_classes = min(model.num_classes, config.num_classes or model.num_classes)
+    return read_image_folders(config, channels=model.num_channels, num_classes=num_classes)
+
+
+def _segmented_images(config: SegmentationDataConfig, model: UNetConfig) -> Samples:
+    from headwater.data.image.segmentation import read_segmented_images
+
+    return read_segmented_images(config, channels=model.input_channels, num_classes=model.num_classes)
+
+
 _OPENERS: dict[type, tuple[type, Callable[[Any, Any], Samples]]] = {
     GptDataConfig: (DecoderConfig, _gpt),
     TextClassificationDataConfig: (ClassifierConfig, _labelled_texts),
@@ -172,6 +205,10 @@ _OPENERS: dict[type, tuple[type, Callable[[Any, Any], Samples]]] = {
     SentencesDataConfig: (ExtractiveSummarizationConfig, _sentences),
     RetrievalDataConfig: (DPRConfig, _retrieval),
     MNISTDataConfig: (FCMnistConfig, _digits),
+    ImageFolderDataConfig: (ViTConfig, _labelled_images),
+    SegmentationDataConfig: (UNetConfig, _segmented_images),
+    SpanCorruptionDataConfig: (Seq2SeqConfig, _corrupted_texts),
+    TranslationDataConfig: (Seq2SeqConfig, _translations),
 }
 """For each kind of data section the models that read it, and what opens it."""
 

@@ -19,7 +19,8 @@ from headwater.config.models.encoder import (
     QuestionAnsweringConfig,
     TokenClassifierConfig,
 )
-from headwater.config.models.vision import FCMnistConfig
+from headwater.config.models.seq2seq import SEQ2SEQ, Seq2SeqConfig
+from headwater.config.models.vision import FCMnistConfig, UNetConfig, ViTConfig
 
 ModelConfig = (
     DecoderConfig
@@ -30,6 +31,9 @@ ModelConfig = (
     | QuestionAnsweringConfig
     | DPRConfig
     | FCMnistConfig
+    | ViTConfig
+    | UNetConfig
+    | Seq2SeqConfig
 )
 """Any model section."""
 
@@ -48,6 +52,7 @@ MODELS: dict[str, type[Any]] = {name: schema for schema in get_args(ModelConfig)
 __all__ = [
     "DECODERS",
     "MODELS",
+    "SEQ2SEQ",
     "AnyModel",
     "BertConfig",
     "ClassifierConfig",
@@ -61,5 +66,8 @@ __all__ = [
     "ModelConfig",
     "Nonlinearity",
     "QuestionAnsweringConfig",
+    "Seq2SeqConfig",
     "TokenClassifierConfig",
+    "UNetConfig",
+    "ViTConfig",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headwater.config.models import BertConfig, ModelConfig
+from headwater.config.models import BertConfig, ModelConfig, ViTConfig
 from headwater.convert.formats.alibi import BLOOM, MPT
 from headwater.convert.formats.base import Format
 from headwater.convert.formats.bert import (
@@ -22,11 +22,13 @@ from headwater.convert.formats.gpt2 import GPT2
 from headwater.convert.formats.gptj import CODEGEN, GPTJ
 from headwater.convert.formats.llama import GEMMA2, LLAMA, MISTRAL, MIXTRAL
 from headwater.convert.formats.neox import GPT_NEOX
+from headwater.convert.formats.t5 import T5
+from headwater.convert.formats.vit import DINOV2, VIT
 from headwater.core.errors import ConfigError
 
 FORMATS: tuple[Format, ...] = (
     GPT2, GPTJ, GPT_NEOX, CODEGEN, LLAMA, MISTRAL, MIXTRAL, GEMMA2, FALCON, BLOOM, MPT, GPT_BIGCODE,
-    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM,
+    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, T5, VIT, DINOV2,
 )  # fmt: skip
 """All of them; of several for one type the first is meant where a `config.json` names no class."""
 
@@ -44,6 +46,11 @@ _NAMES: dict[str, tuple[Format, str]] = {
     "bert-token-classifier": (BERT_TOKEN_CLASSIFIER, "bert/token_classifier"),
     "bert-q&a": (BERT_QA, "bert/qa"),
     "roberta": (ROBERTA, "bert"),
+    "vision_transformer": (VIT, "vision_transformer"),
+    "vit": (VIT, "vision_transformer"),
+    "dinov2": (DINOV2, "vision_transformer"),
+    "ul2": (T5, "t5"),
+    "flan-ul2": (T5, "t5"),
 }
 CONVERTERS: dict[str, tuple[Format, str]] = dict(sorted(_NAMES.items()))
 """Formats by the names that users give models, with the name of the model here."""
@@ -75,6 +82,8 @@ def format_of_config(config: ModelConfig) -> Format:
     """
     if isinstance(config, BertConfig) and config.mask_padding_in_positional_embed:
         return ROBERTA
+    if isinstance(config, ViTConfig) and config.use_dinov2_classifier:
+        return DINOV2
     format = next((format for format in FORMATS if config.name in format.models), None)
     if format is None:
         known = sorted({model for format in FORMATS for model in format.models})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer
 from headwater.config.data import TextClassificationDataConfig, TokenClassificationDataConfig
 from headwater.core.errors import DataError
 from headwater.data.loader import Batch
+from headwater.data.text.lines import read_lines
 from headwater.data.text.wordpiece import wordpiece
 
 IGNORED = -100
@@ -139,7 +139,7 @@ def read_labelled_texts(
 
 
 def _sst2_lines(path: Path) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    for number, line in _lines(path):
+    for number, line in read_lines(path):
         text, tab, label = line.rpartition("\t")
         if number == 1 and (text, label) == ("sentence", "label"):
             continue
@@ -150,7 +150,7 @@ def _sst2_lines(path: Path) -> Iterator[tuple[str, tuple[str, ...], int]]:
 
 def _mnli_lines(path: Path) -> Iterator[tuple[str, tuple[str, ...], int]]:
     columns: dict[str, int] = {}
-    for number, line in _lines(path):
+    for number, line in read_lines(path):
         fields = line.split("\t")
         if not columns:
             columns = {name: column for column, name in enumerate(fields)}
@@ -230,7 +230,7 @@ def _tagged_files(folder: Path) -> list[Path]:
 def _tagged_texts(path: Path) -> Iterator[list[tuple[str, str, str]]]:
     """Texts of a file: for each word the word, its tag and where it stands."""
     text: list[tuple[str, str, str]] = []
-    for number, line in _lines(path):
+    for number, line in read_lines(path):
         if not line.strip():
             if text:
                 yield text
@@ -251,18 +251,6 @@ def _file(folder: Path, part: str) -> Path:
     raise DataError(
         f"there is no {part}.tsv", where=f"data_dir: {folder}", remedy="name the folder that holds it"
     )
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of a file, compressed or not, without their ends, numbered from 1."""
-    try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-        ) as file:
-            for number, line in enumerate(file, start=1):
-                yield number, line.rstrip("\r\n")
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise DataError(f"cannot read the file: {error}", where=str(path), remedy="copy it again") from error
 
 
 def _unreadable(path: Path, number: int, expected: str) -> DataError:

@@ -63,10 +63,12 @@ class Seen(NamedTuple):
             query, which sees all.
         rotations: cosines and sines of the new positions, see `positions.rotations`; `None` where positions
             are not rotated.
+        causal: where there is no mask; otherwise each query sees all keys.
     """
 
     mask: Tensor | None = None
     rotations: tuple[Tensor, Tensor] | None = None
+    causal: bool = True
 
 
 _EVERYTHING_BEFORE = Seen()
@@ -150,13 +152,15 @@ class SelfAttention(nn.Module):
             past = cache.length
             key, value = cache.extend(key, value)
         mask = _mask_after(past, query) if seen.mask is None else seen.mask
-        attended = self._attend(query, key, value, mask)
+        causal = seen.causal and mask is None and query.shape[2] == key.shape[2]
+        attended = self._attend(query, key, value, mask, causal=causal)
         output: Tensor = self.dropout(self.output(attended.transpose(1, 2).flatten(2)))
         return output
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool
+    ) -> Tensor:
         dropout = self.attention_dropout if self.training else 0.0
-        causal = mask is None and query.shape[2] == key.shape[2]
         if self.softcap is None:
             return F.scaled_dot_product_attention(
                 query,

@@ -52,15 +52,24 @@ class FeedForward(nn.Module):
         nonlinearity: one of `NONLINEARITIES`; a gated one adds a layer, `gate`.
         bias: of every layer.
         dropout: rate on the output.
+        inner_dropout: rate after the nonlinearity.
     """
 
     def __init__(
-        self, hidden_size: int, filter_size: int, nonlinearity: Nonlinearity, *, bias: bool, dropout: float
+        self,
+        hidden_size: int,
+        filter_size: int,
+        nonlinearity: Nonlinearity,
+        *,
+        bias: bool,
+        dropout: float,
+        inner_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.input = Linear(hidden_size, filter_size, bias=bias)
         self.gate = Linear(hidden_size, filter_size, bias=bias) if nonlinearity in GATED else None
         self.nonlinearity = NONLINEARITIES[nonlinearity]
+        self.inner_dropout = nn.Dropout(inner_dropout)
         self.output = Linear(filter_size, hidden_size, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
@@ -69,5 +78,5 @@ class FeedForward(nn.Module):
             inner = self.nonlinearity(self.input(x))
         else:
             inner = self.nonlinearity(self.gate(x)) * self.input(x)
-        output: Tensor = self.dropout(self.output(inner))
+        output: Tensor = self.dropout(self.output(self.inner_dropout(inner)))
         return output

@@ -1,0 +1,306 @@
+"""Encoder-decoders: T5 (arXiv:1910.10683) and the first transformer (arXiv:1706.03762)."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headwater.config.base import NoEffect, Section
+from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
+
+StackName = Literal["encoder", "decoder"]
+
+SEQ2SEQ: dict[str, dict[str, Any]] = {
+    "t5": {},
+    "transformer": {
+        "position_embedding_type": "fixed",
+        "norm_type": "layernorm",
+        "relu_dropout_rate": 0.0,
+        "use_ffn_bias": True,
+        "use_pre_encoder_decoder_layer_norm": False,
+        "use_dropout_outside_residual_path": False,
+        "use_transformer_initialization": True,
+    },
+}
+"""Values of the keys that a family's params leave out, by the family's name."""
+
+
+class Seq2SeqConfig(Section):
+    """A model that reads one text and writes another.
+
+    Rates and sizes that may be absent have a property that gives the value in force.
+
+    Attributes:
+        name: the family; gives keys that are left out the family's values.
+        src_vocab_size: tokens that the encoder reads, without `extra_ids`.
+        tgt_vocab_size: likewise the decoder; as many as the encoder where absent.
+        extra_ids: further tokens at the top of both vocabularies, that stand for spans of text.
+        share_encoder_decoder_embedding: encoder and decoder read the same embedding.
+        share_embedding_weights: the head is the embedding that the decoder reads.
+        embeddings_alpha: factor on the embeddings; with muP on top of the root of `d_model`.
+        position_embedding_type: `relative` (arXiv:1910.10683, section 2.1), `fixed` (arXiv:1706.03762,
+            section 3.5), `learned_absolute` or none.
+        relative_attention_num_buckets: distances that `relative` tells apart.
+        relative_attention_max_distance: distance from which on they are all alike.
+        src_max_position_embeddings: most tokens of a text to read.
+        tgt_max_position_embeddings: most tokens of a text to write.
+        d_kv: width of a head.
+        d_ff: width between the layers of the feed-forward part.
+        decoder_num_hidden_layers: as many as in the encoder where absent.
+        decoder_nonlinearity: that of the encoder where absent.
+        relu_dropout_rate: after the nonlinearity; `dropout_rate` where absent.
+        use_pre_encoder_decoder_layer_norm: normalize what a part of a block reads and not what it has added
+            to.
+        use_dropout_outside_residual_path: dropout on what encoder and decoder give, too.
+        use_transformer_initialization: Xavier's initial values, and attention scores divided by the root of
+            the head size. T5 draws smaller queries instead.
+        initializer_factor: factor on the spread of T5's initial values.
+        pad_token_id: begins what is written, unless `decoder_start_token_id` does.
+        label_smoothing: share of each label that is spread over all tokens in training (arXiv:1512.00567,
+            section 7).
+        mlm_loss_scaling: what the summed cross-entropy is divided by: the labels that count (`num_masked`),
+            or the samples (`batch_size`). `precomputed_num_masked` is `batch_size` with the batch's own
+            `loss_weight`, where it has one, in place of `lm_loss_weight`.
+        lm_loss_weight: factor on the loss if divided by the samples, usually 1 / labels of a sample.
+        mup_base_d_model: width at which the hyperparameters were tuned; turns on maximal update
+            parametrization (muP, arXiv:2203.03466). Needs `mup_base_d_ff` too.
+        mup_base_d_ff: likewise of the feed-forward part.
+        mup_base_d_kv: likewise of a head, where that grows, too.
+        encoder_attention_logits_alpha: factor on the encoder's attention scores.
+        decoder_attention_logits_alpha: factor on the decoder's.
+        scale_encoder_qk_dot_by_d: divide the encoder's attention scores by the head size and not by its root;
+            so it is with muP where absent.
+        scale_decoder_qk_dot_by_d: likewise the decoder's.
+        scale_output_logits_by_d: with muP divide the logits by the width ratio and not by its root.
+        output_logits_alpha: with muP a factor on the logits.
+    """
+
+    name: Literal["t5", "transformer"]
+
+    # embedding
+    src_vocab_size: int = Field(default=32001, ge=1)
+    tgt_vocab_size: int | None = Field(default=None, ge=1)
+    extra_ids: int = Field(default=0, ge=0)
+    share_encoder_decoder_embedding: bool = True
+    share_embedding_weights: bool = True
+    embeddings_alpha: float = Field(default=1.0, gt=0)
+    position_embedding_type: Literal["relative", "fixed", "learned_absolute"] | None = "relative"
+    relative_attention_num_buckets: int = Field(default=32, ge=4, multiple_of=4)
+    relative_attention_max_distance: int = Field(default=128, ge=2)
+    src_max_position_embeddings: int = Field(default=512, ge=1)
+    tgt_max_position_embeddings: int = Field(default=512, ge=1)
+
+    # blocks
+    d_model: int = Field(default=512, ge=1)
+    d_kv: int = Field(default=64, ge=1)
+    d_ff: int = Field(default=2048, ge=1)
+    num_heads: int = Field(default=8, ge=1)
+    encoder_num_hidden_layers: int = Field(default=6, ge=1)
+    decoder_num_hidden_layers: int | None = Field(default=None, ge=1)
+    encoder_nonlinearity: Nonlinearity = "relu"
+    decoder_nonlinearity: Nonlinearity | None = None
+    norm_type: Literal["layernorm", "biasless-layernorm", "rmsnorm"] = "rmsnorm"
+    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
+    dropout_rate: Rate = 0.1
+    relu_dropout_rate: Rate | None = None
+    use_projection_bias_in_attention: bool = False
+    use_ffn_bias: bool = False
+    use_pre_encoder_decoder_layer_norm: bool = True
+    use_pre_encoder_decoder_dropout: Annotated[
+        bool, NoEffect("embeddings are dropped out once in any case")
+    ] = False
+    use_dropout_outside_residual_path: bool = True
+    attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
+    attention_kernel: Annotated[str | None, NoEffect("the kernel is chosen by torch")] = None
+
+    # initial values, loss, generation
+    use_transformer_initialization: bool = False
+    initializer_factor: float = Field(default=1.0, gt=0)
+    label_smoothing: Rate = 0.0
+    mlm_loss_scaling: Literal["num_masked", "precomputed_num_masked", "batch_size"] = "batch_size"
+    lm_loss_weight: float = Field(default=1.0, gt=0)
+    compute_eval_metrics: bool = True
+    pad_token_id: int = Field(default=0, ge=0)
+    decoder_start_token_id: int | None = Field(default=None, ge=0)
+
+    # muP
+    mup_base_d_model: float | None = Field(default=None, gt=0)
+    mup_base_d_ff: float | None = Field(default=None, gt=0)
+    mup_base_d_kv: float | None = Field(default=None, gt=0)
+    encoder_attention_logits_alpha: float = Field(default=1.0, gt=0)
+    decoder_attention_logits_alpha: float = Field(default=1.0, gt=0)
+    scale_encoder_qk_dot_by_d: bool | None = None
+    scale_decoder_qk_dot_by_d: bool | None = None
+    scale_output_logits_by_d: bool = False
+    output_logits_alpha: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_family(cls, data: Any) -> Any:
+        return {**SEQ2SEQ.get(str(data.get("name")), {}), **data} if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _vocabularies_fit(self) -> Self:
+        if self.share_encoder_decoder_embedding and self.source_tokens != self.target_tokens:
+            raise ValueError(
+                f"src_vocab_size ({self.src_vocab_size}) and tgt_vocab_size ({self.tgt_vocab_size}) differ, "
+                "and share_encoder_decoder_embedding is true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _buckets_fit(self) -> Self:
+        if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
+            raise ValueError(
+                f"relative_attention_max_distance ({self.relative_attention_max_distance}) is not above half "
+                f"of relative_attention_num_buckets ({self.relative_attention_num_buckets})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mup_is_whole(self) -> Self:
+        if (self.mup_base_d_model is None) != (self.mup_base_d_ff is None):
+            raise ValueError("mup_base_d_model and mup_base_d_ff come together or not at all")
+        if self.mup_base_d_kv is not None and not self.is_mup:
+            raise ValueError("mup_base_d_kv needs mup_base_d_model and mup_base_d_ff")
+        if self.is_mup and self.use_transformer_initialization:
+            raise ValueError(
+                "muP has initial values of its own: use_transformer_initialization is false then"
+            )
+        return self
+
+    # sizes
+
+    @property
+    def source_tokens(self) -> int:
+        """Rows of the encoder's embedding."""
+        return self.src_vocab_size + self.extra_ids
+
+    @property
+    def target_tokens(self) -> int:
+        """Rows of the decoder's embedding and of the head."""
+        return (self.tgt_vocab_size or self.src_vocab_size) + self.extra_ids
+
+    @property
+    def inner_size(self) -> int:
+        """Width of all heads together."""
+        return self.num_heads * self.d_kv
+
+    @property
+    def ffn_dropout(self) -> float:
+        """After the nonlinearity."""
+        return self.dropout_rate if self.relu_dropout_rate is None else self.relu_dropout_rate
+
+    @property
+    def start_token_id(self) -> int:
+        """The token that begins what is written."""
+        return self.pad_token_id if self.decoder_start_token_id is None else self.decoder_start_token_id
+
+    def num_layers(self, stack: StackName) -> int:
+        """Blocks of the encoder or of the decoder."""
+        encoder = stack == "encoder" or self.decoder_num_hidden_layers is None
+        return self.encoder_num_hidden_layers if encoder else self.decoder_num_hidden_layers or 0
+
+    def max_length(self, stack: StackName) -> int:
+        """Most tokens that the encoder or the decoder reads."""
+        return self.src_max_position_embeddings if stack == "encoder" else self.tgt_max_position_embeddings
+
+    def nonlinearity(self, stack: StackName) -> Nonlinearity:
+        """Of the feed-forward parts of the encoder or of the decoder."""
+        own = None if stack == "encoder" else self.decoder_nonlinearity
+        return own or self.encoder_nonlinearity
+
+    # scales
+
+    @property
+    def is_mup(self) -> bool:
+        return self.mup_base_d_model is not None
+
+    @property
+    def width_ratio(self) -> float:
+        """`d_model` relative to the muP base; 1 without muP."""
+        return self.d_model / (self.mup_base_d_model or self.d_model)
+
+    @property
+    def filter_ratio(self) -> float:
+        """`d_ff` relative to the muP base; 1 without muP."""
+        return self.d_ff / (self.mup_base_d_ff or self.d_ff)
+
+    @property
+    def head_ratio(self) -> float:
+        """`d_kv` relative to the muP base; 1 where heads do not grow."""
+        return self.d_kv / (self.mup_base_d_kv or self.d_kv)
+
+    @property
+    def embeddings_scale(self) -> float:
+        """Factor on the embeddings in force."""
+        return self.embeddings_alpha * (math.sqrt(self.d_model) if self.is_mup else 1.0)
+
+    @property
+    def logits_scale(self) -> float:
+        """Factor on the logits in force; a shared embedding exceeds a head by the root of `d_model`."""
+        if self.is_mup:
+            ratio = self.width_ratio
+            return self.output_logits_alpha / (ratio if self.scale_output_logits_by_d else math.sqrt(ratio))
+        return self.d_model**-0.5 if self.share_embedding_weights else 1.0
+
+    def attention_scale(self, stack: StackName) -> float:
+        """Factor on the product of query and key in the encoder or in the decoder."""
+        encoder = stack == "encoder"
+        alpha = self.encoder_attention_logits_alpha if encoder else self.decoder_attention_logits_alpha
+        if not (self.is_mup or self.use_transformer_initialization):
+            return alpha
+        given = self.scale_encoder_qk_dot_by_d if encoder else self.scale_decoder_qk_dot_by_d
+        by_size = self.is_mup if given is None else given
+        # Where only d_model grows, queries and keys each count less by the root of the ratio.
+        growth = self.width_ratio if self.mup_base_d_kv is None else 1.0
+        return alpha / (self.d_kv if by_size else math.sqrt(self.d_kv)) / growth
+
+    # initial values
+
+    @property
+    def embedding_init(self) -> InitializerConfig:
+        """Of tokens, and of the head where it is not shared."""
+        if self.use_transformer_initialization:
+            return InitializerConfig(name="truncated_normal", std=1.0)
+        return self._normal(self.d_model**-0.5 if self.is_mup else 1.0)
+
+    @property
+    def query_init(self) -> InitializerConfig:
+        return self.matrix_init.scaled(self.d_kv**-0.5)
+
+    @property
+    def matrix_init(self) -> InitializerConfig:
+        """Of keys and values, and of the table of relative positions."""
+        if self.use_transformer_initialization:
+            return InitializerConfig(name="xavier_uniform", gain=1 / 3)
+        return self._normal(self.d_model**-0.5)
+
+    @property
+    def ffn_input_init(self) -> InitializerConfig:
+        """Of the first layer of the feed-forward part."""
+        if self.use_transformer_initialization:
+            return InitializerConfig(name="xavier_uniform")
+        return self._normal(self.d_model**-0.5)
+
+    def attention_output_init(self, stack: StackName) -> InitializerConfig:
+        """Of the attention's output projection."""
+        if self.use_transformer_initialization:
+            return self.matrix_init
+        grows_with_model = self.is_mup and self.mup_base_d_kv is None
+        inputs = self.d_model if grows_with_model else self.inner_size
+        return self._normal(inputs**-0.5 * self._depth_factor(stack))
+
+    def ffn_output_init(self, stack: StackName) -> InitializerConfig:
+        """Of the second layer of the feed-forward part."""
+        if self.use_transformer_initialization:
+            return InitializerConfig(name="xavier_uniform")
+        return self._normal(self.d_ff**-0.5 * self._depth_factor(stack))
+
+    def _depth_factor(self, stack: StackName) -> float:
+        return (2 * self.num_layers(stack)) ** -0.5 if self.is_mup else 1.0
+
+    def _normal(self, std: float) -> InitializerConfig:
+        return InitializerConfig(name="normal", std=std * self.initializer_factor)

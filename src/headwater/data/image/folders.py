@@ -1,0 +1,100 @@
+"""Images in a folder for each class, as ImageNet is distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headwater.config.data import ImageFolderDataConfig
+from headwater.config.transforms import Transforms
+from headwater.core.errors import DataError
+from headwater.core.seeding import derive_seed
+from headwater.data.image.files import is_image, mode_of, read_image
+from headwater.data.image.transforms import transform
+from headwater.data.loader import Batch
+
+
+class LabelledImages:
+    """Images with a class each: a batch is `inputs` [batch, channels, h, w] and `labels` [batch].
+
+    Args:
+        files: an image each.
+        labels: their classes.
+        transforms: what is done to them.
+        channels: that the model reads.
+        seed: of what is random in the transforms.
+    """
+
+    sequence_length = None
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        labels: Sequence[int],
+        transforms: Transforms,
+        *,
+        channels: int,
+        seed: int,
+    ) -> None:
+        self.files = files
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self._transforms, self._mode, self._seed = transforms, mode_of(channels), seed
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
+        """The batch of these samples; see `headwater.data.source.Samples`."""
+        try:
+            images = [self._image(draw) for draw in draws]
+        except DataError as error:
+            return error
+        if len({image.shape for image in images}) > 1:
+            return DataError(
+                "images of one batch have different sizes",
+                where="transforms",
+                remedy="resize or crop them to one size",
+            )
+        labels = self.labels[[draw % len(self) for draw in draws]]
+        return {"inputs": torch.stack(images), "labels": torch.from_numpy(labels)}
+
+    def _image(self, draw: int) -> torch.Tensor:
+        generator = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "image", draw)))
+        image = read_image(self.files[draw % len(self)], self._mode)
+        return transform(image, self._transforms, generator)
+
+
+def read_image_folders(config: ImageFolderDataConfig, *, channels: int, num_classes: int) -> LabelledImages:
+    """The samples that a section of a params file names; classes are numbered in the order of their folders.
+
+    Args:
+        config: the section.
+        channels: that the model reads.
+        num_classes: of the model.
+
+    Raises:
+        DataError: if there are no images, or more classes than the model has.
+    """
+    root = config.data_dir / config.split
+    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    if len(folders) > num_classes:
+        raise DataError(
+            f"there are {len(folders)} classes, and the model's num_classes is {num_classes}",
+            where=str(root),
+            remedy=f"set num_classes to {len(folders)}",
+        )
+    files, labels = [], []
+    for label, folder in enumerate(folders):
+        found = sorted(filter(is_image, folder.iterdir()))
+        files += found
+        labels += [label] * len(found)
+    if not files:
+        raise DataError(
+            "there are no images in folders of classes",
+            where=str(root),
+            remedy=f"put them into {root}/CLASS/, or name another data_dir or split",
+        )
+    return LabelledImages(files, labels, config.steps, channels=channels, seed=config.shuffle_seed or 0)

@@ -1,0 +1,170 @@
+"""Images with a class for each pixel: equally named files in two folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from headwater.config.data import SegmentationDataConfig
+from headwater.core.errors import DataError
+from headwater.core.seeding import derive_seed
+from headwater.data.image.files import is_image, mode_of, read_image
+from headwater.data.image.transforms import to_tensor
+from headwater.data.loader import Batch
+
+
+class SegmentedImages:
+    """Images with a class for each pixel.
+
+    A batch is `inputs` [batch, channels, h, w] and `labels` [batch, h, w].
+
+    Args:
+        pairs: an image and its classes each.
+        config: how they are cut and normalized.
+        channels: that the model reads.
+        num_classes: of a pixel; with one, a pixel is of the class or not.
+    """
+
+    sequence_length = None
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Path, Path]],
+        config: SegmentationDataConfig,
+        *,
+        channels: int,
+        num_classes: int,
+    ) -> None:
+        self.pairs = pairs
+        self._config, self._mode, self._classes = config, mode_of(channels), max(2, num_classes)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
+        """The batch of these samples; see `headwater.data.source.Samples`."""
+        try:
+            samples = [self._sample(draw) for draw in draws]
+        except DataError as error:
+            return error
+        if len({labels.shape for _, labels in samples}) > 1:
+            return DataError(
+                "images of one batch have different sizes",
+                where=f"data_dir: {self._config.data_dir}",
+                remedy="set image_size, so that they are cut to one",
+            )
+        images, labels = zip(*samples, strict=True)
+        return {"inputs": torch.stack(images), "labels": torch.stack(labels)}
+
+    def _sample(self, draw: int) -> tuple[Tensor, Tensor]:
+        """An image [channels, h, w] and the classes of its pixels [h, w]."""
+        image_file, label_file = self.pairs[draw % len(self)]
+        image = to_tensor(read_image(image_file, self._mode))
+        labels = torch.from_numpy(self._labels(label_file))
+        if image.shape[1:] != labels.shape:
+            raise DataError(
+                f"the image is of {list(image.shape[1:])} pixels, its classes are of {list(labels.shape)}",
+                where=f"{image_file} and {label_file}",
+                remedy="correct or remove one of them",
+            )
+        seed = derive_seed(self._config.shuffle_seed or 0, "image", draw)
+        top, left, height, width, turns, flip = self._part(image_file, labels.shape, seed)
+        image = self._normalized(image)[:, top : top + height, left : left + width]
+        labels = labels[top : top + height, left : left + width]
+        image, labels = image.rot90(turns, (1, 2)), labels.rot90(turns)
+        return (image.flip(2), labels.flip(1)) if flip else (image, labels)
+
+    def _part(self, file: Path, shape: Sequence[int], seed: int) -> tuple[int, int, int, int, int, bool]:
+        """Top, left, height and width of the part, by how many quarters it is turned, and whether flipped."""
+        height, width = self._config.image_size or shape
+        free = shape[0] - height, shape[1] - width
+        if min(free) < 0:
+            raise DataError(
+                f"the image is of {list(shape)} pixels, smaller than image_size {[height, width]}",
+                where=str(file),
+                remedy="use a smaller image_size",
+            )
+        if not self._config.augments:
+            return free[0] // 2, free[1] // 2, height, width, 0, False
+        generator = np.random.Generator(np.random.Philox(key=seed))
+        top, left = (int(generator.integers(pixels + 1)) for pixels in free)
+        turns, flip = int(generator.integers(4)), bool(generator.integers(2))
+        # A part that is not square keeps its shape when it is turned upside down, and not by a quarter.
+        return top, left, height, width, turns if height == width else turns // 2 * 2, flip
+
+    def _normalized(self, image: Tensor) -> Tensor:
+        match self._config.normalize_data_method:
+            case "zero_one":
+                return image
+            case "zero_centered":
+                return 2 * image - 1
+            case "standard_score":
+                deviation, mean = torch.std_mean(image)
+                return (image - mean) / deviation.clamp_min(1e-6)
+
+    def _labels(self, path: Path) -> npt.NDArray[np.int64]:
+        """Classes [h, w]: black and white are 0 and 1, and other pixels the number that they hold."""
+        image = read_image(path)
+        if image.mode not in ("1", "L", "P"):
+            raise DataError(
+                f"the classes are a colour image ({image.mode})",
+                where=str(path),
+                remedy="store them as an image in black and white, or of the numbers of the classes",
+            )
+        return self._classes_of(image, path)
+
+    def _classes_of(self, image: Image.Image, path: Path) -> npt.NDArray[np.int64]:
+        labels = np.array(image, dtype=np.int64)
+        if self._classes == 2 and np.isin(labels, (0, 255)).all():
+            return labels // 255
+        if labels.max(initial=0) >= self._classes:
+            raise DataError(
+                f"class {labels.max()} is not below the model's number of classes, {self._classes}",
+                where=str(path),
+                remedy=f"set num_classes to {labels.max() + 1} or more",
+            )
+        return labels
+
+
+def read_segmented_images(
+    config: SegmentationDataConfig, *, channels: int, num_classes: int
+) -> SegmentedImages:
+    """The samples that a section of a params file names.
+
+    Args:
+        config: the section.
+        channels: that the model reads.
+        num_classes: of a pixel.
+
+    Raises:
+        DataError: if there are no images, or one has no classes.
+    """
+    images, labels = (_files(config.data_dir / part) for part in ("image", "label"))
+    if alone := sorted(images.keys() ^ labels.keys()):
+        raise DataError(
+            f"{alone[0]} is in one of the folders image and label, and not in the other",
+            where=f"data_dir: {config.data_dir}",
+            remedy="add what is missing, under the same name",
+        )
+    names = sorted(images)
+    border = round(len(names) * config.train_test_split)
+    chosen = names[:border] if config.is_training else names[border:]
+    if not chosen:
+        raise DataError(
+            f"there are {len(names)} images, and none of them is in this part",
+            where=f"data_dir: {config.data_dir}",
+            remedy="change train_test_split, or name another folder with the folders image and label",
+        )
+    pairs = [(images[name], labels[name]) for name in chosen]
+    return SegmentedImages(pairs, config, channels=channels, num_classes=num_classes)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The images in a folder by their names."""
+    return {path.name: path for path in folder.iterdir() if is_image(path)} if folder.is_dir() else {}

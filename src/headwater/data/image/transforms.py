@@ -1,0 +1,122 @@
+"""What is done to images before a model reads them; what is random depends on the generator alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from headwater.config.transforms import (
+    AnyTransform,
+    CenterCropConfig,
+    ImageTransform,
+    Interpolation,
+    NormalizeConfig,
+    RandomCropConfig,
+    RandomHorizontalFlipConfig,
+    RandomResizedCropConfig,
+    RandomVerticalFlipConfig,
+    ResizeConfig,
+    ToTensorConfig,
+)
+
+_FILTERS: dict[Interpolation, Image.Resampling] = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+_ATTEMPTS = 10
+"""How often a random shape is drawn that may not fit into the image."""
+
+Box = tuple[int, int, int, int]
+"""Left, top, right and bottom, in pixels."""
+
+
+def transform(
+    image: Image.Image, transforms: Sequence[AnyTransform], generator: np.random.Generator
+) -> Tensor:
+    """The image as the transforms leave it, [channels, h, w] in fp32.
+
+    Args:
+        image: with as many channels as the model reads.
+        transforms: in their order, one of them `to_tensor`.
+        generator: what is random is drawn from it.
+    """
+    numbers = torch.empty(0)
+    for each in transforms:
+        if isinstance(each, ToTensorConfig):
+            numbers = to_tensor(image)
+        elif isinstance(each, NormalizeConfig):
+            mean, std = (torch.tensor(values)[:, None, None] for values in (each.mean, each.std))
+            numbers = (numbers - mean) / std
+        else:
+            image = _changed(image, each, generator)
+    return numbers
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """Numbers between 0 and 1, [channels, h, w] in fp32."""
+    pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
+    return pixels.view(image.height, image.width, -1).permute(2, 0, 1).float() / 255
+
+
+def _changed(image: Image.Image, change: ImageTransform, generator: np.random.Generator) -> Image.Image:
+    match change:
+        case ResizeConfig():
+            return _resized(image, change)
+        case CenterCropConfig():
+            return image.crop(_centre(image, *change.height_and_width))
+        case RandomCropConfig():
+            return image.crop(_anywhere(image, *change.height_and_width, change.padding, generator))
+        case RandomResizedCropConfig():
+            height, width = change.height_and_width
+            return image.resize(
+                (width, height), _FILTERS[change.interpolation], box=_random_box(image, change, generator)
+            )
+        case RandomHorizontalFlipConfig():
+            flip = generator.random() < change.p
+            return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image
+        case RandomVerticalFlipConfig():
+            flip = generator.random() < change.p
+            return image.transpose(Image.Transpose.FLIP_TOP_BOTTOM) if flip else image
+
+
+def _resized(image: Image.Image, config: ResizeConfig) -> Image.Image:
+    height, width = config.height_and_width
+    if len(config.size) == 1:
+        short = min(image.width, image.height)
+        width, height = image.width * width // short, image.height * height // short
+    return image.resize((width, height), _FILTERS[config.interpolation])
+
+
+def _centre(image: Image.Image, height: int, width: int) -> Box:
+    left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+    return left, top, left + width, top + height
+
+
+def _anywhere(
+    image: Image.Image, height: int, width: int, padding: int, generator: np.random.Generator
+) -> Box:
+    left = int(generator.integers(max(0, image.width + 2 * padding - width) + 1)) - padding
+    top = int(generator.integers(max(0, image.height + 2 * padding - height) + 1)) - padding
+    return left, top, left + width, top + height
+
+
+def _random_box(image: Image.Image, config: RandomResizedCropConfig, generator: np.random.Generator) -> Box:
+    """Shapes are as likely narrow as wide: the logarithm of the ratio is uniform."""
+    low, high = config.ratio
+    for _ in range(_ATTEMPTS):
+        area = image.width * image.height * generator.uniform(*config.scale)
+        ratio = math.exp(generator.uniform(math.log(low), math.log(high)))
+        width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < width <= image.width and 0 < height <= image.height:
+            return _anywhere(image, height, width, 0, generator)
+    # The largest part of an allowed shape, from the middle.
+    width = min(image.width, max(1, round(image.height * high)))
+    height = min(image.height, max(1, round(image.width / low)))
+    return _centre(image, height, width)

@@ -1,0 +1,110 @@
+"""Texts and their translations, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwater.config.data import TranslationDataConfig
+from headwater.config.models import Seq2SeqConfig
+from headwater.core.errors import DataError
+from headwater.data.loader import Batch
+from headwater.data.text.lines import read_lines
+from headwater.data.text.tokens import (
+    PairFiller,
+    TokenLists,
+    encoded,
+    listed_files,
+    open_vocabulary,
+    text_files,
+)
+
+
+class Translations:
+    """Pairs of texts. A batch is what `PairFiller.fill` makes.
+
+    Args:
+        sources: texts to read.
+        targets: what is to be written after each.
+        filler: makes batches.
+    """
+
+    def __init__(self, sources: TokenLists, targets: TokenLists, filler: PairFiller) -> None:
+        self.sources, self.targets = sources, targets
+        self._filler = filler
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a text to read."""
+        return self._filler.source_length
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitems__(self, draws: Sequence[int]) -> Batch:
+        """The batch of these samples; see `headwater.data.source.Samples`."""
+        indices = [draw % len(self) for draw in draws]
+        return self._filler.fill([(self.sources[index], self.targets[index]) for index in indices])
+
+
+def read_translations(config: TranslationDataConfig, model: Seq2SeqConfig) -> Translations:
+    """The samples that a section of a params file names, without those that are empty or too long.
+
+    Raises:
+        DataError: if a file is missing, or two that belong together have different numbers of lines.
+    """
+    vocabulary = open_vocabulary(config.src_vocab_file, config, model.source_tokens)
+    written = vocabulary
+    if config.tgt_vocab_file is not None:
+        written = open_vocabulary(config.tgt_vocab_file, config, model.target_tokens)
+    pairs = [pair for files in _files(config) for pair in _aligned(*files)]
+    sources = encoded((source for source, _ in pairs), vocabulary, lower=config.do_lower)
+    targets = encoded((target for _, target in pairs), written, lower=config.do_lower)
+    kept = [
+        pair
+        for pair in zip(sources, targets, strict=True)
+        # One place of the target is for the token that begins or ends it.
+        if 0 < len(pair[0]) <= config.src_max_sequence_length
+        and 0 < len(pair[1]) < config.tgt_max_sequence_length
+    ]
+    if not kept:
+        raise DataError(
+            f"of {len(pairs)} pairs of texts none is short enough" if pairs else "the files are empty",
+            where=config.place,
+            remedy="raise src_max_sequence_length and tgt_max_sequence_length, or name other files",
+        )
+    filler = PairFiller.of(config, written)
+    return Translations(TokenLists(s for s, _ in kept), TokenLists(t for _, t in kept), filler)
+
+
+def _files(config: TranslationDataConfig) -> list[tuple[Path, Path]]:
+    """Files of texts to read, each with that of the translations."""
+    if config.tgt_data_dir is None:
+        listed = [files for folder in config.src_data_dir for files in listed_files(folder)]
+        if not listed or any(len(files) != 2 for files in listed):
+            raise DataError(
+                "it is not said where the translations are",
+                where=config.place,
+                remedy="name them with tgt_data_dir, or write lines `source target number` into meta.dat",
+            )
+        return [(source, target) for source, target in listed]
+    sources = [path for place in config.src_data_dir for path in text_files(place)]
+    targets = [path for place in config.tgt_data_dir for path in text_files(place)]
+    if len(sources) != len(targets):
+        raise DataError(
+            f"there are {len(sources)} files to read and {len(targets)} of translations",
+            where=config.place,
+            remedy="name as many files with tgt_data_dir as with src_data_dir, in the same order",
+        )
+    return list(zip(sources, targets, strict=True))
+
+
+def _aligned(source: Path, target: Path) -> list[tuple[str, str]]:
+    read, written = ([line for _, line in read_lines(path)] for path in (source, target))
+    if len(read) != len(written):
+        raise DataError(
+            f"the file has {len(read)} lines, and {len(written)} in {target}",
+            where=str(source),
+            remedy="name files with a translation of each line",
+        )
+    return list(zip(read, written, strict=True))

@@ -1,0 +1,397 @@
+"""Encoder-decoders: one model for T5 and for the first transformer, put together as its config says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwater.config.models import InitializerConfig, Seq2SeqConfig
+from headwater.config.models.seq2seq import StackName
+from headwater.core.errors import DataError
+from headwater.models.evaluation import Scored
+from headwater.models.layers.attention import Seen, SelfAttention, visible
+from headwater.models.layers.cross_attention import CrossAttention
+from headwater.models.layers.feed_forward import FeedForward
+from headwater.models.layers.initializers import draw
+from headwater.models.layers.linear import Embedding, Linear
+from headwater.models.layers.norm import LayerNorm, RMSNorm
+from headwater.models.layers.positions import sinusoidal_positions
+from headwater.models.layers.relative_positions import RelativePositionBias
+from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
+
+IGNORED = -100
+"""The label of what does not count."""
+
+_ROWS = 1024
+"""Rows of logits that are held at once where only the best token is wanted."""
+
+
+def _norm(config: Seq2SeqConfig) -> nn.Module:
+    if config.norm_type == "rmsnorm":
+        return RMSNorm(config.d_model, config.layer_norm_epsilon)
+    return LayerNorm(config.d_model, config.layer_norm_epsilon, bias=config.norm_type == "layernorm")
+
+
+class Block(nn.Module):
+    """Self-attention, in the decoder cross-attention, and feed-forward part: [batch, seq, hidden] -> same.
+
+    Args:
+        config: the model.
+        stack: what the block belongs to.
+    """
+
+    def __init__(self, config: Seq2SeqConfig, stack: StackName) -> None:
+        super().__init__()
+        self.norm_first = config.use_pre_encoder_decoder_layer_norm
+        self.attention = SelfAttention(
+            config.d_model,
+            config.num_heads,
+            head_size=config.d_kv,
+            scale=config.attention_scale(stack),
+            projection_bias=config.use_projection_bias_in_attention,
+            output_bias=False,
+            attention_dropout=config.dropout_rate,
+            output_dropout=config.dropout_rate,
+        )
+        self.attention_norm = _norm(config)
+        self.cross_attention = self.cross_attention_norm = None
+        if stack == "decoder":
+            self.cross_attention = CrossAttention(
+                config.d_model,
+                config.num_heads,
+                head_size=config.d_kv,
+                scale=config.attention_scale(stack),
+                projection_bias=config.use_projection_bias_in_attention,
+                output_bias=False,
+                attention_dropout=config.dropout_rate,
+                output_dropout=config.dropout_rate,
+            )
+            self.cross_attention_norm = _norm(config)
+        self.ffn = FeedForward(
+            config.d_model,
+            config.d_ff,
+            config.nonlinearity(stack),
+            bias=config.use_ffn_bias,
+            dropout=config.dropout_rate,
+            inner_dropout=config.ffn_dropout,
+        )
+        self.ffn_norm = _norm(config)
+
+    def forward(
+        self, x: Tensor, seen: Seen, memory: Tensor | None = None, memory_seen: Tensor | None = None
+    ) -> Tensor:
+        x = self._add(self.attention_norm, self.attention, x, seen)
+        if self.cross_attention is not None and self.cross_attention_norm is not None:
+            x = self._add(self.cross_attention_norm, self.cross_attention, x, memory, memory_seen)
+        return self._add(self.ffn_norm, self.ffn, x)
+
+    def _add(self, norm: nn.Module, part: nn.Module, x: Tensor, *more: object) -> Tensor:
+        """The residual stream after a part of the block."""
+        if self.norm_first:
+            return x + part(norm(x), *more)  # type: ignore[no-any-return]
+        return norm(x + part(x, *more))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    """Encoder or decoder, without the embedding of tokens: [batch, seq, hidden] -> same.
+
+    Args:
+        config: the model.
+        stack: which of the two.
+    """
+
+    def __init__(self, config: Seq2SeqConfig, stack: StackName) -> None:
+        super().__init__()
+        kind, self.width = config.position_embedding_type, config.d_model
+        self.stack, self.max_length = stack, config.max_length(stack)
+        self.is_fixed = kind == "fixed"
+        self.position_embedding = (
+            Embedding(self.max_length, self.width) if kind == "learned_absolute" else None
+        )
+        self.relative_bias = (
+            RelativePositionBias(
+                config.relative_attention_num_buckets,
+                config.num_heads,
+                max_distance=config.relative_attention_max_distance,
+                bidirectional=stack == "encoder",
+            )
+            if kind == "relative"
+            else None
+        )
+        self.embedding_dropout = nn.Dropout(config.dropout_rate)
+        self.blocks = nn.ModuleList(Block(config, stack) for _ in range(config.num_layers(stack)))
+        self.norm = _norm(config)
+        self.dropout = nn.Dropout(config.dropout_rate if config.use_dropout_outside_residual_path else 0.0)
+
+    def forward(self, x: Tensor, text: Tensor, memory: Tensor | None = None) -> Tensor:
+        """Hidden states.
+
+        Args:
+            x: embeddings [batch, seq, hidden].
+            text: bool, which tokens the encoder sees: of its own [batch, seq], or in the decoder of `memory`.
+            memory: in the decoder, what the encoder has given: [batch, source, hidden].
+
+        Raises:
+            DataError: if there are more tokens than the model has positions.
+        """
+        positions = torch.arange(x.shape[1], device=x.device)
+        x = self.embedding_dropout(self._add_positions(x, positions))
+        padding = text[:, None, None, :]
+        if self.stack == "encoder":
+            seen = Seen(self._biased(positions, padding))
+            for block in self.blocks:
+                x = block(x, seen)
+        else:
+            seen = Seen()
+            if self.relative_bias is not None:
+                seen = Seen(self._biased(positions, visible(positions, positions)))
+            for block in self.blocks:
+                x = block(x, seen, memory, padding)
+        return self.dropout(self.norm(x))  # type: ignore[no-any-return]
+
+    def _add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.relative_bias is None and len(positions) > self.max_length:
+            key = "src" if self.stack == "encoder" else "tgt"
+            raise DataError(
+                f"a sequence of {len(positions)} tokens is longer than the {self.max_length} positions "
+                f"of the {self.stack}",
+                where=f"model.{key}_max_position_embeddings",
+                remedy="use shorter sequences, or train a model with more positions",
+            )
+        if self.position_embedding is not None:
+            return x + self.position_embedding(positions)  # type: ignore[no-any-return]
+        if self.is_fixed:
+            return x + sinusoidal_positions(len(positions), self.width, device=x.device).to(x.dtype)
+        return x
+
+    def _biased(self, positions: Tensor, seen: Tensor) -> Tensor:
+        """What `Seen` calls `mask`, from which keys are seen."""
+        if self.relative_bias is None:
+            return seen
+        bias: Tensor = self.relative_bias(positions)
+        return torch.where(seen, bias, -torch.inf)
+
+
+class Head(Linear):
+    """The language-model head: logits of hidden states, or the loss without ever holding all logits."""
+
+    def __init__(self, config: Seq2SeqConfig, *, fused_loss: bool) -> None:
+        super().__init__(config.d_model, config.target_tokens, bias=False)
+        self.scale = config.logits_scale
+        self.smoothing = config.label_smoothing
+        self.fused_loss = fused_loss
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        row_weights: Tensor | None = None,
+        *,
+        best: bool = False,
+    ) -> Tensor:
+        """Logits [..., vocab] of `hidden` [..., width].
+
+        Args:
+            hidden: hidden states.
+            targets: [...]; with these the loss.
+            row_weights: [...], factor of each target's cross-entropy in the loss.
+            best: the token with the highest logit [...] in place of the logits.
+        """
+        hidden = hidden * self.scale
+        rows = hidden.flatten(0, -2)
+        if best:
+            parts = [F.linear(part, self.weight).argmax(-1) for part in rows.split(_ROWS)]
+            return torch.cat(parts).view(hidden.shape[:-1])
+        if targets is None or row_weights is None:
+            return F.linear(hidden, self.weight)
+        targets, row_weights = targets.flatten(), row_weights.flatten()
+        cross_entropy = linear_cross_entropy if self.fused_loss else plain_cross_entropy
+        loss = cross_entropy(rows, self.weight, None, targets, row_weights)
+        if self.smoothing and self.training:
+            loss = loss + self.smoothing * self._over_mean(rows, targets, row_weights)
+        return loss
+
+    def _over_mean(self, rows: Tensor, targets: Tensor, row_weights: Tensor) -> Tensor:
+        """How far the logits of the targets are above the mean over all tokens, summed with the weights.
+
+        With labels of which a share `s` is spread over all tokens (arXiv:1512.00567, section 7), a
+        cross-entropy grows by `s` times this.
+        """
+        at_target = F.embedding(targets.long().masked_fill(row_weights == 0, 0), self.weight)
+        above = (rows.float() * (at_target - self.weight.mean(0)).float()).sum(-1)
+        return (above * row_weights).sum()
+
+
+class Seq2Seq(nn.Module):
+    """An encoder-decoder. `forward` gives the training loss, `logits` the predictions.
+
+    Args:
+        config: the model section of a params file.
+        fused_loss: compute the loss in chunks, without the logits of the whole batch in memory.
+        seed: seed of the initial weights.
+    """
+
+    def __init__(self, config: Seq2SeqConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.source_tokens, config.d_model)
+        self.target_embedding = (
+            None
+            if config.share_encoder_decoder_embedding
+            else Embedding(config.target_tokens, config.d_model)
+        )
+        self.encoder = Stack(config, "encoder")
+        self.decoder = Stack(config, "decoder")
+        self.head = Head(config, fused_loss=fused_loss)
+        if config.share_embedding_weights:
+            self.head.weight = (self.target_embedding or self.embedding).weight
+        self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if not parameter.is_meta:
+                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Training loss, a scalar in fp32.
+
+        Args:
+            batch: `input_ids` and `attention_mask` [batch, source], the mask 0 where a token is padding that
+                nobody sees; `decoder_input_ids` and `labels` [batch, target], and `decoder_attention_mask`
+                of the same shape, 0 where the label does not count, nor does a label `IGNORED`;
+                `loss_weight` [batch, 1], where the samples have weights of their own.
+
+        Raises:
+            DataError: if there are more tokens than the model has positions.
+        """
+        labels = batch["labels"]
+        counted = labels != IGNORED
+        if "decoder_attention_mask" in batch:
+            counted = counted & batch["decoder_attention_mask"].bool()
+        hidden = self._hidden(batch)
+        if not self.training and self.scored:
+            self.scored["accuracy"].add(self.head(hidden, best=True) == labels, counted)
+        return self.head(hidden, labels, self._label_weights(counted, batch))  # type: ignore[no-any-return]
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits [batch, target, vocab] of the token after each of `decoder_input_ids`; see `forward`."""
+        return self.head(self._hidden(batch))  # type: ignore[no-any-return]
+
+    def encode(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states [batch, source, hidden] of the text to read; see `forward`."""
+        return self.encoder(self._embed(self.embedding, batch["input_ids"]), _text(batch))  # type: ignore[no-any-return]
+
+    def decode(self, decoder_input_ids: Tensor, memory: Tensor, text: Tensor) -> Tensor:
+        """Hidden states [batch, target, hidden] of what is written.
+
+        Args:
+            decoder_input_ids: [batch, target].
+            memory: what `encode` gave.
+            text: bool [batch, source], which of it is seen.
+        """
+        embedding = self.embedding if self.target_embedding is None else self.target_embedding
+        return self.decoder(self._embed(embedding, decoder_input_ids), text, memory)  # type: ignore[no-any-return]
+
+    def _hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.decode(batch["decoder_input_ids"], self.encode(batch), _text(batch))
+
+    def _embed(self, embedding: nn.Module, tokens: Tensor) -> Tensor:
+        return embedding(tokens) * self.config.embeddings_scale  # type: ignore[no-any-return]
+
+    def _label_weights(self, counted: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Factor of each label's cross-entropy in the loss. A batch without any label has loss 0."""
+        config, weights = self.config, counted.float()
+        if config.mlm_loss_scaling == "num_masked":
+            return weights / weights.sum().clamp_min(1)
+        if config.mlm_loss_scaling == "precomputed_num_masked" and "loss_weight" in batch:
+            return weights * batch["loss_weight"] / len(weights)
+        return weights * (config.lm_loss_weight / len(weights))
+
+
+def _text(batch: Mapping[str, Tensor]) -> Tensor:
+    """Which tokens to read are no padding: bool [batch, source]."""
+    mask = batch.get("attention_mask")
+    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+
+
+@torch.no_grad()
+def write_greedily(model: Seq2Seq, batch: Mapping[str, Tensor], *, end: int, max_tokens: int) -> Tensor:
+    """What the model writes if it takes the likeliest token each time: [batch, up to `max_tokens`].
+
+    The encoder runs once, the decoder anew for each token. After `end` comes nothing but `end`.
+
+    Args:
+        model: in eval mode.
+        batch: `input_ids` and `attention_mask` [batch, source].
+        end: token after which a text ends.
+        max_tokens: tokens after which it ends in any case.
+    """
+    memory, text = model.encode(batch), _text(batch)
+    written = batch["input_ids"].new_full((len(memory), 1), model.config.start_token_id)
+    ended = torch.zeros_like(written, dtype=torch.bool)
+    for _ in range(max_tokens):
+        best = model.head(model.decode(written, memory, text)[:, -1:], best=True).masked_fill(ended, end)
+        written = torch.cat((written, best), dim=1)
+        ended = ended | (best == end)
+        if ended.all():
+            break
+    return written[:, 1:]
+
+
+def init_parameter(name: str, shape: Sequence[int], config: Seq2SeqConfig, seed: int) -> Tensor:
+    """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone."""
+    if name.endswith("attention.qkv.weight"):
+        # Queries have a spread of their own.
+        inner = config.inner_size
+        query = draw(f"{name}/query", (inner, shape[1]), config.query_init, seed)
+        key_value = draw(
+            f"{name}/key_value", (2 * inner, shape[1]), config.matrix_init, seed, rows=(inner,) * 2
+        )
+        return torch.cat((query, key_value))
+    rows = (config.inner_size,) * 2 if name.endswith("key_value.weight") else ()
+    return draw(name, shape, _initializer(name, config), seed, rows=rows)
+
+
+def _initializer(name: str, config: Seq2SeqConfig) -> InitializerConfig:
+    stack: StackName = "decoder" if name.startswith("decoder.") else "encoder"
+    block = r"(encoder|decoder)\.blocks\.\d+\."
+    for pattern, initializer in (
+        (r".*\bbias", InitializerConfig(name="zeros")),
+        (r".*norm\.weight", InitializerConfig(name="ones")),
+        (r"((target_)?embedding|head|(encoder|decoder)\.position_embedding)\.weight", config.embedding_init),
+        (r"(encoder|decoder)\.relative_bias\.weight", config.matrix_init),
+        (rf"{block}cross_attention\.query\.weight", config.query_init),
+        (rf"{block}cross_attention\.key_value\.weight", config.matrix_init),
+        (rf"{block}(cross_)?attention\.output\.weight", config.attention_output_init(stack)),
+        (rf"{block}ffn\.(input|gate)\.weight", config.ffn_input_init),
+        (rf"{block}ffn\.output\.weight", config.ffn_output_init(stack)),
+    ):
+        if re.fullmatch(pattern, name):
+            return initializer
+    raise AssertionError(f"no initializer for parameter {name}")
+
+
+def learning_rate_scale(name: str, config: Seq2SeqConfig) -> float:
+    """Factor on the learning rate of the parameter called `name`: 1 without muP.
+
+    Under Adam a matrix whose inputs grow with the model learns more slowly by as much (arXiv:2203.03466,
+    table 8). What the model's width is on one side of only, as embeddings and the attention of heads that do
+    not grow, learns more slowly by the root.
+    """
+    if not config.is_mup:
+        return 1.0
+    heads_grow = config.mup_base_d_kv is not None
+    root = config.width_ratio**-0.5
+    for pattern, scale in (
+        (r"((target_)?embedding|head)\.weight", root),
+        (r".*attention\.(qkv|query|key_value)\.weight", 1 / config.width_ratio if heads_grow else root),
+        (r".*attention\.output\.weight", 1 / config.head_ratio if heads_grow else root),
+        (r".*ffn\.(input|gate)\.weight", 1 / config.width_ratio),
+        (r".*ffn\.output\.weight", 1 / config.filter_ratio),
+    ):
+        if re.fullmatch(pattern, name):
+            return scale
+    return 1.0

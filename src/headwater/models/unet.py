@@ -1,0 +1,181 @@
+"""The U-Net: a class for each pixel of an image, by convolutions at several resolutions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwater.config.models import InitializerConfig, UNetConfig
+from headwater.core.errors import DataError
+from headwater.models.evaluation import Overlap, Scored
+from headwater.models.layers.convolution import BatchNorm2d, Conv2d, ConvTranspose2d
+from headwater.models.layers.feed_forward import NONLINEARITIES
+from headwater.models.layers.initializers import draw
+
+
+def _norm(channels: int, config: UNetConfig) -> nn.Module:
+    match config.norm_layer:
+        case "batchnorm2d":
+            return BatchNorm2d(channels, config.norm_epsilon)
+        case "instancenorm2d":
+            return nn.InstanceNorm2d(channels, eps=config.norm_epsilon, affine=True)
+        case None:
+            return nn.Identity()
+
+
+class Convolution(nn.Module):
+    """3x3 convolution, normalization, nonlinearity: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
+
+    def __init__(self, inputs: int, outputs: int, config: UNetConfig) -> None:
+        super().__init__()
+        # A normalization takes off whatever a bias adds.
+        self.convolution = Conv2d(inputs, outputs, 3, padding=1, bias=config.norm_layer is None)
+        self.norm = _norm(outputs, config)
+        self.nonlinearity = NONLINEARITIES[config.nonlinearity]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.nonlinearity(self.norm(self.convolution(x)))
+
+
+class ConvolutionBlock(nn.Sequential):
+    """The convolutions at one resolution: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
+
+    def __init__(self, inputs: int, outputs: int, config: UNetConfig) -> None:
+        widths = [inputs, *[outputs] * config.convs_per_block]
+        super().__init__(*(Convolution(*pair, config) for pair in itertools.pairwise(widths)))
+
+
+class UpBlock(nn.Module):
+    """One resolution up: what comes from below and what was there on the way down, through convolutions.
+
+    Args:
+        inputs: channels below.
+        outputs: channels here.
+        config: the model section of a params file.
+    """
+
+    def __init__(self, inputs: int, outputs: int, config: UNetConfig) -> None:
+        super().__init__()
+        self.up = ConvTranspose2d(inputs, outputs, 2, stride=2)
+        self.block = ConvolutionBlock(2 * outputs, outputs, config)
+
+    def forward(self, below: Tensor, beside: Tensor) -> Tensor:
+        return self.block(torch.cat((beside, self.up(below)), dim=1))  # type: ignore[no-any-return]
+
+
+class UNet(nn.Module):
+    """A class for each pixel (arXiv:1505.04597). `forward` gives the training loss.
+
+    Args:
+        config: the model section of a params file.
+        fused_loss: has no effect: the classes are few.
+        seed: seed of the initial weights.
+
+    Attributes:
+        scored: what is counted in eval mode, by name.
+    """
+
+    def __init__(self, config: UNetConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        filters = config.encoder_filters
+        self.down = nn.ModuleList(
+            ConvolutionBlock(*pair, config) for pair in itertools.pairwise((config.input_channels, *filters))
+        )
+        self.dropout = nn.Dropout2d(config.dropout_rate)
+        self.up = nn.ModuleList(UpBlock(*pair, config) for pair in itertools.pairwise(reversed(filters)))
+        self.output = Conv2d(filters[0], config.num_classes, 1)
+        classes = max(2, config.num_classes)
+        self.scored: dict[str, Scored | Overlap] = {}
+        if config.compute_eval_metrics:
+            self.scored = {
+                "accuracy": Scored("accuracy"),
+                "mean_iou": Overlap("mean_iou", classes),
+                "mean_dice": Overlap("mean_dice", classes, dice=True),
+            }
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if not parameter.is_meta:
+                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Training loss, a scalar in fp32, of `inputs` [batch, channels, h, w] and `labels` [batch, h, w]."""
+        logits, labels = self.logits(batch), batch["labels"].long()
+        if not self.training:
+            self._score(logits, labels)
+        match self.config.loss:
+            case "bce":
+                return F.binary_cross_entropy_with_logits(logits, self._one_hot(labels))
+            case "cross_entropy":
+                return F.cross_entropy(logits, labels)
+            case "cross_entropy_dice":
+                dice = dice_loss(logits.softmax(1), self._one_hot(labels))
+                return F.cross_entropy(logits, labels) + self.config.dice_weight * dice
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits [batch, classes, h, w], fp32.
+
+        Raises:
+            DataError: if the images cannot be halved as often as the model does it.
+        """
+        x, stride = batch["inputs"], self.config.stride
+        if x.shape[2] % stride or x.shape[3] % stride:
+            raise DataError(
+                f"images of {x.shape[2]} x {x.shape[3]} pixels cannot be halved "
+                f"{len(self.config.encoder_filters) - 1} times",
+                where="model.encoder_filters",
+                remedy=f"crop the images to multiples of {stride}",
+            )
+        passed = [x := self.down[0](x)]
+        for block in self.down[1:]:
+            passed.append(x := block(F.max_pool2d(x, 2)))
+        x = self.dropout(passed.pop())
+        for block in self.up:
+            x = block(x, passed.pop())
+        return self.output(x).float()  # type: ignore[no-any-return]
+
+    def _one_hot(self, labels: Tensor) -> Tensor:
+        """Classes [batch, h, w] as [batch, classes, h, w], fp32."""
+        if self.config.num_classes == 1:
+            return labels.unsqueeze(1).float()
+        classes = torch.arange(self.config.num_classes, device=labels.device)
+        return (labels.unsqueeze(1) == classes[:, None, None]).float()
+
+    def _score(self, logits: Tensor, labels: Tensor) -> None:
+        found = logits.argmax(1) if self.config.num_classes > 1 else (logits.squeeze(1) > 0).long()
+        for score in self.scored.values():
+            if isinstance(score, Overlap):
+                score.add(found, labels)
+            else:
+                score.add(found == labels)
+
+
+def dice_loss(probabilities: Tensor, targets: Tensor) -> Tensor:
+    """One minus the soft Dice coefficient, the mean over the classes (arXiv:1606.04797, section 3).
+
+    Args:
+        probabilities: [batch, classes, h, w].
+        targets: of the same shape, 1 for the class of a pixel.
+    """
+    over = (0, 2, 3)
+    sizes = probabilities.square().sum(over) + targets.square().sum(over)
+    coefficients = 2 * (probabilities * targets).sum(over) / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
+    return 1 - coefficients.mean()
+
+
+def init_parameter(name: str, shape: Sequence[int], config: UNetConfig, seed: int) -> Tensor:
+    """Initial value of the parameter called `name`: He's (arXiv:1502.01852, equation 10) for convolutions.
+
+    An output pixel of a transposed convolution has as many inputs as there are channels below, no more: its
+    kernel is as wide as its stride.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(*shape)
+    if ".norm." in name:
+        return torch.ones(*shape)
+    inputs = shape[0] if name.endswith(".up.weight") else shape[1] * shape[2] * shape[3]
+    return draw(name, shape, InitializerConfig(name="normal", std=(2 / inputs) ** 0.5), seed)
