@@ -9,14 +9,19 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, Choice, Section
-from headwater.optim import (
+from headwater.optim import OptimizerSpec, is_bias_or_norm
+from headwater.optim.schedules import (
     Constant,
+    CosineAnnealing,
     CosineDecay,
+    Exponential,
+    InverseSquareRootDecay,
     Linear,
-    OptimizerSpec,
+    MultiStep,
+    Polynomial,
     Schedule,
     Sequential,
-    is_bias_or_norm,
+    Step,
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -64,12 +69,78 @@ class SGDConfig(OptimizerSection):
         return self
 
 
+class AdafactorConfig(OptimizerSection):
+    """Adafactor (arXiv:1804.04235) as `torch.optim` has it.
+
+    Attributes:
+        beta2_decay: exponent of the decay of the second moment.
+        eps: added to the squared gradient, and least scale of the rate.
+        d: clips the update.
+    """
+
+    beta2_decay: float = Field(default=-0.8, le=0)
+    eps: Annotated[tuple[float | None, float], AsTuple] = (None, 1e-3)
+    d: float = Field(default=1.0, ge=1)
+
+
+class AdamLikeConfig(OptimizerSection):
+    """Adamax, NAdam or RAdam."""
+
+    betas: Annotated[tuple[Beta, Beta], AsTuple] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, ge=0)
+
+
+class LambConfig(AdamLikeConfig):
+    """Lamb (arXiv:1904.00962)."""
+
+    eps: float = Field(default=1e-6, ge=0)
+
+
+class LionConfig(OptimizerSection):
+    """Lion (arXiv:2302.06675)."""
+
+    betas: Annotated[tuple[Beta, Beta], AsTuple] = (0.9, 0.99)
+
+
+class RMSpropConfig(OptimizerSection):
+    """RMSprop."""
+
+    alpha: Beta = 0.99
+    eps: float = Field(default=1e-8, ge=0)
+    momentum: float = Field(default=0.0, ge=0)
+    centered: bool = False
+
+
+class AdagradConfig(OptimizerSection):
+    """Adagrad."""
+
+    lr_decay: float = Field(default=0.0, ge=0)
+    initial_accumulator_value: float = Field(default=0.0, ge=0)
+    eps: float = Field(default=1e-10, ge=0)
+
+
+class AdadeltaConfig(OptimizerSection):
+    """Adadelta."""
+
+    rho: Beta = 0.9
+    eps: float = Field(default=1e-6, ge=0)
+
+
 class OptimizerConfig(Choice):
     """Which optimizer: its name with its arguments."""
 
     AdamW: AdamConfig | None = None
     Adam: AdamConfig | None = None
     SGD: SGDConfig | None = None
+    Adafactor: AdafactorConfig | None = None
+    Adamax: AdamLikeConfig | None = None
+    NAdam: AdamLikeConfig | None = None
+    RAdam: AdamLikeConfig | None = None
+    Lamb: LambConfig | None = None
+    Lion: LionConfig | None = None
+    RMSprop: RMSpropConfig | None = None
+    Adagrad: AdagradConfig | None = None
+    Adadelta: AdadeltaConfig | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -134,6 +205,81 @@ class CosineDecayConfig(RampSection):
         return CosineDecay(self.initial_learning_rate, self.end_learning_rate, self.total_iters)
 
 
+class PolynomialConfig(RampSection):
+    """A line bent by a power."""
+
+    power: float = Field(default=1.0, ge=0)
+    cycle: bool = False
+
+    def build(self) -> Schedule:
+        rates = (self.initial_learning_rate, self.end_learning_rate)
+        return Polynomial(*rates, self.total_iters, self.power, self.cycle)
+
+
+class DecaySection(ScheduleSection):
+    """What the schedules that begin with a rate and decay from there take."""
+
+    initial_learning_rate: float = Field(ge=0)
+
+
+class ExponentialConfig(DecaySection):
+    """A power of `decay_rate`."""
+
+    total_iters: int = Field(ge=1)
+    decay_rate: float = Field(ge=0)
+    staircase: bool = False
+
+    def build(self) -> Schedule:
+        return Exponential(self.initial_learning_rate, self.total_iters, self.decay_rate, self.staircase)
+
+
+class InverseSquareRootDecayConfig(ScheduleSection):
+    """`scale` over the root of the step, constant for the first steps."""
+
+    initial_learning_rate: float = Field(default=1.0, ge=0)
+    scale: float = Field(default=1.0, ge=0)
+    warmup_steps: int = Field(default=1, ge=1)
+
+    def build(self) -> Schedule:
+        return InverseSquareRootDecay(self.initial_learning_rate, self.scale, self.warmup_steps)
+
+
+class CosineAnnealingConfig(DecaySection):
+    """A cosine without end, of period `2 * T_max`."""
+
+    T_max: int = Field(ge=1)
+    eta_min: float = Field(default=0.0, ge=0)
+
+    def build(self) -> Schedule:
+        return CosineAnnealing(self.initial_learning_rate, self.T_max, self.eta_min)
+
+
+class StepConfig(DecaySection):
+    """Times `gamma` every `step_size` steps."""
+
+    step_size: int = Field(ge=1)
+    gamma: float = Field(ge=0)
+
+    def build(self) -> Schedule:
+        return Step(self.initial_learning_rate, self.step_size, self.gamma)
+
+
+class MultiStepConfig(DecaySection):
+    """Times `gamma` at each milestone."""
+
+    gamma: float = Field(ge=0)
+    milestones: Annotated[tuple[Annotated[int, Field(ge=0)], ...], AsTuple] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _increasing(self) -> Self:
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError("milestones increase")
+        return self
+
+    def build(self) -> Schedule:
+        return MultiStep(self.initial_learning_rate, self.gamma, self.milestones)
+
+
 class SequentialConfig(Section):
     """One schedule after another. The milestones follow from `total_iters` and need not be given."""
 
@@ -165,6 +311,12 @@ class SimpleScheduleConfig(Choice):
     LinearLR: LinearConfig | None = None
     CosineDecayLR: CosineDecayConfig | None = None
     ConstantLR: ConstantConfig | None = None
+    PolynomialLR: PolynomialConfig | None = None
+    ExponentialLR: ExponentialConfig | None = None
+    InverseSquareRootDecayLR: InverseSquareRootDecayConfig | None = None
+    CosineAnnealingLR: CosineAnnealingConfig | None = None
+    StepLR: StepConfig | None = None
+    MultiStepLR: MultiStepConfig | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
