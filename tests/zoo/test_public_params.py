@@ -1,4 +1,4 @@
-"""The public Model Zoo's params files are understood, planned at full size, and train when they are shrunk."""
+"""The public Model Zoo's params files are understood, and their models traced at full size."""
 
 import collections
 import os
