@@ -28,7 +28,7 @@ trainer:
       dropout_rate: 0.0
       mlm_loss_scaling: num_masked
     optimizer:
-      AdamW: {{learning_rate: 1e-2}}
+      {optimizer}
     precision: {{enabled: false, max_gradient_norm: 1.0}}
     loop: {{max_steps: 80, eval_frequency: 80}}
     checkpoint: {{steps: 80}}
@@ -64,16 +64,23 @@ def write_texts(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "processor", "extra_ids"),
-    [("transformer", "TransformerDynamicDataProcessor", 0), ("t5", "T5DynamicDataProcessor", 4)],
+    ("name", "processor", "extra_ids", "optimizer"),
+    [
+        ("transformer", "TransformerDynamicDataProcessor", 0, "AdamW: {learning_rate: 1e-2}"),
+        ("t5", "T5DynamicDataProcessor", 4, "AdaFactor: {learning_rate: 0.1}"),
+    ],
 )
-def test_it_learns(headwater, tmp_path, name, processor, extra_ids):
+def test_it_learns(headwater, tmp_path, name, processor, extra_ids, optimizer):
     write_texts(tmp_path)
     if name == "t5":
         for part in ("train", "val"):
             (tmp_path / part / "meta.dat").write_text("read 64\n")
     path = tmp_path / "params.yaml"
-    path.write_text(PARAMS.format(folder=tmp_path, name=name, processor=processor, extra_ids=extra_ids))
+    path.write_text(
+        PARAMS.format(
+            folder=tmp_path, name=name, processor=processor, extra_ids=extra_ids, optimizer=optimizer
+        )
+    )
     code, _, err = headwater("fit", path)
     assert (code, err) == (0, "")
     records = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]

@@ -18,6 +18,7 @@ from headwater.optim import (
     Sequential,
     is_bias_or_norm,
 )
+from headwater.optim.schedules import InverseSquareRootDecay
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -61,12 +62,31 @@ class SGDConfig(OptimizerSection):
         return self
 
 
+class AdafactorConfig(OptimizerSection):
+    """Adafactor (arXiv:1804.04235).
+
+    Attributes:
+        beta2_decay: exponent of the step in the decay of the second moments, negative.
+        eps: what is added to squared gradients, by the dtype where null; and the least size that an update is
+            relative to.
+        d: root mean square above which an update is clipped.
+    """
+
+    beta2_decay: float = Field(default=-0.8, le=0)
+    eps: Annotated[tuple[Annotated[float, Field(ge=0)] | None, Annotated[float, Field(ge=0)]], AsTuple] = (
+        None,
+        1e-3,
+    )
+    d: float = Field(default=1.0, ge=1)
+
+
 class OptimizerConfig(Choice):
     """Which optimizer: its name with its arguments."""
 
     AdamW: AdamConfig | None = None
     Adam: AdamConfig | None = None
     SGD: SGDConfig | None = None
+    Adafactor: AdafactorConfig | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -131,6 +151,17 @@ class CosineDecayConfig(RampSection):
         return CosineDecay(self.initial_learning_rate, self.end_learning_rate, self.total_iters)
 
 
+class InverseSquareRootDecayConfig(ScheduleSection):
+    """A rate that falls with the root of the step, after `warmup_steps` at one rate (arXiv:1910.10683)."""
+
+    initial_learning_rate: float = Field(default=1.0, ge=0)
+    scale: float = Field(default=1.0, ge=0)
+    warmup_steps: int = Field(default=1, ge=1)
+
+    def build(self) -> Schedule:
+        return InverseSquareRootDecay(self.initial_learning_rate, self.scale, self.warmup_steps)
+
+
 class SequentialConfig(Section):
     """One schedule after another. The milestones follow from `total_iters` and need not be given."""
 
@@ -162,6 +193,7 @@ class SimpleScheduleConfig(Choice):
     LinearLR: LinearConfig | None = None
     CosineDecayLR: CosineDecayConfig | None = None
     ConstantLR: ConstantConfig | None = None
+    InverseSquareRootDecayLR: InverseSquareRootDecayConfig | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
