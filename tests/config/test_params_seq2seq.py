@@ -3,6 +3,7 @@
 from importlib.resources import files
 
 import pytest
+import torch
 import yaml
 from params_samples import public_params
 from pydantic import TypeAdapter
@@ -10,6 +11,7 @@ from pydantic import TypeAdapter
 from headwater.config import load_params
 from headwater.config.data import AnyData, SpanCorruptionDataConfig, TranslationDataConfig
 from headwater.config.models import Seq2SeqConfig
+from headwater.config.optimizers import OptimizerConfig
 from headwater.models.registry import build_model
 
 # Parameters of T5 (arXiv:1910.10683, section 3.7), and of the first transformer (arXiv:1706.03762, table 3).
@@ -56,10 +58,39 @@ def test_mup_of_the_public_file():
     assert model.logits_scale == pytest.approx(2.22 / 2**0.5)
 
 
-def test_public_transformer_files_load():
-    for size in ("base", "large"):
-        run = load_params(public_params("nlp", "transformer", "configs") / f"transformer_{size}.yaml")
-        assert run.init.model.lm_loss_weight == 0.033
+@pytest.mark.parametrize("name", SIZES)
+def test_public_files_load(name):
+    family, file = name.split("/")
+    init = load_params(public_params("nlp", family, "configs") / f"{file}.yaml").init
+    assert init.model.lm_loss_weight == {"t5": 0.015, "transformer": 0.033}[family]
+    if family == "t5":
+        warmup = 3870 if file == "t5_3B" else 8307
+        assert init.schedule.value(0) == init.schedule.value(warmup) == pytest.approx(warmup**-0.5)
+        assert init.schedule.value(4 * warmup) == pytest.approx(warmup**-0.5 / 2)
+        assert init.optimizer_spec.name == "Adafactor"
+    else:
+        assert init.schedule.value(4000) > init.schedule.value(100000) > 0
+
+
+def test_adafactor_is_torchs():
+    """An update by the section's arguments, and by torch's own with the same."""
+    section = {"Adafactor": {"beta2_decay": -0.6, "eps": [None, 1e-2], "d": 2.0, "weight_decay": 0.1}}
+    spec = OptimizerConfig.model_validate(section).spec(0.05)
+    updated = []
+    for make in (
+        spec.build,
+        lambda params: torch.optim.Adafactor(
+            params, lr=0.05, beta2_decay=-0.6, eps=(None, 1e-2), d=2.0, weight_decay=0.1
+        ),
+    ):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(5, 3))
+        optimizer = make([weight])
+        for _ in range(3):
+            weight.grad = torch.randn(5, 3)
+            optimizer.step()
+        updated.append(weight.detach())
+    assert torch.equal(*updated)
 
 
 def test_the_file_that_ships_loads():

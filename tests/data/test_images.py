@@ -9,9 +9,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional as F
 
+from headwater.config import load_params, shipped_params
 from headwater.config.data import ImageFolderDataConfig, SegmentationDataConfig
 from headwater.config.models import UNetConfig, ViTConfig
-from headwater.config.run import load_params
 from headwater.config.transforms import Transforms
 from headwater.core.errors import ConfigError, DataError
 from headwater.trainer.datasets import open_data
@@ -269,6 +269,13 @@ def test_public_files_load():
         ]
         (validation,) = run.fit.val_dataloader
         assert changed_size(validation) == (3, *run.init.model.image_size)
+        size = path.stem.split("_")[2]
+        own = load_params(shipped_params()[f"vit/{size}"])
+        no_effect = ("attention_softmax_fp32", "use_conv_patchified_embedding")
+        assert own.init.model.model_dump(exclude=no_effect) == run.init.model.model_dump(exclude=no_effect)
+        assert own.init.schedulers == run.init.schedulers and own.init.optimizer == run.init.optimizer
+        assert own.fit.train_dataloader.transforms == run.fit.train_dataloader.transforms
+        assert own.fit.train_dataloader.batch_size == run.fit.train_dataloader.batch_size
 
 
 def changed_size(section):
