@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
-from headwater.config.data import TokenPairSection
+from headwater.config.data.pairs import TokenPairSection
 from headwater.core.errors import DataError
 from headwater.data.loader import Batch
 from headwater.data.text.lines import read_lines

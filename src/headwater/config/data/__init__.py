@@ -1,0 +1,62 @@
+"""What a data loader's section may say: one class for each kind of data, found by the processor's name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from headwater.config.data.image import (
+    ImageFolderDataConfig,
+    MNISTDataConfig,
+    SegmentationDataConfig,
+)
+from headwater.config.data.pairs import (
+    SpanCorruptionDataConfig,
+    TranslationDataConfig,
+)
+from headwater.config.data.text import (
+    DynamicMaskDataConfig,
+    GptDataConfig,
+    MaskedTextDataConfig,
+    RetrievalDataConfig,
+    SentencesDataConfig,
+    TextClassificationDataConfig,
+    TokenClassificationDataConfig,
+)
+
+DataConfig = (
+    GptDataConfig
+    | TextClassificationDataConfig
+    | TokenClassificationDataConfig
+    | MaskedTextDataConfig
+    | DynamicMaskDataConfig
+    | SentencesDataConfig
+    | RetrievalDataConfig
+    | MNISTDataConfig
+    | SpanCorruptionDataConfig
+    | TranslationDataConfig
+    | ImageFolderDataConfig
+    | SegmentationDataConfig
+)
+"""Any data loader's section."""
+
+AnyData = Annotated[DataConfig, Field(discriminator="data_processor")]
+"""The same as a key of a params file: the data processor's name says which."""
+
+__all__ = [
+    "AnyData",
+    "DataConfig",
+    "DynamicMaskDataConfig",
+    "GptDataConfig",
+    "ImageFolderDataConfig",
+    "MNISTDataConfig",
+    "MaskedTextDataConfig",
+    "RetrievalDataConfig",
+    "SegmentationDataConfig",
+    "SentencesDataConfig",
+    "SpanCorruptionDataConfig",
+    "TextClassificationDataConfig",
+    "TokenClassificationDataConfig",
+    "TranslationDataConfig",
+]

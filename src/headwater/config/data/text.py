@@ -1,0 +1,140 @@
+"""Data of texts for decoders and encoders."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headwater.config.base import AsTuple, FilePath, NoEffect, Section
+from headwater.config.data.common import Folders, LoaderSection
+
+
+class SinkTokensConfig(Section):
+    """Puts tokens before each sample that every later one may attend to.
+
+    Attributes:
+        name: of the change.
+        sink_token_id: the token.
+        num_sink_tokens: how often it is put there.
+    """
+
+    name: Literal["add_sink_tokens"]
+    sink_token_id: int = Field(ge=0)
+    num_sink_tokens: int = Field(ge=1)
+
+
+class GptDataConfig(LoaderSection):
+    """Samples for next-word prediction in HDF5 files.
+
+    Attributes:
+        data_processor: the two spellings mean the same here.
+        data_dir: folders with HDF5 files.
+        vocab_size: number above every token id; beside the model's.
+        data_transforms: what is done to each sample.
+    """
+
+    data_processor: Literal["GptHDF5DataProcessor", "GptHDF5MapDataProcessor"]
+    data_dir: Folders
+    vocab_size: Annotated[int | None, Field(ge=1)] = None
+    data_transforms: Annotated[tuple[SinkTokensConfig, ...], AsTuple] = ()
+
+
+class TextSection(LoaderSection):
+    """What loaders of texts for BERT take.
+
+    Attributes:
+        data_dir: folder with the files.
+        vocab_file: WordPiece tokens, one a line.
+        max_sequence_length: tokens of a sample; longer texts are cut, shorter ones filled up.
+        do_lower: lower case, without accents.
+        is_training: the part to train on; otherwise that to evaluate on.
+    """
+
+    data_dir: FilePath
+    vocab_file: FilePath
+    max_sequence_length: int = Field(default=128, ge=3)
+    do_lower: bool = True
+    is_training: bool = True
+
+
+class TextClassificationDataConfig(TextSection):
+    """Texts with a class each, as the GLUE benchmark distributes them: `train.tsv` and `dev.tsv`."""
+
+    data_processor: Literal["SST2DataProcessor", "MNLIDataProcessor"]
+
+
+class TokenClassificationDataConfig(TextSection):
+    """Tokens with a class each: a token, a tab and its tag a line, and an empty line after each text.
+
+    Attributes:
+        label_vocab_file: JSON, number of each tag; in order of the alphabet, `O` first, where absent.
+    """
+
+    data_processor: Literal["BertTokenClassifierDataProcessor"]
+    label_vocab_file: FilePath | None = None
+
+
+class RecordSection(LoaderSection):
+    """What loaders of samples with named fields take.
+
+    Attributes:
+        data_dir: folder of HDF5 or CSV files.
+        max_sequence_length: tokens of a sample; longer ones are cut, shorter ones filled up. Those of the
+            model where absent.
+    """
+
+    data_dir: FilePath
+    max_sequence_length: int | None = Field(default=None, ge=3)
+
+
+class MaskedTextDataConfig(RecordSection):
+    """Texts with masked tokens, masked when they were prepared.
+
+    Attributes:
+        max_predictions_per_seq: tokens that are guessed at most; those of 15 % of the sample where absent.
+        use_vsl: several texts in a sample, told apart by `attention_span` and `position_ids`.
+    """
+
+    data_processor: Literal["BertHDF5DataProcessor", "BertCSVDataProcessor"]
+    max_predictions_per_seq: int | None = Field(default=None, ge=1)
+    use_vsl: bool = False
+
+
+class DynamicMaskDataConfig(RecordSection):
+    """Texts that are masked anew in each pass.
+
+    Attributes:
+        vocab_file: WordPiece tokens, one a line.
+        max_predictions_per_seq: tokens that are guessed at most.
+        masked_lm_prob: share of the tokens that are guessed.
+        do_lower: the texts are lower case; they are cut into tokens already.
+    """
+
+    data_processor: Literal["BertCSVDynamicMaskDataProcessor"]
+    vocab_file: FilePath
+    max_predictions_per_seq: int = Field(default=20, ge=1)
+    masked_lm_prob: float = Field(default=0.15, gt=0, lt=1)
+    do_lower: Annotated[bool, NoEffect("the texts are cut into tokens already")] = True
+
+
+class SentencesDataConfig(RecordSection):
+    """Texts of sentences, each with whether it belongs to the summary.
+
+    Attributes:
+        max_cls_tokens: sentences of a text at most.
+    """
+
+    data_processor: Literal["BertSumCSVDataProcessor"]
+    max_cls_tokens: int = Field(default=50, ge=1)
+
+
+class RetrievalDataConfig(RecordSection):
+    """Questions with passages, of which the first answers the question.
+
+    Attributes:
+        num_passages: passages of a question, the right one included.
+    """
+
+    data_processor: Literal["DPRHDF5DataProcessor"]
+    num_passages: int = Field(default=2, ge=1)

@@ -1,0 +1,95 @@
+"""Batches without values: what a model reads, by shape and dtype, on the meta device.
+
+Each takes the model's section, the number of samples, and the tokens of a sample (`None`: its longest).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.config.models import (
+    BertConfig,
+    DPRConfig,
+    ExtractiveSummarizationConfig,
+    FCMnistConfig,
+    Seq2SeqConfig,
+    UNetConfig,
+    ViTConfig,
+)
+
+Example = dict[str, Tensor]
+"""A batch without values, on the meta device."""
+
+
+def _whole(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def _real(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="meta")
+
+
+def texts(*more: str) -> Callable[[Any, int, int | None], Example]:
+    """Batches of tokens, a mask, and `more` of the same shape."""
+
+    def batch(config: Any, size: int, length: int | None) -> Example:
+        names = ("input_ids", "attention_mask", *more)
+        return {name: _whole(size, length or config.max_position_embeddings) for name in names}
+
+    return batch
+
+
+def masked_texts(config: BertConfig, size: int, length: int | None) -> Example:
+    example = texts(*(["token_type_ids"] if config.num_segments else []))(config, size, length)
+    predictions = math.ceil(0.15 * example["input_ids"].shape[1])
+    for name in ("masked_lm_positions", "masked_lm_ids", "masked_lm_weights"):
+        example[name] = _whole(size, predictions)
+    return example if config.disable_nsp else example | {"next_sentence_label": _whole(size)}
+
+
+def labelled_texts(*labels: str) -> Callable[[Any, int, int | None], Example]:
+    def batch(config: Any, size: int, length: int | None) -> Example:
+        return texts("token_type_ids")(config, size, length) | {name: _whole(size) for name in labels}
+
+    return batch
+
+
+def sentences(config: ExtractiveSummarizationConfig, size: int, length: int | None) -> Example:
+    example = texts("token_type_ids")(config, size, length)
+    sentences = min(50, example["input_ids"].shape[1])
+    names = ("cls_indices", "cls_label", "cls_weights")
+    return example | {name: _whole(size, sentences) for name in names}
+
+
+def questions(config: DPRConfig, size: int, length: int | None) -> Example:
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    questions = length or config.q_encoder.max_position_embeddings
+    passages = length or config.ctx_encoder.max_position_embeddings
+    return {f"questions_{name}": _whole(size, questions) for name in names} | {
+        f"ctx_{name}": _whole(size, 2, passages) for name in names
+    }
+
+
+def digits(config: FCMnistConfig, size: int, length: int | None) -> Example:
+    return {"inputs": _real(size, 1, 28, 28), "labels": _whole(size)}
+
+
+def pairs(config: Seq2SeqConfig, size: int, length: int | None) -> Example:
+    source = length or config.src_max_position_embeddings
+    example = {name: _whole(size, source) for name in ("input_ids", "attention_mask")}
+    names = ("decoder_input_ids", "decoder_attention_mask", "labels")
+    return example | {name: _whole(size, config.tgt_max_position_embeddings) for name in names}
+
+
+def images(config: ViTConfig, size: int, length: int | None) -> Example:
+    return {"inputs": _real(size, config.num_channels, *config.image_size), "labels": _whole(size)}
+
+
+def segmented_images(config: UNetConfig, size: int, length: int | None) -> Example:
+    inputs = _real(size, config.input_channels, *config.image_size)
+    return {"inputs": inputs, "labels": _whole(size, *config.image_size)}
