@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from headwater.config import load_params
+from headwater.models.registry import build_model
 from headwater.trainer.pretrained import checkpoint_weights
 
 Image = pytest.importorskip("PIL.Image")
@@ -103,3 +105,21 @@ def test_it_learns(headwater, tmp_path, model, make, metric, least, bf16):
     )
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_frozen_parameters_are_in_the_checkpoint_as_they_were_drawn(headwater, tmp_path):
+    train, val = halves(tmp_path / "data")
+    model = VIT.replace("num_classes: 2", "num_classes: 2, freeze: ['^vit_model']")
+    places = {"model_dir": tmp_path / "run", "model": model, "train": train, "val": val}
+    path = tmp_path / "params.yaml"
+    path.write_text(PARAMS.format(**places, steps=3, bf16="false"))
+    code, _, err = headwater("fit", path)
+    assert (code, err) == (0, "")
+    config = load_params(path).init.model
+    drawn = build_model(config, seed=3).state_dict()
+    trained = dict(checkpoint_weights(tmp_path / "run" / "checkpoint_3"))
+    assert trained.keys() == drawn.keys()
+    assert {name for name in drawn if not torch.equal(drawn[name], trained[name])} == {
+        "classifier.weight",
+        "classifier.bias",
+    }

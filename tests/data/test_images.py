@@ -278,5 +278,16 @@ def test_public_files_load():
         assert own.fit.train_dataloader.batch_size == run.fit.train_dataloader.batch_size
 
 
+def test_the_public_file_of_dinov2s_classifier_loads():
+    shared = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
+    path = shared / "public_params" / "vision" / "dino" / "configs" / "params_dinov2_large_eval_linear.yaml"
+    if not path.exists():
+        pytest.skip("the public params files are not here")
+    run = load_params(path)
+    assert run.init.model.use_dinov2_classifier and run.init.model.freeze == ("^vit_model",)
+    for section in (run.fit.train_dataloader, *run.fit.val_dataloader):
+        assert changed_size(section) == (3, *run.init.model.image_size)
+
+
 def changed_size(section):
     return tuple(transform(picture(), section.steps, np.random.default_rng(0)).shape)
