@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Threads of one operation spin for about 20 µs when they wait for each other, and then give their core away. By
-# default they spin 30 times as long, and with other work on the machine keep the core that the one they wait for
-# needs: a small model can become 20 times slower. Read when torch is first imported; a user's own setting holds.
+# Threads of one operation that wait for each other spin for about 20 µs and then give their core away. By
+# default they spin 30 times as long, and beside other work keep the core that the one they wait for needs: a
+# small model can become 20 times slower. Read when torch is first imported; a user's own setting holds.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
