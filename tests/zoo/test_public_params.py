@@ -18,7 +18,6 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.yaml"))
 NOT_YET = {
     "unknown model 'llava'": 4,
     "unknown model 'multimodal_simple'": 2,
-    "unknown model 'dpo'": 1,
     "unknown model 'dino'": 5,
     "unknown model 'dit'": 5,
     "unknown key 'sparsity'": 6,

@@ -26,7 +26,7 @@ from headwater.models.layers.positions import (
     rotations,
     sinusoidal_positions,
 )
-from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
+from headwater.models.loss import linear_cross_entropy, plain_cross_entropy, row_cross_entropies
 
 
 class Block(nn.Module):
@@ -138,14 +138,21 @@ class Head(Linear):
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, row_weights: Tensor | None = None
     ) -> Tensor:
-        """Logits [..., vocab] of `hidden` [..., width]; with targets and row weights [...] the loss."""
+        """Logits [..., vocab] of `hidden` [..., width].
+
+        With targets [...] the cross-entropies [...], without gradients; with row weights [...] too the loss.
+        """
         bias: Tensor | None = self.bias
         if self.scale != 1:
             hidden = hidden * self.scale
             bias = None if bias is None else bias * self.scale
-        if targets is None or row_weights is None:
+        if targets is None:
             logits = F.linear(hidden, self.weight, bias)
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if row_weights is None:
+            rows = hidden.flatten(0, -2)
+            losses = row_cross_entropies(rows, self.weight, bias, targets.flatten(), softcap=self.softcap)
+            return losses.view(targets.shape)
         cross_entropy = linear_cross_entropy if self.fused_loss else plain_cross_entropy
         return cross_entropy(
             hidden.flatten(0, -2),

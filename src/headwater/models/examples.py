@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headwater.config.models import (
     BertConfig,
+    DPOConfig,
     DPRConfig,
     ExtractiveSummarizationConfig,
     FCMnistConfig,
@@ -42,6 +43,12 @@ def texts(*more: str) -> Callable[[Any, int, int | None], Example]:
         return {name: _whole(size, length or config.max_position_embeddings) for name in names}
 
     return batch
+
+
+def preferences(config: DPOConfig, size: int, length: int | None) -> Example:
+    seq = length or config.policy_model.max_position_embeddings
+    example = {name: _whole(size, seq) for name in ("input_ids", "labels")}
+    return {f"{side}_{name}": value for side in ("chosen", "rejected") for name, value in example.items()}
 
 
 def masked_texts(config: BertConfig, size: int, length: int | None) -> Example:

@@ -75,6 +75,34 @@ def linear_cross_entropy(
     return loss
 
 
+@torch.no_grad()
+def row_cross_entropies(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, softcap: float | None = None
+) -> Tensor:
+    """The cross-entropy of each row, without gradients and without the logits of all rows.
+
+    Args:
+        hidden: [rows, width].
+        weight: [vocab, width].
+        bias: [vocab], or `None`.
+        targets: [rows], class indices.
+        softcap: see `linear_cross_entropy`.
+
+    Returns:
+        Losses [rows] in fp32 (fp64 for fp64).
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    layout = _layout(hidden.shape[0], weight.shape[0], weight.dtype, device, None)
+    losses = hidden.new_empty(len(hidden), dtype=_softmax_dtype(weight.dtype))
+    with torch.autocast(device, enabled=False):
+        pass_ = _Pass(hidden, weight, bias, softcap, layout, (False, False, False))
+        pass_.run(targets.long(), torch.ones_like(losses), losses)
+    return losses
+
+
 def plain_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -184,8 +212,8 @@ class _Pass:
         if bias is not None and wanted[2]:
             self.grad_bias = torch.zeros_like(bias, dtype=_softmax_dtype(bias.dtype))
 
-    def run(self, targets: Tensor, row_weights: Tensor) -> Tensor:
-        """The loss; afterwards the gradients are filled."""
+    def run(self, targets: Tensor, row_weights: Tensor, row_losses: Tensor | None = None) -> Tensor:
+        """The loss; afterwards the gradients are filled, and the loss of each row without its weight."""
         rows, vocab, layout = len(self.hidden), len(self.weight), self.layout
         compute = row_weights.dtype
         same = compute == self.weight.dtype
@@ -198,12 +226,15 @@ class _Pass:
                 part = slice(start, min(start + layout.chunk, rows))
                 logits = chunk.view(layout.chunk, layout.row_stride)[: part.stop - start, :vocab]
                 torch.mm(self.hidden[part], self.weight.t(), out=logits)
-                pieces = (
-                    torch.split(whole, layout.block) for whole in (logits, targets[part], row_weights[part])
-                )
-                for block, block_targets, block_weights in zip(*pieces, strict=True):
+                for start_row in range(0, len(logits), layout.block):
+                    block = logits[start_row : start_row + layout.block]
+                    rows_here = slice(part.start + start_row, part.start + start_row + len(block))
+                    block_weights = row_weights[rows_here].unsqueeze(1)
                     wide = block if same else scratch[: block.numel()].view(block.shape).copy_(block)
-                    loss += self._softmax(wide, block_targets.unsqueeze(1), block_weights.unsqueeze(1))
+                    losses = self._softmax(wide, targets[rows_here].unsqueeze(1), block_weights)
+                    loss += (losses * block_weights).sum()
+                    if row_losses is not None:
+                        row_losses[rows_here] = losses.squeeze(1)
                     if self.any_wanted and not same:
                         block.copy_(wide)
                 self._products(logits, part)
@@ -212,21 +243,21 @@ class _Pass:
         return loss
 
     def _softmax(self, logits: Tensor, targets: Tensor, row_weights: Tensor) -> Tensor:
-        """Loss of a block [rows, vocab]; its logits become the gradient of the loss by them."""
+        """Losses [rows, 1] of a block [rows, vocab]; its logits become the gradient of the loss by them."""
         if self.bias is not None:
             logits += self.bias
         slope = self._cap(logits)
         peak = logits.amax(1, keepdim=True)
         at_target = logits.gather(1, targets)
         total = logits.sub_(peak).exp_().sum(1, keepdim=True)
-        losses = total.log() + peak - at_target
+        losses: Tensor = total.log() + peak - at_target
         if self.any_wanted:
             logits.mul_(row_weights / total).scatter_add_(1, targets, -row_weights)
             if slope is not None:
                 logits *= slope
             if self.grad_bias is not None:
                 self.grad_bias += logits.sum(0)
-        return (losses * row_weights).sum()
+        return losses
 
     def _cap(self, logits: Tensor) -> Tensor | None:
         """Apply the soft cap in place; its derivative [rows, vocab], `None` where there is no cap."""

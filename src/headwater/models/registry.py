@@ -17,7 +17,7 @@ from headwater.config.models import (
     ModelConfig,
 )
 from headwater.core.errors import ConfigError
-from headwater.models import bert, decoder, examples, mnist, seq2seq, unet, vit
+from headwater.models import bert, decoder, dpo, examples, mnist, seq2seq, unet, vit
 from headwater.models.examples import Example
 
 
@@ -31,6 +31,8 @@ class Family:
         learning_rate_scale: factor on the learning rate of one parameter from name and config.
         batch: a batch without values from config, samples, and tokens of a sample (its longest if `None`).
         divisible: whether the mean of the losses of equal parts of a batch is the loss of the batch.
+        pretrained_names: names under which a parameter may be found in a checkpoint that a run starts from,
+            the best first, from its own name and config.
     """
 
     model: Callable[..., nn.Module]
@@ -38,6 +40,7 @@ class Family:
     learning_rate_scale: Callable[[str, Any], float]
     batch: Callable[[Any, int, int | None], Example]
     divisible: bool = True
+    pretrained_names: Callable[[str, Any], Sequence[str]] = lambda name, config: (name,)
 
 
 _DECODER = Family(
@@ -53,6 +56,13 @@ _BERT = _encoder(bert.Bert, examples.masked_texts)
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(DECODERS, _DECODER),
+    "dpo": Family(
+        dpo.DPO,
+        dpo.init_parameter,
+        dpo.learning_rate_scale,
+        examples.preferences,
+        pretrained_names=dpo.pretrained_names,
+    ),
     "bert": _BERT,
     "esm2": _BERT,
     "bert/classifier": _encoder(bert.Classifier, examples.labelled_texts("labels")),

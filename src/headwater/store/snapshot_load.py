@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,9 @@ from headwater.store.store import PieceState, WeightStore
 
 Buffers = Mapping[str, torch.Tensor]
 """Tensors of the model that are not parameters, by name; they are overwritten in place."""
+
+Names = Callable[[str], Sequence[str]]
+"""Names under which a parameter may be found in files, the best first, by its name in the model."""
 
 _OTHER_MODEL = "the weights are of another model; set its section to what they were trained with"
 
@@ -151,6 +154,7 @@ def load_weights(
     buffers: Buffers | None = None,
     *,
     strict: bool = True,
+    names: Names = lambda name: (name,),
 ) -> None:
     """Fill a store with weights from safetensors files; the optimizer starts anew.
 
@@ -159,13 +163,14 @@ def load_weights(
         source: a checkpoint, a folder of safetensors files, a file, or several.
         buffers: tensors of the model that are not parameters, overwritten in place.
         strict: whether every parameter must be there and no other; one that is not keeps its value.
+        names: what a parameter may be called in the files.
 
     Raises:
         CheckpointError: if a parameter is missing, unknown, or of another shape; nothing is changed then.
         CorruptError: if bytes are damaged; the store is not to be used then.
     """
     buffers = buffers or {}
-    weights = _Weights(_weight_files(source), store, buffers, exact=False, strict=strict)
+    weights = _Weights(_weight_files(source), store, buffers, exact=False, strict=strict, names=names)
     _fill(store, weights, buffers, {})
 
 
@@ -205,11 +210,20 @@ class _Weights:
         buffers: tensors beside the store's parameters.
         exact: whether dtypes must be those of the store.
         strict: whether every parameter and buffer must be there, and nothing else.
+        names: what a parameter may be called in the files.
     """
 
     def __init__(
-        self, files: Sequence[TensorFile], store: WeightStore, buffers: Buffers, *, exact: bool, strict: bool
+        self,
+        files: Sequence[TensorFile],
+        store: WeightStore,
+        buffers: Buffers,
+        *,
+        exact: bool,
+        strict: bool,
+        names: Names = lambda name: (name,),
     ) -> None:
+        self._names = names
         self._files = {name: file for file in files for name in file.places}
         self._where = str(files[0].path.parent)
         self._exact = exact
@@ -233,8 +247,11 @@ class _Weights:
 
     def _match(self, wanted: Iterable[ParamSpec]) -> dict[str, str]:
         """Name in the files by name in the model, of what is there."""
-        found = {spec.name: [n for n in (spec.name, *spec.aliases) if n in self._files] for spec in wanted}
+        found = {spec.name: [n for n in self._candidates(spec) if n in self._files] for spec in wanted}
         return {name: names[0] for name, names in found.items() if names}
+
+    def _candidates(self, spec: ParamSpec) -> list[str]:
+        return [name for own in (spec.name, *spec.aliases) for name in self._names(own)]
 
     def _refuse_missing(self, wanted: Iterable[ParamSpec]) -> None:
         for spec in wanted:
@@ -246,7 +263,7 @@ class _Weights:
                 )
 
     def _refuse_unknown(self, wanted: Iterable[ParamSpec]) -> None:
-        known = {name for spec in wanted for name in (spec.name, *spec.aliases)}
+        known = {name for spec in wanted for name in self._candidates(spec)}
         for name, file in self._files.items():
             if name not in known:
                 raise CheckpointError(

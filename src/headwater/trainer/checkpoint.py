@@ -23,7 +23,7 @@ from torch import nn
 from headwater.core.errors import ConfigError, HeadwaterError, ModelDirBusyError
 from headwater.core.files import disk_errors
 from headwater.store.snapshot import Snapshot, recover, retire
-from headwater.store.snapshot_load import Buffers, SavedCheckpoint, load_weights
+from headwater.store.snapshot_load import Buffers, Names, SavedCheckpoint, load_weights
 from headwater.store.snapshot_manifest import MANIFEST_FILE
 from headwater.store.store import WeightStore
 
@@ -139,6 +139,7 @@ class CheckpointManager:
         weights_only: bool = False,
         strict: bool = True,
         buffers: Buffers | None = None,
+        names: Names = lambda name: (name,),
     ) -> tuple[int, dict[str, Any]]:
         """Bring a checkpoint back.
 
@@ -149,6 +150,7 @@ class CheckpointManager:
             strict: whether every parameter must be in the checkpoint and no other; one that is not keeps
                 its value.
             buffers: the model's persistent buffers, overwritten in place.
+            names: what a parameter may be called there, where the weights alone are wanted.
 
         Returns:
             Its step, and the state that was given to `save`.
@@ -160,7 +162,7 @@ class CheckpointManager:
         self.wait()
         saved = SavedCheckpoint(path)
         if weights_only:
-            load_weights(store, path, buffers, strict=strict)
+            load_weights(store, path, buffers, strict=strict, names=names)
         else:
             saved.restore(store, buffers, strict=strict)
         return saved.manifest.step, _unpack_state(saved)

@@ -14,6 +14,7 @@ from headwater.config.data import (
     ImageFolderDataConfig,
     MaskedTextDataConfig,
     MNISTDataConfig,
+    PreferenceDataConfig,
     RetrievalDataConfig,
     SegmentationDataConfig,
     SentencesDataConfig,
@@ -26,6 +27,7 @@ from headwater.config.models import (
     BertConfig,
     ClassifierConfig,
     DecoderConfig,
+    DPOConfig,
     DPRConfig,
     ExtractiveSummarizationConfig,
     FCMnistConfig,
@@ -165,6 +167,16 @@ def _retrieval(config: RetrievalDataConfig, model: DPRConfig) -> Samples:
     return open_records(config.data_dir, fields, max(lengths))
 
 
+def _preferences(config: PreferenceDataConfig, model: DPOConfig) -> Samples:
+    from headwater.data.records import open_records
+    from headwater.data.text.fields import preference_fields
+
+    policy = model.policy_model
+    length = config.max_sequence_length or policy.max_position_embeddings
+    fields = preference_fields(length, vocab_size=policy.vocab_size)
+    return open_records(config.data_dir, fields, length)
+
+
 def _digits(config: MNISTDataConfig, model: FCMnistConfig) -> Samples:
     from headwater.data.image.mnist import read_digits
 
@@ -204,6 +216,7 @@ _OPENERS: dict[type, tuple[type, Callable[[Any, Any], Samples]]] = {
     DynamicMaskDataConfig: (BertConfig, _dynamic_masks),
     SentencesDataConfig: (ExtractiveSummarizationConfig, _sentences),
     RetrievalDataConfig: (DPRConfig, _retrieval),
+    PreferenceDataConfig: (DPOConfig, _preferences),
     MNISTDataConfig: (FCMnistConfig, _digits),
     ImageFolderDataConfig: (ViTConfig, _labelled_images),
     SegmentationDataConfig: (UNetConfig, _segmented_images),

@@ -12,6 +12,7 @@ from torch import nn
 from headwater.config.run import SetupConfig
 from headwater.core.errors import ConfigError
 from headwater.plan.trace import LossFunction, call_model
+from headwater.store.snapshot_load import Names
 from headwater.stream.engine import Initial
 from headwater.trainer.metrics import Metric
 from headwater.trainer.run_dir import RunDir
@@ -33,6 +34,7 @@ class Trainable:
         divisible: whether the mean of the losses of micro-batches is the loss of the batch, so that the plan
             may divide it without being asked to.
         metrics: what the loss function gathers in eval mode, by name.
+        pretrained_names: what a parameter may be called in a checkpoint that training starts from.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class Trainable:
     learning_rate_scale: Callable[[str], float] = lambda name: 1.0
     divisible: bool = False
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
+    pretrained_names: Names = lambda name: (name,)
 
 
 class TrainingData(Protocol):

@@ -89,7 +89,7 @@ def fit_job(job: Job, *, console: Console | None = None) -> FitResult:
             trainer = Trainer(
                 engine,
                 job,
-                start.enter(engine, checkpoints, strict=strict),
+                start.enter(engine, checkpoints, names=job.trainable.pretrained_names, strict=strict),
                 checkpoints=checkpoints,
                 callbacks=make_callbacks(init, run_dir, console),
                 saved_step=start.state.step if start.own and start.state else None,

@@ -8,6 +8,7 @@ from pathlib import Path
 from headwater.config.run import SetupConfig
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.optim.loss_scale import LossScale
+from headwater.store.snapshot_load import Names
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.state import RunState
@@ -27,12 +28,15 @@ class Start:
     state: RunState | None = None
     own: bool = False
 
-    def enter(self, engine: Engine, checkpoints: CheckpointManager, *, strict: bool = True) -> RunState:
+    def enter(
+        self, engine: Engine, checkpoints: CheckpointManager, *, names: Names, strict: bool = True
+    ) -> RunState:
         """Bring the engine to this point.
 
         Args:
             engine: holds the initial values.
             checkpoints: reads the checkpoint.
+            names: what a parameter may be called in a checkpoint of which only the weights are taken.
             strict: whether the checkpoint must have every parameter and no other.
 
         Returns:
@@ -45,6 +49,7 @@ class Start:
                 weights_only=self.state is None,
                 strict=strict,
                 buffers=persistent_buffers(engine.model),
+                names=names,
             )
         if self.state is None:
             return RunState(0, LossScale.of(engine.plan.precision), engine.plan.micro_batch_size)

@@ -31,13 +31,15 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
     model = meta_model(init.model)
     adjustments = init.optimizer.arguments.adjust_learning_rate
     factors = learning_rate_factors(adjustments, [name for name, _ in model.named_parameters()])
+    family = FAMILIES[init.model.name]
     return Trainable(
         model=model,
         example=lambda size: meta_batch(init.model, size, sequence_length),
         initial=lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed),
         learning_rate_scale=lambda name: factors.get(name, 1.0) * learning_rate_scale(name, init.model),
-        divisible=FAMILIES[init.model.name].divisible,
+        divisible=family.divisible,
         metrics=find_metrics(model),
+        pretrained_names=lambda name: family.pretrained_names(name, init.model),
     )
 
 

@@ -19,6 +19,7 @@ from headwater.config.data.text import (
     DynamicMaskDataConfig,
     GptDataConfig,
     MaskedTextDataConfig,
+    PreferenceDataConfig,
     RetrievalDataConfig,
     SentencesDataConfig,
     TextClassificationDataConfig,
@@ -33,6 +34,7 @@ DataConfig = (
     | DynamicMaskDataConfig
     | SentencesDataConfig
     | RetrievalDataConfig
+    | PreferenceDataConfig
     | MNISTDataConfig
     | SpanCorruptionDataConfig
     | TranslationDataConfig
@@ -52,6 +54,7 @@ __all__ = [
     "ImageFolderDataConfig",
     "MNISTDataConfig",
     "MaskedTextDataConfig",
+    "PreferenceDataConfig",
     "RetrievalDataConfig",
     "SegmentationDataConfig",
     "SentencesDataConfig",

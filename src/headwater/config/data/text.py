@@ -138,3 +138,9 @@ class RetrievalDataConfig(RecordSection):
 
     data_processor: Literal["DPRHDF5DataProcessor"]
     num_passages: int = Field(default=2, ge=1)
+
+
+class PreferenceDataConfig(RecordSection):
+    """Prompts, each with an answer that is preferred to another."""
+
+    data_processor: Literal["DpoHDF5DataProcessor"]

@@ -19,6 +19,7 @@ from headwater.config.models.encoder import (
     QuestionAnsweringConfig,
     TokenClassifierConfig,
 )
+from headwater.config.models.preference import DPOConfig
 from headwater.config.models.seq2seq import SEQ2SEQ, Seq2SeqConfig
 from headwater.config.models.vision import FCMnistConfig, UNetConfig, ViTConfig
 
@@ -34,6 +35,7 @@ ModelConfig = (
     | ViTConfig
     | UNetConfig
     | Seq2SeqConfig
+    | DPOConfig
 )
 """Any model section."""
 
@@ -56,6 +58,7 @@ __all__ = [
     "AnyModel",
     "BertConfig",
     "ClassifierConfig",
+    "DPOConfig",
     "DPRConfig",
     "DecoderConfig",
     "EncoderSection",

@@ -85,3 +85,19 @@ def retrieval_fields(
             FieldSpec(f"{kind}_token_type_ids", (f"{kind}_token_type_ids",), length, default=0),
         ]
     return fields
+
+
+def preference_fields(length: int, *, vocab_size: int) -> list[FieldSpec]:
+    """Fields of prompts with a preferred and another answer.
+
+    Args:
+        length: tokens of a prompt with its answer.
+        vocab_size: number above every token.
+    """
+    fields = []
+    for side in ("chosen", "rejected"):
+        fields += [
+            FieldSpec(f"{side}_input_ids", (f"{side}_input_ids",), (length,), below=vocab_size),
+            FieldSpec(f"{side}_labels", (f"{side}_labels",), (length,), fill=-100, below=vocab_size),
+        ]
+    return fields

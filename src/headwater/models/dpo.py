@@ -1,0 +1,120 @@
+"""Direct preference optimization: a language model and its frozen reference (arXiv:2305.18290)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwater.config.models import DPOConfig
+from headwater.models import decoder
+from headwater.models.decoder import Decoder
+from headwater.models.evaluation import Scored
+
+
+class DPO(nn.Module):
+    """A policy that learns which of two answers is preferred. `forward` gives the training loss.
+
+    Both answers of all pairs go through a model as one batch, so that its weights are streamed once.
+
+    Args:
+        config: the model section of a params file.
+        fused_loss: compute with the logits of some tokens at a time in memory, never of the whole batch.
+        seed: seed of the initial weights; policy and reference begin alike.
+    """
+
+    def __init__(self, config: DPOConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.policy = Decoder(config.policy_model, fused_loss=fused_loss, seed=seed)
+        self.reference: Decoder | None = None
+        if not config.dpo.reference_free:
+            self.reference = Decoder(config.policy_model, fused_loss=fused_loss, seed=seed)
+            self.reference.requires_grad_(False)
+        self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
+
+    def train(self, mode: bool = True) -> DPO:
+        """Training mode; what is dropped would change how likely an answer is, not how it is learnt."""
+        super().train(mode)
+        if self.reference is not None:
+            self.reference.eval()
+        if self.config.dpo.disable_dropout:
+            self.policy.eval()
+        return self
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Training loss, a scalar in fp32: the mean over the pairs.
+
+        Args:
+            batch: of each pair the `chosen_…` and the `rejected_…` answer, both after the prompt:
+                `…_input_ids` [pairs, seq], filled up on the right, and `…_labels` [pairs, seq], the same
+                tokens where they belong to the answer, and -100 elsewhere.
+        """
+        tokens, labels = (
+            torch.cat([batch[f"{side}_{name}"] for side in ("chosen", "rejected")])
+            for name in ("input_ids", "labels")
+        )
+        tokens, labels = tokens[:, :-1], labels[:, 1:]
+        weights = (labels >= 0).float()
+        labels = labels.clamp_min(0)
+        rewards = torch.zeros(len(tokens), device=tokens.device)
+        if self.reference is not None:
+            with torch.no_grad():
+                rewards = -self._likelihoods(self.reference, self.reference.hidden(tokens), labels, weights)
+        hidden = self.policy.hidden(tokens)
+        with torch.no_grad():
+            rewards = rewards + self._likelihoods(self.policy, hidden, labels, weights)
+        mean = self.config.dpo.loss_type == "ipo"
+        scale = 1 / weights.sum(-1).clamp_min(1) if mean else torch.ones_like(rewards)
+        chosen, rejected = (rewards * scale).chunk(2)
+        if not self.training and "accuracy" in self.scored:
+            self.scored["accuracy"].add(chosen > rejected)
+        losses, slopes = self._losses(chosen - rejected)
+        # The loss depends on the logits through sums of cross-entropies alone. Weighted with its slopes
+        # along these sums, one more pass over the cross-entropies gives its gradient.
+        slopes = torch.cat([-slopes, slopes]) * scale / len(losses)
+        surrogate = self.policy.head(hidden, labels, slopes.unsqueeze(-1) * weights)
+        return surrogate - surrogate.detach() + losses.mean()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _likelihoods(model: Decoder, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """Log-likelihood of each answer, [2 · pairs], without gradients."""
+        return -(model.head(hidden, labels) * weights).sum(-1)  # type: ignore[no-any-return]
+
+    def _losses(self, margin: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and its derivative for each pair.
+
+        Args:
+            margin: by how much more the chosen answer has gained over the reference, [pairs].
+        """
+        beta = self.config.dpo.beta
+        match self.config.dpo.loss_type:
+            case "sigmoid":
+                return -F.logsigmoid(beta * margin), -beta * torch.sigmoid(-beta * margin)
+            case "hinge":
+                return F.relu(1 - beta * margin), -beta * (beta * margin < 1).to(margin.dtype)
+            case "ipo":
+                excess = margin - 1 / (2 * beta)
+                return excess.square(), 2 * excess
+
+
+def init_parameter(name: str, shape: Sequence[int], config: DPOConfig, seed: int) -> Tensor:
+    """Initial value of the parameter called `name`, fp32 on the CPU: in policy and reference the same."""
+    return decoder.init_parameter(_below(name), shape, config.policy_model, seed)
+
+
+def learning_rate_scale(name: str, config: DPOConfig) -> float:
+    """Factor on the learning rate of the parameter called `name`: 1 without muP."""
+    return decoder.learning_rate_scale(_below(name), config.policy_model)
+
+
+def pretrained_names(name: str, config: DPOConfig) -> tuple[str, ...]:
+    """Names of a parameter in checkpoints: in those of this model, and of the policy alone."""
+    return (name, f"policy.{_below(name)}", _below(name))
+
+
+def _below(name: str) -> str:
+    """The name of a parameter within its decoder."""
+    return name.partition(".")[2]
