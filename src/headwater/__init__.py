@@ -42,6 +42,7 @@ _MODULES = {
     "integrations": "headwater.integrations",
     "metrics": "headwater.metrics",
     "optim": "headwater.optim",
+    "sparse": "headwater.api.sparse",
     "utils": "headwater.utils",
 }
 
@@ -66,6 +67,7 @@ __all__ = [
     "release",
     "save",
     "save_pretrained",
+    "sparse",
     "step_closure",
     "trace",
     "utils",
@@ -74,7 +76,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from headwater import distributed, experimental, framework, integrations, metrics, optim, utils
-    from headwater.api import amp
+    from headwater.api import amp, sparse
     from headwater.api.backend import backend, current_backend
     from headwater.api.compile import compile, release
     from headwater.api.early import compile_only, validate_only

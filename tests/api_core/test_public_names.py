@@ -15,8 +15,12 @@ PUBLIC = {
     "headwater": [
         "amp", "backend", "checkpoint_closure", "compile", "compile_only", "compile_step", "current_backend",
         "distributed", "empty_parameters", "experimental", "framework", "integrations", "load",
-        "load_pretrained", "metrics", "optim", "release", "save", "save_pretrained", "step_closure", "trace",
-        "utils", "validate_only", "__version__",
+        "load_pretrained", "metrics", "optim", "release", "save", "save_pretrained", "sparse", "step_closure",
+        "trace", "utils", "validate_only", "__version__",
+    ],
+    "headwater.sparse": [
+        "Cadence", "Constant", "Cosine", "Cubic", "Exponential", "GMPSparsityOptimizer", "Linear", "Power",
+        "RigLSparsityOptimizer", "SETSparsityOptimizer", "SparsityOptimizer", "StaticSparsityOptimizer",
     ],
     "headwater.optim": [
         "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Lamb", "Lion", "Muon",
@@ -45,8 +49,8 @@ PUBLIC = {
 
 
 def module(name):
-    if name == "headwater.amp":  # a name of the package, whose module is another
-        return importlib.import_module("headwater").amp
+    if name in ("headwater.amp", "headwater.sparse"):  # names of the package, whose modules are others
+        return getattr(importlib.import_module("headwater"), name.rpartition(".")[2])
     return importlib.import_module(name)
 
 

@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import (
@@ -25,6 +25,18 @@ from headwater.stream.home import Home
 from headwater.stream.parameters import ParameterAtRest
 
 Optimizer = torch.optim.Optimizer
+
+
+class Amendment(Protocol):
+    """Changes gradients before an optimizer sees them."""
+
+    def before_step(self, optimizer: Optimizer, /) -> None:
+        """The gradients are there, and `optimizer` is about to use them."""
+        ...
+
+
+amendments: weakref.WeakSet[Amendment] = weakref.WeakSet()
+"""What is asked before each step of any optimizer, for as long as it lives."""
 
 
 @dataclasses.dataclass
@@ -138,6 +150,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _commit(optimizer: Optimizer) -> None:
     """Commit the optimizer's step to the stores of its streamed parameters, if it has any."""
+    for amendment in list(amendments):
+        amendment.before_step(optimizer)
     if next(_homes(optimizer), None) is None:
         return
     adopt(optimizer)

@@ -28,6 +28,7 @@ from headwater.config.sections import (
     ValidateAllConfig,
     ValidateConfig,
 )
+from headwater.config.sparsity import SparsityConfig
 from headwater.core.errors import ConfigError
 from headwater.optim import Constant, OptimizerSpec, Schedule
 
@@ -40,6 +41,7 @@ class SetupConfig(Section):
     Attributes:
         schedulers: at most one; where absent the optimizer's own learning rate holds.
         precision: fp32 where absent.
+        sparsity: weights that are kept at zero; one section or several, for weights of different names.
     """
 
     backend: BackendConfig = BackendConfig()
@@ -48,6 +50,7 @@ class SetupConfig(Section):
     optimizer: OptimizerConfig
     schedulers: Annotated[tuple[ScheduleConfig, ...], OneOrMore] = ()
     precision: PrecisionConfig = PrecisionConfig(enabled=False)
+    sparsity: Annotated[tuple[SparsityConfig, ...], OneOrMore] = ()
     loop: LoopConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +165,26 @@ class Head(Linear):
         )
 
 
+class Inserted(NamedTuple):
+    """Vectors that take the place of tokens' embeddings.
+
+    Attributes:
+        vectors: [batch, n, hidden].
+        places: where in its sequence each goes, [batch, n]; beyond the end it goes nowhere.
+    """
+
+    vectors: Tensor
+    places: Tensor
+
+    def into(self, x: Tensor) -> Tensor:
+        """`x` [batch, seq, hidden] with the vectors in their places."""
+        length = x.shape[1]
+        index = self.places.clamp(max=length).unsqueeze(-1).expand_as(self.vectors)
+        # One more place takes what goes nowhere.
+        longer = torch.cat((x, x.new_zeros(len(x), 1, x.shape[2])), dim=1)
+        return longer.scatter(1, index, self.vectors.to(x.dtype))[:, :length]
+
+
 class Decoder(nn.Module):
     """A decoder-only language model. `forward` gives the training loss, `logits` the predictions.
 
@@ -197,7 +218,7 @@ class Decoder(nn.Module):
         if not self.embedding.weight.is_meta:
             self.reset_parameters(seed)
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, batch: Mapping[str, Tensor], inserted: Inserted | None = None) -> Tensor:
         """Training loss, a scalar in fp32.
 
         Args:
@@ -205,6 +226,7 @@ class Decoder(nn.Module):
                 label counts for the loss; it does not hide tokens from the attention. Where several texts
                 lie in one sequence, `position_ids` are the positions in their own text, and `attention_span`
                 says how many of the tokens that follow see a token.
+            inserted: what takes the place of some tokens' embeddings.
 
         Raises:
             DataError: if a sequence is longer than the model has positions.
@@ -214,6 +236,7 @@ class Decoder(nn.Module):
             batch["input_ids"],
             position_ids=batch.get("position_ids"),
             attention_span=batch.get("attention_span"),
+            inserted=inserted,
         )
         loss: Tensor = self.head(hidden, batch["labels"], self._label_weights(mask))
         moe = self.config.moe
@@ -232,9 +255,11 @@ class Decoder(nn.Module):
         """Logits [batch, vocab] of the token after the last of `input_ids`; see `logits`."""
         return self.head(self.hidden(input_ids, cache)[:, -1])  # type: ignore[no-any-return]
 
-    def hidden(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, cache: KeyValueCache | None = None, *, inserted: Inserted | None = None
+    ) -> Tensor:
         """Normalized hidden states [batch, seq, hidden] that the head reads."""
-        return self._run(input_ids, cache)[0]
+        return self._run(input_ids, cache, inserted=inserted)[0]
 
     @property
     def max_length(self) -> int:
@@ -258,6 +283,7 @@ class Decoder(nn.Module):
         *,
         position_ids: Tensor | None = None,
         attention_span: Tensor | None = None,
+        inserted: Inserted | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """What the head reads, and the mean over the layers of how unevenly experts are used."""
         start = 0 if cache is None else cache.length
@@ -265,7 +291,7 @@ class Decoder(nn.Module):
         self._check_length(stop)
         keys = torch.arange(stop, device=input_ids.device)
         positions = keys[start:] if position_ids is None else position_ids
-        x = self._embed(input_ids, positions)
+        x = self._embed(input_ids, positions, inserted)
         turns = self._rotations(positions)
         masks = {
             window: self._mask(keys[start:], keys, window, attention_span)
@@ -287,8 +313,10 @@ class Decoder(nn.Module):
                 remedy="use shorter sequences, or train a model with more positions",
             )
 
-    def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, input_ids: Tensor, positions: Tensor, inserted: Inserted | None) -> Tensor:
         x = self.embedding(input_ids)
+        if inserted is not None:
+            x = inserted.into(x)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
         elif self.config.position_embedding_type == "fixed":
@@ -392,3 +420,35 @@ def learning_rate_scale(name: str, config: DecoderConfig) -> float:
     if re.fullmatch(r"blocks\.\d+\.ffn\.(shared\.)?output\.weight", name):
         return 1 / config.filter_ratio
     return 1.0
+
+
+def public_parts(name: str, config: DecoderConfig) -> tuple[tuple[str, int], ...]:
+    """What the public Model Zoo calls the parameters that are stacked in ours, each with its rows.
+
+    Patterns of names in params files are written for them. Empty for a parameter that it does not have.
+    """
+    inner, kv = config.inner_size, config.num_kv_heads * config.head_size
+    block = re.match(r"blocks\.(\d+)\.(.*)", name)
+    if block is None:
+        public = {
+            "embedding.weight": "embedding_layer.word_embeddings.weight",
+            "position_embedding.weight": "embedding_layer.position_embeddings.embed.weight",
+            "head.weight": "lm_head.weight",
+        }
+        return ((public[name], -1),) if name in public else ()
+    layer, below = f"transformer_decoder.layers.{block[1]}", block[2]
+    if below.startswith("attention.qkv."):
+        kind = below.rpartition(".")[2]
+        projections = zip("qkv", (inner, kv, kv), strict=True)
+        return tuple(
+            (f"{layer}.self_attn.proj_{which}_dense_layer.{kind}", rows) for which, rows in projections
+        )
+    for ours, theirs in (
+        ("attention.output.", "self_attn.proj_output_dense_layer."),
+        ("ffn.input.", "ffn.ffn.0.linear_layer."),
+        ("ffn.gate.", "ffn.ffn.0.linear_layer_for_glu."),
+        ("ffn.output.", "ffn.ffn.1.linear_layer."),
+    ):
+        if below.startswith(ours):
+            return ((f"{layer}.{theirs}{below.removeprefix(ours)}", -1),)
+    return ()

@@ -33,6 +33,8 @@ class Family:
         divisible: whether the mean of the losses of equal parts of a batch is the loss of the batch.
         pretrained_names: names under which a parameter may be found in a checkpoint that a run starts from,
             the best first, from its own name and config.
+        public_parts: what the public Model Zoo calls the parameters that are stacked in one of ours, each
+            with its rows (-1: all), from name and config; empty where it has none such.
     """
 
     model: Callable[..., nn.Module]
@@ -41,10 +43,15 @@ class Family:
     batch: Callable[[Any, int, int | None], Example]
     divisible: bool = True
     pretrained_names: Callable[[str, Any], Sequence[str]] = lambda name, config: (name,)
+    public_parts: Callable[[str, Any], Sequence[tuple[str, int]]] = lambda name, config: ()
 
 
 _DECODER = Family(
-    decoder.Decoder, decoder.init_parameter, decoder.learning_rate_scale, examples.texts("labels")
+    decoder.Decoder,
+    decoder.init_parameter,
+    decoder.learning_rate_scale,
+    examples.texts("labels"),
+    public_parts=decoder.public_parts,
 )
 
 

@@ -135,12 +135,19 @@ class Engine:
 
         self.store.write(stage, fill)
 
-    def train_step(self, micro_batches: Sequence[Any], update: Update) -> StepReport:
+    def train_step(
+        self,
+        micro_batches: Sequence[Any],
+        update: Update,
+        amend: Callable[[Update], None] = lambda update: None,
+    ) -> StepReport:
         """One optimizer step; the loss is the mean over its micro-batches.
 
         Args:
             micro_batches: what the loss function takes, one after the other.
             update: step number, learning rate, clipping.
+            amend: called when all gradients are there and before they are measured; it may change them, and
+                the weights, through the store.
 
         Raises:
             NonFiniteError: if a loss or gradient is not finite, unless `update` says to skip such steps; the
@@ -154,6 +161,7 @@ class Engine:
             for index, batch in enumerate(micro_batches):
                 with self._matmul():
                     total += self._micro_batch(batch, update, index, len(micro_batches))
+            amend(update)
             committed = self.store.commit(update)
             if not committed.applied:
                 undo()

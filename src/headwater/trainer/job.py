@@ -35,6 +35,8 @@ class Trainable:
             may divide it without being asked to.
         metrics: what the loss function gathers in eval mode, by name.
         pretrained_names: what a parameter may be called in a checkpoint that training starts from.
+        parts: what patterns of names are compared with, of a parameter in which several are stacked: names
+            with their rows (-1: all); the parameter's own name where empty.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class Trainable:
     divisible: bool = False
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     pretrained_names: Names = lambda name: (name,)
+    parts: Callable[[str], Sequence[tuple[str, int]]] = lambda name: ()
 
 
 class TrainingData(Protocol):

@@ -17,6 +17,7 @@ from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.interrupt import Interrupt, shielded
 from headwater.trainer.job import Batch, Job
+from headwater.trainer.sparse import start_sparse
 from headwater.trainer.state import RunState
 
 
@@ -59,6 +60,8 @@ class Trainer:
             job.train.load_state_dict(state.data)
         self.end_step = job.end_step(state.step)
         self._schedule = job.init.schedule
+        self._sparse = start_sparse(engine, job, state.masks)
+        self._note_masks()
 
     def fit(self, interrupt: Interrupt) -> None:
         """Train until the last step, or until the step in which `interrupt` asks to stop.
@@ -95,7 +98,8 @@ class Trainer:
         start = time.perf_counter()
         batch = next(batches)
         update = self._update()
-        report = self._engine.train_step(equal_parts(batch, self._engine.plan.num_micro_batches), update)
+        parts = equal_parts(batch, self._engine.plan.num_micro_batches)
+        report = self._engine.train_step(parts, update, self._amend)
         self.state = dataclasses.replace(
             self.state,
             step=update.step,
@@ -118,6 +122,15 @@ class Trainer:
             samples=num_samples(batch),
         )
         self._tell(lambda callback: callback.on_step_end(event))
+
+    def _amend(self, update: Update) -> None:
+        if self._sparse is not None:
+            self._sparse.before_update(update.step)
+            self._note_masks()
+
+    def _note_masks(self) -> None:
+        if self._sparse is not None:
+            self.state = dataclasses.replace(self.state, masks=self._sparse.state_dict())
 
     def _update(self) -> Update:
         """How the next step is applied. Steps count from 1, schedules from 0."""

@@ -21,6 +21,7 @@ class RunState:
             was a plan.
         validated_step: step of the last finished validation; -1 before the first.
         data: position after the batch of the last step; `None` before the first.
+        masks: of the weights that are kept sparse; `None` where none are.
     """
 
     step: int
@@ -28,6 +29,7 @@ class RunState:
     micro_batch_size: int | None = None
     validated_step: int = -1
     data: Mapping[str, Any] | None = None
+    masks: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for a checkpoint."""

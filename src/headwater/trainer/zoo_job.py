@@ -40,6 +40,7 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
         divisible=family.divisible,
         metrics=find_metrics(model),
         pretrained_names=lambda name: family.pretrained_names(name, init.model),
+        parts=lambda name: family.public_parts(name, init.model),
     )
 
 

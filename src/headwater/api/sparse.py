@@ -1,0 +1,185 @@
+"""Sparse weights in a training loop of one's own: masks that an optimizer of their own keeps and changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.api.optimizers import amendments
+from headwater.core.errors import ConfigError
+from headwater.sparsity.schedules import Cadence, Constant, Cosine, Cubic, Exponential, Linear, Power, Value
+from headwater.sparsity.sparsifier import Algorithm, Sparsifier, Sparsity
+from headwater.stream.parameters import ParameterAtRest
+
+__all__ = [
+    "Cadence",
+    "Constant",
+    "Cosine",
+    "Cubic",
+    "Exponential",
+    "GMPSparsityOptimizer",
+    "Linear",
+    "Power",
+    "RigLSparsityOptimizer",
+    "SETSparsityOptimizer",
+    "SparsityOptimizer",
+    "StaticSparsityOptimizer",
+]
+
+
+class SparsityOptimizer:
+    """Keeps some weights at zero while any elementwise optimizer of torch trains the others.
+
+    From its first `apply_sparsity` on the gradients of masked weights are zero in every step of the optimizer
+    that trains them, and their optimizer state when the mask changes. The mask changes within that step,
+    where the gradients of all weights are known, in the steps that `schedule` names.
+
+    Args:
+        named_parameters: names with parameters, as `model.named_parameters()` gives them.
+        sparsity: share of the elements that are zero: a number, or a function of the step.
+        schedule: every how many steps the mask changes, or a `Cadence`.
+        drop_fraction: share of the weights that are exchanged then: a number, or a function of the step.
+        init_method: how the first mask is made: `random`, `topk`, `from_zeros` or `checkerboard`.
+        param_filter: patterns of names; all matrices but embeddings and heads if not given.
+        seed: of what is random.
+
+    Raises:
+        ConfigError: if no parameter has such a name.
+    """
+
+    algorithm: Algorithm = "static"
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        sparsity: float | Value,
+        schedule: int | Cadence | None = None,
+        *,
+        drop_fraction: float | Value = 0.3,
+        init_method: str = "random",
+        param_filter: str | Iterable[str] = (),
+        seed: int = 0,
+    ) -> None:
+        if self.algorithm != "static" and schedule is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no schedule", remedy="say every how many steps its masks change"
+            )
+        self._parameters = {name: param for name, param in named_parameters if param.requires_grad}
+        shapes = {name: param.shape for name, param in self._parameters.items()}
+        patterns = (param_filter,) if isinstance(param_filter, str) else tuple(param_filter)
+        cadence = Cadence(schedule) if isinstance(schedule, int) else schedule
+        group = Sparsity(
+            _by_step(sparsity), self.algorithm, init_method, _by_step(drop_fraction), cadence, patterns
+        )
+        self._sparsifier = Sparsifier([group], shapes, seed=seed)
+        self._begun = False
+        self._step = 0
+        amendments.add(self)
+
+    def apply_sparsity(self) -> None:
+        """Mask the weights, when it is first called; from then on they stay masked."""
+        if not self._begun:
+            self._sparsifier.begin(_Parameters(self._parameters, None))
+            self._begun = True
+
+    def step(self) -> None:
+        """A step of training is done."""
+        self._step += 1
+
+    def sparsity_of(self, name: str) -> float:
+        """Share of the elements of a parameter that are masked."""
+        self.apply_sparsity()
+        return self._sparsifier.sparsity_of(name)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Mask the gradients that `optimizer` is about to use; called before each step of any optimizer."""
+        if not self._begun:
+            return
+        own = {id(param): name for name, param in self._parameters.items()}
+        weights = _Parameters(self._parameters, optimizer)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = own.get(id(param), "")
+                if name in self._sparsifier.names and param.grad is not None:
+                    with torch.no_grad():
+                        self._sparsifier.mask(name, param.grad, self._step + 1, weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masks and step."""
+        return {"step": self._step, "masks": self._sparsifier.state_dict() if self._begun else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`. The weights are those of the same time, and are not masked anew.
+
+        Raises:
+            CheckpointError: if other parameters were sparse.
+        """
+        self._step = state["step"]
+        self._begun = state["masks"] is not None
+        if self._begun:
+            self._sparsifier.load_state_dict(state["masks"])
+
+
+class StaticSparsityOptimizer(SparsityOptimizer):
+    """The first mask stays."""
+
+
+class GMPSparsityOptimizer(SparsityOptimizer):
+    """The smallest weights are dropped as the sparsity grows (arXiv:1710.01878)."""
+
+    algorithm = "gmp"
+
+
+class SETSparsityOptimizer(SparsityOptimizer):
+    """The smallest weights make room for random ones (arXiv:1707.04780)."""
+
+    algorithm = "set"
+
+
+class RigLSparsityOptimizer(SparsityOptimizer):
+    """The smallest weights make room for those with the largest gradients (arXiv:1911.11134)."""
+
+    algorithm = "rigl"
+
+
+class _Parameters:
+    """Parameters of a model, plain or streamed; see `headwater.sparsity.sparsifier.Weights`."""
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._parameters = parameters
+        self._optimizer = optimizer
+
+    def read(self, name: str) -> Tensor:
+        param = self._parameters[name]
+        if isinstance(param, ParameterAtRest):
+            return param.home.store.read_param(*param.home.key)
+        return param.detach().float().cpu().clone()
+
+    def write(self, name: str, weight: Tensor) -> None:
+        param = self._parameters[name]
+        if isinstance(param, ParameterAtRest):
+            param.home.store.write_param(*param.home.key, weight)
+        else:
+            with torch.no_grad():
+                param.copy_(weight)
+
+    def clear(self, name: str, kept: Tensor) -> None:
+        param = self._parameters[name]
+        if isinstance(param, ParameterAtRest):
+            store, key = param.home.store, param.home.key
+            for state in store.rule.state_layout(param.home.spec):
+                value = store.read_param(*key, state)
+                store.write_param(*key, value.masked_fill(~kept.view(value.shape), 0), state)
+        elif self._optimizer is not None:
+            for value in self._optimizer.state.get(param, {}).values():
+                if isinstance(value, Tensor) and value.shape == kept.shape:
+                    value.masked_fill_(~kept.to(value.device), 0)
+
+
+def _by_step(value: float | Value) -> Value:
+    return Constant(float(value)) if isinstance(value, int | float) else value

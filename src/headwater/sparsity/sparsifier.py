@@ -1,0 +1,214 @@
+"""Keeps weights sparse while they are trained, wherever they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.seeding import derive_seed
+from headwater.sparsity.masks import PackedMask, exchanged, first_mask, largest, num_kept
+from headwater.sparsity.schedules import Cadence, Value
+
+Algorithm = Literal["static", "gmp", "set", "rigl"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A matrix whose sparsity is its own: a parameter, or some rows of one.
+
+    Attributes:
+        name: what patterns are compared with.
+        rows: of the parameter.
+    """
+
+    name: str
+    rows: slice = dataclasses.field(default_factory=lambda: slice(None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparsity:
+    """How sparse the weights of some names are.
+
+    Attributes:
+        sparsity: share of the elements that are zero, by step.
+        algorithm: `static` leaves the mask as it is; `gmp` drops the smallest weights as the sparsity grows
+            (arXiv:1710.01878); `set` exchanges the smallest for random ones (arXiv:1707.04780); `rigl`
+            for those of the largest gradients (arXiv:1911.11134).
+        init_method: how the first mask is made; see `headwater.sparsity.masks.first_mask`.
+        drop_fraction: share of the weights to exchange, by step.
+        update: the steps at which the mask changes.
+        param_filter: patterns of names; all matrices but embeddings and the output layer where empty.
+    """
+
+    sparsity: Value
+    algorithm: Algorithm = "static"
+    init_method: str = "random"
+    drop_fraction: Value | None = None
+    update: Cadence | None = None
+    param_filter: tuple[str, ...] = ()
+
+    def takes(self, name: str, dimensions: int) -> bool:
+        """Whether it is meant for a matrix of that name."""
+        if self.param_filter:
+            return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.param_filter)
+        return dimensions > 1 and "embed" not in name and not name.endswith("head.weight")
+
+    def updates(self, step: int) -> bool:
+        """Whether the mask changes in this step."""
+        return self.algorithm != "static" and self.update is not None and self.update.includes(step)
+
+
+class Weights(Protocol):
+    """Where the weights are, by name of the parameter."""
+
+    def read(self, name: str) -> Tensor:
+        """A copy of the weight, fp32 on the CPU."""
+        ...
+
+    def write(self, name: str, weight: Tensor) -> None:
+        """Replace it."""
+        ...
+
+    def clear(self, name: str, kept: Tensor) -> None:
+        """Set the optimizer state to zero where `kept` is false."""
+        ...
+
+
+class Sparsifier:
+    """The masks of a model, and how they change.
+
+    Before each step of the optimizer `mask` is called with the gradient of each sparse parameter: it masks
+    the gradient and, where the mask is to change, weight and optimizer state. What is masked then stays zero
+    under any optimizer that updates each element by itself.
+
+    Args:
+        groups: the first that takes a name counts.
+        shapes: shape of each trainable parameter by name.
+        parts: of a parameter, in the order of its rows; the whole if not given.
+        seed: of what is random.
+
+    Raises:
+        ConfigError: if a group takes no name.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sparsity],
+        shapes: Mapping[str, torch.Size],
+        *,
+        parts: Mapping[str, Sequence[Part]] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._seed = seed
+        self._shapes = shapes
+        self._masks: dict[str, PackedMask] = {}
+        self._groups: dict[str, list[tuple[Part, Sparsity]]] = {}
+        found: set[int] = set()
+        for name, shape in shapes.items():
+            for part in (parts or {}).get(name, (Part(name),)):
+                taking = (
+                    number
+                    for number, group in enumerate(groups)
+                    if group.takes(part.name, len(shape)) or group.takes(name, len(shape))
+                )
+                number = next(taking, None)
+                if number is not None:
+                    found.add(number)
+                    self._groups.setdefault(name, []).append((part, groups[number]))
+        for number, group in enumerate(groups):
+            if number not in found:
+                raise ConfigError(
+                    f"no trainable parameter is called like {' or '.join(group.param_filter) or 'a matrix'}",
+                    where="sparsity: param_filter",
+                    remedy=f"write patterns of names such as {_example(shapes, parts)}",
+                )
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The parameters that are sparse."""
+        return self._groups.keys()
+
+    def begin(self, weights: Weights) -> None:
+        """Make the first masks, and mask the weights."""
+        for name in self.names:
+            weight = weights.read(name)
+            mask = torch.ones(weight.shape, dtype=torch.bool)
+            for part, group in self._groups[name]:
+                generator = torch.Generator().manual_seed(derive_seed(self._seed, "sparsity", part.name, 0))
+                mask[part.rows] = first_mask(
+                    weight[part.rows], group.sparsity(0), group.init_method, generator
+                )
+            self._masks[name] = PackedMask(mask)
+            weights.write(name, weight * mask)
+
+    def mask(self, name: str, gradient: Tensor, step: int, weights: Weights) -> None:
+        """Mask a gradient in place, after the mask itself was changed if this is a step at which it is.
+
+        Args:
+            name: of the parameter.
+            gradient: of the whole loss by every element, masked ones too.
+            step: of the optimizer, from 1.
+            weights: where the weight is.
+        """
+        mask = self._masks[name].unpack()
+        if any(group.updates(step) for _, group in self._groups[name]) and bool(gradient.isfinite().all()):
+            mask = self._changed(name, mask, gradient, step, weights)
+        gradient.mul_(mask.to(gradient.device))
+
+    def _changed(self, name: str, mask: Tensor, gradient: Tensor, step: int, weights: Weights) -> Tensor:
+        weight, before = weights.read(name), mask.clone()
+        for part, group in self._groups[name]:
+            if group.updates(step):
+                rows = part.rows
+                of_part = weight[rows], mask[rows], gradient.detach()[rows]
+                mask[rows] = self._next_mask(part, group, step, *of_part)
+        self._masks[name] = PackedMask(mask)
+        weights.write(name, weight * mask)
+        weights.clear(name, before & mask)
+        return mask
+
+    def _next_mask(
+        self, part: Part, group: Sparsity, step: int, weight: Tensor, mask: Tensor, gradient: Tensor
+    ) -> Tensor:
+        if group.algorithm == "gmp":
+            scores = weight.abs().masked_fill(~mask, -1.0)
+            return largest(scores, min(num_kept(weight.numel(), group.sparsity(step)), int(mask.sum())))
+        scores = gradient.float().abs().cpu()
+        if group.algorithm == "set":
+            seed = derive_seed(self._seed, "sparsity", part.name, step)
+            scores = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
+        assert group.drop_fraction is not None, "whoever exchanges weights says how many"
+        return exchanged(weight, mask, scores, group.drop_fraction(step))
+
+    def sparsity_of(self, name: str) -> float:
+        """Share of the elements of a parameter that are masked."""
+        return 1 - float(self._masks[name].unpack().double().mean())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masks, a bit for each element."""
+        return {name: mask.bits for name, mask in self._masks.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`.
+
+        Raises:
+            CheckpointError: if other parameters were sparse.
+        """
+        sizes = {name: -(-self._shapes[name].numel() // 8) for name in self.names}
+        if {name: len(bits) for name, bits in state.items()} != sizes:
+            raise CheckpointError(
+                "the masks in the checkpoint are of other parameters than those that are sparse here",
+                remedy="set sparsity as it was, or load the weights alone",
+            )
+        self._masks = {name: PackedMask.of_bits(bits, self._shapes[name]) for name, bits in state.items()}
+
+
+def _example(shapes: Mapping[str, torch.Size], parts: Mapping[str, Sequence[Part]] | None) -> str:
+    names = (part.name for name in shapes for part in (parts or {}).get(name, (Part(name),)))
+    return next((name for name in names if "embedding" not in name), "none")

@@ -1,0 +1,99 @@
+"""Sparse weights in a loop of one's own: the script of the documents, and both kinds of backend alike."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import headwater as cstor
+from headwater.core.errors import CheckpointError, ConfigError
+
+STEPS = 8
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3), nn.LogSoftmax(-1)
+    )
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        yield torch.randn(4, 12, generator=generator), torch.randint(3, (4,), generator=generator)
+
+
+@functools.cache
+def trained(kind, optimizer_name, algorithm):
+    model = cstor.compile(make_model(), kind)
+    loss_fn = nn.NLLLoss()
+    optimizer = getattr(cstor.optim, optimizer_name)(model.parameters(), lr=0.05, fused=True)
+    sparsity_optimizer = getattr(cstor.sparse, f"{algorithm}SparsityOptimizer")(
+        model.named_parameters(), sparsity=0.75, schedule=3
+    )
+
+    @cstor.trace
+    def training_step(inputs, targets):
+        optimizer.zero_grad()
+        sparsity_optimizer.apply_sparsity()
+        outputs = model(inputs)
+        loss = loss_fn(outputs, targets)
+        loss.backward()
+        optimizer.step()
+        sparsity_optimizer.step()
+        return loss
+
+    @cstor.step_closure
+    def note(loss):
+        losses.append(loss.item())
+
+    losses, zeros = [], []
+    for inputs, targets in batches():
+        note(training_step(inputs, targets))
+        zeros.append(
+            [(value == 0).sum().item() for name, value in model.state_dict().items() if "weight" in name]
+        )
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, zeros, weights, sparsity_optimizer
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("algorithm", ["Static", "SET", "RigL"])
+def test_streamed_equals_plain(optimizer, algorithm):
+    losses, zeros, weights, _ = trained("CSX", optimizer, algorithm)
+    plain_losses, plain_zeros, plain_weights, _ = trained("CPU", optimizer, algorithm)
+    assert losses == plain_losses
+    assert zeros == plain_zeros
+    assert all(torch.equal(weights[name], value) for name, value in plain_weights.items())
+    # A weight that was just put in has no gradient where all that its output goes to is masked.
+    masked = [180, 300, 45]
+    assert all(have >= least for step in zeros for have, least in zip(step, masked, strict=True))
+    assert zeros[-1] == masked or algorithm == "SET"
+
+
+def test_masks_change_on_the_schedule_alone():
+    static, changing = (trained("CPU", "AdamW", algorithm) for algorithm in ("Static", "RigL"))
+    assert static[0][:3] == changing[0][:3]  # the third step has its loss before its mask changes
+    assert static[0][3:] != changing[0][3:]
+
+
+def test_masks_are_saved_and_loaded():
+    *_, before = trained("CPU", "AdamW", "RigL")
+    model = make_model()
+    after = cstor.sparse.RigLSparsityOptimizer(model.named_parameters(), sparsity=0.75, schedule=3)
+    after.load_state_dict(before.state_dict())
+    assert after.sparsity_of("0.weight") == pytest.approx(0.75)
+    assert after.state_dict()["step"] == STEPS
+    other = cstor.sparse.StaticSparsityOptimizer(model.named_parameters(), 0.5, param_filter="2.weight")
+    with pytest.raises(CheckpointError, match="other parameters"):
+        other.load_state_dict(before.state_dict())
+
+
+def test_what_cannot_be_is_refused():
+    parameters = list(make_model().named_parameters())
+    with pytest.raises(ConfigError, match="schedule"):
+        cstor.sparse.RigLSparsityOptimizer(parameters, sparsity=0.9)
+    with pytest.raises(ConfigError, match=r"called like layers\.\*"):
+        cstor.sparse.StaticSparsityOptimizer(parameters, 0.9, param_filter="layers.*")

@@ -1,0 +1,71 @@
+"""Sparse training by params: masks by public names, kept in checkpoints, exact after an interruption."""
+
+import pytest
+import torch
+import yaml
+from run_samples import assert_same_checkpoint, history
+
+from headwater.trainer.pretrained import checkpoint_weights
+
+RIGL = {
+    "sparsity": 0.75,
+    "algorithm": "rigl",
+    "drop_fraction": {"type": "cosine", "init": 0.3, "half_period": 6},
+    "update": {"freq": 2},
+    "param_filter": ["*proj_[qk]_dense_layer.weight", "*linear_layer.weight"],
+}
+
+
+@pytest.fixture
+def sparse_params(params):
+    tree = yaml.safe_load(params.read_text())
+    tree["trainer"]["init"]["sparsity"] = RIGL
+    params.write_text(yaml.safe_dump(tree))
+    return params
+
+
+def zeros(model_dir, step):
+    weights = dict(checkpoint_weights(model_dir / f"checkpoint_{step}"))
+    return {name: (value == 0) for name, value in weights.items() if "blocks" in name and value.dim() == 2}
+
+
+def test_a_resumed_run_has_the_masks_of_an_undisturbed_one(headwater, sparse_params, tmp_path):
+    assert headwater("fit", sparse_params)[0] == 0
+    other = f"--trainer.init.model_dir={tmp_path / 'other'}"
+    assert headwater("fit", sparse_params, other, "--trainer.init.loop.max_steps=3")[0] == 0
+    assert headwater("fit", sparse_params, other)[0] == 0
+    assert_same_checkpoint(tmp_path / "run/checkpoint_6", tmp_path / "other/checkpoint_6")
+    assert history(tmp_path / "run")[-1]["loss"] == history(tmp_path / "other")[-1]["loss"]
+    early, late = zeros(tmp_path / "run", 3), zeros(tmp_path / "run", 6)
+    for name, masked in late.items():
+        if "qkv" in name:
+            assert [int(part.sum()) for part in masked.split(32)] == [768, 768, 0]
+        elif "ffn" in name:
+            assert int(masked.sum()) == 0.75 * masked.numel()
+        else:
+            assert not masked.any()
+    assert not all(torch.equal(early[name], late[name]) for name in late)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["--trainer.init.sparsity.param_filter=[nothing]"], "no trainable parameter is called like nothing"),
+        (["--trainer.init.sparsity.algorithm=rigel"], "algorithm"),
+        (["--trainer.init.sparsity.update=null"], "rigl needs update"),
+        (["--trainer.init.optimizer={Adafactor: {}}"], "Adafactor does not update each weight by itself"),
+    ],
+)
+def test_what_cannot_be_is_refused(headwater, sparse_params, keys, message):
+    code, _, error = headwater("fit", sparse_params, *keys)
+    assert code != 0
+    assert message in " ".join(error.split())
+
+
+def test_other_masks_in_the_checkpoint_are_refused(headwater, sparse_params):
+    assert headwater("fit", sparse_params, "--trainer.init.loop.max_steps=3")[0] == 0
+    code, _, error = headwater(
+        "fit", sparse_params, "--trainer.init.sparsity.param_filter=['*linear_layer.weight']"
+    )
+    assert code != 0
+    assert "masks in the checkpoint" in " ".join(error.split())

@@ -1,0 +1,82 @@
+"""First masks and their changes, against torch's own pruning and the formulas of the papers."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.utils import prune
+
+from headwater.config.sparsity import SparsityConfig
+from headwater.sparsity.masks import INIT_METHODS, PackedMask, exchanged, first_mask, num_kept
+from headwater.sparsity.schedules import Cadence, Cosine, Cubic, Exponential, Linear, Power
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.75, 0.9])
+@pytest.mark.parametrize("method", INIT_METHODS)
+def test_a_first_mask_keeps_its_share(method, sparsity):
+    weight = torch.randn(17, 23, generator=generator())
+    if method == "from_zeros":
+        weight *= torch.rand(17, 23, generator=generator()) >= sparsity
+    mask = first_mask(weight, sparsity, method, generator())
+    assert mask.shape == weight.shape
+    assert int(mask.sum()) == (
+        int((weight != 0).sum()) if method == "from_zeros" else num_kept(391, sparsity)
+    )
+
+
+def test_the_largest_are_kept_as_torch_prunes_the_smallest():
+    linear = torch.nn.Linear(31, 19)
+    mask = first_mask(linear.weight.detach(), 0.6, "topk", generator())
+    prune.l1_unstructured(linear, "weight", amount=0.6)
+    assert torch.equal(mask, linear.weight_mask.bool())
+
+
+def test_a_checkerboard_is_even():
+    mask = first_mask(torch.zeros(8, 40), 0.75, "checkerboard", generator())
+    assert mask.sum(1).tolist() == [10] * 8
+
+
+def test_the_smallest_make_room_for_the_highest_scores():
+    weight = torch.tensor([5.0, -4.0, 3.0, 0.1, 0.0, 0.0, 0.0, 0.0])
+    mask = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0]).bool()
+    scores = torch.tensor([9.0, 9.0, 9.0, 0.5, 0.2, 0.9, 0.3, 0.1])
+    assert exchanged(weight, mask, scores, 0.25).tolist() == [1, 1, 1, 0, 0, 1, 0, 0]
+    # What was just dropped comes back where its score is the highest of those that are left.
+    assert exchanged(weight, mask, scores, 0.5).tolist() == [1, 1, 1, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 1000])
+def test_a_mask_packs_into_bits(numel):
+    mask = torch.rand(numel, generator=generator()) < 0.5
+    packed = PackedMask(mask)
+    assert packed.bits.numel() == math.ceil(numel / 8)
+    assert torch.equal(packed.unpack(), mask)
+
+
+def test_schedules():
+    assert Linear(0.2, 0.01)(10) == pytest.approx(0.3)
+    assert Power(0.5, 0.9)(2) == pytest.approx(0.405)
+    assert Exponential(0.2, 0.1, 1.0)(10) == pytest.approx(1 - 0.8 / math.e)
+    assert [Cosine(0.3, 100)(step) for step in (0, 50, 100)] == pytest.approx([0.3, 0.15, 0.0])
+    assert [Cubic(0.0, 0.8, 10, 20)(step) for step in (0, 15, 20, 99)] == pytest.approx([0.0, 0.7, 0.8, 0.8])
+    assert [s for s in range(30) if Cadence(5, 10, 25).includes(s)] == [10, 15, 20]
+    assert [s for s in range(12) if Cadence(5).includes(s)] == [5, 10]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"sparsity": 1.5}, "share of the weights"),
+        ({"sparsity": 0.5, "algorithm": "rigl"}, "needs update"),
+        ({"sparsity": 0.5, "algorithm": "set", "update": {"freq": 5}}, "needs drop_fraction"),
+        ({"sparsity": 0.5, "init_method": "magic"}, "init_method"),
+        ({"sparsity": {"type": "cosin", "init": 1.0}}, "cosin"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(section, message):
+    with pytest.raises(ValueError, match=message):
+        SparsityConfig.model_validate(section)

@@ -1,0 +1,162 @@
+"""Sparse training while weights are streamed, against torch's pruning and against plain loops."""
+
+import math
+
+import pytest
+import torch
+from harness import ADAMW, SEED, Job, Setting, make_engine
+from torch import nn
+from torch.nn.utils import prune
+
+from headwater.core.seeding import derive_seed
+from headwater.optim.spec import OptimizerSpec
+from headwater.sparsity.schedules import Cadence, Constant, Cosine, Cubic
+from headwater.sparsity.sparsifier import Part, Sparsifier, Sparsity
+from headwater.trainer.sparse import SparseTraining
+
+STEPS = 6
+MOMENTUM = OptimizerSpec("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})
+
+
+def _batch(step, index):
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + index))
+
+
+def make_job(optimizer=ADAMW):
+    def make():
+        layers = (nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 4))
+        return nn.Sequential(*layers)
+
+    return Job(make, _batch, lambda model, x: model(x).square().mean(), optimizer, micro_batches=2)
+
+
+def train_streamed(job, setting, folder, groups, parts=None):
+    """Losses, norms, weights, masks and the sparsifier of a streamed run."""
+    losses, norms = [], []
+    with make_engine(job, setting, folder) as engine:
+        shapes = {name: value.shape for name, value in engine.named_masters()}
+        sparsifier = Sparsifier(groups, shapes, parts=parts, seed=SEED)
+        sparse = SparseTraining(sparsifier, engine.store)
+        sparsifier.begin(sparse.weights)
+        first = {name: sparse.weights.read(name) != 0 for name in sparsifier.names}
+        for step in range(STEPS):
+            update = job.update(step)
+            report = engine.train_step(job.batches(step), update, lambda u: sparse.before_update(u.step + 1))
+            losses.append(report.loss)
+            norms.append(report.gradient_norm)
+        weights = {name: value.clone() for name, value in engine.named_masters()}
+    return losses, norms, weights, first
+
+
+def train_plain(job, model, amend):
+    """The same in plain PyTorch; `amend` is called before each step of the optimizer."""
+    optimizer = job.optimizer.build(job.optimizer.groups(model.named_parameters()))
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = 0.0
+        for index, batch in enumerate(job.batches(step)):
+            torch.manual_seed(derive_seed(SEED, "micro_batch", step, index))
+            loss = job.loss(model, batch)
+            total += loss.item()
+            (loss / 2).backward()
+        amend(step + 1, optimizer)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)))
+        for group in optimizer.param_groups:
+            group["lr"] = job.optimizer.kwargs["lr"] / (step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / 2)
+    return losses, norms
+
+
+@pytest.mark.parametrize("setting", [Setting("memory", 2), Setting("disk", 2, "recompute")], ids=str)
+@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["AdamW", "momentum"])
+def test_a_static_mask_trains_to_the_bits_of_torchs_pruning(setting, optimizer, tmp_path):
+    job = make_job(optimizer)
+    group = Sparsity(Constant(0.75), param_filter=("*.weight",))
+    losses, norms, weights, masks = train_streamed(job, setting, tmp_path, [group])
+    model = job.model()
+    for name, mask in masks.items():
+        assert 1 - mask.double().mean() == pytest.approx(0.75)
+        prune.custom_from_mask(model.get_submodule(name.rpartition(".")[0]), "weight", mask)
+    expected_losses, expected_norms = train_plain(job, model, lambda step, optimizer: None)
+    assert losses == expected_losses
+    assert norms == pytest.approx(expected_norms, rel=1e-6)  # torch lists the parameters in another order
+    for name in masks:
+        ours, layer = weights[name], model.get_submodule(name.rpartition(".")[0])
+        torch.testing.assert_close(ours, layer.weight_orig * layer.weight_mask, rtol=1e-5, atol=1e-7)
+        assert torch.equal(ours == 0, ~masks[name])
+
+
+def rigl(model, masks, freq, fraction):
+    """RigL as in the paper, on the flattened weights of a plain model."""
+
+    def amend(step, optimizer):
+        for name, parameter in model.named_parameters():
+            if name not in masks:
+                continue
+            mask = masks[name].view(-1)
+            weight, gradient = parameter.data.view(-1), parameter.grad.view(-1)
+            if step % freq == 0:
+                active = int(mask.sum())
+                count = min(round(fraction(step) * active), len(mask) - active)
+                present = mask.nonzero().view(-1)
+                order = weight[present].abs().argsort()
+                kept = torch.zeros_like(mask)
+                kept[present[order[count:]]] = True
+                absent = (~kept).nonzero().view(-1)
+                grown = absent[gradient[absent].abs().argsort(descending=True)[:count]]
+                before = mask.clone()
+                mask.copy_(kept)
+                mask[grown] = True
+                weight[~mask] = 0
+                for value in optimizer.state.get(parameter, {}).values():
+                    if value.dim():
+                        value.view(-1)[~(before & mask)] = 0
+            gradient[~mask] = 0
+
+    return amend
+
+
+@pytest.mark.parametrize("setting", [Setting("memory", 2), Setting("disk", 2, "recompute")], ids=str)
+@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["AdamW", "momentum"])
+def test_rigl_trains_to_the_bits_of_the_paper(setting, optimizer, tmp_path):
+    job = make_job(optimizer)
+    fraction = Cosine(0.4, 5)
+    group = Sparsity(Constant(0.8), "rigl", "random", fraction, Cadence(2), ("*.weight",))
+    losses, norms, weights, masks = train_streamed(job, setting, tmp_path, [group])
+    model = job.model()
+    with torch.no_grad():
+        for name, mask in masks.items():
+            model.get_parameter(name).mul_(mask)
+    first = {name: mask.clone() for name, mask in masks.items()}
+    assert (losses, norms) == train_plain(job, model, rigl(model, masks, 2, fraction))
+    for name, value in model.named_parameters():
+        assert torch.equal(weights[name], value.detach())
+    assert any(not torch.equal(masks[name], first[name]) for name in masks), "no weight was exchanged"
+
+
+def test_set_exchanges_at_random_and_keeps_the_share(tmp_path):
+    group = Sparsity(Constant(0.8), "set", "random", Constant(0.3), Cadence(2), ("*.weight",))
+    _, _, weights, masks = train_streamed(make_job(), Setting(), tmp_path / "a", [group])
+    for name, before in masks.items():
+        assert int((weights[name] != 0).sum()) <= int(before.sum())
+        assert not torch.equal(weights[name] != 0, before)
+    _, _, again, _ = train_streamed(make_job(), Setting("disk", 3), tmp_path / "b", [group])
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_gradual_pruning_follows_its_schedule(tmp_path):
+    group = Sparsity(Cubic(0.0, 0.9, 0, 4), "gmp", "topk", None, Cadence(1), ("2.weight",))
+    _, _, weights, _ = train_streamed(make_job(), Setting(), tmp_path, [group])
+    assert int((weights["2.weight"] != 0).sum()) == 576 - round(0.9 * 576)
+
+
+def test_rows_of_a_parameter_have_a_sparsity_of_their_own(tmp_path):
+    parts = {"2.weight": [Part("query", slice(0, 8)), Part("rest", slice(8, None))]}
+    group = Sparsity(Constant(0.5), param_filter=("query",))
+    _, _, weights, masks = train_streamed(make_job(), Setting(), tmp_path, [group], parts)
+    assert list(masks) == ["2.weight"]
+    assert int((weights["2.weight"][:8] == 0).sum()) == 8 * 24 // 2
+    assert int((weights["2.weight"][8:] == 0).sum()) == 0
+    assert math.isfinite(float(weights["2.weight"].sum()))
