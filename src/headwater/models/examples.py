@@ -14,10 +14,12 @@ from torch import Tensor
 
 from headwater.config.models import (
     BertConfig,
+    DiTConfig,
     DPOConfig,
     DPRConfig,
     ExtractiveSummarizationConfig,
     FCMnistConfig,
+    MultimodalSection,
     Seq2SeqConfig,
     UNetConfig,
     ViTConfig,
@@ -100,3 +102,15 @@ def images(config: ViTConfig, size: int, length: int | None) -> Example:
 def segmented_images(config: UNetConfig, size: int, length: int | None) -> Example:
     inputs = _real(size, config.input_channels, *config.image_size)
     return {"inputs": inputs, "labels": _whole(size, *config.image_size)}
+
+
+def noised_images(config: DiTConfig, size: int, length: int | None) -> Example:
+    numbers = {name: _whole(size) for name in ("timesteps", "labels", "no_label")}
+    return {name: _real(size, *config.latent_shape) for name in ("inputs", "noise")} | numbers
+
+
+def texts_with_images(config: MultimodalSection, size: int, length: int | None) -> Example:
+    return texts("labels")(config.text_model, size, length) | {
+        "images": _real(size, 1, *config.image_shape),
+        "image_places": _whole(size, 1, config.num_features),
+    }

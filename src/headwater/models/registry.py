@@ -17,7 +17,7 @@ from headwater.config.models import (
     ModelConfig,
 )
 from headwater.core.errors import ConfigError
-from headwater.models import bert, decoder, dpo, examples, mnist, seq2seq, unet, vit
+from headwater.models import bert, decoder, dit, dpo, examples, llava, mnist, seq2seq, unet, vit
 from headwater.models.examples import Example
 
 
@@ -60,6 +60,7 @@ def _encoder(model: Callable[..., nn.Module], batch: Callable[[Any, int, int | N
 
 
 _BERT = _encoder(bert.Bert, examples.masked_texts)
+_LLAVA = Family(llava.Llava, llava.init_parameter, llava.learning_rate_scale, examples.texts_with_images)
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(DECODERS, _DECODER),
@@ -70,6 +71,8 @@ FAMILIES: dict[str, Family] = {
         examples.preferences,
         pretrained_names=dpo.pretrained_names,
     ),
+    "llava": _LLAVA,
+    "multimodal_simple": _LLAVA,
     "bert": _BERT,
     "esm2": _BERT,
     "bert/classifier": _encoder(bert.Classifier, examples.labelled_texts("labels")),
@@ -84,6 +87,7 @@ FAMILIES: dict[str, Family] = {
     "unet": Family(
         unet.UNet, unet.init_parameter, lambda name, config: 1.0, examples.segmented_images, divisible=False
     ),
+    "dit": Family(dit.DiT, dit.init_parameter, lambda name, config: 1.0, examples.noised_images),
     **dict.fromkeys(
         SEQ2SEQ,
         Family(seq2seq.Seq2Seq, seq2seq.init_parameter, seq2seq.learning_rate_scale, examples.pairs),

@@ -12,6 +12,7 @@ from headwater.config.data import (
     DynamicMaskDataConfig,
     GptDataConfig,
     ImageFolderDataConfig,
+    LatentDataConfig,
     MaskedTextDataConfig,
     MNISTDataConfig,
     PreferenceDataConfig,
@@ -23,10 +24,12 @@ from headwater.config.data import (
     TokenClassificationDataConfig,
     TranslationDataConfig,
 )
+from headwater.config.data.common import LoaderSection
 from headwater.config.models import (
     BertConfig,
     ClassifierConfig,
     DecoderConfig,
+    DiTConfig,
     DPOConfig,
     DPRConfig,
     ExtractiveSummarizationConfig,
@@ -177,10 +180,11 @@ def _preferences(config: PreferenceDataConfig, model: DPOConfig) -> Samples:
     return open_records(config.data_dir, fields, length)
 
 
-def _digits(config: MNISTDataConfig, model: FCMnistConfig) -> Samples:
+def _digits(config: MNISTDataConfig, model: FCMnistConfig | DiTConfig) -> Samples:
     from headwater.data.image.mnist import read_digits
 
-    return read_digits(config)
+    digits = read_digits(config)
+    return digits if isinstance(model, FCMnistConfig) else _noised(digits, config, model)
 
 
 def _corrupted_texts(config: SpanCorruptionDataConfig, model: Seq2SeqConfig) -> Samples:
@@ -208,7 +212,30 @@ def _segmented_images(config: SegmentationDataConfig, model: UNetConfig) -> Samp
     return read_segmented_images(config, channels=model.input_channels, num_classes=model.num_classes)
 
 
-_OPENERS: dict[type, tuple[type, Callable[[Any, Any], Samples]]] = {
+def _latents(config: LatentDataConfig, model: DiTConfig) -> Samples:
+    from headwater.data.image.latents import read_latents
+
+    vae = model.vae
+    num_classes = min(model.num_classes, config.num_classes or model.num_classes)
+    latents = read_latents(
+        config, shape=model.latent_shape, scaling_factor=vae.scaling_factor, num_classes=num_classes
+    )
+    return _noised(latents, config, model)
+
+
+def _noised(images: Samples, config: LoaderSection, model: DiTConfig) -> Samples:
+    from headwater.data.image.noise import NoisedImages
+
+    return NoisedImages(
+        images,
+        model.latent_shape,
+        steps=model.num_diffusion_steps,
+        label_dropout=model.label_dropout_rate,
+        seed=config.shuffle_seed or 0,
+    )
+
+
+_OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples]]] = {
     GptDataConfig: (DecoderConfig, _gpt),
     TextClassificationDataConfig: (ClassifierConfig, _labelled_texts),
     TokenClassificationDataConfig: (TokenClassifierConfig, _labelled_tokens),
@@ -217,7 +244,8 @@ _OPENERS: dict[type, tuple[type, Callable[[Any, Any], Samples]]] = {
     SentencesDataConfig: (ExtractiveSummarizationConfig, _sentences),
     RetrievalDataConfig: (DPRConfig, _retrieval),
     PreferenceDataConfig: (DPOConfig, _preferences),
-    MNISTDataConfig: (FCMnistConfig, _digits),
+    MNISTDataConfig: ((FCMnistConfig, DiTConfig), _digits),
+    LatentDataConfig: (DiTConfig, _latents),
     ImageFolderDataConfig: (ViTConfig, _labelled_images),
     SegmentationDataConfig: (UNetConfig, _segmented_images),
     SpanCorruptionDataConfig: (Seq2SeqConfig, _corrupted_texts),

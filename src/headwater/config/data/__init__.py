@@ -8,6 +8,7 @@ from pydantic import Field
 
 from headwater.config.data.image import (
     ImageFolderDataConfig,
+    LatentDataConfig,
     MNISTDataConfig,
     SegmentationDataConfig,
 )
@@ -40,6 +41,7 @@ DataConfig = (
     | TranslationDataConfig
     | ImageFolderDataConfig
     | SegmentationDataConfig
+    | LatentDataConfig
 )
 """Any data loader's section."""
 
@@ -52,6 +54,7 @@ __all__ = [
     "DynamicMaskDataConfig",
     "GptDataConfig",
     "ImageFolderDataConfig",
+    "LatentDataConfig",
     "MNISTDataConfig",
     "MaskedTextDataConfig",
     "PreferenceDataConfig",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, FilePath, NoEffect
-from headwater.config.data.common import LoaderSection
+from headwater.config.data.common import Folders, LoaderSection
 from headwater.config.transforms import ResizeConfig, ToTensorConfig, Transforms, check_order
 
 
@@ -90,3 +90,24 @@ class SegmentationDataConfig(LoaderSection):
     def augments(self) -> bool:
         """Whether parts are random."""
         return self.is_training and self.augment_data
+
+
+class LatentDataConfig(LoaderSection):
+    """Images that an autoencoder has encoded, in a folder for each class: `data_dir`/`split`/CLASS/….npz.
+
+    A file's `vae_output` [2 * channels, h, w] has means and logarithms of variances, from which a latent is
+    drawn anew in each pass.
+
+    Attributes:
+        data_dir: folders with the same images, for example one with all of them mirrored; which of them a
+            sample is read from is random.
+        split: folder in it.
+        num_classes: beside the model's.
+    """
+
+    data_processor: Literal["DiffusionLatentImageNet1KProcessor"]
+    data_dir: Folders
+    split: str = "train"
+    num_classes: Annotated[int | None, Field(ge=1)] = None
+    num_diffusion_steps: Annotated[Any, NoEffect("the model's holds")] = None
+    image_channels: Annotated[Any, NoEffect("the images are encoded already")] = None

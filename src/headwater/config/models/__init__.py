@@ -10,6 +10,7 @@ from headwater.config.base import Section
 from headwater.config.models.common import InitializerConfig, InitializerName, Nonlinearity
 from headwater.config.models.decoder import FAMILIES as DECODERS
 from headwater.config.models.decoder import DecoderConfig
+from headwater.config.models.diffusion import DiTConfig, NoiseSchedule
 from headwater.config.models.encoder import (
     BertConfig,
     ClassifierConfig,
@@ -19,9 +20,16 @@ from headwater.config.models.encoder import (
     QuestionAnsweringConfig,
     TokenClassifierConfig,
 )
+from headwater.config.models.multimodal import (
+    ImageModelConfig,
+    LlavaConfig,
+    MultimodalSection,
+    MultimodalSimpleConfig,
+    ProjectorConfig,
+)
 from headwater.config.models.preference import DPOConfig
 from headwater.config.models.seq2seq import SEQ2SEQ, Seq2SeqConfig
-from headwater.config.models.vision import FCMnistConfig, UNetConfig, ViTConfig
+from headwater.config.models.vision import FCMnistConfig, ImageEncoderSection, UNetConfig, ViTConfig
 
 ModelConfig = (
     DecoderConfig
@@ -34,8 +42,11 @@ ModelConfig = (
     | FCMnistConfig
     | ViTConfig
     | UNetConfig
+    | DiTConfig
     | Seq2SeqConfig
     | DPOConfig
+    | LlavaConfig
+    | MultimodalSimpleConfig
 )
 """Any model section."""
 
@@ -61,13 +72,21 @@ __all__ = [
     "DPOConfig",
     "DPRConfig",
     "DecoderConfig",
+    "DiTConfig",
     "EncoderSection",
     "ExtractiveSummarizationConfig",
     "FCMnistConfig",
+    "ImageEncoderSection",
+    "ImageModelConfig",
     "InitializerConfig",
     "InitializerName",
+    "LlavaConfig",
     "ModelConfig",
+    "MultimodalSection",
+    "MultimodalSimpleConfig",
+    "NoiseSchedule",
     "Nonlinearity",
+    "ProjectorConfig",
     "QuestionAnsweringConfig",
     "Seq2SeqConfig",
     "TokenClassifierConfig",

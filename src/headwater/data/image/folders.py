@@ -12,6 +12,7 @@ from headwater.config.data import ImageFolderDataConfig
 from headwater.config.transforms import Transforms
 from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
+from headwater.data.image.classes import find_classes
 from headwater.data.image.files import is_image, mode_of, read_image
 from headwater.data.image.transforms import transform
 from headwater.data.loader import Batch
@@ -78,23 +79,5 @@ def read_image_folders(config: ImageFolderDataConfig, *, channels: int, num_clas
     Raises:
         DataError: if there are no images, or more classes than the model has.
     """
-    root = config.data_dir / config.split
-    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    if len(folders) > num_classes:
-        raise DataError(
-            f"there are {len(folders)} classes, and the model's num_classes is {num_classes}",
-            where=str(root),
-            remedy=f"set num_classes to {len(folders)}",
-        )
-    files, labels = [], []
-    for label, folder in enumerate(folders):
-        found = sorted(filter(is_image, folder.iterdir()))
-        files += found
-        labels += [label] * len(found)
-    if not files:
-        raise DataError(
-            "there are no images in folders of classes",
-            where=str(root),
-            remedy=f"put them into {root}/CLASS/, or name another data_dir or split",
-        )
+    files, labels = find_classes(config.data_dir / config.split, is_image, num_classes)
     return LabelledImages(files, labels, config.steps, channels=channels, seed=config.shuffle_seed or 0)

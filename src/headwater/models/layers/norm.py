@@ -11,10 +11,11 @@ class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` whose weights may be wider than its input: fp32 weights on a bf16 stream.
 
     Statistics and affine part are computed in the dtype of the weights, the output has that of the input.
+    Without an affine part, statistics are computed in fp32 at least.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.device.type == "cpu" or input.dtype == self.weight.dtype:
+        if input.device.type == "cpu" or not self.elementwise_affine or input.dtype == self.weight.dtype:
             # The CPU kernel takes mixed dtypes without a copy of the input.
             return super().forward(input).to(input.dtype)
         return super().forward(input.to(self.weight.dtype)).to(input.dtype)

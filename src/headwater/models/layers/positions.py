@@ -163,3 +163,29 @@ def sinusoidal_positions(length: int, width: int, *, device: torch.device | None
     positions = torch.arange(length, device=device)
     cosines, sines = rotations(positions, rotary_frequencies(width, 10000.0, device=device))
     return torch.stack((sines, cosines), dim=-1).flatten(-2)
+
+
+def sinusoidal_grid(rows: int, columns: int, width: int, *, device: torch.device | None = None) -> Tensor:
+    """Sines and cosines of column and row (arXiv:2212.09748, the code published with it), fp32.
+
+    Of each place, row by row: sines of its column, then cosines; sines of its row, then cosines, a quarter of
+    the elements each.
+
+    Args:
+        rows: rows of places.
+        columns: places in each.
+        width: elements of each place, a multiple of 4.
+        device: where the result is computed.
+
+    Returns:
+        [rows * columns, width].
+    """
+    frequencies = rotary_frequencies(width // 2, 10000.0, device=device)
+
+    def waves(count: int) -> Tensor:
+        cosines, sines = rotations(torch.arange(count, device=device), frequencies)
+        return torch.cat((sines, cosines), dim=-1)
+
+    across, down = waves(columns), waves(rows)
+    grid = across.expand(rows, -1, -1), down[:, None].expand(-1, columns, -1)
+    return torch.cat(grid, dim=-1).flatten(0, 1)

@@ -1,0 +1,201 @@
+"""Models that make images out of noise."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from headwater.config.base import AsTuple, NoEffect, Section
+from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
+from headwater.config.models.vision import Size
+
+NoiseSchedule = Literal["linear", "cosine"]
+_DECODER_ONLY = NoEffect("images are encoded before training, by an autoencoder of the diffusers library")
+
+
+class AutoencoderConfig(Section):
+    """What the model learns to make: latents of images, by the autoencoder that they were encoded with.
+
+    Attributes:
+        latent_size: height and width of the latents.
+        latent_channels: channels of the latents.
+        scaling_factor: on the latents, so that their variance is about one (arXiv:2112.10752, section G).
+    """
+
+    latent_size: Size = (32, 32)
+    latent_channels: int = Field(default=4, ge=1)
+    scaling_factor: float = Field(default=0.18215, gt=0)
+    down_block_types: Annotated[Any, _DECODER_ONLY] = None
+    up_block_types: Annotated[Any, _DECODER_ONLY] = None
+    block_out_channels: Annotated[Any, _DECODER_ONLY] = None
+    layers_per_block: Annotated[Any, _DECODER_ONLY] = None
+    act_fn: Annotated[Any, _DECODER_ONLY] = None
+    norm_num_groups: Annotated[Any, _DECODER_ONLY] = None
+    sample_size: Annotated[Any, _DECODER_ONLY] = None
+    in_channels: Annotated[Any, _DECODER_ONLY] = None
+    out_channels: Annotated[Any, _DECODER_ONLY] = None
+
+
+class SamplerConfig(Section):
+    """How noise becomes an image.
+
+    Attributes:
+        name: `ddpm` adds noise again at each step (arXiv:2006.11239, algorithm 2), `ddim` adds none
+            (arXiv:2010.02502, equation 12).
+        num_inference_steps: steps from noise to image; fewer than in training leave some out.
+        variance_type: of the noise that `ddpm` adds: the smaller or the larger bound
+            (arXiv:2006.11239, section 3.2).
+    """
+
+    name: Literal["ddpm", "ddim"] = "ddpm"
+    num_inference_steps: int = Field(default=250, ge=1)
+    variance_type: Literal["fixed_small", "fixed_large"] = "fixed_small"
+    beta_start: Annotated[Any, NoEffect("the schedule of training holds")] = None
+    beta_end: Annotated[Any, NoEffect("the schedule of training holds")] = None
+    num_diffusion_steps: Annotated[Any, NoEffect("the model's holds")] = None
+
+
+Labels = Annotated[
+    tuple[int, ...] | None, AsTuple, BeforeValidator(lambda value: None if value == "None" else value)
+]
+"""Classes; YAML reads the word None as a text."""
+
+
+class PipelineConfig(Section):
+    """What is made.
+
+    Attributes:
+        guidance_scale: how far the noise that is predicted for a class is moved away from what is predicted
+            for none (arXiv:2207.12598, equation 6, as one more than w there); 1: not at all.
+        num_cfg_channels: channels for which this is done, from the first on; all where absent.
+        custom_labels: classes to make images of; random ones where absent.
+    """
+
+    guidance_scale: float = Field(default=1.0, ge=1)
+    num_cfg_channels: int | None = Field(default=None, ge=1)
+    custom_labels: Labels = None
+    num_classes: Annotated[Any, NoEffect("the model's holds")] = None
+
+
+class ReverseProcessConfig(Section):
+    """How images are made with a trained model."""
+
+    sampler: SamplerConfig = SamplerConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+
+
+class DiTConfig(Section):
+    """Predicts the noise in a latent by a transformer over its patches (arXiv:2212.09748, adaLN-Zero).
+
+    Attributes:
+        num_diffusion_steps: steps from an image to noise.
+        schedule_name: how the noise grows: `linear` (arXiv:2006.11239, section 4) or `cosine`
+            (arXiv:2102.09672, equation 17).
+        num_classes: of the images.
+        label_dropout_rate: share of the images that are trained on without their class.
+        embedding_nonlinearity: in the embedding of the time, and before each modulation.
+        frequency_embedding_size: sines and cosines of the time.
+        position_embedding_type: `fixed`: sines and cosines of row and column; or `learned`, or none.
+        attention_type: `dot_product` leaves out the division by the root of the head size.
+        use_ffn_bias_in_attention: bias of the attention's output.
+        initializer_range: standard deviation of the embeddings of time and class.
+        initializer: of the other matrices but those that begin with zeros; Xavier's where absent.
+        vae: the latents.
+        reverse_process: how images are made.
+    """
+
+    name: Literal["dit"]
+    num_diffusion_steps: int = Field(default=1000, ge=1)
+    schedule_name: NoiseSchedule = "linear"
+    num_classes: int = Field(default=1000, ge=1)
+    label_dropout_rate: Rate = 0.1
+
+    patch_size: Size = (2, 2)
+    use_conv_patchified_embedding: Annotated[
+        bool, NoEffect("a convolution of patches that do not overlap is the same product")
+    ] = False
+    embedding_dropout_rate: Rate = 0.0
+    embedding_nonlinearity: Nonlinearity = "silu"
+    position_embedding_type: Literal["fixed", "learned"] | None = "fixed"
+    frequency_embedding_size: int = Field(default=256, ge=2, multiple_of=2)
+
+    hidden_size: int = Field(default=1152, ge=4)
+    num_hidden_layers: int = Field(default=28, ge=1)
+    num_heads: int = Field(default=16, ge=1)
+    filter_size: int = Field(default=4608, ge=1)
+    encoder_nonlinearity: Nonlinearity = "gelu"
+    norm_first: Literal[True] = True
+    layer_norm_epsilon: float = Field(default=1e-6, gt=0)
+    dropout_rate: Rate = 0.0
+    attention_dropout_rate: Rate | None = None
+    attention_type: Literal["scaled_dot_product", "dot_product"] = "scaled_dot_product"
+    attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
+    use_projection_bias_in_attention: bool = True
+    use_ffn_bias_in_attention: bool = True
+    use_ffn_bias: bool = True
+    initializer_range: float = Field(default=0.02, gt=0)
+    initializer: InitializerConfig | None = None
+
+    vae: AutoencoderConfig = AutoencoderConfig()
+    reverse_process: ReverseProcessConfig = ReverseProcessConfig()
+
+    @model_validator(mode="after")
+    def _sizes_divide(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) is not a multiple of num_heads ({self.num_heads})"
+            )
+        if self.position_embedding_type == "fixed" and self.hidden_size % 4:
+            raise ValueError(f"hidden_size ({self.hidden_size}) is not a multiple of 4, for fixed positions")
+        sizes = (*self.vae.latent_size, *self.patch_size)
+        if min(sizes) < 1 or any(
+            size % patch for size, patch in zip(self.vae.latent_size, self.patch_size, strict=True)
+        ):
+            raise ValueError(
+                f"vae.latent_size {list(self.vae.latent_size)} is not a multiple of patch_size "
+                f"{list(self.patch_size)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_sampled(self) -> Self:
+        steps = self.reverse_process.sampler.num_inference_steps
+        if steps > self.num_diffusion_steps:
+            raise ValueError(
+                f"reverse_process.sampler.num_inference_steps ({steps}) is above num_diffusion_steps "
+                f"({self.num_diffusion_steps})"
+            )
+        if self.reverse_process.pipeline.guidance_scale > 1 and not self.label_dropout_rate:
+            raise ValueError("reverse_process.pipeline.guidance_scale above 1 needs label_dropout_rate")
+        labels = self.reverse_process.pipeline.custom_labels or ()
+        if any(not 0 <= label < self.num_classes for label in labels):
+            raise ValueError(
+                f"reverse_process.pipeline.custom_labels are not all below num_classes ({self.num_classes})"
+            )
+        return self
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of what the model makes."""
+        return self.vae.latent_channels, *self.vae.latent_size
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        (height, width), (patch_height, patch_width) = self.vae.latent_size, self.patch_size
+        return height // patch_height, width // patch_width
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the product of query and key."""
+        return 1.0 if self.attention_type == "dot_product" else (self.hidden_size // self.num_heads) ** -0.5
+
+    @property
+    def attention_dropout(self) -> float:
+        return self.dropout_rate if self.attention_dropout_rate is None else self.attention_dropout_rate
+
+    @property
+    def matrix_init(self) -> InitializerConfig:
+        """Of every matrix but embeddings and those that begin with zeros."""
+        return self.initializer or InitializerConfig(name="xavier_uniform")

@@ -1,0 +1,143 @@
+"""From images to noise and back: how noise is added, and how a model that predicts it makes images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headwater.config.models import DiTConfig, NoiseSchedule
+from headwater.core.errors import ConfigError
+from headwater.core.seeding import derive_seed
+
+_LARGEST_BETA = 0.999
+
+
+def noise_variances(schedule: NoiseSchedule, steps: int, *, device: torch.device | None = None) -> Tensor:
+    """Variance of the noise that each step adds, the `beta` of the papers: [steps], fp64.
+
+    Args:
+        schedule: `linear` from 1e-4 to 0.02 in 1000 steps (arXiv:2006.11239, section 4), and so much steeper
+            in fewer that the same noise is there at the end; `cosine`: arXiv:2102.09672, equation 17.
+        steps: how many.
+        device: where the result is computed.
+    """
+    if schedule == "linear":
+        factor = 1000 / steps
+        first, last = (min(factor * end, _LARGEST_BETA) for end in (1e-4, 0.02))
+        return torch.linspace(first, last, steps, device=device, dtype=torch.float64)
+    times = torch.arange(steps + 1, device=device, dtype=torch.float64) / steps
+    left = ((times + 0.008) / 1.008 * math.pi / 2).cos().square()
+    return (1 - left[1:] / left[:-1]).clamp_max(_LARGEST_BETA)
+
+
+def add_noise(images: Tensor, noise: Tensor, timesteps: Tensor, variances: Tensor) -> Tensor:
+    """What is left of images after some steps (arXiv:2006.11239, equation 4), fp32, of their shape.
+
+    Args:
+        images: [batch, channels, h, w].
+        noise: standard normal, of the same shape.
+        timesteps: [batch], the last step that was done, from 0.
+        variances: see `noise_variances`.
+    """
+    left = (1 - variances).cumprod(0)[timesteps][:, None, None, None]
+    return left.sqrt().float() * images + (1 - left).sqrt().float() * noise
+
+
+class Denoiser(Protocol):
+    """What making images needs of a model; it should be in eval mode."""
+
+    @property
+    def config(self) -> DiTConfig: ...
+
+    def predict_noise(self, images: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        """The noise in `images` [batch, channels, h, w] after `timesteps` [batch], of their classes [batch].
+
+        A class of `num_classes` means that none is given.
+        """
+        ...
+
+
+@torch.no_grad()
+def generate_images(
+    model: Denoiser, labels: Sequence[int], *, seed: int = 0, device: torch.device | None = None
+) -> Tensor:
+    """Latents of new images, by the sampler of the model's section: [len(labels), channels, h, w], fp32.
+
+    They are as the model was trained on them; `vae.scaling_factor` is still in them. The same arguments give
+    the same images.
+
+    Args:
+        model: the model, in eval mode.
+        labels: the class of each image.
+        seed: keys the random stream.
+        device: where the model computes.
+
+    Raises:
+        ConfigError: if a class is not one of the model's, or the diffusers library is not installed.
+    """
+    config = model.config
+    if any(not 0 <= label < config.num_classes for label in labels):
+        raise ConfigError(
+            f"classes {list(labels)} are not all below the model's {config.num_classes}",
+            where="labels",
+            remedy="name classes of the data that the model was trained on",
+        )
+    sampler = _make_sampler(config)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "images"))
+    images: Tensor = torch.randn(len(labels), *config.latent_shape, generator=generator)
+    classes = torch.tensor(list(labels), device=device)
+    for time in sampler.timesteps:
+        noise = _guided(model, images.to(device), int(time), classes).cpu()
+        # The sampler's noise is drawn on the CPU, so that images do not depend on the device.
+        images = sampler.step(noise, int(time), images, generator=generator).prev_sample
+    return images
+
+
+def _guided(model: Denoiser, images: Tensor, time: int, labels: Tensor) -> Tensor:
+    """The noise that is predicted for the classes, guided away from that for none (arXiv:2207.12598)."""
+    config, pipeline = model.config, model.config.reverse_process.pipeline
+    timesteps = torch.full_like(labels, time)
+    if pipeline.guidance_scale == 1:
+        return model.predict_noise(images, timesteps, labels).float()
+    nobody = torch.full_like(labels, config.num_classes)
+    noises = model.predict_noise(images.repeat(2, 1, 1, 1), timesteps.repeat(2), torch.cat((labels, nobody)))
+    given, free = noises.float().chunk(2)
+    guided = slice(pipeline.num_cfg_channels)
+    noise = given.clone()
+    noise[:, guided] = free[:, guided] + pipeline.guidance_scale * (given - free)[:, guided]
+    return noise
+
+
+def _make_sampler(config: DiTConfig) -> Any:
+    """The sampler of a model's section, of the diffusers library, with its steps chosen.
+
+    Raises:
+        ConfigError: if the library is not installed.
+    """
+    try:
+        from diffusers import DDIMScheduler, DDPMScheduler
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"making images needs {error.name}", remedy="pip install 'headwater[diffusion]'"
+        ) from error
+    section = config.reverse_process.sampler
+    steps = config.num_diffusion_steps
+    common = {
+        "num_train_timesteps": steps,
+        "trained_betas": noise_variances(config.schedule_name, steps).tolist(),
+        # Latents have no bounds.
+        "clip_sample": False,
+        # The first step is that of pure noise (arXiv:2305.08891, section 3.3).
+        "timestep_spacing": "trailing",
+    }
+    sampler = (
+        DDIMScheduler(**common)
+        if section.name == "ddim"
+        else DDPMScheduler(**common, variance_type=section.variance_type)
+    )
+    sampler.set_timesteps(section.num_inference_steps)
+    return sampler
