@@ -43,6 +43,17 @@ class ResizeConfig(SizedTransform):
     interpolation: Interpolation = "bilinear"
 
 
+class ExpandToSquareConfig(Section):
+    """Adds equal margins to the shorter sides, so that the image is square (arXiv:2310.03744, section A.2).
+
+    Attributes:
+        background_color: of the margins, a number up to 255 for each channel.
+    """
+
+    name: Literal["expand_to_square"]
+    background_color: Annotated[tuple[Annotated[int, Field(ge=0, le=255)], ...], AsTuple, Field(min_length=1)]
+
+
 class CenterCropConfig(SizedTransform):
     """Cuts the middle out; what is outside the image is black."""
 
@@ -130,7 +141,8 @@ class NormalizeConfig(Section):
 
 
 ImageTransform = (
-    ResizeConfig
+    ExpandToSquareConfig
+    | ResizeConfig
     | CenterCropConfig
     | RandomCropConfig
     | RandomResizedCropConfig

@@ -24,7 +24,7 @@ from headwater.models.registry import build_model
 
 CONFIG_FILE = "config.json"
 
-_SHARED = ("head.weight", "mlm.output.weight")
+_SHARED = ("head.weight", "mlm.output.weight", "text_model.head.weight")
 """Second names of weights that are shared."""
 
 
@@ -194,7 +194,8 @@ def _places(
 
 
 def _modern(name: str) -> str:
-    """The name with what the first checkpoints called the weight and bias of a norm."""
+    """The name with what the first checkpoints called the weight and bias of a norm, and CLIP's encoder."""
+    name = name.replace("vision_tower.vision_model.", "vision_tower.")
     return re.sub(
         r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
     )

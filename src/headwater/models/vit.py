@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import InitializerConfig, ViTConfig
+from headwater.config.models import ImageEncoderSection, InitializerConfig, ViTConfig
 from headwater.core.errors import DataError
 from headwater.models.bert import Pooler
 from headwater.models.encoder import EncoderBlock
@@ -78,10 +78,10 @@ class ImageEncoder(nn.Module):
     """Hidden states of an image's patches: [batch, channels, h, w] -> [batch, tokens, hidden].
 
     Args:
-        config: the model section of a params file.
+        config: the encoder.
     """
 
-    def __init__(self, config: ViTConfig) -> None:
+    def __init__(self, config: ImageEncoderSection) -> None:
         super().__init__()
         self.config = config
         width, epsilon = config.hidden_size, config.layer_norm_epsilon
@@ -104,8 +104,13 @@ class ImageEncoder(nn.Module):
         )
         self.norm = LayerNorm(width, epsilon) if config.norm_first else None
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, num_blocks: int | None = None) -> Tensor:
         """Hidden states [batch, tokens, hidden], the class token's first.
+
+        Args:
+            images: [batch, channels, h, w].
+            num_blocks: give what the first so many blocks make of them, without the last normalization; run
+                all if not given.
 
         Raises:
             DataError: if the images are not as large as the model's.
@@ -126,9 +131,9 @@ class ImageEncoder(nn.Module):
             x = self.embedding_norm(x)
         x = self.embedding_dropout(x)
         seen = Seen(causal=False)
-        for block in self.blocks:
+        for block in self.blocks[:num_blocks]:
             x = block(x, seen)
-        return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
+        return x if self.norm is None or num_blocks is not None else self.norm(x)  # type: ignore[no-any-return]
 
     def _positions(self) -> nn.Module | None:
         config = self.config
@@ -183,7 +188,7 @@ class ViT(nn.Module):
         return hidden[:, 0] if self.config.prepend_cls_token else hidden.mean(1)
 
 
-def init_parameter(name: str, shape: Sequence[int], config: ViTConfig, seed: int) -> Tensor:
+def init_parameter(name: str, shape: Sequence[int], config: ImageEncoderSection, seed: int) -> Tensor:
     """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone."""
     kinds = (
         (r".*\bbias", InitializerConfig(name="zeros")),

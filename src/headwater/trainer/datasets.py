@@ -12,6 +12,7 @@ from headwater.config.data import (
     DynamicMaskDataConfig,
     GptDataConfig,
     ImageFolderDataConfig,
+    ImageTextDataConfig,
     LatentDataConfig,
     MaskedTextDataConfig,
     MNISTDataConfig,
@@ -35,6 +36,7 @@ from headwater.config.models import (
     ExtractiveSummarizationConfig,
     FCMnistConfig,
     ModelConfig,
+    MultimodalSection,
     Seq2SeqConfig,
     TokenClassifierConfig,
     UNetConfig,
@@ -206,6 +208,12 @@ def _labelled_images(config: ImageFolderDataConfig, model: ViTConfig) -> Samples
     return read_image_folders(config, channels=model.num_channels, num_classes=num_classes)
 
 
+def _image_texts(config: ImageTextDataConfig, model: MultimodalSection) -> Samples:
+    from headwater.data.multimodal.samples import read_image_texts
+
+    return read_image_texts(config, model)
+
+
 def _segmented_images(config: SegmentationDataConfig, model: UNetConfig) -> Samples:
     from headwater.data.image.segmentation import read_segmented_images
 
@@ -247,6 +255,7 @@ _OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples
     MNISTDataConfig: ((FCMnistConfig, DiTConfig), _digits),
     LatentDataConfig: (DiTConfig, _latents),
     ImageFolderDataConfig: (ViTConfig, _labelled_images),
+    ImageTextDataConfig: (MultimodalSection, _image_texts),
     SegmentationDataConfig: (UNetConfig, _segmented_images),
     SpanCorruptionDataConfig: (Seq2SeqConfig, _corrupted_texts),
     TranslationDataConfig: (Seq2SeqConfig, _translations),

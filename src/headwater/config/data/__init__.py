@@ -12,6 +12,7 @@ from headwater.config.data.image import (
     MNISTDataConfig,
     SegmentationDataConfig,
 )
+from headwater.config.data.multimodal import ImageTextDataConfig
 from headwater.config.data.pairs import (
     SpanCorruptionDataConfig,
     TranslationDataConfig,
@@ -41,6 +42,7 @@ DataConfig = (
     | TranslationDataConfig
     | ImageFolderDataConfig
     | SegmentationDataConfig
+    | ImageTextDataConfig
     | LatentDataConfig
 )
 """Any data loader's section."""
@@ -54,6 +56,7 @@ __all__ = [
     "DynamicMaskDataConfig",
     "GptDataConfig",
     "ImageFolderDataConfig",
+    "ImageTextDataConfig",
     "LatentDataConfig",
     "MNISTDataConfig",
     "MaskedTextDataConfig",

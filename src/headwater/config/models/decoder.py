@@ -18,6 +18,12 @@ class KeyValueConfig(Section):
     num_kv_groups: int = Field(default=1, ge=1)
 
 
+class FeedForwardPartConfig(Section):
+    """`extra_ffn_params`: what is special about the feed-forward part; nothing here."""
+
+    static_dual_expert: Literal[False] = False
+
+
 class RopeScalingConfig(Section):
     """`pos_scaling_extra_args`: what the way of scaling needs beside the factor."""
 
@@ -261,6 +267,9 @@ class DecoderConfig(Section):
     nonlinearity: Nonlinearity = "gelu"
     use_ffn_bias: bool = True
     moe: MoEConfig | None = None
+    extra_ffn_params: Annotated[FeedForwardPartConfig, NoEffect("there is one kind of it")] = (
+        FeedForwardPartConfig()
+    )
 
     # output, initial values, loss
     use_bias_in_output: bool = False

@@ -34,14 +34,13 @@ Size = Annotated[tuple[int, int], AsTuple]
 """Height and width in pixels."""
 
 
-class ViTConfig(Section):
-    """A class for each image, by a transformer over its patches (arXiv:2010.11929).
+class ImageEncoderSection(Section):
+    """A transformer over the patches of an image (arXiv:2010.11929).
 
     Attributes:
         image_size: height and width of the images.
         patch_size: height and width of a patch; both sizes of an image are multiples.
-        prepend_cls_token: a token before the patches that the class is read off; otherwise it is read off the
-            mean of the patches.
+        prepend_cls_token: a token before the patches.
         position_embedding_type: `learned`, or `fixed`: sines and cosines (arXiv:1706.03762, section 3.5), or
             none.
         use_post_embed_layer_norm: normalize what enters the first block.
@@ -50,17 +49,9 @@ class ViTConfig(Section):
             where absent.
         attention_type: `dot_product` leaves out the division by the root of the head size.
         use_ffn_bias_in_attention: bias of the attention's output.
-        use_encoder_pooler_layer: a layer between the first token and the classes.
-        use_dinov2_classifier: the class is read off the first token and the mean of the patches, side by side
-            (arXiv:2304.07193, section B.3).
-        use_bias_in_output: bias of the last layer.
-        freeze: regular expressions; parameters whose names one of them matches are not trained.
         initializer_range: standard deviation of every matrix without an initializer.
-        compute_eval_metrics: accuracy besides the loss.
     """
 
-    name: Literal["vision_transformer"]
-    num_classes: int = Field(default=1000, ge=1)
     image_size: Size = (224, 224)
     patch_size: Size = (16, 16)
     num_channels: int = Field(default=3, ge=1)
@@ -88,15 +79,8 @@ class ViTConfig(Section):
     use_projection_bias_in_attention: bool = True
     use_ffn_bias_in_attention: bool = True
     use_ffn_bias: bool = True
-
-    use_encoder_pooler_layer: bool = False
-    pooler_nonlinearity: Nonlinearity = "tanh"
-    use_dinov2_classifier: bool = False
-    use_bias_in_output: bool = True
-    freeze: Annotated[tuple[str, ...], AsTuple] = ()
     initializer_range: float = Field(default=0.02, gt=0)
     initializer: InitializerConfig | None = None
-    compute_eval_metrics: bool = True
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> Self:
@@ -110,15 +94,6 @@ class ViTConfig(Section):
             raise ValueError(
                 f"image_size {list(self.image_size)} is not a multiple of patch_size {list(self.patch_size)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _first_token_is_there(self) -> Self:
-        for key in ("use_encoder_pooler_layer", "use_dinov2_classifier"):
-            if getattr(self, key) and not self.prepend_cls_token:
-                raise ValueError(f"{key} needs prepend_cls_token")
-        if self.use_encoder_pooler_layer and self.use_dinov2_classifier:
-            raise ValueError("use_encoder_pooler_layer and use_dinov2_classifier exclude each other")
         return self
 
     @property
@@ -145,6 +120,39 @@ class ViTConfig(Section):
     def matrix_init(self) -> InitializerConfig:
         """Of every matrix."""
         return self.initializer or InitializerConfig(name="truncated_normal", std=self.initializer_range)
+
+
+class ViTConfig(ImageEncoderSection):
+    """A class for each image, by a transformer over its patches (arXiv:2010.11929).
+
+    The class is read off the token before the patches, or off their mean where there is none.
+
+    Attributes:
+        use_encoder_pooler_layer: a layer between the first token and the classes.
+        use_dinov2_classifier: the class is read off the first token and the mean of the patches, side by side
+            (arXiv:2304.07193, section B.3).
+        use_bias_in_output: bias of the last layer.
+        freeze: regular expressions; parameters whose names one of them matches are not trained.
+        compute_eval_metrics: accuracy besides the loss.
+    """
+
+    name: Literal["vision_transformer"]
+    num_classes: int = Field(default=1000, ge=1)
+    use_encoder_pooler_layer: bool = False
+    pooler_nonlinearity: Nonlinearity = "tanh"
+    use_dinov2_classifier: bool = False
+    use_bias_in_output: bool = True
+    freeze: Annotated[tuple[str, ...], AsTuple] = ()
+    compute_eval_metrics: bool = True
+
+    @model_validator(mode="after")
+    def _first_token_is_there(self) -> Self:
+        for key in ("use_encoder_pooler_layer", "use_dinov2_classifier"):
+            if getattr(self, key) and not self.prepend_cls_token:
+                raise ValueError(f"{key} needs prepend_cls_token")
+        if self.use_encoder_pooler_layer and self.use_dinov2_classifier:
+            raise ValueError("use_encoder_pooler_layer and use_dinov2_classifier exclude each other")
+        return self
 
 
 class UNetConfig(Section):

@@ -21,6 +21,7 @@ from headwater.convert.formats.falcon import FALCON
 from headwater.convert.formats.gpt2 import GPT2
 from headwater.convert.formats.gptj import CODEGEN, GPTJ
 from headwater.convert.formats.llama import GEMMA2, LLAMA, MISTRAL, MIXTRAL
+from headwater.convert.formats.llava import LLAVA
 from headwater.convert.formats.neox import GPT_NEOX
 from headwater.convert.formats.t5 import T5
 from headwater.convert.formats.vit import DINOV2, VIT
@@ -28,7 +29,7 @@ from headwater.core.errors import ConfigError
 
 FORMATS: tuple[Format, ...] = (
     GPT2, GPTJ, GPT_NEOX, CODEGEN, LLAMA, MISTRAL, MIXTRAL, GEMMA2, FALCON, BLOOM, MPT, GPT_BIGCODE,
-    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, T5, VIT, DINOV2,
+    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, T5, VIT, DINOV2, LLAVA,
 )  # fmt: skip
 """All of them; of several for one type the first is meant where a `config.json` names no class."""
 

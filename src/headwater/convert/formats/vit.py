@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwater.config.models import ViTConfig
+from headwater.config.models import ImageEncoderSection, ViTConfig
 from headwater.convert.formats.base import Format, Key, function, their_function
 from headwater.convert.rules import Rule, both, same, stacked
 
@@ -23,7 +23,7 @@ _KEYS = {
 }
 
 
-def _reshaped(ours: str, theirs: str, shape: Sequence[int]) -> Rule:
+def reshaped(ours: str, theirs: str, shape: Sequence[int]) -> Rule:
     """The same numbers in the same order, in shape `[-1, *shape]` there; here all but the first are one."""
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
@@ -56,7 +56,7 @@ def _rules(config: ViTConfig, base: str, layer: Mapping[str, str]) -> tuple[Rule
     there, embeddings = f"{base}.encoder.layer.{{}}", f"{base}.embeddings"
     patches = f"{embeddings}.patch_embeddings.projection"
     return (
-        _reshaped("vit_model.patches.weight", f"{patches}.weight", (config.num_channels, *config.patch_size)),
+        reshaped("vit_model.patches.weight", f"{patches}.weight", (config.num_channels, *config.patch_size)),
         same("vit_model.patches.bias", f"{patches}.bias"),
         _vector("vit_model.class_token.weight", f"{embeddings}.cls_token"),
         _positions("vit_model.positions.weight", f"{embeddings}.position_embeddings"),
@@ -94,7 +94,7 @@ _DINOV2_LAYER = {
 }
 
 
-def _pair(value: Any) -> list[int]:
+def both_sizes(value: Any) -> list[int]:
     """Height and width, of which a config may say one number."""
     return list(value) if isinstance(value, list | tuple) else [value, value]
 
@@ -103,8 +103,8 @@ def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "nonlinearity": function(hf, "hidden_act", "gelu"),
         "embedding_dropout_rate": hf.get("hidden_dropout_prob", 0.0),
-        "image_size": _pair(hf.get("image_size", 224)),
-        "patch_size": _pair(hf.get("patch_size", 16)),
+        "image_size": both_sizes(hf.get("image_size", 224)),
+        "patch_size": both_sizes(hf.get("patch_size", 16)),
         "num_classes": len(hf.get("id2label") or (0, 1)),
     }
 
@@ -120,17 +120,22 @@ def _config(config: ViTConfig) -> dict[str, Any]:
     }
 
 
-def _meaning(config: ViTConfig) -> dict[str, Any]:
+def encoder_meaning(config: ImageEncoderSection) -> dict[str, Any]:
+    """What decides about the function of an image encoder and the names of its weights, by key."""
     keys = (
-        "num_classes", "image_size", "patch_size", "num_channels", "use_embed_proj_bias", "prepend_cls_token",
+        "image_size", "patch_size", "num_channels", "use_embed_proj_bias", "prepend_cls_token",
         "position_embedding_type", "use_post_embed_layer_norm", "hidden_size", "num_hidden_layers",
         "num_heads", "filter_size", "nonlinearity", "norm_first", "layer_norm_epsilon", "attention_type",
         "use_projection_bias_in_attention", "use_ffn_bias_in_attention", "use_ffn_bias",
-        "use_encoder_pooler_layer", "use_dinov2_classifier", "use_bias_in_output",
     )  # fmt: skip
     # The initial value of the factors does not matter once they are trained, whether there are any does.
     scaled = None if config.layerscale_value is None else "a number"
     return {key: getattr(config, key) for key in keys} | {"layerscale_value": scaled}
+
+
+def _meaning(config: ViTConfig) -> dict[str, Any]:
+    keys = ("num_classes", "use_encoder_pooler_layer", "use_dinov2_classifier", "use_bias_in_output")
+    return encoder_meaning(config) | {key: getattr(config, key) for key in keys}
 
 
 VIT = Format(

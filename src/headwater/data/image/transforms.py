@@ -13,6 +13,7 @@ from torch import Tensor
 from headwater.config.transforms import (
     AnyTransform,
     CenterCropConfig,
+    ExpandToSquareConfig,
     ImageTransform,
     Interpolation,
     NormalizeConfig,
@@ -69,6 +70,8 @@ def _changed(image: Image.Image, change: ImageTransform, generator: np.random.Ge
     match change:
         case ResizeConfig():
             return _resized(image, change)
+        case ExpandToSquareConfig():
+            return _square(image, change.background_color)
         case CenterCropConfig():
             return image.crop(_centre(image, *change.height_and_width))
         case RandomCropConfig():
@@ -92,6 +95,13 @@ def _resized(image: Image.Image, config: ResizeConfig) -> Image.Image:
         short = min(image.width, image.height)
         width, height = image.width * width // short, image.height * height // short
     return image.resize((width, height), _FILTERS[config.interpolation])
+
+
+def _square(image: Image.Image, color: tuple[int, ...]) -> Image.Image:
+    side = max(image.size)
+    square = Image.new(image.mode, (side, side), color if len(color) > 1 else color[0])
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
 
 
 def _centre(image: Image.Image, height: int, width: int) -> Box:
