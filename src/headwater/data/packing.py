@@ -1,42 +1,53 @@
-"""The two kinds of work that workers do: pieces of text to tokens, tokens to files of packed samples."""
+"""Running text to tokens, and tokens to samples: what workers do, and which examples share a sample."""
 
 from __future__ import annotations
 
+import bisect
+import collections
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
 from headwater.data.documents import Piece
+from headwater.data.examples import Block
 from headwater.data.order import Indices, permutation
 from headwater.data.sample_file import Samples, make_samples, write_sample_file
+from headwater.data.words import TextEncoder
+
+Item = TypeVar("Item")
 
 _TASK_CHARS = 1 << 20
-"""Characters that one task tokenizes, at least."""
+"""Characters or bytes that one task takes, at least."""
 
 _BLOCK_SAMPLES = 64
 """Samples that are in memory at once while a file is written."""
 
 
-def task_blocks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in lists of about equal length in characters, each the work of one task."""
-    block: list[Piece] = []
-    chars = 0
-    for piece in pieces:
-        block.append(piece)
-        chars += len(piece.text)
-        if chars >= _TASK_CHARS:
-            yield block
-            block, chars = [], 0
+def numbered_tasks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[tuple[int, list[Item]]]:
+    """Numbered lists of pieces or records of about equal size, each the work of one task.
+
+    Args:
+        items: in order.
+        size: of one, in characters or bytes.
+    """
+    number, total = 0, 0
+    block: list[Item] = []
+    for item in items:
+        block.append(item)
+        total += size(item)
+        if total >= _TASK_CHARS:
+            yield number, block
+            number, total, block = number + 1, 0, []
     if block:
-        yield block
+        yield number, block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +58,26 @@ class Encode:
     end_of_text_id: int
 
     @functools.cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_str(self.tokenizer_json)
+    def _encoder(self) -> TextEncoder:
+        return TextEncoder(Tokenizer.from_str(self.tokenizer_json))
 
-    def __call__(self, pieces: Sequence[Piece]) -> npt.NDArray[np.int32]:
-        tokens: list[int] = []
-        encodings = self._tokenizer.encode_batch_fast(
-            [piece.text for piece in pieces], add_special_tokens=False
+    @functools.cached_property
+    def _vocab_size(self) -> int:
+        return max(self._encoder.tokenizer.get_vocab().values()) + 1
+
+    def __call__(self, task: tuple[int, Sequence[Piece]]) -> Block:
+        _, pieces = task
+        end = np.array([self.end_of_text_id], dtype=np.int32)
+        parts = []
+        for piece, tokens in zip(pieces, self._encoder(piece.text for piece in pieces), strict=True):
+            parts += [tokens, end] if piece.ends_document else [tokens]
+        values = np.concatenate(parts)
+        counts = collections.Counter(
+            documents=sum(piece.ends_document for piece in pieces),
+            text_bytes=sum(piece.text_bytes for piece in pieces),
         )
-        for piece, encoding in zip(pieces, encodings, strict=True):
-            tokens += encoding.ids
-            if piece.ends_document:
-                tokens.append(self.end_of_text_id)
-        return np.array(tokens, dtype=np.int32)
+        token_counts = np.bincount(values, minlength=self._vocab_size)
+        return Block(values, np.empty((0, 1), dtype=np.int32), token_counts, counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +94,7 @@ class WriteSamples:
                 make_samples(self._windows(corpus.fileno(), samples[start : start + _BLOCK_SAMPLES]))
                 for start in range(0, len(samples), _BLOCK_SAMPLES)
             )
-            write_sample_file(path, blocks, len(samples), self.sequence_length)
+            write_sample_file(path, blocks, len(samples))
         return len(samples)
 
     def _windows(self, descriptor: int, samples: Indices) -> Samples:
@@ -87,6 +105,38 @@ class WriteSamples:
             for sample in samples
         ]
         return np.frombuffer(b"".join(parts), dtype=np.int32).reshape(len(samples), length + 1)
+
+
+def pack(sizes: Indices, capacity: int) -> tuple[Indices, Indices]:
+    """Examples put together so that few samples hold them all: best fit, the longest first.
+
+    Args:
+        sizes: of each example in tokens, [examples]; none is above `capacity`.
+        capacity: tokens of a sample.
+
+    Returns:
+        Numbers of the examples, those of one sample together [examples], and where samples end [samples].
+    """
+    sample_of = np.empty(len(sizes), dtype=np.int64)
+    with_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    count = 0
+    for example in np.argsort(-sizes, kind="stable"):
+        size = int(sizes[example])
+        at = bisect.bisect_left(rooms, size)
+        if at < len(rooms):
+            room = rooms[at]
+            sample = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        else:
+            sample, room, count = count, capacity, count + 1
+        sample_of[example] = sample
+        if room - size not in with_room:
+            with_room[room - size] = []
+            bisect.insort(rooms, room - size)
+        with_room[room - size].append(sample)
+    return np.argsort(sample_of, kind="stable"), np.cumsum(np.bincount(sample_of, minlength=count))
 
 
 def split_samples(num_samples: int, val_fraction: float, seed: int) -> dict[str, Indices]:

@@ -1,32 +1,40 @@
-"""Text to HDF5: tokenize, pack, shuffle, split.
+"""Text and records to training data: tokenize, pack, shuffle, split.
 
-Two passes, each spread over worker processes. The first writes the tokens of all documents one after the
-other into a flat temporary file; the second cuts that file into samples in random order. So the shuffle is
-over the whole data set, while memory holds a few blocks of text, or eight bytes a sample.
+Two passes, each spread over worker processes. The first writes the tokens of all texts one after the other
+into a flat temporary file; the second makes samples of that file in random order. So the shuffle is over the
+whole data set, while memory holds a few blocks of text, or a few numbers a sample. What is killed goes on
+where it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from headwater.core.errors import ConfigError, DataError
 from headwater.data.documents import Piece, find_inputs, read_pieces
-from headwater.data.order import Indices
-from headwater.data.packing import Encode, WriteSamples, split_samples, task_blocks
+from headwater.data.examples import Block, MakeExamples, Places, WriteExamples
+from headwater.data.journal import Corpus
+from headwater.data.modes import Mode, ModeOptions, find_mode
+from headwater.data.modes.chat import find_template
+from headwater.data.packing import Encode, WriteSamples, numbered_tasks, pack, split_samples
+from headwater.data.raw_records import BadRecords, Record, read_records
 from headwater.data.staging import staged_folder
 from headwater.data.statistics import FILE_NAME, Statistics, entropy
 from headwater.data.tokenizer import TrainBPE, end_of_text_id, load_tokenizer
 from headwater.data.workers import ordered_map
 
 TOKENIZER_FILE = "tokenizer.json"
+
+_PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +48,9 @@ class Settings:
     samples_per_file: int
     json_key: str
     end_of_text: str | None
+    mode: str
+    options: ModeOptions
+    skip_bad_records: bool
 
     def __post_init__(self) -> None:
         for key in ("sequence_length", "samples_per_file"):
@@ -57,7 +68,8 @@ class Settings:
         settings = dataclasses.asdict(self)
         if isinstance(self.tokenizer, Path):
             settings["tokenizer"] = self.tokenizer.name
-        return settings
+        plain: dict[str, Any] = json.loads(json.dumps(settings))
+        return plain
 
 
 def prepare(
@@ -72,25 +84,32 @@ def prepare(
     samples_per_file: int = 8192,
     json_key: str = "text",
     end_of_text: str | None = None,
+    mode: str = "pretraining",
+    options: ModeOptions | None = None,
+    skip_bad_records: bool = False,
     overwrite: bool = False,
     progress: bool = False,
 ) -> Statistics:
-    """Makes `output_dir` with `train/` and `val/` (HDF5), `tokenizer.json` and `statistics.json`.
+    """Makes `output_dir` with `train/`, `val/`, `tokenizer.json` and `statistics.json`.
 
-    The same inputs and settings give the same bytes, whatever `num_workers`. The folder appears when
-    everything in it is complete; what a killed preparation left (`output_dir` + `.partial`) is not read.
+    The same inputs and settings give the same bytes, whatever `num_workers`, and whether it was killed in
+    between. The folder appears when everything in it is complete; what a killed preparation left
+    (`output_dir` + `.partial`) is taken up by the next one with the same inputs and settings.
 
     Args:
-        inputs: txt, txt.gz, jsonl or jsonl.gz files, or folders of them.
+        inputs: txt, jsonl, json (each plain or .gz) or parquet files, or folders of them.
         output_dir: folder to make.
         tokenizer: `TrainBPE` to train one, or where it is (see `load_tokenizer`).
-        sequence_length: tokens of a sample; documents are packed end to end, and cut where a sample ends.
+        sequence_length: tokens of a sample.
         val_fraction: share of the samples that go to `val/`; at least one unless 0.
-        seed: of the order of the samples and of the choice of those in `val/`.
-        num_workers: worker processes; at most 1: none, but the tokenizer uses threads.
-        samples_per_file: samples in each HDF5 file but the last.
-        json_key: key of the text in jsonl lines.
+        seed: of the order of the samples, of the choice of those in `val/`, and of what is random in them.
+        num_workers: worker processes; at most 1: none.
+        samples_per_file: samples in each file but the last.
+        json_key: key of the text in records, where running text is wanted.
         end_of_text: token put after each document; by default the one the tokenizer has.
+        mode: what is made, a name in `headwater.data.modes.MODES`.
+        options: of the mode.
+        skip_bad_records: leave out and count records that cannot be used; otherwise the first is an error.
         overwrite: replace data prepared there before.
         progress: show a progress bar.
 
@@ -98,22 +117,49 @@ def prepare(
         ConfigError: for a setting out of range.
         DataError: for input, tokenizer or output that cannot be used.
     """
+    options = options or ModeOptions()
+    if mode == "chat" or mode == "preference":
+        path = tokenizer if isinstance(tokenizer, Path) else None
+        options = dataclasses.replace(options, chat_template=options.chat_template or find_template(path))
     settings = Settings(
-        tokenizer, sequence_length, val_fraction, seed, samples_per_file, json_key, end_of_text
+        tokenizer,
+        sequence_length,
+        val_fraction,
+        seed,
+        samples_per_file,
+        json_key,
+        end_of_text,
+        mode,
+        options,
+        skip_bad_records,
     )
     files = find_inputs(inputs)
+    work = find_mode(mode, options)
     replace = overwrite and (output_dir / FILE_NAME).exists()
+    key = _key(settings, files)
     try:
-        with staged_folder(output_dir, replace=replace) as folder, _progress(progress) as bar:
-            return _Preparation(settings, files, folder, num_workers, bar).run()
+        with staged_folder(output_dir, replace=replace, key=key) as folder, _progress(progress) as bar:
+            return _Preparation(settings, work, files, folder, num_workers, bar).run()
     except OSError as error:
         remedy = "see that the folder can be written and that the disk has room (about 12 bytes a token)"
         raise DataError(f"output cannot be written: {error}", where=str(output_dir), remedy=remedy) from error
 
 
+def _key(settings: Settings, files: Sequence[Path]) -> str:
+    """Tells one preparation from another: inputs that changed are others."""
+    sources = [*files, *([settings.tokenizer] if isinstance(settings.tokenizer, Path) else [])]
+    stats = [path.stat() if path.exists() else None for path in sources]
+    marks = [
+        (str(path.resolve()), stat and (stat.st_size, stat.st_mtime_ns))
+        for path, stat in zip(sources, stats, strict=True)
+    ]
+    return json.dumps([settings.as_json(), marks])
+
+
 @dataclasses.dataclass(frozen=True)
 class _Preparation:
     settings: Settings
+    mode: Mode
     files: list[Path]
     folder: Path
     num_workers: int
@@ -121,95 +167,199 @@ class _Preparation:
 
     def run(self) -> Statistics:
         tokenizer = self._tokenizer()
-        tokenizer.save(str(self.folder / TOKENIZER_FILE))
-        encode = Encode(tokenizer.to_str(), end_of_text_id(tokenizer, self.settings.end_of_text))
-        corpus = self._tokenize(encode, max(tokenizer.get_vocab().values()) + 1)
-        splits = self._split(corpus.tokens)
-        self._write_samples(splits)
-        self._corpus_path.unlink()
-        statistics = Statistics(
-            documents=corpus.documents,
-            text_bytes=corpus.text_bytes,
-            tokens=corpus.tokens,
-            dropped_tokens=corpus.tokens - sum(map(len, splits.values())) * self.settings.sequence_length,
-            bytes_per_token=corpus.text_bytes / corpus.tokens,
-            unigram_entropy=entropy(corpus.token_counts),
-            vocab_size=len(corpus.token_counts),
-            end_of_text_id=encode.end_of_text_id,
-            sequence_length=self.settings.sequence_length,
-            train_samples=len(splits["train"]),
-            val_samples=len(splits["val"]),
-            tokenizer_file=TOKENIZER_FILE,
-            settings={**self.settings.as_json(), "inputs": [path.name for path in self.files]},
-        )
+        end = end_of_text_id(tokenizer, self.settings.end_of_text)
+        vocab_size = max(tokenizer.get_vocab().values()) + 1
+        bad = BadRecords(self.settings.skip_bad_records)
+        with contextlib.closing(Corpus(self.folder, vocab_size)) as corpus:
+            if self._is_stream:
+                self._first_pass(Encode(tokenizer.to_str(), end), corpus, bad)
+                samples, padding = self._write_windows(corpus), 0
+            else:
+                make = self._maker(tokenizer, end)
+                self._first_pass(make, corpus, bad)
+                samples, padding = self._write_examples(make, corpus)
+            corpus.remove()
+            statistics = self._statistics(corpus, samples, padding, vocab_size, end, bad)
         statistics.write(self.folder)
         return statistics
 
-    @property
-    def _corpus_path(self) -> Path:
-        return self.folder / "tokens.bin"
+    def _maker(self, tokenizer: Tokenizer, end: int) -> MakeExamples:
+        settings = self.settings
+        pad = next((n for n in map(tokenizer.token_to_id, _PAD_NAMES) if n is not None), end)
+        return MakeExamples(
+            settings.mode,
+            settings.options,
+            tokenizer.to_str(),
+            end,
+            pad,
+            settings.sequence_length,
+            settings.seed,
+            settings.skip_bad_records,
+        )
 
-    def _pieces(self, description: str) -> Iterator[Piece]:
+    @property
+    def _is_stream(self) -> bool:
+        """Whether samples are cut out of one long text."""
+        return self.settings.mode == "pretraining" and self.mode.packing == "joined"
+
+    def _pieces(self, description: str, bad: BadRecords) -> Iterator[Piece]:
         """All text, with a progress bar."""
+        return self._shown(description, read_pieces(self.files, json_key=self.settings.json_key, bad=bad))
+
+    def _shown(self, description: str, items: Iterator[Any]) -> Iterator[Any]:
         task = self.bar.add_task(description, total=sum(path.stat().st_size for path in self.files))
-        for piece in read_pieces(self.files, json_key=self.settings.json_key):
-            yield piece
-            self.bar.update(task, completed=piece.file_bytes)
+        for item in items:
+            yield item
+            self.bar.update(task, completed=item.file_bytes)
 
     def _tokenizer(self) -> Tokenizer:
+        """The tokenizer, with the tokens that the mode needs; it is in the folder then."""
+        path = self.folder / TOKENIZER_FILE
+        if path.exists():
+            return load_tokenizer(path)
         source = self.settings.tokenizer
-        if isinstance(source, Path):
-            return load_tokenizer(source)
-        return source.train(piece.text for piece in self._pieces("training tokenizer"))
+        tokenizer = load_tokenizer(source) if isinstance(source, Path) else source.train(self._texts())
+        missing = [token for token in self.mode.needed_tokens if tokenizer.token_to_id(token) is None]
+        if missing:
+            raise DataError(
+                f"the tokenizer has no token {', '.join(missing)}, which mode {self.settings.mode} needs",
+                where=str(source) if isinstance(source, Path) else "--vocab_size",
+                remedy="name the tokenizer of the model that reads these data; for BERT its vocab.txt",
+            )
+        added = self.mode.added_tokens
+        if added and all(tokenizer.token_to_id(token.replace("|", "")) is None for token in added):
+            tokenizer.add_special_tokens([t for t in added if tokenizer.token_to_id(t) is None])
+        partial = path.with_suffix(".partial")
+        tokenizer.save(str(partial))
+        partial.rename(path)
+        return tokenizer
 
-    def _tokenize(self, encode: Encode, vocab_size: int) -> _Corpus:
-        """Writes the tokens of all documents to the corpus file."""
-        corpus = _Corpus(np.zeros(vocab_size, dtype=np.int64))
-        blocks = task_blocks(corpus.count_text(self._pieces("tokenizing")))
-        with self._corpus_path.open("wb") as file:
-            for tokens in ordered_map(encode, blocks, self.num_workers):
-                corpus.token_counts += np.bincount(tokens, minlength=vocab_size)
-                file.write(tokens.tobytes())
-        if corpus.documents == 0:
+    def _texts(self) -> Iterator[str]:
+        """Everything that a tokenizer may be trained on."""
+        bad = BadRecords(self.settings.skip_bad_records)
+        if self.mode.reads == "documents":
+            yield from (piece.text for piece in self._pieces("training tokenizer", bad))
+        else:
+            for record in self._shown("training tokenizer", read_records(self.files, bad)):
+                yield from _strings(record.fields)
+
+    def _first_pass(
+        self, work: Callable[[tuple[int, Sequence[Any]]], Block], corpus: Corpus, bad: BadRecords
+    ) -> None:
+        """Brings what `work` makes of all input to the corpus; tasks that are done there are passed over."""
+        tasks: Iterator[tuple[int, Sequence[Any]]]
+        if self.mode.reads == "documents":
+            tasks = numbered_tasks(self._pieces("tokenizing", bad), lambda piece: len(piece.text))
+        else:
+            records = self._shown("tokenizing", read_records(self.files, bad))
+            tasks = numbered_tasks(records, _record_chars)
+        done = corpus.progress.tasks
+        for block in ordered_map(work, (task for task in tasks if task[0] >= done), self.num_workers):
+            corpus.add(block)
+        corpus.save()
+        if corpus.progress.counts["documents"] == 0:
             names = ", ".join(map(str, self.files[:3]))
             raise DataError("inputs hold no text", where=names, remedy="name files that are not empty")
-        return corpus
 
-    def _split(self, num_tokens: int) -> dict[str, Indices]:
-        num_samples = (num_tokens - 1) // self.settings.sequence_length
-        return split_samples(num_samples, self.settings.val_fraction, self.settings.seed)
+    def _write_windows(self, corpus: Corpus) -> dict[str, int]:
+        length = self.settings.sequence_length
+        count = (corpus.progress.values - 1) // length
+        splits = split_samples(count, self.settings.val_fraction, self.settings.seed)
+        write = WriteSamples(corpus.values_path, length)
+        return self._write(splits, lambda samples: samples, write, ".h5")
 
-    def _write_samples(self, splits: dict[str, Indices]) -> None:
+    def _write_examples(self, make: MakeExamples, corpus: Corpus) -> tuple[dict[str, int], int]:
+        """Writes all samples; how many there are, and how many positions hold no text."""
+        lengths = corpus.lengths()
+        starts = np.cumsum(lengths.sum(1), dtype=np.int64) - lengths.sum(1)
+        numbers = np.arange(len(lengths))
+        ends, length = numbers + 1, self.settings.sequence_length
+        joined = self.mode.packing == "joined"
+        # Of a text the last token is a label alone; of texts that are joined only the last one's.
+        sizes = lengths[:, 0].astype(np.int64) - (not joined)
+        if self.mode.in_rows and self.mode.packing != "single":
+            numbers, ends = pack(sizes, length + joined)
+        places = Places(numbers, starts[numbers], lengths[numbers], ends)
+        splits = split_samples(len(places), self.settings.val_fraction, self.settings.seed)
+        is_table = self.settings.options.dynamic_mask and self.settings.mode == "masked"
+        suffix = ".txt" if self.mode.line is not None else ".csv" if is_table else ".h5"
+        samples = self._write(splits, places.take, WriteExamples(corpus.values_path, make), suffix)
+        filled = int(sizes.sum()) - len(places) * joined
+        return samples, len(places) * length - filled if self.mode.in_rows else 0
+
+    def _write(
+        self,
+        splits: dict[str, Any],
+        task_of: Callable[[Any], Any],
+        write: Callable[[tuple[Path, Any]], int],
+        suffix: str,
+    ) -> dict[str, int]:
+        """Writes the samples of each split in files; how many each has. Files that are there are complete."""
         per_file = self.settings.samples_per_file
-        tasks = []
-        for name, samples in splits.items():
-            (self.folder / name).mkdir()
-            for number, start in enumerate(range(0, len(samples), per_file)):
-                path = self.folder / name / f"data-{number:05d}.h5"
-                tasks.append((path, samples[start : start + per_file]))
-        write = WriteSamples(self._corpus_path, self.settings.sequence_length)
-        task = self.bar.add_task("writing samples", total=sum(map(len, splits.values())))
-        for count in ordered_map(write, tasks, self.num_workers):
-            self.bar.advance(task, count)
+        bar = self.bar.add_task("writing samples", total=sum(map(len, splits.values())))
+
+        def tasks() -> Iterator[tuple[Path, Any]]:
+            for name, samples in splits.items():
+                (self.folder / name).mkdir(exist_ok=True)
+                for number, start in enumerate(range(0, len(samples), per_file)):
+                    path = self.folder / name / f"data-{number:05d}{suffix}"
+                    part = samples[start : start + per_file]
+                    if path.exists():
+                        self.bar.advance(bar, len(part))
+                    else:
+                        yield path, task_of(part)
+
+        for count in ordered_map(write, tasks(), self.num_workers):
+            self.bar.advance(bar, count)
+        return {name: len(samples) for name, samples in splits.items()}
+
+    def _statistics(
+        self,
+        corpus: Corpus,
+        samples: dict[str, int],
+        padding: int,
+        vocab_size: int,
+        end: int,
+        bad: BadRecords,
+    ) -> Statistics:
+        progress, length = corpus.progress, self.settings.sequence_length
+        counts, tokens = progress.counts, int(progress.token_counts.sum())
+        positions = sum(samples.values()) * length
+        return Statistics(
+            documents=counts["documents"],
+            text_bytes=counts["text_bytes"],
+            tokens=tokens,
+            dropped_tokens=tokens - positions if self._is_stream else 0,
+            bytes_per_token=counts["text_bytes"] / max(tokens, 1),
+            unigram_entropy=entropy(progress.token_counts),
+            vocab_size=vocab_size,
+            end_of_text_id=end,
+            sequence_length=length,
+            train_samples=samples["train"],
+            val_samples=samples["val"],
+            tokenizer_file=TOKENIZER_FILE,
+            settings={**self.settings.as_json(), "inputs": [path.name for path in self.files]},
+            mode=self.settings.mode,
+            loss_tokens=positions - padding if self.mode.packing == "joined" else counts["loss_tokens"],
+            padding_tokens=padding,
+            bad_records=bad.count + counts["bad"],
+            empty_records=counts["empty"],
+            too_long_records=counts["too_long"],
+            cut_records=counts["cut"],
+        )
 
 
-@dataclasses.dataclass
-class _Corpus:
-    """Counts of what has passed; `token_counts` [vocab_size]."""
+def _record_chars(record: Record) -> int:
+    return sum(len(text) for text in _strings(record.fields)) + 1
 
-    token_counts: npt.NDArray[np.int64]
-    documents: int = 0
-    text_bytes: int = 0
 
-    @property
-    def tokens(self) -> int:
-        return int(self.token_counts.sum())
-
-    def count_text(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            self.documents += piece.ends_document
-            self.text_bytes += piece.text_bytes
-            yield piece
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a record."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
 
 
 def _progress(show: bool) -> Progress:

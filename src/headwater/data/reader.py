@@ -19,7 +19,14 @@ from torch.utils.data import Dataset
 
 from headwater.core.errors import DataError
 from headwater.data.loader import Batch
-from headwater.data.sample_file import CHANNELS, SampleFile, Samples, check_sample_file, open_sample_file
+from headwater.data.sample_file import (
+    CHANNELS,
+    SPAN_CHANNELS,
+    SampleFile,
+    Samples,
+    check_sample_file,
+    open_sample_file,
+)
 from headwater.data.source import SampleSource
 
 _MAX_OPEN_FILES = 16
@@ -40,6 +47,7 @@ class GptHDF5DataProcessorConfig(BaseModel):
         repeat: endless epochs, for training; otherwise each iteration is one pass.
         max_sequence_length: length that the samples must have.
         vocab_size: number above every token id.
+        use_vsl: samples must be of several texts, told apart by `attention_span` and `position_ids`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,6 +64,7 @@ class GptHDF5DataProcessorConfig(BaseModel):
     repeat: bool = True
     max_sequence_length: PositiveInt | None = None
     vocab_size: PositiveInt | None = None
+    use_vsl: bool = False
 
     @property
     def folders(self) -> list[Path]:
@@ -66,7 +75,8 @@ class GptHDF5DataProcessor(SampleSource):
     """Checks a data set against its configuration and the model, and makes loaders of it.
 
     A batch is `input_ids`, `attention_mask` (1 where a position counts in the loss) and `labels`, each int64
-    [batch_size / world_size, sequence_length].
+    [batch_size / world_size, sequence_length]; `attention_span` and `position_ids` too where samples hold
+    several texts that do not see each other.
 
     Args:
         config: keys of the dataloader section.
@@ -96,6 +106,7 @@ class GptHDF5DataProcessor(SampleSource):
             vocab_size=min(limits, default=None),
             sequence_length=config.max_sequence_length,
             max_position_embeddings=max_position_embeddings,
+            spans=config.use_vsl,
         )
         super().__init__(
             self.dataset,
@@ -122,6 +133,7 @@ def open_samples(
     sequence_length: int | None = None,
     max_position_embeddings: int | None = None,
     sinks: Sequence[int] = (),
+    spans: bool = False,
 ) -> GptSamples:
     """The samples in the HDF5 files of some folders, checked.
 
@@ -131,6 +143,7 @@ def open_samples(
         sequence_length: length that the samples must have.
         max_position_embeddings: most tokens that a sample may have, those put before it included.
         sinks: tokens to put before each sample; they do not count in the loss.
+        spans: samples must hold texts that do not see each other.
 
     Raises:
         DataError: if the files are missing, malformed or do not fit.
@@ -138,6 +151,7 @@ def open_samples(
     files = [check_sample_file(path) for folder in folders for path in _hdf5_files(folder)]
     room = None if max_position_embeddings is None else max_position_embeddings - len(sinks)
     _check_lengths(files, sequence_length, room)
+    _check_channels(files, spans=spans, sinks=bool(sinks))
     return GptSamples(files, vocab_size=vocab_size, sinks=sinks)
 
 
@@ -155,8 +169,10 @@ class GptSamples(Dataset[Any]):
     ) -> None:
         self.files = list(files)
         self.vocab_size = vocab_size
+        self.channels = self.files[0].channels
         # Nothing is to be learnt there: no label counts.
-        self._sinks = np.stack([np.array(sinks, dtype=np.int64), *np.zeros((2, len(sinks)), dtype=np.int64)])
+        self._sinks = np.zeros((len(self.channels), len(sinks)), dtype=np.int64)
+        self._sinks[0] = sinks
         self._ends = list(itertools.accumulate(file.num_samples for file in files))
         self._open_files = _OpenFiles()
 
@@ -170,7 +186,7 @@ class GptSamples(Dataset[Any]):
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
         """The batch of these samples; see `headwater.data.source.Samples`."""
-        samples = np.empty((len(draws), len(CHANNELS), self.sequence_length), dtype=np.int64)
+        samples = np.empty((len(draws), len(self.channels), self.sequence_length), dtype=np.int64)
         sinks = self._sinks.shape[1]
         samples[..., :sinks] = self._sinks
         try:
@@ -178,7 +194,9 @@ class GptSamples(Dataset[Any]):
                 samples[row, :, sinks:] = self._sample(draw % len(self))
         except DataError as error:
             return error
-        return {name: torch.from_numpy(samples[:, channel].copy()) for channel, name in enumerate(CHANNELS)}
+        return {
+            name: torch.from_numpy(samples[:, channel].copy()) for channel, name in enumerate(self.channels)
+        }
 
     def _sample(self, index: int) -> Samples:
         number = bisect.bisect_right(self._ends, index)
@@ -202,6 +220,29 @@ class GptSamples(Dataset[Any]):
             what = f"token id {high} is beyond the vocabulary, vocab_size {self.vocab_size}"
             remedy = f"set vocab_size to at least {high + 1}, or use data made with the model's tokenizer"
             raise DataError(what, where=where, remedy=remedy)
+
+
+def _check_channels(files: Sequence[SampleFile], *, spans: bool, sinks: bool) -> None:
+    first = files[0]
+    for file in files:
+        if file.channels != first.channels:
+            raise DataError(
+                f"samples have {len(file.channels)} channels, but {len(first.channels)} in {first.path}",
+                where=str(file.path),
+                remedy="prepare all data with --use_vsl or all without",
+            )
+    if spans and first.channels != SPAN_CHANNELS:
+        raise DataError(
+            "samples do not say which tokens belong together",
+            where=str(first.path),
+            remedy="prepare the data with --use_vsl, or leave use_vsl out",
+        )
+    if sinks and first.channels == SPAN_CHANNELS:
+        raise DataError(
+            "sink tokens cannot be seen by texts that are kept apart",
+            where=str(first.path),
+            remedy="leave data_transforms out, or prepare the data without --use_vsl",
+        )
 
 
 class _OpenFiles:

@@ -1,14 +1,16 @@
 """The HDF5 files of GPT samples: their layout, written and checked here alone.
 
-A file holds one dataset `data`, int32 [samples, 3, sequence_length]; the three are `CHANNELS`. It is the
-layout of the public Cerebras Model Zoo, where `attention_mask` says which positions count in the loss.
+A file holds one dataset `data`, int32 [samples, 3, sequence_length]; the three are `CHANNELS`. Where a sample
+holds texts that do not see each other there are two more, `SPAN_CHANNELS`. It is the layout of the public
+Cerebras Model Zoo, where `attention_mask` says which positions count in the loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -17,6 +19,8 @@ import numpy.typing as npt
 from headwater.core.errors import DataError
 
 CHANNELS = ("input_ids", "attention_mask", "labels")
+SPAN_CHANNELS = (*CHANNELS, "attention_span", "position_ids")
+"""`attention_span` is how many of the tokens that follow are of the same text, `position_ids` count in it."""
 
 Samples = npt.NDArray[np.int32]
 
@@ -29,11 +33,13 @@ class SampleFile:
         path: where it is.
         num_samples: samples in it.
         sequence_length: tokens of a sample.
+        channels: what a sample holds for each token.
     """
 
     path: Path
     num_samples: int
     sequence_length: int
+    channels: tuple[str, ...] = CHANNELS
 
 
 def make_samples(windows: Samples) -> Samples:
@@ -42,20 +48,47 @@ def make_samples(windows: Samples) -> Samples:
     return np.stack([inputs, np.ones_like(inputs), labels], axis=1)
 
 
-def write_sample_file(path: Path, blocks: Iterable[Samples], num_samples: int, sequence_length: int) -> None:
-    """Writes `num_samples` samples that arrive in `blocks`; the same samples give the same bytes."""
-    shape = (len(CHANNELS), sequence_length)
-    with h5py.File(path, "w") as file:
+def write_sample_file(path: Path, blocks: Iterable[Samples], num_samples: int) -> None:
+    """Writes `num_samples` samples [n, channels, length] that arrive in `blocks`."""
+    write_datasets(path, ({"data": block} for block in blocks), num_samples)
+
+
+def write_datasets(
+    path: Path,
+    blocks: Iterable[Mapping[str, npt.NDArray[Any]]],
+    num_samples: int,
+    *,
+    dtype: str | None = "i4",
+    compression: str | None = "gzip",
+) -> None:
+    """Writes a dataset for each name, [samples, …]; the same samples give the same bytes.
+
+    Args:
+        path: file to write; it appears when it is complete.
+        blocks: some samples each, all with the same names.
+        num_samples: in all blocks.
+        dtype: of all datasets; that of the values where absent.
+        compression: that HDF5 knows, or none.
+    """
+    partial = path.with_name(path.name + ".partial")
+    packed = {"compression": compression, "shuffle": True} if compression else {}
+    if compression == "gzip":
+        packed["compression_opts"] = 1
+    with h5py.File(partial, "w") as file:
         file.attrs["n_examples"] = num_samples
-        data = file.create_dataset(
-            "data", (num_samples, *shape), dtype="i4", chunks=(1, *shape), shuffle=True, compression="gzip",
-            compression_opts=1,
-        )  # fmt: skip
         start = 0
         for block in blocks:
-            data[start : start + len(block)] = block
-            start += len(block)
+            for name, values in block.items():
+                if name not in file:
+                    shape = values.shape[1:]
+                    chunks = (1, *shape) if shape else (num_samples,)
+                    file.create_dataset(
+                        name, (num_samples, *shape), dtype or values.dtype, chunks=chunks, **packed
+                    )
+                file[name][start : start + len(values)] = values
+            start += len(values)
     assert start == num_samples, f"{start} samples arrived for a file of {num_samples}"
+    partial.rename(path)
 
 
 def open_sample_file(path: Path) -> h5py.File:
@@ -84,8 +117,8 @@ def check_sample_file(path: Path) -> SampleFile:
         DataError: if it is not an HDF5 file with samples.
     """
     with open_sample_file(path) as file:
-        num_samples, _, sequence_length = file["data"].shape
-        return SampleFile(path, num_samples, sequence_length)
+        num_samples, channels, sequence_length = file["data"].shape
+        return SampleFile(path, num_samples, sequence_length, SPAN_CHANNELS[:channels])
 
 
 def _check_layout(file: h5py.File, path: Path) -> None:
@@ -94,7 +127,7 @@ def _check_layout(file: h5py.File, path: Path) -> None:
     if not isinstance(data, h5py.Dataset):
         names = ", ".join(map(repr, file)) or "nothing"
         raise DataError(f"HDF5 file has no dataset 'data', it holds {names}", where=str(path), remedy=remedy)
-    if data.ndim != 3 or data.shape[1] != len(CHANNELS):
+    if data.ndim != 3 or data.shape[1] not in (len(CHANNELS), len(SPAN_CHANNELS)):
         what = f"dataset 'data' has shape {list(data.shape)}, not [samples, {len(CHANNELS)}, sequence_length]"
         raise DataError(what, where=str(path), remedy=remedy)
     if not np.issubdtype(data.dtype, np.integer):

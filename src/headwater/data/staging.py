@@ -12,14 +12,20 @@ from pathlib import Path
 from headwater.core.errors import DataError
 
 _LOCK = ".lock"
+_KEY = ".key"
 
 
 @contextlib.contextmanager
-def staged_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty folder beside `target` that takes its name when the block ends without error.
+def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iterator[Path]:
+    """Yields a folder beside `target` that takes its name when the block ends without error.
 
-    Whatever a killed predecessor left beside `target` is removed. With `replace`, an existing `target`
-    is removed once the new one is complete.
+    It is empty, or holds what a killed or interrupted predecessor with the same `key` left. With `replace`,
+    an existing `target` is removed once the new one is complete.
+
+    Args:
+        target: folder to make.
+        replace: it may exist.
+        key: tells what is made; what was left by the making of something else, or without a key, is removed.
 
     Raises:
         DataError: if `target` has content and `replace` is not set, or another process is writing it.
@@ -32,13 +38,17 @@ def staged_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial / _LOCK, target):
         try:
-            _empty(partial)
+            if not key or _read(partial / _KEY) != key:
+                _empty(partial)
+                (partial / _KEY).write_text(key, encoding="utf-8")
             yield partial
             _flush(partial)
-            (partial / _LOCK).unlink()
+            for name in (_LOCK, _KEY):
+                (partial / name).unlink()
             _swap(partial, target)
-        finally:
+        except Exception:
             shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 @contextlib.contextmanager
@@ -50,6 +60,10 @@ def _locked(path: Path, target: Path) -> Iterator[None]:
             what = "another process is writing this output"
             raise DataError(what, where=str(target), remedy="wait for it or choose another folder") from error
         yield
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def _empty(folder: Path) -> None:

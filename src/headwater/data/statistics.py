@@ -34,6 +34,13 @@ class Statistics:
         val_samples: samples in `val/`.
         tokenizer_file: name of the tokenizer's file in the same folder.
         settings: what was asked for.
+        mode: kind of the samples.
+        loss_tokens: labels that count in the loss, where samples are rows of tokens.
+        padding_tokens: positions of these samples that hold no text.
+        bad_records: records that could not be used and were left out.
+        empty_records: records without text, left out.
+        too_long_records: records with more tokens than a sample holds, left out.
+        cut_records: those that were cut.
     """
 
     documents: int
@@ -49,6 +56,13 @@ class Statistics:
     val_samples: int
     tokenizer_file: str
     settings: dict[str, Any]
+    mode: str = "pretraining"
+    loss_tokens: int = 0
+    padding_tokens: int = 0
+    bad_records: int = 0
+    empty_records: int = 0
+    too_long_records: int = 0
+    cut_records: int = 0
 
     def write(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)

@@ -12,12 +12,22 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headwater.core.errors import ConfigError, DataError
+from headwater.data.text.wordpiece import wordpiece
 
 Built = TypeVar("Built")
 
 END_OF_TEXT = "<|endoftext|>"
 
-_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
+_END_OF_TEXT_NAMES = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<|im_end|>",
+    "[SEP]",
+)
 _VOCAB_NAMES = ("encoder.json", "vocab.json")
 _MERGES_NAMES = ("vocab.bpe", "merges.txt")
 _SMALLEST_VOCAB = 257
@@ -29,10 +39,12 @@ class TrainBPE:
     """A byte-level BPE tokenizer to be trained on the input.
 
     Attributes:
-        vocab_size: tokens it may have, the end-of-text token included; little text gives fewer.
+        vocab_size: tokens it may have, special ones included; little text gives fewer.
+        special_tokens: those that stand for no text.
     """
 
     vocab_size: int
+    special_tokens: tuple[str, ...] = (END_OF_TEXT,)
 
     def __post_init__(self) -> None:
         if self.vocab_size < _SMALLEST_VOCAB:
@@ -47,7 +59,7 @@ class TrainBPE:
         trainer = trainers.BpeTrainer(
             vocab_size=self.vocab_size,
             min_frequency=2,
-            special_tokens=[END_OF_TEXT],
+            special_tokens=list(self.special_tokens),
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
@@ -58,11 +70,13 @@ class TrainBPE:
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer at `path`: a tokenizer.json, or a folder with one or with GPT-2's vocabulary and merges.
 
+    A txt file is BERT's: WordPiece tokens, one a line.
+
     Raises:
         DataError: if there is none, or it is damaged.
     """
     if path.is_file():
-        return _from_json(path)
+        return _from_tokens(path) if path.suffix == ".txt" else _from_json(path)
     if not path.is_dir():
         raise DataError("tokenizer does not exist", where=str(path), remedy=_REMEDY)
     if (path / "tokenizer.json").is_file():
@@ -110,6 +124,16 @@ def _from_json(path: Path) -> Tokenizer:
             "not a tokenizer.json: no `model` and `added_tokens`", where=str(path), remedy=_REMEDY
         )
     return _built(path, lambda: Tokenizer.from_str(json.dumps(content)))
+
+
+def _from_tokens(path: Path) -> Tokenizer:
+    """BERT's, in lower case unless a token has capital letters."""
+    words = _read_text(path).split("\n")
+    lower = all(word == word.lower() for word in words if not word.startswith("["))
+    tokenizer = wordpiece(path, lower=lower, length=3, vocab_size=len(words))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _from_pair(vocab_path: Path, merges_path: Path) -> Tokenizer:
@@ -162,5 +186,5 @@ def _first_file(folder: Path, names: Iterable[str]) -> Path | None:
 
 _REMEDY = (
     "name a tokenizer.json, or a folder that holds one, or encoder.json and vocab.bpe, "
-    "or vocab.json and merges.txt"
+    "or vocab.json and merges.txt; or BERT's vocab.txt"
 )

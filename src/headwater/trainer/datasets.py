@@ -100,6 +100,7 @@ def _gpt(config: GptDataConfig, model: DecoderConfig) -> Samples:
         vocab_size=min(sizes),
         max_position_embeddings=model.max_position_embeddings,
         sinks=tuple(token for token, count in reversed(sinks) for _ in range(count)),
+        spans=config.use_vsl,
     )
 
 

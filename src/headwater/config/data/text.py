@@ -32,12 +32,15 @@ class GptDataConfig(LoaderSection):
         data_dir: folders with HDF5 files.
         vocab_size: number above every token id; beside the model's.
         data_transforms: what is done to each sample.
+        use_vsl: several texts in a sample, told apart by `attention_span` and `position_ids`; data that have
+            these are read so in any case.
     """
 
     data_processor: Literal["GptHDF5DataProcessor", "GptHDF5MapDataProcessor"]
     data_dir: Folders
     vocab_size: Annotated[int | None, Field(ge=1)] = None
     data_transforms: Annotated[tuple[SinkTokensConfig, ...], AsTuple] = ()
+    use_vsl: bool = False
 
 
 class TextSection(LoaderSection):

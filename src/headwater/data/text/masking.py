@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headwater.core.errors import DataError
@@ -78,26 +80,59 @@ class MaskedTexts:
         index = draw % len(self)
         tokens = self._texts.tokens(index)[: self.sequence_length]
         unknown = self._numbers[UNKNOWN]
-        ids = np.array([self._numbers.get(token, unknown) for token in tokens], dtype=np.int64)
+        whole = np.array([self._numbers.get(token, unknown) for token in tokens], dtype=np.int64)
         random = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "masking", draw)))
-        may_be = np.flatnonzero([token not in (BEGIN, SEPARATOR, PAD) for token in tokens])
-        count = min(self._predictions, max(1, round(len(may_be) * self._share)), len(may_be))
-        chosen = np.sort(random.permutation(may_be)[:count])
-        answers = ids[chosen]
-        kind = random.random(count)
-        ids[chosen] = np.where(
-            kind < _MASKED,
-            self._numbers[MASK],
-            np.where(kind < _MASKED + _RANDOM, random.choice(self._ordinary, count), answers),
+        ids, chosen = choose_masks(
+            whole,
+            np.array([token not in (BEGIN, SEPARATOR, PAD) for token in tokens]),
+            ordinary=self._ordinary,
+            mask=self._numbers[MASK],
+            share=self._share,
+            most=self._predictions,
+            generator=random,
         )
         return {
             "input_ids": _filled(ids, self.sequence_length, self._numbers[PAD]),
             "attention_mask": _filled(np.ones(len(ids), dtype=np.int64), self.sequence_length, 0),
             "masked_lm_positions": _filled(chosen, self._predictions, 0),
-            "masked_lm_ids": _filled(answers, self._predictions, 0),
-            "masked_lm_weights": _filled(np.ones(count, dtype=np.int64), self._predictions, 0),
+            "masked_lm_ids": _filled(whole[chosen], self._predictions, 0),
+            "masked_lm_weights": _filled(np.ones(len(chosen), dtype=np.int64), self._predictions, 0),
             **self._records.sample(index),
         }
+
+
+def choose_masks(
+    tokens: Values,
+    may_be: npt.NDArray[np.bool_],
+    *,
+    ordinary: npt.NDArray[np.integer[Any]],
+    mask: int,
+    share: float,
+    most: int,
+    generator: np.random.Generator,
+) -> tuple[Values, Values]:
+    """Tokens of which some are masked, and the places of those that are to be guessed.
+
+    Args:
+        tokens: [length].
+        may_be: whether a token may be chosen, [length].
+        ordinary: tokens that may stand in the place of another.
+        mask: token that hides another.
+        share: of the tokens that are guessed.
+        most: of them.
+        generator: draws them.
+    """
+    places = np.flatnonzero(may_be)
+    count = min(most, max(1, round(len(places) * share)), len(places))
+    chosen = np.sort(generator.permutation(places)[:count])
+    kind = generator.random(count)
+    hidden = tokens.copy()
+    hidden[chosen] = np.where(
+        kind < _MASKED,
+        mask,
+        np.where(kind < _MASKED + _RANDOM, generator.choice(ordinary, count), tokens[chosen]),
+    )
+    return hidden, chosen
 
 
 class _Texts:

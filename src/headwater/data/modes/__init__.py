@@ -1,0 +1,103 @@
+"""The modes of `headwater data`: what is read, and what is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from headwater.core.errors import ConfigError
+from headwater.data.modes.answers import chat, prompt_completion, summarization
+from headwater.data.modes.base import Context, Example, Make, ModeOptions, of_records
+from headwater.data.modes.documents import FIM_TOKENS, fill_in_the_middle, line_of, next_words, texts
+from headwater.data.modes.masked import masked_fields, masked_pairs, masked_table
+from headwater.data.modes.pairs import embedding_fields, embedding_pairs, preference, preference_fields
+from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR
+
+Packing = Literal["joined", "apart", "single"]
+"""Examples of a sample: several that see each other, several that do not, or one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One kind of training data.
+
+    Attributes:
+        reads: running text, or records with fields.
+        make: examples of it.
+        token_columns: how many of the rows of an example are tokens, for the statistics; all where absent.
+        fields: datasets of a sample; where absent, samples are rows of tokens, loss mask and labels.
+        line: text of a sample in a file of lines.
+        packing: of rows, unless they are to be kept apart.
+        needed_tokens: that the tokenizer must have.
+        added_tokens: that it gets where it has none of them.
+    """
+
+    reads: Literal["documents", "records"]
+    make: Make
+    token_columns: int | None = 1
+    fields: Callable[[Example, int, Context], dict[str, Any]] | None = None
+    line: Callable[[Example], str] | None = None
+    packing: Packing = "single"
+    needed_tokens: tuple[str, ...] = ()
+    added_tokens: tuple[str, ...] = ()
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether samples are rows of tokens, loss mask and labels."""
+        return self.fields is None and self.line is None
+
+
+MODES = {
+    "pretraining": Mode("documents", next_words, packing="joined"),
+    "fill_in_the_middle": Mode(
+        "documents",
+        fill_in_the_middle,
+        packing="joined",
+        added_tokens=FIM_TOKENS,
+    ),
+    "masked": Mode(
+        "documents",
+        masked_pairs,
+        fields=masked_fields,
+        needed_tokens=(PAD, BEGIN, SEPARATOR, MASK),
+    ),
+    "span_corruption": Mode("documents", texts, line=line_of),
+    "prompt_completion": Mode("records", of_records(prompt_completion)),
+    "chat": Mode("records", of_records(chat)),
+    "summarization": Mode("records", of_records(summarization)),
+    "preference": Mode(
+        "records",
+        of_records(preference),
+        token_columns=None,
+        fields=preference_fields,
+    ),
+    "embedding_pairs": Mode(
+        "records",
+        of_records(embedding_pairs),
+        token_columns=None,
+        fields=embedding_fields,
+    ),
+}
+"""Every mode by its name."""
+
+
+def find_mode(name: str, options: ModeOptions) -> Mode:
+    """The mode of this name.
+
+    Raises:
+        ConfigError: if there is none, or it has no such option.
+    """
+    if name not in MODES:
+        remedy = f"modes are {', '.join(MODES)}"
+        raise ConfigError(f"there is no mode {name!r}", where="mode", remedy=remedy)
+    mode = MODES[name]
+    if options.use_vsl and not mode.in_rows:
+        remedy = f"leave it out, or name one of {', '.join(n for n, m in MODES.items() if m.in_rows)}"
+        raise ConfigError(f"mode {name} does not pack samples", where="use_vsl", remedy=remedy)
+    if options.dynamic_mask and mode.fields is masked_fields:
+        return dataclasses.replace(mode, fields=masked_table)
+    return dataclasses.replace(mode, packing="apart") if options.use_vsl else mode
+
+
+__all__ = ["MODES", "Context", "Mode", "ModeOptions", "Packing", "find_mode"]

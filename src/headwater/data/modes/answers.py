@@ -1,0 +1,136 @@
+"""Modes whose loss is on an answer alone: completions of prompts, summaries, turns of an assistant."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headwater.core.errors import DataError
+from headwater.data.modes.base import Context, Example, Tokens, Unusable, find_field, find_text, renamed
+from headwater.data.modes.chat import ASSISTANT, PLAIN_TEMPLATE, Message, conversation, render
+from headwater.data.raw_records import Record, checked_text
+
+_PROMPTS = ("prompt", "instruction", "question")
+_ANSWERS = ("completion", "response", "output", "answer")
+_DOCUMENTS = ("document", "article", "dialogue", "source", "text")
+_SUMMARIES = ("summary", "highlights", "target")
+
+
+def prompt_completion(context: Context, record: Record) -> Example:
+    """A prompt and what follows it; prompts of `instruction` and `input` are joined by an empty line.
+
+    What is too long loses the beginning of its prompt.
+    """
+    record = renamed(record, context.options)
+    prompt, answer = prompt_text(record), find_text(record, *_ANSWERS)
+    if not answer.strip():
+        raise Unusable("empty")
+    prompt_tokens, answer_tokens = context.encode(prompt), context.ended(context.encode(answer))
+    excess = len(prompt_tokens) + len(answer_tokens) - (context.length + 1)
+    return with_answer(shortened(context, prompt_tokens, excess, keep_end=True), answer_tokens)
+
+
+def summarization(context: Context, record: Record) -> Example:
+    """A document, the separator, and the summary. What is too long loses the end of its document."""
+    record = renamed(record, context.options)
+    document, summary = _joined(record, *_DOCUMENTS), _joined(record, *_SUMMARIES)
+    if not document.strip() or not summary.strip():
+        raise Unusable("empty")
+    tokens, between = context.encode(document.strip()), context.encode(context.options.separator)
+    answer = context.ended(context.encode(summary.strip()))
+    excess = len(tokens) + len(between) + len(answer) - (context.length + 1)
+    tokens = shortened(context, tokens, excess, keep_end=False)
+    return with_answer(np.concatenate([tokens, between]), answer)
+
+
+def chat(context: Context, record: Record) -> Example:
+    """A conversation, with the loss on the turns of the assistant. What is too long loses its last turns."""
+    messages = conversation(renamed(record, context.options))
+    while messages and messages[-1]["role"] != ASSISTANT:
+        messages.pop()
+    if not any(message["role"] == ASSISTANT and message["content"].strip() for message in messages):
+        raise Unusable("empty")
+    text, spans = _answers(context, messages, record.where)
+    context.counts["text_bytes"] += len(text.encode())
+    encoding = context.tokenizer.encode(text, add_special_tokens=False)
+    tokens = np.array(encoding.ids, dtype=np.int32)
+    starts = np.array([start for start, _ in encoding.offsets])
+    mask = np.zeros_like(tokens)
+    for start, stop in spans:
+        mask |= ((starts >= start) & (starts < stop)).astype(np.int32)
+    room = context.length + 1
+    if len(tokens) > room:
+        if context.options.longer == "skip" or not mask[1:room].any():
+            raise Unusable("too_long")
+        context.counts["cut"] += 1
+    return tokens[:room], mask[:room]
+
+
+def _answers(context: Context, messages: list[Message], where: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and from where to where the assistant speaks.
+
+    An answer is what the conversation up to it has beyond the conversation before it and what the template
+    puts before an answer.
+    """
+    text, spans = chat_text(context, messages), []
+    for number, message in enumerate(messages):
+        if message["role"] == ASSISTANT:
+            before = chat_text(context, messages[:number], prompt=True)
+            after = chat_text(context, messages[: number + 1])
+            if not text.startswith(before):
+                # Some templates strip the space at the end of what comes before an answer.
+                before = before.rstrip()
+            if not (text.startswith(after) and after.startswith(before)):
+                raise DataError(
+                    "the chat template writes a turn otherwise when more turns follow",
+                    where=f"{where}, message {number + 1}",
+                    remedy="name another template with --chat_template",
+                )
+            spans.append((len(before), len(after)))
+    return text, spans
+
+
+def chat_text(context: Context, messages: list[Message], *, prompt: bool = False) -> str:
+    """The text that the template makes of a conversation."""
+    end = str(context.tokenizer.id_to_token(context.end))
+    begin = next((name for name in ("<s>", "<|begin_of_text|>", "<bos>") if _known(context, name)), end)
+    template = context.options.chat_template or PLAIN_TEMPLATE
+    return render(template, messages, prompt=prompt, eos_token=end, bos_token=begin)
+
+
+def _known(context: Context, token: str) -> bool:
+    return context.tokenizer.token_to_id(token) is not None
+
+
+def prompt_text(record: Record) -> str:
+    """The prompt of a record."""
+    prompt = find_text(record, *_PROMPTS)
+    more = record.fields.get("input") if "instruction" in record.fields else None
+    return f"{prompt}\n\n{checked_text(more, 'input', record.where)}" if more else prompt
+
+
+def _joined(record: Record, *names: str) -> str:
+    """A text, or sentences as one."""
+    value = find_field(record, *names)
+    if isinstance(value, list):
+        value = " ".join(checked_text(part, names[0], record.where) for part in value)
+    return checked_text(value, names[0], record.where)
+
+
+def shortened(context: Context, tokens: Tokens, excess: int, *, keep_end: bool) -> Tokens:
+    """Tokens less `excess` of them, counted as cut.
+
+    Raises:
+        Unusable: if there are not more than that, or nothing may be cut.
+    """
+    if excess <= 0:
+        return tokens
+    if context.options.longer == "skip" or excess >= len(tokens):
+        raise Unusable("too_long")
+    context.counts["cut"] += 1
+    return tokens[excess:] if keep_end else tokens[:-excess]
+
+
+def with_answer(prompt: Tokens, answer: Tokens) -> Example:
+    """Tokens, and where the loss counts."""
+    tokens = np.concatenate([prompt, answer])
+    return tokens, (np.arange(len(tokens)) >= len(prompt)).astype(np.int32)

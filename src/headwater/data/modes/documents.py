@@ -1,0 +1,90 @@
+"""Modes that read running text: next words, filling in the middle, texts to leave spans out of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.core.seeding import derive_seed
+from headwater.data.documents import Piece
+from headwater.data.modes.base import Context, Example, Tokens
+
+FIM_TOKENS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+_FIM_NAMES = tuple((name, name.replace("|", "")) for name in FIM_TOKENS)
+_FIM_MARGIN = 8
+"""Tokens left free in a text that is turned: three sentinels, the end, and a few because a word that is cut
+in two may have more tokens."""
+
+_PARAGRAPHS = re.compile(r"\n\s*\n")
+
+
+def next_words(context: Context, pieces: Sequence[Piece], _task: int) -> Iterator[Example]:
+    """Texts in parts of a sample's length; each part ends with the token that the next one begins with."""
+    for piece in pieces:
+        tokens = context.encode(piece.text)
+        if piece.ends_document:
+            tokens = context.ended(tokens)
+        for start in range(0, len(tokens) - 1, context.length):
+            part = tokens[start : start + context.length + 1]
+            yield part, np.ones_like(part)
+
+
+def fill_in_the_middle(context: Context, pieces: Sequence[Piece], task: int) -> Iterator[Example]:
+    """Parts of texts, most of them turned so that the middle comes last (arXiv:2207.14255, section 3).
+
+    A text is cut at two of its characters, any two as likely as others. The parts follow each other as
+    prefix, suffix, middle (PSM), or as suffix, prefix, middle with the sentinels as in appendix D (SPM).
+    """
+    prefix_id, middle_id, suffix_id = (context.token(*names) for names in _FIM_NAMES)
+    options = context.options
+    generator = np.random.default_rng(derive_seed(context.seed, "fill in the middle", task))
+    for piece in pieces:
+        for text, whole in _parts(context, piece):
+            if generator.random() >= options.fim_rate:
+                tokens = context.ended(whole)
+            else:
+                first, second = np.sort(generator.integers(0, len(text) + 1, 2))
+                prefix, middle, suffix = (
+                    context.encoder([part])[0] for part in (text[:first], text[first:second], text[second:])
+                )
+                parts: tuple[npt.ArrayLike, ...]
+                if generator.random() < options.spm_rate:
+                    parts = ([prefix_id, suffix_id], suffix, [middle_id], prefix, middle)
+                else:
+                    parts = ([prefix_id], prefix, [suffix_id], suffix, [middle_id], middle)
+                joined = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
+                tokens = context.ended(joined)
+            tokens = tokens[-(context.length + 1) :]
+            yield tokens, np.ones_like(tokens)
+
+
+def _parts(context: Context, piece: Piece) -> Iterator[tuple[str, Tokens]]:
+    """A text in parts that fit into a sample, with their tokens."""
+    room = max(context.length - _FIM_MARGIN, 1)
+    encoding = context.tokenizer.encode(piece.text, add_special_tokens=False)
+    tokens = np.array(encoding.ids, dtype=np.int32)
+    context.counts["text_bytes"] += piece.text_bytes
+    starts = list(range(0, len(tokens), room))
+    places = [encoding.offsets[start][0] for start in starts[1:]] + [len(piece.text)]
+    place = 0
+    for start, stop in zip(starts, places, strict=True):
+        if stop > place:
+            yield piece.text[place:stop], tokens[start : start + room]
+        place = stop
+
+
+def texts(context: Context, pieces: Sequence[Piece], _task: int) -> Iterator[Example]:
+    """Paragraphs, each as its tokens and its characters; a line of a file each."""
+    for piece in pieces:
+        for paragraph in _PARAGRAPHS.split(piece.text):
+            line = " ".join(paragraph.split())
+            if line:
+                yield context.encode(line), np.frombuffer(line.encode("utf-32-le"), dtype=np.int32)
+
+
+def line_of(example: Example) -> str:
+    """The text of an example of `texts`."""
+    return example[1].tobytes().decode("utf-32-le")

@@ -1,0 +1,157 @@
+"""Modes of texts that are compared: a better and a worse answer, a question and passages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headwater.core.errors import DataError
+from headwater.data.modes.answers import chat_text, prompt_text, shortened
+from headwater.data.modes.base import (
+    Context,
+    Example,
+    Tokens,
+    Unusable,
+    filled,
+    find_field,
+    find_text,
+    renamed,
+)
+from headwater.data.modes.chat import Message, conversation, messages_of
+from headwater.data.raw_records import Record, checked_text
+
+NOT_COUNTED = -100
+"""Label of a token that is no part of an answer."""
+
+Fields = dict[str, Tokens]
+
+_QUESTIONS = ("question", "query", "anchor")
+_POSITIVES = ("positive", "positive_passage", "positive_ctxs", "passage", "context")
+_NEGATIVES = ("hard_negatives", "negatives", "hard_negative_ctxs", "negative", "negative_ctxs")
+
+
+def preference(context: Context, record: Record) -> Example:
+    """The tokens of a prompt, of the chosen and of the rejected answer.
+
+    Answers are texts, messages, or whole conversations that begin with the prompt. What is too long loses
+    the beginning of its prompt.
+    """
+    record = renamed(record, context.options)
+    chosen, rejected = (find_field(record, name) for name in ("chosen", "rejected"))
+    if isinstance(chosen, str):
+        prompt = prompt_text(record)
+        answers = [find_text(record, name) for name in ("chosen", "rejected")]
+        if not all(answer.strip() for answer in answers):
+            raise Unusable("empty")
+        ends = [context.ended(context.encode(answer)) for answer in answers]
+    else:
+        prompt, answers = _of_messages(context, record, chosen, rejected)
+        ends = [context.encode(answer) for answer in answers]
+        if not all(len(end) for end in ends):
+            raise Unusable("empty")
+    tokens = context.encode(prompt)
+    if not len(tokens):
+        raise Unusable("empty")
+    excess = len(tokens) + max(map(len, ends)) - context.length
+    return shortened(context, tokens, excess, keep_end=True), *ends
+
+
+def _of_messages(context: Context, record: Record, chosen: Any, rejected: Any) -> tuple[str, list[str]]:
+    """The prompt's text and the answers' of a record of messages."""
+    before = _messages_before(record)
+    sides = [messages_of(side, record.where) for side in (chosen, rejected)]
+    for number, side in enumerate(sides):
+        if not side:
+            raise Unusable("empty")
+        # The whole conversation, or the answer alone.
+        sides[number] = side if len(side) > 1 else before + side
+    prompts = [chat_text(context, side[:-1], prompt=True) for side in sides]
+    if prompts[0] != prompts[1] or len(sides[0]) < 2:
+        raise DataError(
+            "chosen and rejected do not answer the same conversation",
+            where=record.where,
+            remedy="begin both with the same messages, or give these in prompt or conversations",
+        )
+    texts = [chat_text(context, side) for side in sides]
+    prompt = prompts[0] if all(text.startswith(prompts[0]) for text in texts) else prompts[0].rstrip()
+    return prompt, [text[len(prompt) :] for text in texts]
+
+
+def _messages_before(record: Record) -> list[Message]:
+    prompt = record.fields.get("prompt")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list):
+        return messages_of(prompt, record.where)
+    has = any(record.fields.get(name) for name in ("messages", "conversations", "conversation"))
+    return conversation(record) if has else []
+
+
+def preference_fields(example: Example, _number: int, context: Context) -> Fields:
+    """What a model that learns preferences reads: for each answer its tokens after the prompt."""
+    prompt, *answers = example
+    fields = {}
+    for side, answer in zip(("chosen", "rejected"), answers, strict=True):
+        tokens = np.concatenate([prompt, answer])
+        labels = np.where(np.arange(len(tokens)) < len(prompt), NOT_COUNTED, tokens)
+        fields[f"{side}_input_ids"] = filled(tokens, context.length, context.pad)
+        fields[f"{side}_attention_mask"] = filled(np.ones_like(tokens), context.length, 0)
+        fields[f"{side}_labels"] = filled(labels, context.length, NOT_COUNTED)
+    return fields
+
+
+def embedding_pairs(context: Context, record: Record) -> Example:
+    """The tokens of a question, of a passage that answers it, and of passages that only seem to.
+
+    Passages are texts, or objects with `text` and maybe `title`; what is too long loses its end.
+    """
+    record = renamed(record, context.options)
+    question = find_text(record, *_QUESTIONS)
+    positives = _passages(find_field(record, *_POSITIVES), record)
+    wanted = context.options.num_passages - 1
+    negatives = _passages(find_field(record, *_NEGATIVES), record) if wanted else []
+    if len(negatives) < wanted:
+        raise DataError(
+            f"record has {len(negatives)} hard negatives, and {wanted} are wanted",
+            where=record.where,
+            remedy=f"write --num_passages {len(negatives) + 1}, or leave the record out: --skip_bad_records",
+        )
+    if not question.strip() or not positives or not positives[0].strip():
+        raise Unusable("empty")
+    texts = [question, positives[0], *negatives[:wanted]]
+    return tuple(_enclosed(context, text) for text in texts)
+
+
+def _passages(value: Any, record: Record) -> list[str]:
+    found = []
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, dict):
+            part = " ".join(str(part[key]) for key in ("title", "text") if part.get(key))
+        found.append(checked_text(part, "passage", record.where))
+    return found
+
+
+def _enclosed(context: Context, text: str) -> Tokens:
+    """A text with the tokens that the tokenizer puts around it, or else with the one that ends it."""
+    context.counts["text_bytes"] += len(text.encode())
+    tokens = np.array(context.tokenizer.encode(text).ids, dtype=np.int32)
+    if not len(tokens) or tokens[-1] != context.end:
+        tokens = context.ended(tokens)
+    if len(tokens) > context.length:
+        context.counts["cut"] += 1
+        tokens = np.append(tokens[: context.length - 1], tokens[-1])
+    return tokens
+
+
+def embedding_fields(example: Example, _number: int, context: Context) -> Fields:
+    """What a model of questions and passages reads; a token's type is 0 in both."""
+    rows = {
+        "input_ids": [filled(tokens, context.length, context.pad) for tokens in example],
+        "attention_mask": [filled(np.ones_like(tokens), context.length, 0) for tokens in example],
+        "token_type_ids": [np.zeros(context.length, dtype=np.int32) for _ in example],
+    }
+    fields = {}
+    for name, (question, *passages) in rows.items():
+        fields[f"questions_{name}"], fields[f"ctx_{name}"] = question, np.stack(passages)
+    return fields

@@ -1,0 +1,231 @@
+"""Records out of jsonl, json and parquet files, one at a time."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import dataclasses
+import difflib
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from headwater.core.errors import DataError
+
+RECORD_KINDS = (".jsonl", ".json", ".parquet")
+"""Ends of the names of files that hold records; the first two may be compressed (`.gz`)."""
+
+_BLOCK_CHARS = 1 << 16
+_PARQUET_ROWS = 256
+_JSONL_REMEDY = "each line must be one JSON object"
+_JSON_REMEDY = "the file must be a list of JSON objects; one a line is .jsonl"
+UTF8_REMEDY = "convert it to UTF-8, for example with iconv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One record.
+
+    Attributes:
+        fields: its values by their names.
+        where: file and line, or number in the file, for messages.
+        file_bytes: bytes of the input files read so far, compressed where they are: for progress.
+    """
+
+    fields: dict[str, Any]
+    where: str
+    file_bytes: int
+
+
+@dataclasses.dataclass
+class BadRecords:
+    """What becomes of records that cannot be used.
+
+    Attributes:
+        skip: leave them out and count them; otherwise the first is an error.
+        count: those that were left out.
+    """
+
+    skip: bool = False
+    count: int = 0
+
+    def add(self, error: DataError) -> None:
+        """Counts a record that cannot be used.
+
+        Raises:
+            DataError: the error itself, unless such records are skipped.
+        """
+        if not self.skip:
+            raise error
+        self.count += 1
+
+
+def read_records(files: Sequence[Path], bad: BadRecords) -> Iterator[Record]:
+    """Every record of `files` in order. Memory holds one line, or one block of a file.
+
+    Raises:
+        DataError: for a file that is damaged; for a record that is, unless `bad` skips it.
+    """
+    done = 0
+    for path in files:
+        kind = file_kind(path)
+        if kind not in RECORD_KINDS:
+            raise DataError(
+                "this mode reads records, and the file holds none",
+                where=str(path),
+                remedy=f"name files that end in {', '.join(RECORD_KINDS)}",
+            )
+        with opened(path) as (stream, raw):
+            if kind == ".parquet":
+                records = _parquet_records(path, raw)
+            else:
+                records = (_jsonl_records if kind == ".jsonl" else _json_records)(path, stream, bad)
+            for fields, where in records:
+                yield Record(fields, where, done + raw.tell())
+        done += path.stat().st_size
+
+
+def file_kind(path: Path) -> str:
+    """End of the name, without that of compression."""
+    return Path(path.name.removesuffix(".gz")).suffix
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], io.BufferedReader]]:
+    """`path` uncompressed, and the file beneath, whose position tells the progress."""
+    try:
+        with path.open("rb") as raw:
+            if path.suffix == ".gz":
+                with gzip.GzipFile(fileobj=raw) as stream:
+                    yield io.BufferedReader(stream), raw
+            else:
+                yield raw, raw
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        what = f"gzip file is damaged or cut short: {error}"
+        raise DataError(what, where=str(path), remedy="fetch or compress it again") from error
+    except OSError as error:
+        raise DataError(f"input cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def text_of(record: Record, key: str) -> str:
+    """The text that a record holds.
+
+    Raises:
+        DataError: if it has none, or what it has is not text.
+    """
+    if key not in record.fields:
+        near = difflib.get_close_matches(key, record.fields, n=1) or sorted(record.fields)[:5]
+        remedy = f"name the key that holds the text (--json_key); the record has {', '.join(map(repr, near))}"
+        raise DataError(f"record has no key {key!r}", where=record.where, remedy=remedy)
+    return checked_text(record.fields[key], key, record.where)
+
+
+def checked_text(value: object, key: str, where: str) -> str:
+    """`value`, which must be text.
+
+    Raises:
+        DataError: if it is not.
+    """
+    if not isinstance(value, str):
+        what = f"{key!r} holds a {type(value).__name__}, not a string"
+        raise DataError(what, where=where, remedy="name the key that holds the text (--json_key, --keys)")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        what = f"{key!r} holds half of a surrogate pair, which is not text"
+        raise DataError(what, where=where, remedy="repair the \\u escapes of this line") from error
+    return value
+
+
+_Found = Iterator[tuple[dict[str, Any], str]]
+
+
+def _jsonl_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                fields = _parsed(line, where)
+            except DataError as error:
+                bad.add(error)
+            else:
+                yield fields, where
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError("line is not UTF-8", where=where, remedy=UTF8_REMEDY) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"line is not JSON: {error}", where=where, remedy=_JSONL_REMEDY) from error
+    return _as_fields(value, "line", where, _JSONL_REMEDY)
+
+
+def _as_fields(value: Any, what: str, where: str, remedy: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise DataError(f"{what} holds a JSON {kind}, not an object", where=where, remedy=remedy)
+    return value
+
+
+def _json_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
+    for number, value in enumerate(_json_values(path, stream), start=1):
+        where = f"{path}, record {number}"
+        try:
+            fields = _as_fields(value, "record", where, _JSON_REMEDY)
+        except DataError as error:
+            bad.add(error)
+        else:
+            yield fields, where
+
+
+def _json_values(path: Path, stream: IO[bytes]) -> Iterator[Any]:
+    """The elements of a JSON list, of which memory holds one and a block."""
+    decode = json.JSONDecoder().raw_decode
+    reader = codecs.getreader("utf-8-sig")(stream)
+    try:
+        held = reader.read(_BLOCK_CHARS).lstrip()
+        if not held.startswith("["):
+            raise DataError("file is not a JSON list", where=str(path), remedy=_JSON_REMEDY)
+        place, number = 1, 0
+        while True:
+            while held[place : place + 1] in (" ", "\t", "\r", "\n", ","):
+                place += 1
+            if held.startswith("]", place):
+                return
+            try:
+                value, place = decode(held, place)
+            except (ValueError, RecursionError) as error:
+                # An element that is cut off; what is read grows with it, so that long ones cost no more.
+                more = reader.read(max(_BLOCK_CHARS, len(held) - place))
+                if not more:
+                    where = f"{path}, record {number + 1}"
+                    raise DataError(f"file is not JSON: {error}", where=where, remedy=_JSON_REMEDY) from error
+                held, place = held[place:] + more, 0
+            else:
+                number += 1
+                yield value
+    except UnicodeDecodeError as error:
+        raise DataError("file is not UTF-8", where=str(path), remedy=UTF8_REMEDY) from error
+
+
+def _parquet_records(path: Path, raw: io.BufferedReader) -> _Found:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'headwater[parquet]'"
+        raise DataError("reading parquet needs pyarrow", where=str(path), remedy=remedy) from error
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(raw).iter_batches(batch_size=_PARQUET_ROWS):
+            for fields in batch.to_pylist():
+                number += 1
+                yield fields, f"{path}, row {number}"
+    except ArrowException as error:
+        what = f"parquet file is damaged: {error}"
+        raise DataError(what, where=str(path), remedy="fetch it again") from error

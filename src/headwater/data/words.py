@@ -1,0 +1,84 @@
+"""Fast tokens: each word of a text is looked up, and tokenized when it is met for the first time.
+
+Byte-pair tokenizers cut a text into words before anything else, and the tokens of a word depend on nothing
+but the word. Most of a text is words that came before, so a table of them saves most of the work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+_MOST_WORDS = 1 << 18
+"""Words in the table; at some 300 bytes each it stays below 80 MB."""
+
+# The words of GPT-2's byte-level tokenizer (section 2.2 of "Language models are unsupervised multitask
+# learners") in ASCII text. What has another character beside it goes with the text around it, up to the next
+# gap between two words, and is left to the tokenizer.
+_NO_OTHER = r"(?![^\t-\r -~])"
+_WORDS = re.compile(
+    "|".join(
+        (
+            r"'(?:[stmd]|re|ve|ll)",
+            rf" ?[A-Za-z]++{_NO_OTHER}",
+            rf" ?[0-9]++{_NO_OTHER}",
+            rf" ?[!-/:-@\[-`{{-~]++{_NO_OTHER}",
+            rf"(?=[\t-\r ]++{_NO_OTHER})[\t-\r ]+(?![!-~])",
+            r"[\t-\r](?=[!-~])",
+            r"(?s:.)+?(?=(?<=\w) \w|\Z)",
+        )
+    )
+)
+
+
+class TextEncoder:
+    """From texts to token numbers, without the tokens that a tokenizer puts around them.
+
+    Args:
+        tokenizer: any tokenizer; those that cut words as GPT-2's are fast.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._words = _Words(tokenizer)
+        content = json.loads(tokenizer.to_str())
+        self._by_words = content["normalizer"] is None and _cuts_as_gpt2(content["pre_tokenizer"])
+        self._special = [token["content"] for token in content["added_tokens"]]
+
+    def __call__(self, texts: Iterable[str]) -> list[npt.NDArray[np.int32]]:
+        """The tokens of each text, [tokens]."""
+        texts = list(texts)
+        if self._by_words and not any(special in text for special in self._special for text in texts):
+            return [self._looked_up(text) for text in texts]
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def _looked_up(self, text: str) -> npt.NDArray[np.int32]:
+        if len(self._words) > _MOST_WORDS:
+            self._words.clear()
+        tokens = map(self._words.__getitem__, _WORDS.findall(text))
+        return np.fromiter(itertools.chain.from_iterable(tokens), dtype=np.int32)
+
+
+class _Words(dict[str, list[int]]):
+    """The tokens of each word."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, word: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(word, add_special_tokens=False).ids
+        self[word] = tokens
+        return tokens
+
+
+def _cuts_as_gpt2(pre_tokenizer: dict[str, object] | None) -> bool:
+    """Whether words are those of `_WORDS`."""
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    return pre_tokenizer is not None and plain.items() <= pre_tokenizer.items()

@@ -1,0 +1,322 @@
+"""Each mode of `headwater data` gives samples from which the records come back."""
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from headwater.core.errors import ConfigError, DataError
+from headwater.data.modes import ModeOptions
+from headwater.data.prepare import prepare
+from headwater.data.records import CSVRecords, open_records
+from headwater.data.text.fields import masked_text_fields, preference_fields, retrieval_fields
+from headwater.data.text.masking import MaskedTexts
+from headwater.data.tokenizer import TrainBPE
+
+transformers = pytest.importorskip("transformers")
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONVERSATION = [
+    {"role": "system", "content": "You are brief."},
+    {"role": "user", "content": "What is the sea?"},
+    {"role": "assistant", "content": "Water, with salt."},
+    {"role": "user", "content": "And the sky?"},
+    {"role": "assistant", "content": "Air  and light."},
+]
+SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory, book):
+    """Folder of a small tokenizer."""
+    trained = TrainBPE(600, ("<|endoftext|>", "<|im_start|>", "<|im_end|>")).train([book])
+    path = tmp_path_factory.mktemp("tokenizer")
+    trained.save(str(path / "tokenizer.json"))
+    return path
+
+
+def lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def make(source, mode, tokenizer, *, length=64, skip=False, **options):
+    return prepare(
+        [source],
+        source.parent / mode,
+        mode=mode,
+        tokenizer=tokenizer,
+        sequence_length=length,
+        val_fraction=0,
+        options=ModeOptions(**options),
+        skip_bad_records=skip,
+        overwrite=True,
+    )
+
+
+def samples(source, mode):
+    with h5py.File(source.parent / mode / "train/data-00000.h5") as file:
+        return {name: file[name][:] for name in file}
+
+
+def learnt(tokenizer, row):
+    """The text whose tokens are the labels that count."""
+    decoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    return decoder.decode(row[2][row[1] == 1].tolist(), skip_special_tokens=False)
+
+
+def test_the_loss_is_on_the_completion_alone(tokenizer, tmp_path):
+    source = lines(
+        tmp_path / "a.jsonl",
+        [
+            {"prompt": "Name a fish.", "completion": " A pike."},
+            {"instruction": "Double it.", "input": "4", "output": "8"},
+            {"prompt": "Nothing?", "completion": " "},
+            {"prompt": "long " * 90, "completion": "short"},
+        ],
+    )
+    statistics = make(source, "prompt_completion", tokenizer)
+    assert (statistics.empty_records, statistics.too_long_records, statistics.train_samples) == (1, 1, 2)
+    rows = samples(source, "prompt_completion")["data"]
+    assert {learnt(tokenizer, row) for row in rows} == {" A pike.<|endoftext|>", "8<|endoftext|>"}
+    assert statistics.loss_tokens == rows[:, 1].sum()
+    statistics = make(source, "prompt_completion", tokenizer, longer="cut")
+    assert (statistics.cut_records, statistics.too_long_records, statistics.train_samples) == (1, 0, 3)
+    rows = samples(source, "prompt_completion")["data"]
+    assert "short<|endoftext|>" in {learnt(tokenizer, row) for row in rows}
+
+
+@pytest.mark.parametrize("shape", ["openai", "sharegpt"])
+def test_a_conversation_is_what_transformers_makes_of_it(tokenizer, tmp_path, shape):
+    record = {"messages": CONVERSATION}
+    if shape == "sharegpt":
+        turns = [{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in CONVERSATION[1:]]
+        record = {"system": CONVERSATION[0]["content"], "conversations": turns}
+    source = lines(tmp_path / "a.jsonl", [record])
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer / "tokenizer.json"))
+    expected = oracle.apply_chat_template(
+        CONVERSATION,
+        chat_template=CHATML,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    make(source, "chat", tokenizer, length=128, chat_template=CHATML)
+    (row,) = samples(source, "chat")["data"]
+    ids, mask = expected["input_ids"], expected["assistant_masks"]
+    count = len(ids) - 1
+    assert row[0, :count].tolist() == ids[:-1]
+    assert row[2, :count].tolist() == ids[1:]
+    assert row[1].tolist() == mask[1:] + [0] * (128 - count)
+
+
+def test_tokenizers_without_a_template_get_a_plain_one(tokenizer, tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}])
+    make(source, "chat", tokenizer, length=128)
+    (row,) = samples(source, "chat")["data"]
+    assert learnt(tokenizer, row).split("<|endoftext|>\n\n") == ["Water, with salt.", "Air  and light.", ""]
+
+
+def test_a_summary_follows_its_document(tokenizer, tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"source": ["The sea rose.", "All fled."], "target": ["Flood."]}])
+    make(source, "summarization", tokenizer)
+    (row,) = samples(source, "summarization")["data"]
+    assert learnt(tokenizer, row) == "Flood.<|endoftext|>"
+    text = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode(row[0].tolist())
+    assert text.startswith("The sea rose. All fled.\n\nTL;DR: Flood.")
+
+
+@pytest.mark.parametrize("shape", ["texts", "messages"])
+def test_preferences_are_read_as_they_were(tokenizer, tmp_path, shape):
+    record = {"prompt": "Sing.", "chosen": "La la la.", "rejected": "No."}
+    if shape == "messages":
+        asked = {"role": "user", "content": "Sing."}
+        for side in ("chosen", "rejected"):
+            record[side] = [asked, {"role": "assistant", "content": record[side]}]
+    source = lines(tmp_path / "a.jsonl", [record])
+    make(source, "preference", tokenizer)
+    read = open_records(tmp_path / "preference/train", preference_fields(64, vocab_size=600), 64)
+    batch = read.__getitems__([0])
+    decoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    for side, answer in (("chosen", "La la la."), ("rejected", "No.")):
+        ids, labels = batch[f"{side}_input_ids"][0], batch[f"{side}_labels"][0]
+        assert (ids[labels >= 0] == labels[labels >= 0]).all()
+        assert decoder.decode(labels[labels >= 0].tolist()).strip() == answer
+        assert decoder.decode(ids.tolist()).startswith("Sing." if shape == "texts" else "### User:\nSing.")
+    mask = samples(source, "preference")["chosen_attention_mask"][0]
+    assert mask.sum() > (batch["chosen_labels"] >= 0).sum()
+
+
+def test_questions_and_passages_are_bert_s(shared, tmp_path):
+    vocabulary = shared / "vocab/bert/bert-base-uncased-vocab.txt"
+    record = {
+        "question": "Who wrote it?",
+        "positive_ctxs": [{"title": "Books", "text": "Anne did."}],
+        "hard_negative_ctxs": [{"title": "Ships", "text": "They sail."}, "Another."],
+    }
+    source = lines(tmp_path / "a.jsonl", [record])
+    make(source, "embedding_pairs", vocabulary, length=12, num_passages=3)
+    fields = retrieval_fields(12, 12, 3, vocab_sizes=(30522, 30522))
+    batch = open_records(tmp_path / "embedding_pairs/train", fields, 12).__getitems__([0])
+    oracle = transformers.BertTokenizer(str(vocabulary))
+    texts = ["Books Anne did.", "Ships They sail.", "Another."]
+    expected = oracle(texts, padding="max_length", max_length=12, return_tensors="pt")
+    assert batch["ctx_input_ids"][0].tolist() == expected["input_ids"].tolist()
+    assert batch["ctx_attention_mask"][0].tolist() == expected["attention_mask"].tolist()
+    assert batch["questions_input_ids"][0, :6].tolist() == oracle("Who wrote it?")["input_ids"]
+    with pytest.raises(DataError, match=r"2 hard negatives.*4 are wanted(?s:.*)--num_passages 3"):
+        make(source, "embedding_pairs", vocabulary, length=12, num_passages=5)
+
+
+@pytest.fixture(scope="module")
+def bert(shared):
+    return shared / "vocab/bert/bert-base-uncased-vocab.txt"
+
+
+def test_masked_pairs_are_texts_of_the_documents(shared, bert, tmp_path):
+    """The answers put back, a pair that goes on is a stretch of a document, and the others are not."""
+    documents = [
+        "The cat sat. It ran off! Then it slept. A dog came by. " * 9,
+        "Ships sail. Wind blows. " * 15,
+    ]
+    source = lines(tmp_path / "a.jsonl", [{"text": text} for text in documents])
+    make(source, "masked", bert, length=48)
+    fields = masked_text_fields(
+        48, 8, vocab_size=30522, pad=0, segments=True, next_sentence=True, spans=False
+    )
+    read = open_records(tmp_path / "masked/train", fields, 48)
+    oracle = transformers.BertTokenizer(str(bert))
+    tokenized = [" ".join(oracle.tokenize(text)) for text in documents]
+    found = set()
+    for number in range(len(read)):
+        sample = read.sample(number)
+        ids = sample["input_ids"].copy()
+        counted = sample["masked_lm_weights"] == 1
+        chosen = sample["masked_lm_positions"][counted]
+        assert 0 < len(chosen) <= 8 and len(set(chosen)) == len(chosen)
+        ids[chosen] = sample["masked_lm_ids"][counted]
+        words = oracle.convert_ids_to_tokens(ids[sample["attention_mask"] == 1].tolist())
+        assert words[0] == "[CLS]" and words[-1] == "[SEP]" and words.count("[SEP]") == 2
+        middle = words.index("[SEP]")
+        assert sample["token_type_ids"].sum() == len(words) - middle - 1
+        first, second = " ".join(words[1:middle]), " ".join(words[middle + 1 : -1])
+        random = int(sample["next_sentence_label"])
+        found.add(random)
+        assert all(any(part in text for text in tokenized) for part in (first, second))
+        if random:
+            assert not any(first in text and second in text for text in tokenized)
+    assert found == {0, 1}
+
+
+def test_masks_may_be_left_to_the_training(shared, bert, tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"text": "It's 5 o'clock, \"isn't it\"? Né. Öl! " * 20}] * 3)
+    make(source, "masked", bert, length=40, dynamic_mask=True)
+    files = [CSVRecords(path) for path in (tmp_path / "masked/train").glob("*.csv")]
+    texts = MaskedTexts(
+        files, bert, vocab_size=30522, length=40, predictions=6, share=0.15, next_sentence=True, seed=0
+    )
+    first, second = (texts.__getitems__([draw])["input_ids"] for draw in (0, len(texts)))
+    assert (first == 103).any() and (first != second).any()
+    tokens = files[0].read(0, "tokens")
+    assert tokens[0] == "[CLS]" and "[UNK]" not in tokens
+
+
+@pytest.mark.parametrize("spm_rate", [0, 1])
+def test_texts_with_their_middle_last_are_the_texts(tokenizer, tmp_path, spm_rate):
+    text = "The quick brown fox — jumped over ½ of the lazy dogs, didn't it?"
+    source = lines(tmp_path / "a.jsonl", [{"text": text}] * 40)
+    statistics = make(source, "fill_in_the_middle", tokenizer, length=80, fim_rate=0.8, spm_rate=spm_rate)
+    decoder = Tokenizer.from_file(str(tmp_path / "fill_in_the_middle/tokenizer.json"))
+    assert statistics.vocab_size == decoder.get_vocab_size() == 603
+    rows = samples(source, "fill_in_the_middle")["data"]
+    turned = 0
+    for row in rows:
+        for part in decoder.decode(row[0].tolist(), skip_special_tokens=False).split("<|endoftext|>"):
+            if "<|fim_prefix|>" not in part:
+                assert part in ("", text)
+                continue
+            turned += 1
+            if spm_rate:
+                assert part.startswith("<|fim_prefix|><|fim_suffix|>")
+                suffix, _, rest = part.partition("<|fim_suffix|>")[2].partition("<|fim_middle|>")
+                assert rest + suffix == text
+            else:
+                prefix, _, rest = part.removeprefix("<|fim_prefix|>").partition("<|fim_suffix|>")
+                suffix, _, middle = rest.partition("<|fim_middle|>")
+                assert prefix + middle + suffix == text
+    assert 20 < turned < 40
+
+
+def test_texts_for_span_corruption_are_lines(tokenizer, tmp_path):
+    source = tmp_path / "a.txt"
+    source.write_text("One line\nand more.\n\n  A second\tparagraph — é.\n\n\n")
+    make(source, "span_corruption", tokenizer)
+    found = (tmp_path / "span_corruption/train/data-00000.txt").read_text().splitlines()
+    assert sorted(found) == ["A second paragraph — é.", "One line and more."]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".parquet"])
+def test_other_files_hold_the_same_records(tokenizer, tmp_path, suffix):
+    records = [{"prompt": f"Count to {n}.", "completion": "word " * n} for n in range(1, 50)]
+    plain, other = lines(tmp_path / "a.jsonl", records), tmp_path / f"b{suffix}"
+    if suffix == ".json":
+        other.write_text(json.dumps(records, indent=1))
+    else:
+        pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pa.Table.from_pylist(records), other)
+    rows = []
+    for source in (plain, other):
+        make(source, "prompt_completion", tokenizer)
+        rows.append(samples(source, "prompt_completion")["data"])
+    assert (rows[0] == rows[1]).all()
+
+
+def test_bad_records_are_named_or_counted(tokenizer, tmp_path):
+    source = tmp_path / "a.jsonl"
+    good = json.dumps({"prompt": "a", "completion": "b"})
+    source.write_text(f'{good}\n{{"prompt": \n{{"prompt": "x", "reply": "y"}}\n{good}\n')
+    with pytest.raises(DataError, match="line is not JSON") as caught:
+        make(source, "prompt_completion", tokenizer)
+    assert caught.value.where == f"{source}, line 2"
+    assert make(source, "prompt_completion", tokenizer, skip=True).bad_records == 2
+    with pytest.raises(DataError, match=r"(?s)no field 'completion'.*'prompt', 'reply'.*line 3.*--keys"):
+        source.write_text(f'{good}\n{good}\n{{"prompt": "x", "reply": "y"}}\n')
+        make(source, "prompt_completion", tokenizer)
+    source.write_text('{"prompt": "x", "reply": "y"}\n' * 3)
+    assert make(source, "prompt_completion", tokenizer, keys=(("completion", "reply"),)).train_samples == 3
+
+
+def test_what_does_not_go_together_is_refused(tokenizer, tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(ConfigError, match=r"(?s)no mode 'chatt'.*chat"):
+        make(source, "chatt", tokenizer)
+    with pytest.raises(ConfigError, match="preference does not pack"):
+        make(source, "preference", tokenizer, use_vsl=True)
+    with pytest.raises(DataError, match=r"\[PAD\], \[CLS\].*mode masked needs"):
+        make(source, "masked", tokenizer)
+    with pytest.raises(ConfigError, match="fim_rate is 2"):
+        ModeOptions(fim_rate=2)
+    text = tmp_path / "a.txt"
+    text.touch()
+    with pytest.raises(DataError, match="reads records"):
+        make(text, "chat", tokenizer)
+
+
+def test_rows_know_their_tokens(tokenizer, tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "c" * n} for n in range(1, 30)])
+    statistics = make(source, "prompt_completion", tokenizer, use_vsl=True)
+    rows = samples(source, "prompt_completion")["data"]
+    ids, mask, labels, span, positions = np.moveaxis(rows, 1, 0)
+    padding = (rows[:, [1, 3, 4]] == 0).all(1) & (np.roll(span, 1, axis=1) == 0)
+    assert statistics.padding_tokens <= padding.sum()
+    starts = positions[:, 1:] == 0
+    inside = ~starts
+    assert (labels[:, :-1][inside] == ids[:, 1:][inside]).all()
+    assert (span[:, :-1][inside] == span[:, 1:][inside] + 1).all()
+    assert mask.sum() == statistics.loss_tokens
