@@ -31,21 +31,24 @@ def _batch(step, index):
     return batch
 
 
-def job(dropout):
-    config = DPOConfig.model_validate(
-        {"name": "dpo", "policy_model": POLICY, "dpo": {"disable_dropout": not dropout}}
-    )
+ADAPTERS = {"lora_params": {"r": 2, "alpha": 4.0, "dropout": 0.1}}
+
+
+def job(kind):
+    policy = POLICY | (ADAPTERS if kind == "adapters" else {})
+    section = {"name": "dpo", "policy_model": policy, "dpo": {"disable_dropout": kind == "whole"}}
+    config = DPOConfig.model_validate(section)
     return Job(lambda: build_model(config), _batch, lambda model, batch: model(batch), micro_batches=2)
 
 
 @functools.cache
-def plain(dropout):
-    return train_plain(job(dropout), steps=3)
+def plain(kind):
+    return train_plain(job(kind), steps=3)
 
 
 @pytest.mark.parametrize("setting", [Setting("memory", 2), Setting("disk", 2, "recompute")], ids=str)
-@pytest.mark.parametrize("dropout", [False, True])
-def test_streams_to_the_same_bits(dropout, setting, tmp_path):
-    expected = plain(dropout)
+@pytest.mark.parametrize("kind", ["whole", "dropout", "adapters"])
+def test_streams_to_the_same_bits(kind, setting, tmp_path):
+    expected = plain(kind)
     assert len(set(expected.losses)) == 3
-    assert_equal(train_streamed(job(dropout), setting, tmp_path, steps=3), expected)
+    assert_equal(train_streamed(job(kind), setting, tmp_path, steps=3), expected)

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.config.models import ModelConfig
+from headwater.config.models import DecoderConfig, DPOConfig, ModelConfig
 from headwater.convert.formats import format_of_config, format_of_hf
 from headwater.convert.formats.base import Format
 from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
 from headwater.convert.shards import INDEX_FILE, ShardWriter, plan_shards, weight_files, weight_index
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.safetensors import TensorFile
+from headwater.models.decoder import public_parts
+from headwater.models.lora import merge_adapters
 from headwater.models.registry import build_model
 
 CONFIG_FILE = "config.json"
@@ -55,13 +57,14 @@ def export_hf(
         ConfigError: if no format of the transformers library can express the model.
         CheckpointError: if the folder is not empty, or the tensors are not those of the model.
     """
+    pairs = source.items() if isinstance(source, Mapping) else source
+    config, pairs = _what_is_used(config, pairs)
     format = format_of_config(config)
     hf = format.config_to_hf(config, end_of_text=end_of_text) | {"dtype": str(dtype).removeprefix("torch.")}
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise CheckpointError(
             "the export folder is not empty", where=str(out_dir), remedy="name a new folder"
         )
-    pairs = source.items() if isinstance(source, Mapping) else source
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
         partial = Path(scratch) / out_dir.name
@@ -78,6 +81,22 @@ def export_hf(
                 where=str(out_dir),
                 remedy="make room or name another folder; nothing was left behind",
             ) from error
+
+
+def _what_is_used(
+    config: ModelConfig, pairs: Iterable[tuple[str, Tensor]]
+) -> tuple[ModelConfig, Iterable[tuple[str, Tensor]]]:
+    """The model without what only its training needs: a reference, and adapters, which are merged."""
+    if isinstance(config, DPOConfig):
+        config = config.policy_model
+        policy = (
+            (name.removeprefix("policy."), tensor) for name, tensor in pairs if name.startswith("policy.")
+        )
+        return _what_is_used(config, policy)
+    if not isinstance(config, DecoderConfig) or config.lora_params is None:
+        return config, pairs
+    plain = config.model_copy(update={"lora_params": None})
+    return plain, merge_adapters(pairs, config.lora_params, lambda name: public_parts(name, plain))
 
 
 def import_hf(

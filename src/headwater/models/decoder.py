@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from headwater.config.models import DecoderConfig, InitializerConfig
 from headwater.core.errors import DataError
+from headwater.core.stage import MAY_BE_MISSING
 from headwater.models.layers.attention import KeyValueCache, LayerCache, Seen, SelfAttention, visible
 from headwater.models.layers.experts import MixtureOfExperts
 from headwater.models.layers.feed_forward import FeedForward
@@ -27,6 +28,7 @@ from headwater.models.layers.positions import (
     rotations,
     sinusoidal_positions,
 )
+from headwater.models.lora import add_adapters, init_adapter, is_adapter
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy, row_cross_entropies
 
 
@@ -215,6 +217,8 @@ class Decoder(nn.Module):
         self.head = Head(config, fused_loss=fused_loss)
         if config.share_embedding_weights:
             self.head.weight = self.embedding.weight
+        if config.lora_params is not None:
+            add_adapters(self, config.lora_params, lambda name: public_parts(name, config))
         if not self.embedding.weight.is_meta:
             self.reset_parameters(seed)
 
@@ -376,6 +380,8 @@ def init_parameter(name: str, shape: Sequence[int], config: DecoderConfig, seed:
     """
     if name == "alibi.slopes":
         return alibi_slopes(config.num_heads)
+    if is_adapter(name):
+        return init_adapter(name, shape, seed)
     return draw(name, shape, _initializer(name, config), seed, rows=_stacked_rows(name, shape, config))
 
 
@@ -420,6 +426,11 @@ def learning_rate_scale(name: str, config: DecoderConfig) -> float:
     if re.fullmatch(r"blocks\.\d+\.ffn\.(shared\.)?output\.weight", name):
         return 1 / config.filter_ratio
     return 1.0
+
+
+def pretrained_names(name: str) -> tuple[str, ...]:
+    """Names of a parameter in a checkpoint; adapters may be missing there."""
+    return (name, MAY_BE_MISSING) if is_adapter(name) else (name,)
 
 
 def public_parts(name: str, config: DecoderConfig) -> tuple[tuple[str, int], ...]:

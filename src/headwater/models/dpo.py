@@ -34,6 +34,7 @@ class DPO(nn.Module):
             self.reference = Decoder(config.policy_model, fused_loss=fused_loss, seed=seed)
             self.reference.requires_grad_(False)
         self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
+        self.train()
 
     def train(self, mode: bool = True) -> DPO:
         """Training mode; what is dropped would change how likely an answer is, not how it is learnt."""
@@ -112,7 +113,8 @@ def learning_rate_scale(name: str, config: DPOConfig) -> float:
 
 def pretrained_names(name: str, config: DPOConfig) -> tuple[str, ...]:
     """Names of a parameter in checkpoints: in those of this model, and of the policy alone."""
-    return (name, f"policy.{_below(name)}", _below(name))
+    below = _below(name)
+    return (name, f"policy.{below}", *decoder.pretrained_names(below))
 
 
 def _below(name: str) -> str:

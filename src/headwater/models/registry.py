@@ -32,7 +32,7 @@ class Family:
         batch: a batch without values from config, samples, and tokens of a sample (its longest if `None`).
         divisible: whether the mean of the losses of equal parts of a batch is the loss of the batch.
         pretrained_names: names under which a parameter may be found in a checkpoint that a run starts from,
-            the best first, from its own name and config.
+            the best first, from its own name and config; `MAY_BE_MISSING` last where it need not be there.
         public_parts: what the public Model Zoo calls the parameters that are stacked in one of ours, each
             with its rows (-1: all), from name and config; empty where it has none such.
     """
@@ -51,6 +51,7 @@ _DECODER = Family(
     decoder.init_parameter,
     decoder.learning_rate_scale,
     examples.texts("labels"),
+    pretrained_names=lambda name, config: decoder.pretrained_names(name),
     public_parts=decoder.public_parts,
 )
 

@@ -13,7 +13,7 @@ import torch
 from headwater.core.errors import CheckpointError
 from headwater.core.files import FileBytes
 from headwater.core.safetensors import TensorFile
-from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.stage import MAY_BE_MISSING, ParamSpec, StageSpec
 from headwater.store.rule import Scalars
 from headwater.store.snapshot import BUFFERS_FILE, state_entries, state_name
 from headwater.store.snapshot_manifest import (
@@ -29,7 +29,10 @@ Buffers = Mapping[str, torch.Tensor]
 """Tensors of the model that are not parameters, by name; they are overwritten in place."""
 
 Names = Callable[[str], Sequence[str]]
-"""Names under which a parameter may be found in files, the best first, by its name in the model."""
+"""Names under which a parameter may be found in files, the best first, by its name in the model.
+
+With `MAY_BE_MISSING` last it need not be there, and keeps its value then.
+"""
 
 _OTHER_MODEL = "the weights are of another model; set its section to what they were trained with"
 
@@ -255,7 +258,7 @@ class _Weights:
 
     def _refuse_missing(self, wanted: Iterable[ParamSpec]) -> None:
         for spec in wanted:
-            if spec.name not in self:
+            if spec.name not in self and MAY_BE_MISSING not in self._candidates(spec):
                 raise CheckpointError(
                     f"{spec.name} is missing; {_nearest(spec.name, self._files, 'the files hold')}",
                     where=self._where,

@@ -18,7 +18,7 @@ from headwater.api.machine import (
 from headwater.config.run import SetupConfig
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
-from headwater.core.stage import ParamSpec
+from headwater.core.stage import MAY_BE_MISSING, ParamSpec
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import Calibration
@@ -146,11 +146,14 @@ def make_engine(
         optimizer: how it is updated.
         blank: fill in zeros for initial values, for what a checkpoint will replace.
     """
+    initial = trainable.initial
+    if blank:
+        initial = functools.partial(_blank, trainable)
     return Engine(
         trainable.model,
         plan,
         optimizer,
-        initial=_zeros if blank else trainable.initial,
+        initial=initial,
         seed=init.seed,
         loss_function=trainable.loss,
         fast_matmul=init.backend.matmul == "fast",
@@ -159,7 +162,10 @@ def make_engine(
     )
 
 
-def _zeros(spec: ParamSpec) -> torch.Tensor:
+def _blank(trainable: Trainable, spec: ParamSpec) -> torch.Tensor:
+    """Zeros, but for what a checkpoint may not have."""
+    if trainable.initial is not None and MAY_BE_MISSING in trainable.pretrained_names(spec.name):
+        return trainable.initial(spec)
     return torch.zeros(()).expand(spec.shape)
 
 

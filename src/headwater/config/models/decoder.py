@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from headwater.config.base import NoEffect, Section
 from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
+from headwater.config.models.lora import LoRAConfig
 
 
 class KeyValueConfig(Section):
@@ -209,6 +210,7 @@ class DecoderConfig(Section):
         output_logits_alpha: factor on the logits, on top of the muP width ratio.
         output_logits_scale: factor on the logits, in place of all that.
         embeddings_scale: factor on the sum of the embeddings.
+        lora_params: train low-rank adapters, and nothing else.
     """
 
     name: Literal[
@@ -288,6 +290,8 @@ class DecoderConfig(Section):
     output_logits_alpha: float | None = Field(default=None, gt=0)
     output_logits_scale: float | None = Field(default=None, gt=0)
     embeddings_scale: float = 1.0
+
+    lora_params: LoRAConfig | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,106 @@
+"""Low-rank adapters against transformers' model with the merged weights, and the gradients of the formula."""
+
+import pytest
+import torch
+
+from headwater.config.models import DecoderConfig
+from headwater.convert.checkpoint import export_hf, import_hf
+from headwater.core.errors import ConfigError
+from headwater.models.registry import build_model
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+LORA = {
+    "r": 3,
+    "alpha": 6.0,
+    "target_modules": ["proj_q_dense_layer", "proj_v_dense_layer", "*ffn.0.linear_layer"],
+}
+
+
+@pytest.fixture
+def models(tmp_path):
+    """A model of transformers, and ours with its weights and adapters that are not zero."""
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    theirs.save_pretrained(tmp_path / "theirs")
+    config, tensors = import_hf(tmp_path / "theirs")
+    section = config.model_dump(exclude_unset=True) | {"name": "llama", "lora_params": LORA}
+    ours = build_model(DecoderConfig.model_validate(section))
+    missing = ours.load_state_dict(dict(tensors), strict=False)
+    assert not missing.unexpected_keys
+    assert all("lora" in name for name in missing.missing_keys)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith("lora_b"):
+                assert not parameter.any(), "at first an adapter adds nothing"
+                parameter.normal_(std=0.1)
+    return theirs, ours, tmp_path
+
+
+def batch():
+    tokens = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "attention_mask": torch.ones(2, 16)}
+
+
+def test_only_adapters_are_trained(models):
+    ours = models[1]
+    trained = {name: tuple(p.shape) for name, p in ours.named_parameters() if p.requires_grad}
+    of_block = {
+        "attention.qkv.lora_a": (6, 32),
+        "attention.qkv.lora_b": (48, 3),
+        "ffn.input.lora_a": (3, 32),
+        "ffn.input.lora_b": (48, 3),
+    }
+    assert trained == {f"blocks.{i}.{name}": shape for i in range(2) for name, shape in of_block.items()}
+
+
+def test_the_export_computes_the_same(models):
+    theirs, ours, folder = models
+    export_hf(dict(ours.state_dict()), ours.config, folder / "merged")
+    merged = transformers.LlamaForCausalLM.from_pretrained(folder / "merged")
+    ids = batch()["input_ids"]
+    torch.testing.assert_close(ours.eval().logits(ids), merged(ids).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(merged(ids).logits, theirs(ids).logits, atol=1e-2)
+    key = "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(merged.state_dict()[key], theirs.state_dict()[key])
+
+
+def test_gradients_are_those_of_the_formula(models):
+    """With W + s·B·A the chain rule gives s·Bᵀ·dW for A and s·dW·Aᵀ for B."""
+    _, ours, folder = models
+    export_hf(dict(ours.state_dict()), ours.config, folder / "merged")
+    merged = transformers.LlamaForCausalLM.from_pretrained(folder / "merged")
+    tokens = torch.cat([batch()["input_ids"], batch()["labels"][:, -1:]], 1)
+    merged(tokens, labels=tokens).loss.backward()
+    ours(batch()).backward()
+    layer, attention = ours.blocks[1].attention.qkv, merged.model.layers[1].self_attn
+    assert layer.weight.grad is None
+    for part, (a, b, gradient) in enumerate(
+        zip(
+            layer.lora_a.chunk(2),
+            layer.lora_b.split([32, 16]),
+            (attention.q_proj.weight.grad, attention.v_proj.weight.grad),
+            strict=True,
+        )
+    ):
+        of_a = layer.lora_a.grad.chunk(2)[part]
+        of_b = layer.lora_b.grad.split([32, 16])[part]
+        torch.testing.assert_close(of_a, 2 * b.T @ gradient, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(of_b, 2 * gradient @ a.T, rtol=1e-3, atol=1e-6)
+        assert of_a.abs().max() > 1e-5
+
+
+def test_layers_that_are_not_there_are_refused():
+    section = {"name": "llama", "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 1, "vocab_size": 61}
+    config = DecoderConfig.model_validate(section | {"lora_params": {"r": 2, "target_modules": ["c_attn"]}})
+    with pytest.raises(ConfigError, match="no linear layer is called like c_attn"):
+        build_model(config, device="meta")
