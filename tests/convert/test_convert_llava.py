@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headwater.config.models import LlavaConfig, MultimodalSimpleConfig
-from headwater.convert.checkpoint import export_hf, import_hf
+from headwater.convert.checkpoint import export_hf, import_hf, parameter_shapes
+from headwater.convert.folder import read_folder, write_folder
+from headwater.convert.formats import LLAVA
 from headwater.core.errors import ConfigError
 from headwater.models.registry import build_model
 
@@ -120,6 +122,18 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
     with torch.no_grad():
         pair = [m(input_ids=ids, pixel_values=pixels.flatten(0, 1)).logits for m in (again, theirs)]
     torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+
+
+def test_the_folder_in_between_keeps_config_and_bits(case):
+    _, folder = case
+    config, tensors = import_hf(folder / "theirs")
+    write_folder(tensors, parameter_shapes(config), config, folder / "between")
+    again, kept = read_folder(folder / "between")
+    export_hf(kept, again, folder / "ours")
+    model, other = loaded(folder / "theirs"), loaded(folder / "ours")
+    assert LLAVA.meaning(again) == LLAVA.meaning(config)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_step_of_training_gives_the_same_loss(case):

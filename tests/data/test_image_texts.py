@@ -1,0 +1,300 @@
+"""Texts with images: captions and conversations to HDF5 to batches, images as in transformers."""
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from headwater.config.data import ImageTextDataConfig
+from headwater.config.models import LlavaConfig, MultimodalSimpleConfig
+from headwater.core.errors import ConfigError, DataError
+from headwater.data.tokenizer import END_OF_TEXT, TrainBPE
+from headwater.models.registry import build_model
+from headwater.trainer.datasets import open_data
+
+Image = pytest.importorskip("PIL.Image")
+from headwater.data.multimodal.conversations import VICUNA  # noqa: E402
+from headwater.data.multimodal.prepare import (  # noqa: E402
+    ImageTextSettings,
+    prepare_image_texts,
+    read_jsonl,
+)
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+TRANSFORMS = [
+    {"name": "expand_to_square", "background_color": [122, 116, 104]},
+    {"name": "resize", "size": 16, "interpolation": "bicubic"},
+    {"name": "center_crop", "size": 16},
+    {"name": "to_tensor"},
+    {"name": "normalize", "mean": list(MEAN), "std": list(STD)},
+]
+ENCODER = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "filter_size": 24,
+    "image_size": [16, 16],
+    "patch_size": [8, 8],
+}
+TEXT = {
+    "name": "llama",
+    "vocab_size": 400,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "max_position_embeddings": 200,
+}
+PROJECTOR = {"input_unit": 16, "layers_units": [16, 16], "layers_activation": ["gelu", None]}
+MODEL = LlavaConfig.model_validate(
+    {
+        "name": "llava",
+        "image_model": ENCODER,
+        "projector": {"image_model": PROJECTOR},
+        "text_model": TEXT,
+        "image_start_idx": 3,
+    }
+)
+FEATURES = 4
+LENGTH = 160
+
+RECORDS = [
+    {"image": "a.png", "captions": ["A dog.", "A brown dog in the snow."]},
+    {
+        "image": ["b.png", "a.png"],
+        "conversations": [
+            {"from": "human", "value": "<image>\nWhat is it? Compare it with <image>."},
+            {"from": "gpt", "value": "It is a cat."},
+            {"from": "human", "value": "Why?"},
+            {"from": "gpt", "value": "It says so."},
+        ],
+    },
+    {
+        "image": "b.png",
+        "conversations": [{"from": "user", "value": "Who?"}, {"from": "assistant", "value": "A cat."}],
+    },
+    {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Good morning."}]},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    words = "A brown dog in the snow. It is a cat. Why? It says so. Good morning. " + VICUNA.system
+    return TrainBPE(400).train([words] * 3)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number, (name, size) in enumerate({"a.png": (40, 20), "b.png": (24, 50)}.items()):
+        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / name)
+    return folder
+
+
+def prepared(tmp_path, tokenizer, pictures, records=RECORDS, **changes):
+    """A file of texts with images, and what was counted."""
+    source = tmp_path / "records.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    output = tmp_path / "data" / "train.h5"
+    output.parent.mkdir(exist_ok=True)
+    keys = {
+        "sequence_length": LENGTH,
+        "num_features": FEATURES,
+        "num_images": 2,
+        "image_token_id": 9,
+        **changes,
+    }
+    statistics = prepare_image_texts(
+        read_jsonl(source),
+        output,
+        tokenizer=tokenizer,
+        image_dir=pictures,
+        settings=ImageTextSettings(**keys),
+    )
+    return output, statistics
+
+
+def section(tmp_path, **changes):
+    keys = {
+        "data_processor": "MultimodalSimpleHDF5MapDataProcessor",
+        "data_dir": str(tmp_path / "data"),
+        "img_data_dir": str(tmp_path / "images"),
+        "image_data_size": [3, 16, 16],
+        "transforms": TRANSFORMS,
+        "batch_size": 1,
+        "drop_last": False,
+        **changes,
+    }
+    return ImageTextDataConfig.model_validate(keys)
+
+
+def batches(tmp_path, model=MODEL, **changes):
+    return list(open_data(section(tmp_path, **changes), model, seed=0, repeat=False).create_dataloader())
+
+
+def test_samples_are_the_records(tmp_path, tokenizer, pictures):
+    output, statistics = prepared(tmp_path, tokenizer, pictures)
+    read = batches(tmp_path)
+    assert (statistics.samples, statistics.images, len(read)) == (5, 5, 5)
+    end, learnt = tokenizer.token_to_id(END_OF_TEXT), []
+    for batch in read:
+        ids, labels, mask = (batch[name][0] for name in ("input_ids", "labels", "attention_mask"))
+        assert torch.equal(labels[:-1][mask[:-1] == 1], ids[1:][mask[:-1] == 1])
+        learnt.append(tokenizer.decode(labels[mask == 1].tolist(), skip_special_tokens=False))
+        places = batch["image_places"][0]
+        images = ids == 9
+        assert torch.equal(images.nonzero().flatten(), places[places < LENGTH].sort().values)
+    assert learnt == [
+        f"A dog.{END_OF_TEXT}",
+        f"A brown dog in the snow.{END_OF_TEXT}",
+        f"It is a cat.{END_OF_TEXT}It says so.{END_OF_TEXT}",
+        f"A cat.{END_OF_TEXT}",
+        f"Good morning.{END_OF_TEXT}",
+    ]
+    assert statistics.learnt_tokens == sum(int(batch["attention_mask"].sum()) for batch in read)
+    assert [int((batch["image_places"] < LENGTH).sum()) // FEATURES for batch in read] == [1, 1, 2, 1, 0]
+    ids = read[2]["input_ids"][0]
+    text = tokenizer.decode(ids[(ids != 9) & (ids != end)].tolist())
+    assert text == (
+        f"{VICUNA.system}USER: \nWhat is it? Compare it with . ASSISTANT: It is a cat."
+        "USER: Why? ASSISTANT: It says so."
+    )
+    with h5py.File(output) as file:
+        assert file["data"].shape == (5, 5, LENGTH) and file["img_data_loc"].shape == (5, 2, FEATURES)
+
+
+def test_images_are_those_of_transformers(tmp_path, tokenizer, pictures):
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.LlavaImageProcessorPil(
+        do_pad=True, size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+    )
+    prepared(tmp_path, tokenizer, pictures)
+    expected = {
+        name: processor(Image.open(pictures / name), return_tensors="pt")["pixel_values"][0]
+        for name in ("a.png", "b.png")
+    }
+    read = batches(tmp_path)
+    for batch, names in zip(read, [["a.png"], ["a.png"], ["b.png", "a.png"], ["b.png"], []], strict=True):
+        for image, name in zip(batch["images"][0], names, strict=False):
+            torch.testing.assert_close(image, expected[name], rtol=1e-5, atol=1e-5)
+        assert not batch["images"][0, len(names) :].any()
+
+
+def stored(tmp_path, tokens, mask, padding, paths):
+    """A file of the public layout with one image at one place."""
+    folder = tmp_path / "data"
+    folder.mkdir(exist_ok=True)
+    tokens, mask, padding = (np.asarray(each, dtype=np.int32) for each in (tokens, mask, padding))
+    labels = np.roll(tokens, -1, axis=1)
+    with h5py.File(folder / "train.h5", "w") as file:
+        file["data"] = np.stack([tokens, mask, labels, padding], axis=1)
+        file["img_path"] = np.array(paths, dtype=object)[:, None]
+
+
+def test_one_place_for_the_images_of_all_samples(tmp_path, pictures):
+    """A text without image has padding where the image would be; the loss is that of the text alone."""
+    stored(
+        tmp_path,
+        tokens=[[1, 5, 6, 0, 0, 0, 0, 7, 8, 4, 3, 0], [1, 5, 6, 0, 0, 0, 0, 7, 8, 4, 3, 0]],
+        mask=[[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0]],
+        padding=[[0] * 11 + [1], [0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]],
+        paths=["a.png", "None"],
+    )
+    with_image, without = batches(tmp_path, data_processor="LlavaHDF5MapDataProcessor")
+    assert with_image["image_places"].flatten().tolist() == [3, 4, 5, 6]
+    assert with_image["input_ids"].tolist() == [[1, 5, 6, 0, 0, 0, 0, 7, 8, 4, 3, 0]]
+    assert without["image_places"].flatten().tolist() == [12] * 4
+    assert without["input_ids"].tolist() == [[1, 5, 6, 7, 8, 4, 3, 0, 0, 0, 0, 0]]
+    model = build_model(MODEL).eval()
+    text = model.text_model
+    short = {
+        "input_ids": torch.tensor([[1, 5, 6, 7, 8, 4]]),
+        "labels": torch.tensor([[5, 6, 7, 8, 4, 3]]),
+        "attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1]]),
+    }
+    with torch.no_grad():
+        torch.testing.assert_close(model(without), text(short))
+        assert model(with_image) != text({name: with_image[name] for name in short})
+
+
+def test_several_images_need_their_places(tmp_path, pictures):
+    stored(tmp_path, [[1] * 12], [[1] * 12], [[0] * 12], ["a.png"])
+    config = MultimodalSimpleConfig.model_validate(
+        {
+            "name": "multimodal_simple",
+            "image_model_list": {
+                "image_models": [{"image_encoder": ENCODER}],
+                "global_image_projection": PROJECTOR,
+            },
+            "text_model": TEXT,
+        }
+    )
+    with pytest.raises(DataError, match="img_data_loc is missing"):
+        batches(tmp_path, config)
+
+
+def test_a_damaged_image_is_named(tmp_path, tokenizer, pictures):
+    prepared(tmp_path, tokenizer, pictures)
+    (pictures / "a.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match="cannot read the image") as error:
+        batches(tmp_path)
+    assert error.value.where == str(pictures / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("record", "changes", "message"),
+    [
+        ({"image": "c.png", "captions": ["x"]}, {}, "image c.png is not below"),
+        ({"image": "a.png"}, {}, "neither captions nor conversations"),
+        ({"image": "a.png", "captions": "x"}, {}, "captions is no list of texts"),
+        ({"image": 3, "captions": ["x"]}, {}, "image is no file name"),
+        ({"image": ["a.png"] * 3, "captions": ["x"]}, {}, "3 images, and num_images is 2"),
+        ({"conversations": [{"from": "cat", "value": "x"}]}, {}, "a turn needs"),
+        (
+            {"image": "a.png", "conversations": [{"from": "human", "value": "<image> <image>"}]},
+            {},
+            "2 marks <image> and 1 images",
+        ),
+        ({"image": "a.png", "captions": ["x"]}, {"sequence_length": 3}, "an image ends at token 4"),
+    ],
+)
+def test_records_that_cannot_be_used(record, changes, message, tmp_path, tokenizer, pictures):
+    with pytest.raises(DataError, match=message) as error:
+        prepared(tmp_path, tokenizer, pictures, [record], **changes)
+    assert "records.jsonl, line 1" in (error.value.where or "")
+    assert not list((tmp_path / "data").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"sequence_length": 300}, DataError, "300 tokens"),
+        ({"num_features": 5}, DataError, "takes 5 places, and the model gives it 4"),
+        ({"transforms": TRANSFORMS[3:]}, DataError, "after the transforms the image is of"),
+        ({"image_data_size": [3, 8, 8]}, ConfigError, "image_data_size"),
+    ],
+)
+def test_data_that_do_not_fit_the_model(changes, error, message, tmp_path, tokenizer, pictures):
+    settings = {key: value for key, value in changes.items() if key in ("sequence_length", "num_features")}
+    prepared(tmp_path, tokenizer, pictures, **settings)
+    with pytest.raises(error, match=message):
+        batches(tmp_path, **{key: value for key, value in changes.items() if key not in settings})
+
+
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path, pictures):
+    stored(tmp_path, [[1, 500] * 6], [[1] * 12], [[0] * 12], ["a.png"])
+    with pytest.raises(DataError, match="the token 500 is not below"):
+        batches(tmp_path)
+
+
+def test_long_samples_are_cut(tmp_path, tokenizer, pictures):
+    caption = "A brown dog in the snow. " * 40
+    _, statistics = prepared(tmp_path, tokenizer, pictures, [{"image": "a.png", "captions": [caption]}])
+    assert statistics.cut_samples == 1
+    (batch,) = batches(tmp_path)
+    # All but the image's own places, whose last one sees the first token.
+    assert int(batch["attention_mask"].sum()) == LENGTH - FEATURES + 1
