@@ -1,0 +1,82 @@
+"""LLaVA learns real captions of real photographs by looking at them."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from headwater.config import find_params, load_params
+from headwater.data.tokenizer import TrainBPE
+from headwater.models.registry import build_model
+from headwater.trainer.datasets import open_data
+from headwater.trainer.pretrained import checkpoint_weights
+from headwater.trainer.session import fit
+
+SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[2].parent / "shared")
+COCO = SHARED / "data" / "image_text" / "coco"
+IMAGES = 81
+TRAINED = 4
+"""Captions of each image that are trained on; the fifth is not."""
+
+
+def prepared(folder):
+    """Captions to train on and others, as the shipped params read them."""
+    from headwater.data.multimodal.prepare import ImageTextSettings, prepare_image_texts, read_jsonl
+
+    records = list(read_jsonl(COCO / "captions.jsonl"))
+    texts = [caption for record, _ in records for caption in record["captions"][:TRAINED]]
+    tokenizer = TrainBPE(1000).train(texts)
+    for split, part in (("train", slice(0, TRAINED)), ("val", slice(TRAINED, None))):
+        (folder / split).mkdir()
+        prepare_image_texts(
+            [(record | {"captions": record["captions"][part]}, where) for record, where in records],
+            folder / split / "data.h5",
+            tokenizer=tokenizer,
+            image_dir=COCO,
+            settings=ImageTextSettings(sequence_length=48, num_features=16),
+        )
+
+
+def params(folder, **more):
+    keys = {"trainer.init.model_dir": str(folder / "run"), **more}
+    for loader, split in (("fit.train", "train"), ("fit.val", "val"), ("validate.val", "val")):
+        keys[f"trainer.{loader}_dataloader.data_dir"] = str(folder / split)
+        keys[f"trainer.{loader}_dataloader.img_data_dir"] = str(COCO)
+    return load_params(find_params("llava/tiny_coco"), keys)
+
+
+def found_images(model, loader, every):
+    """How often a caption is likelier with its own image than with three others.
+
+    A model that does not look finds all four alike.
+    """
+    (batch,) = open_data(loader, model.config, seed=0, repeat=False).create_dataloader()
+    captions = torch.arange(IMAGES) * every
+    own = {name: value[captions] for name, value in batch.items()}
+    losses = []
+    for other in range(4):
+        shown = own | {"images": batch["images"][(captions + other * 20 * every) % (IMAGES * every)]}
+        with torch.no_grad():
+            rows = F.cross_entropy(model.logits(shown).mT, own["labels"], reduction="none")
+        losses.append((rows * own["attention_mask"]).sum(1))
+    return float((torch.stack(losses[1:]).amin(0) > losses[0]).float().mean())
+
+
+@pytest.mark.slow
+def test_captions(tmp_path):
+    """By chance an image is found in 0.25; bigrams, smoothed at best, have 4.34 on the captions held out."""
+    if not COCO.is_dir():
+        pytest.skip("the data sets are not here")
+    prepared(tmp_path)
+    result = fit(params(tmp_path))
+    assert result.validation[-1].loss < 4.3
+    whole = {"trainer.fit.train_dataloader.shuffle": False}
+    sizes = {"train": IMAGES * TRAINED, "val": IMAGES}
+    whole |= {f"trainer.fit.{split}_dataloader.batch_size": size for split, size in sizes.items()}
+    config = params(tmp_path, **whole)
+    model = build_model(config.init.model).eval()
+    model.load_state_dict(dict(checkpoint_weights(Path(result.checkpoint))))
+    assert found_images(model, config.fit.train_dataloader, TRAINED) >= 0.9
+    assert found_images(model, config.fit.val_dataloader[0], 1) >= 0.4
