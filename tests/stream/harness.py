@@ -26,7 +26,7 @@ ADAMW = OptimizerSpec("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A model, the batch of each (step, micro-batch), the loss, and how it is optimized."""
+    """A model, the batch of each (step, micro-batch), the loss, the optimizer, and what follows a step."""
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int, int], Any]
@@ -35,6 +35,8 @@ class Job:
     max_norm: float | None = 0.5
     max_value: float | None = None
     micro_batches: int = 1
+    after_plain_step: Callable[[nn.Module, int], None] = lambda model, step: None
+    after_streamed_step: Callable[[Engine, int], None] = lambda engine, step: None
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -117,6 +119,7 @@ def train_streamed(job: Job, setting: Setting, folder: Path, *, steps: int) -> H
     with make_engine(job, setting, folder) as engine:
         for step in range(steps):
             report = engine.train_step(job.batches(step), job.update(step))
+            job.after_streamed_step(engine, step)
             history.losses.append(report.loss)
             history.norms.append(report.gradient_norm)
         collect(engine, history)
@@ -143,6 +146,7 @@ def train_plain(job: Job, *, steps: int, precision: Precision = FP32) -> History
             group["lr"] = job.optimizer.kwargs["lr"] / (step + 1)
         optimizer.step()
         optimizer.zero_grad()
+        job.after_plain_step(model, step)
         history.losses.append(loss)
         history.norms.append(float(norm))
     history.weights = {name: value.detach() for name, value in model.named_parameters()}

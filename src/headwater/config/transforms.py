@@ -115,6 +115,73 @@ class RandomVerticalFlipConfig(Section):
     p: Probability = 0.5
 
 
+PerCrop = Annotated[tuple[Probability, ...], OneOrMore, Field(min_length=1)]
+"""How often something is done: one number for all parts of an image, or one for each."""
+
+
+class OccasionalTransform(Section):
+    """A transform that is not always done.
+
+    Attributes:
+        p: how often; one number, or one for each part that is cut out of an image.
+    """
+
+    p: PerCrop = (1.0,)
+
+
+class ColorJitterConfig(OccasionalTransform):
+    """Changes brightness, contrast, saturation and hue, in a random order (arXiv:1312.5402, section 2).
+
+    Attributes:
+        brightness: by this factor below or above 1 at most.
+        contrast: likewise.
+        saturation: likewise.
+        hue: by this share of the circle of colours at most.
+    """
+
+    name: Literal["color_jitter_with_prob"]
+    brightness: float = Field(default=0.0, ge=0)
+    contrast: float = Field(default=0.0, ge=0)
+    saturation: float = Field(default=0.0, ge=0)
+    hue: float = Field(default=0.0, ge=0, le=0.5)
+
+
+class RandomGrayScaleConfig(OccasionalTransform):
+    """Takes the colours away."""
+
+    name: Literal["random_gray_scale"]
+
+
+class RandomGaussianBlurConfig(OccasionalTransform):
+    """Blurs.
+
+    Attributes:
+        radius_min: least standard deviation in pixels.
+        radius_max: largest.
+    """
+
+    name: Literal["random_gaussian_blur_random_radius"]
+    radius_min: float = Field(default=0.1, ge=0)
+    radius_max: float = Field(default=2.0, ge=0)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.radius_min > self.radius_max:
+            raise ValueError(f"radius_min ({self.radius_min}) is above radius_max ({self.radius_max})")
+        return self
+
+
+class RandomSolarizeConfig(OccasionalTransform):
+    """Turns the brightness of bright pixels round.
+
+    Attributes:
+        threshold: from this brightness on, of 256.
+    """
+
+    name: Literal["random_solarize"]
+    threshold: int = Field(default=128, ge=0, le=256)
+
+
 class ToTensorConfig(Section):
     """From an image to numbers between 0 and 1, [channels, h, w]."""
 
@@ -148,6 +215,10 @@ ImageTransform = (
     | RandomResizedCropConfig
     | RandomHorizontalFlipConfig
     | RandomVerticalFlipConfig
+    | ColorJitterConfig
+    | RandomGrayScaleConfig
+    | RandomGaussianBlurConfig
+    | RandomSolarizeConfig
 )
 """Those that take an image."""
 

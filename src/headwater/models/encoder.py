@@ -51,6 +51,26 @@ class LayerScale(nn.Module):
         return x * self.weight.to(x.dtype)
 
 
+class StochasticDepth(nn.Module):
+    """Leaves out what it gets of some samples in training (arXiv:1603.09382): [batch, ...] -> same.
+
+    What is not left out is scaled up, so that the mean stays.
+
+    Args:
+        rate: share of the samples.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.rate:
+            return x
+        kept = torch.rand(len(x), *(1,) * (x.dim() - 1), device=x.device) >= self.rate
+        return x * (kept / (1 - self.rate)).to(x.dtype)
+
+
 class EncoderBlock(nn.Module):
     """Attention and feed-forward part: [batch, seq, hidden] -> same.
 
@@ -60,6 +80,7 @@ class EncoderBlock(nn.Module):
         attention_bias: bias of the attention's output.
         ffn_bias: biases of the feed-forward part.
         layer_scale: both parts are scaled by `LayerScale` before they are added.
+        stochastic_depth: how often each part is left out in training.
     """
 
     def __init__(
@@ -70,6 +91,7 @@ class EncoderBlock(nn.Module):
         attention_bias: bool = True,
         ffn_bias: bool = True,
         layer_scale: bool = False,
+        stochastic_depth: float = 0.0,
     ) -> None:
         super().__init__()
         width = config.hidden_size
@@ -94,13 +116,14 @@ class EncoderBlock(nn.Module):
         )
         self.ffn_norm = LayerNorm(width, config.layer_norm_epsilon)
         self.ffn_scale = LayerScale(width) if layer_scale else nn.Identity()
+        self.path = StochasticDepth(stochastic_depth)
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
         if self.norm_first:
-            x = x + self.attention_scale(self.attention(self.attention_norm(x), seen))
-            return x + self.ffn_scale(self.ffn(self.ffn_norm(x)))  # type: ignore[no-any-return]
-        x = self.attention_norm(x + self.attention_scale(self.attention(x, seen)))
-        return self.ffn_norm(x + self.ffn_scale(self.ffn(x)))  # type: ignore[no-any-return]
+            x = x + self.path(self.attention_scale(self.attention(self.attention_norm(x), seen)))
+            return x + self.path(self.ffn_scale(self.ffn(self.ffn_norm(x))))  # type: ignore[no-any-return]
+        x = self.attention_norm(x + self.path(self.attention_scale(self.attention(x, seen))))
+        return self.ffn_norm(x + self.path(self.ffn_scale(self.ffn(x))))  # type: ignore[no-any-return]
 
 
 class Encoder(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headwater.config.models import (
     BertConfig,
+    DinoConfig,
     DiTConfig,
     DPOConfig,
     DPRConfig,
@@ -113,4 +114,17 @@ def texts_with_images(config: MultimodalSection, size: int, length: int | None) 
     return texts("labels")(config.text_model, size, length) | {
         "images": _real(size, 1, *config.image_shape),
         "image_places": _whole(size, 1, config.num_features),
+    }
+
+
+def views(config: DinoConfig, size: int, length: int | None) -> Example:
+    model = config.image_model_trunks[0].image_model
+    height, width = model.image_size
+    patch_height, patch_width = model.patch_size
+    half = max(1, height // patch_height // 2), max(1, width // patch_width // 2)
+    rows, columns = model.interpolate_position_embedding.local_patch_dims or half
+    return {
+        "global_view": _real(size, 2, model.num_channels, height, width),
+        "local_view": _real(size, 8, model.num_channels, rows * patch_height, columns * patch_width),
+        "collated_masks": torch.empty(size, 2, model.num_patches, dtype=torch.bool, device="meta"),
     }

@@ -17,7 +17,7 @@ from headwater.config.models import (
     ModelConfig,
 )
 from headwater.core.errors import ConfigError
-from headwater.models import bert, decoder, dit, dpo, examples, llava, mnist, seq2seq, unet, vit
+from headwater.models import bert, decoder, dino, dit, dpo, examples, llava, mnist, seq2seq, unet, vit
 from headwater.models.examples import Example
 
 
@@ -35,6 +35,8 @@ class Family:
             the best first, from its own name and config; `MAY_BE_MISSING` last where it need not be there.
         public_parts: what the public Model Zoo calls the parameters that are stacked in one of ours, each
             with its rows (-1: all), from name and config; empty where it has none such.
+        averages: parameters that are moving averages of other ones, from config: what the names of those that
+            are followed begin with, those of the averages, and the share that stays after a step.
     """
 
     model: Callable[..., nn.Module]
@@ -44,6 +46,7 @@ class Family:
     divisible: bool = True
     pretrained_names: Callable[[str, Any], Sequence[str]] = lambda name, config: (name,)
     public_parts: Callable[[str, Any], Sequence[tuple[str, int]]] = lambda name, config: ()
+    averages: Callable[[Any], Sequence[tuple[str, str, Callable[[int], float]]]] = lambda config: ()
 
 
 _DECODER = Family(
@@ -87,6 +90,15 @@ FAMILIES: dict[str, Family] = {
     # Batch norm and Dice's loss are of the whole batch.
     "unet": Family(
         unet.UNet, unet.init_parameter, lambda name, config: 1.0, examples.segmented_images, divisible=False
+    ),
+    # The center follows the mean over a batch.
+    "dino": Family(
+        dino.Dino,
+        dino.init_parameter,
+        lambda name, config: 1.0,
+        examples.views,
+        divisible=False,
+        averages=lambda config: [(*each.prefixes, each.momentum) for each in config.ema],
     ),
     "dit": Family(dit.DiT, dit.init_parameter, lambda name, config: 1.0, examples.noised_images),
     **dict.fromkeys(

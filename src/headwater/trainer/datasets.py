@@ -24,12 +24,14 @@ from headwater.config.data import (
     TextClassificationDataConfig,
     TokenClassificationDataConfig,
     TranslationDataConfig,
+    ViewDataConfig,
 )
 from headwater.config.data.common import LoaderSection
 from headwater.config.models import (
     BertConfig,
     ClassifierConfig,
     DecoderConfig,
+    DinoConfig,
     DiTConfig,
     DPOConfig,
     DPRConfig,
@@ -91,17 +93,22 @@ def open_data(config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool
 
 
 def _gpt(config: GptDataConfig, model: DecoderConfig) -> Samples:
+    from headwater.data.mixture import Mixture
     from headwater.data.reader import open_samples
 
     sinks = [(each.sink_token_id, each.num_sink_tokens) for each in config.data_transforms]
     sizes = [size for size in (config.vocab_size, model.vocab_size) if size is not None]
-    return open_samples(
-        config.data_dir,
-        vocab_size=min(sizes),
-        max_position_embeddings=model.max_position_embeddings,
-        sinks=tuple(token for token, count in reversed(sinks) for _ in range(count)),
-        spans=config.use_vsl,
-    )
+    found = [
+        open_samples(
+            source.data_dir,
+            vocab_size=min(sizes),
+            max_position_embeddings=model.max_position_embeddings,
+            sinks=tuple(token for token, count in reversed(sinks) for _ in range(count)),
+            spans=config.use_vsl,
+        )
+        for source in config.sources
+    ]
+    return found[0] if len(found) == 1 else Mixture(found, [source.weight for source in config.sources])
 
 
 def _labelled_texts(config: TextClassificationDataConfig, model: ClassifierConfig) -> Samples:
@@ -221,6 +228,21 @@ def _segmented_images(config: SegmentationDataConfig, model: UNetConfig) -> Samp
     return read_segmented_images(config, channels=model.input_channels, num_classes=model.num_classes)
 
 
+def _views(config: ViewDataConfig, model: DinoConfig) -> Samples:
+    from headwater.data.image.views import read_views
+
+    encoder = model.image_model_trunks[0].image_model
+    crops, masks = config.ssl_transform.multi_crop_transform, config.ssl_transform.masked_patch_transform
+    sizes = (crops.global_image_size,) * 2, (masks.patch_size,) * 2
+    if sizes != (encoder.image_size, encoder.patch_size):
+        raise ConfigError(
+            f"views of {sizes[0][0]} pixels with patches of {sizes[1][0]} are not what the model reads",
+            where="ssl_transform",
+            remedy=f"write those of the model, {list(encoder.image_size)} and {list(encoder.patch_size)}",
+        )
+    return read_views(config, channels=encoder.num_channels)
+
+
 def _latents(config: LatentDataConfig, model: DiTConfig) -> Samples:
     from headwater.data.image.latents import read_latents
 
@@ -255,6 +277,7 @@ _OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples
     PreferenceDataConfig: (DPOConfig, _preferences),
     MNISTDataConfig: ((FCMnistConfig, DiTConfig), _digits),
     LatentDataConfig: (DiTConfig, _latents),
+    ViewDataConfig: (DinoConfig, _views),
     ImageFolderDataConfig: (ViTConfig, _labelled_images),
     ImageTextDataConfig: (MultimodalSection, _image_texts),
     SegmentationDataConfig: (UNetConfig, _segmented_images),
@@ -268,5 +291,6 @@ def find_tokenizer(config: DataConfig) -> Path | None:
     """The tokenizer that `headwater data` left beside the folder of samples, if it did."""
     if not isinstance(config, GptDataConfig):
         return None
-    candidates = (folder.absolute().parent / "tokenizer.json" for folder in config.data_dir)
+    folders = (folder for source in config.sources for folder in source.data_dir)
+    candidates = (folder.absolute().parent / "tokenizer.json" for folder in folders)
     return next((path for path in candidates if path.is_file()), None)

@@ -22,6 +22,21 @@ Batch = Any
 
 
 @dataclasses.dataclass(frozen=True)
+class Average:
+    """Weights that follow other ones.
+
+    Attributes:
+        source: what the names of those that are followed begin with.
+        target: what the names of those that follow begin with; what comes after it is the same.
+        momentum: the share of their value that they keep after a step, by its number from 1.
+    """
+
+    source: str
+    target: str
+    momentum: Callable[[int], float]
+
+
+@dataclasses.dataclass(frozen=True)
 class Trainable:
     """A model, and how a loss comes of it.
 
@@ -37,6 +52,7 @@ class Trainable:
         pretrained_names: what a parameter may be called in a checkpoint that training starts from.
         parts: what patterns of names are compared with, of a parameter in which several are stacked: names
             with their rows (-1: all); the parameter's own name where empty.
+        averages: weights that follow other ones of the model.
     """
 
     model: nn.Module
@@ -48,6 +64,7 @@ class Trainable:
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     pretrained_names: Names = lambda name: (name,)
     parts: Callable[[str], Sequence[tuple[str, int]]] = lambda name: ()
+    averages: Sequence[Average] = ()
 
 
 class TrainingData(Protocol):

@@ -11,6 +11,7 @@ import torch
 from headwater.core.errors import NonFiniteError
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
+from headwater.trainer.averages import MovingAverages
 from headwater.trainer.batches import equal_parts, num_samples, num_tokens
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
@@ -60,6 +61,7 @@ class Trainer:
             job.train.load_state_dict(state.data)
         self.end_step = job.end_step(state.step)
         self._schedule = job.init.schedule
+        self._averages = MovingAverages(engine.store, job.trainable.averages)
         self._sparse = start_sparse(engine, job, state.masks)
         self._note_masks()
 
@@ -100,6 +102,8 @@ class Trainer:
         update = self._update()
         parts = equal_parts(batch, self._engine.plan.num_micro_batches)
         report = self._engine.train_step(parts, update, self._amend)
+        if report.applied:
+            self._averages.after_update(update.step)
         self.state = dataclasses.replace(
             self.state,
             step=update.step,

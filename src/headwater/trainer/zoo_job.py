@@ -11,7 +11,7 @@ from headwater.core.errors import ConfigError
 from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
 from headwater.optim.param_groups import learning_rate_factors
 from headwater.trainer.datasets import find_tokenizer, open_data
-from headwater.trainer.job import Job, Trainable
+from headwater.trainer.job import Average, Job, Trainable
 from headwater.trainer.metrics import find_metrics
 from headwater.trainer.run_dir import RunDir
 
@@ -41,6 +41,7 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
         metrics=find_metrics(model),
         pretrained_names=lambda name: family.pretrained_names(name, init.model),
         parts=lambda name: family.public_parts(name, init.model),
+        averages=[Average(*each) for each in family.averages(init.model)],
     )
 
 

@@ -27,6 +27,7 @@ from headwater.config.data.text import (
     TextClassificationDataConfig,
     TokenClassificationDataConfig,
 )
+from headwater.config.data.views import ViewDataConfig
 
 DataConfig = (
     GptDataConfig
@@ -44,6 +45,7 @@ DataConfig = (
     | SegmentationDataConfig
     | ImageTextDataConfig
     | LatentDataConfig
+    | ViewDataConfig
 )
 """Any data loader's section."""
 
@@ -68,4 +70,5 @@ __all__ = [
     "TextClassificationDataConfig",
     "TokenClassificationDataConfig",
     "TranslationDataConfig",
+    "ViewDataConfig",
 ]

@@ -28,6 +28,7 @@ from headwater.config.models.multimodal import (
     ProjectorConfig,
 )
 from headwater.config.models.preference import DPOConfig
+from headwater.config.models.self_supervised import DinoConfig
 from headwater.config.models.seq2seq import SEQ2SEQ, Seq2SeqConfig
 from headwater.config.models.vision import FCMnistConfig, ImageEncoderSection, UNetConfig, ViTConfig
 
@@ -43,6 +44,7 @@ ModelConfig = (
     | ViTConfig
     | UNetConfig
     | DiTConfig
+    | DinoConfig
     | Seq2SeqConfig
     | DPOConfig
     | LlavaConfig
@@ -73,6 +75,7 @@ __all__ = [
     "DPRConfig",
     "DecoderConfig",
     "DiTConfig",
+    "DinoConfig",
     "EncoderSection",
     "ExtractiveSummarizationConfig",
     "FCMnistConfig",

@@ -16,8 +16,9 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 """Share of elements that dropout zeroes."""
 
 InitializerName = Literal[
-    "normal", "truncated_normal", "uniform", "xavier_normal", "xavier_uniform", "constant", "zeros", "ones"
-]
+    "normal", "truncated_normal", "uniform", "xavier_normal", "xavier_uniform", "kaiming_uniform", "constant",
+    "zeros", "ones",
+]  # fmt: skip
 
 
 class InitializerConfig(Section):
@@ -27,7 +28,8 @@ class InitializerConfig(Section):
         name: the distribution. `truncated_normal` draws from a normal and redraws outside [`a`, `b`].
         mean: of the normal ones.
         std: of the normal ones.
-        a: lower bound of `uniform` and `truncated_normal` (there `mean - 2 std` where absent).
+        a: lower bound of `uniform` and `truncated_normal` (there `mean - 2 std` where absent); of
+            `kaiming_uniform` the slope of the leaky ReLU that it is for (0 where absent).
         b: upper bound, likewise.
         gain: factor on the spread of the `xavier_*` ones.
         value: what `constant` fills in.
@@ -64,6 +66,6 @@ class InitializerConfig(Section):
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
         low, high = self.bounds
-        if low > high:
+        if self.name != "kaiming_uniform" and low > high:
             raise ValueError(f"a ({low}) is above b ({high})")
         return self

@@ -9,20 +9,20 @@ from headwater.core.errors import DataError
 
 
 def find_classes(
-    root: Path, is_sample: Callable[[Path], bool], num_classes: int
+    root: Path, is_sample: Callable[[Path], bool], num_classes: int | None = None
 ) -> tuple[list[Path], list[int]]:
     """The files in a folder for each class, and their classes, numbered in the order of the folders' names.
 
     Args:
         root: folder of the folders.
         is_sample: which files count.
-        num_classes: of the model.
+        num_classes: of the model; as many as there are if not given.
 
     Raises:
         DataError: if there are no files, or more classes than the model has.
     """
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    if len(folders) > num_classes:
+    if num_classes is not None and len(folders) > num_classes:
         raise DataError(
             f"there are {len(folders)} classes, and the model's num_classes is {num_classes}",
             where=str(root),

@@ -7,19 +7,24 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
 from headwater.config.transforms import (
     AnyTransform,
     CenterCropConfig,
+    ColorJitterConfig,
     ExpandToSquareConfig,
     ImageTransform,
     Interpolation,
     NormalizeConfig,
+    OccasionalTransform,
     RandomCropConfig,
+    RandomGaussianBlurConfig,
+    RandomGrayScaleConfig,
     RandomHorizontalFlipConfig,
     RandomResizedCropConfig,
+    RandomSolarizeConfig,
     RandomVerticalFlipConfig,
     ResizeConfig,
     ToTensorConfig,
@@ -39,7 +44,11 @@ Box = tuple[int, int, int, int]
 
 
 def transform(
-    image: Image.Image, transforms: Sequence[AnyTransform], generator: np.random.Generator
+    image: Image.Image,
+    transforms: Sequence[AnyTransform],
+    generator: np.random.Generator,
+    *,
+    part: int = 0,
 ) -> Tensor:
     """The image as the transforms leave it, [channels, h, w] in fp32.
 
@@ -47,6 +56,7 @@ def transform(
         image: with as many channels as the model reads.
         transforms: in their order, one of them `to_tensor`.
         generator: what is random is drawn from it.
+        part: which of several parts of an image this is, where they differ in how often something is done.
     """
     numbers = torch.empty(0)
     for each in transforms:
@@ -55,7 +65,7 @@ def transform(
         elif isinstance(each, NormalizeConfig):
             mean, std = (torch.tensor(values)[:, None, None] for values in (each.mean, each.std))
             numbers = (numbers - mean) / std
-        else:
+        elif not isinstance(each, OccasionalTransform) or generator.random() < each.p[part % len(each.p)]:
             image = _changed(image, each, generator)
     return numbers
 
@@ -87,6 +97,43 @@ def _changed(image: Image.Image, change: ImageTransform, generator: np.random.Ge
         case RandomVerticalFlipConfig():
             flip = generator.random() < change.p
             return image.transpose(Image.Transpose.FLIP_TOP_BOTTOM) if flip else image
+        case ColorJitterConfig():
+            return _jittered(image, change, generator)
+        case RandomGrayScaleConfig():
+            return image.convert("L").convert(image.mode)
+        case RandomGaussianBlurConfig():
+            radius = generator.uniform(change.radius_min, change.radius_max)
+            return image.filter(ImageFilter.GaussianBlur(radius))
+        case RandomSolarizeConfig():
+            return ImageOps.solarize(image, change.threshold)
+
+
+def _jittered(image: Image.Image, config: ColorJitterConfig, generator: np.random.Generator) -> Image.Image:
+    factors = {
+        ImageEnhance.Brightness: config.brightness,
+        ImageEnhance.Contrast: config.contrast,
+        ImageEnhance.Color: config.saturation,
+    }
+    changes = [
+        (kind, generator.uniform(max(0.0, 1 - most), 1 + most)) for kind, most in factors.items() if most
+    ]
+    turn = generator.uniform(-config.hue, config.hue)
+    for number in generator.permutation(len(changes) + 1):
+        if number == len(changes):
+            image = _other_hue(image, turn)
+        else:
+            kind, factor = changes[number]
+            image = kind(image).enhance(factor)
+    return image
+
+
+def _other_hue(image: Image.Image, turn: float) -> Image.Image:
+    """The image with its colours turned by this share of their circle."""
+    if image.mode != "RGB" or not turn:
+        return image
+    hue, *others = image.convert("HSV").split()
+    turned = hue.point(lambda value: (value + round(turn * 256)) % 256)
+    return Image.merge("HSV", (turned, *others)).convert("RGB")
 
 
 def _resized(image: Image.Image, config: ResizeConfig) -> Image.Image:

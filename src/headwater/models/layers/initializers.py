@@ -31,6 +31,7 @@ _FILLS: dict[InitializerName, _Fill] = {
     "uniform": lambda t, c, g: nn.init.uniform_(t, *c.bounds, generator=g),
     "xavier_normal": lambda t, c, g: nn.init.xavier_normal_(t, c.gain, g),
     "xavier_uniform": lambda t, c, g: nn.init.xavier_uniform_(t, c.gain, g),
+    "kaiming_uniform": lambda t, c, g: nn.init.kaiming_uniform_(t, c.a or 0.0, generator=g).mul_(c.gain),
     "constant": lambda t, c, g: nn.init.constant_(t, c.value),
     "zeros": lambda t, c, g: nn.init.zeros_(t),
     "ones": lambda t, c, g: nn.init.ones_(t),

@@ -1,0 +1,139 @@
+"""Several views of each image, and which patches of them are masked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from headwater.config.data.views import MaskedPatchConfig, MultiCropConfig, ViewDataConfig
+from headwater.config.transforms import RandomResizedCropConfig
+from headwater.core.errors import DataError
+from headwater.core.seeding import derive_seed
+from headwater.data.image.classes import find_classes
+from headwater.data.image.files import is_image, mode_of, read_image
+from headwater.data.image.transforms import transform
+from headwater.data.loader import Batch
+
+_LEAST_BLOCK = 4
+_LEAST_RATIO = 0.3
+_ATTEMPTS = 10
+"""Blocks of masked patches have at least so many patches and such a shape (arXiv:2106.08254, algorithm 1)."""
+
+
+class ImageViews:
+    """Views of images.
+
+    A batch is `global_view` and `local_view` [batch, views, channels, h, w], and `collated_masks`, bool
+    [batch, global views, patches].
+
+    Args:
+        files: an image each.
+        config: what becomes of them.
+        channels: that the model reads.
+    """
+
+    sequence_length = None
+
+    def __init__(self, files: Sequence[Path], config: ViewDataConfig, *, channels: int) -> None:
+        self.files = files
+        self._transform, self._seed = config.ssl_transform, config.shuffle_seed or 0
+        self._mode = mode_of(channels)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
+        """The batch of these samples; see `headwater.data.source.Samples`."""
+        try:
+            samples = [self._sample(draw) for draw in draws]
+        except DataError as error:
+            return error
+        large, small, masks = zip(*samples, strict=True)
+        return {
+            "global_view": torch.stack(large),
+            "local_view": torch.stack(small),
+            "collated_masks": torch.stack(masks),
+        }
+
+    def _sample(self, draw: int) -> tuple[Tensor, Tensor, Tensor]:
+        generator = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "image", draw)))
+        image = read_image(self.files[draw % len(self)], self._mode)
+        crops = self._transform.multi_crop_transform
+        views = [
+            self._view(image, crops, number, generator)
+            for number in range(crops.global_num_crops + crops.local_num_crops)
+        ]
+        large, small = views[: crops.global_num_crops], views[crops.global_num_crops :]
+        masks = [random_mask(self._transform.masked_patch_transform, generator) for _ in large]
+        return (
+            torch.stack(large),
+            torch.stack(small),
+            torch.from_numpy(np.stack(masks).reshape(len(masks), -1)),
+        )
+
+    @staticmethod
+    def _view(
+        image: Image.Image, crops: MultiCropConfig, number: int, generator: np.random.Generator
+    ) -> Tensor:
+        large = number < crops.global_num_crops
+        crop = RandomResizedCropConfig(
+            name="random_resized_crop",
+            size=(crops.global_image_size if large else crops.local_image_size,),
+            scale=crops.global_crops_scale if large else crops.local_crops_scale,
+            interpolation=crops.interpolation,
+        )
+        return transform(image, (crop, *crops.multicrop_transform_list), generator, part=number)
+
+
+def random_mask(config: MaskedPatchConfig, generator: np.random.Generator) -> npt.NDArray[np.bool_]:
+    """Which patches are masked, [rows, columns]: none, or blocks of them (arXiv:2106.08254, algorithm 1).
+
+    Args:
+        config: how many.
+        generator: what is random is drawn from it.
+    """
+    side = config.image_size // config.patch_size
+    mask = np.zeros((side, side), dtype=np.bool_)
+    if generator.random() >= config.mask_probability:
+        return mask
+    wanted = int(side * side * generator.uniform(*config.mask_ratio_tuple))
+    while (missing := wanted - int(mask.sum())) > 0:
+        for _ in range(_ATTEMPTS):
+            block = _random_block(side, missing, generator)
+            new = int((~mask[block]).sum())
+            if 0 < new <= missing:
+                mask[block] = True
+                break
+        else:
+            break  # what is left is too small for a block
+    return mask
+
+
+def _random_block(side: int, most: int, generator: np.random.Generator) -> tuple[slice, slice]:
+    """Rows and columns of a block of about `most` patches or fewer."""
+    area = generator.uniform(min(_LEAST_BLOCK, most), most)
+    ratio = math.exp(generator.uniform(math.log(_LEAST_RATIO), -math.log(_LEAST_RATIO)))
+    height, width = (min(side, max(1, round(math.sqrt(each)))) for each in (area * ratio, area / ratio))
+    top, left = (int(generator.integers(side - size + 1)) for size in (height, width))
+    return slice(top, top + height), slice(left, left + width)
+
+
+def read_views(config: ViewDataConfig, *, channels: int) -> ImageViews:
+    """The samples that a section of a params file names.
+
+    Args:
+        config: the section.
+        channels: that the model reads.
+
+    Raises:
+        DataError: if there are no images.
+    """
+    files, _ = find_classes(config.dataset.root / config.dataset.split, is_image)
+    return ImageViews(files, config, channels=channels)

@@ -1,0 +1,278 @@
+"""DINOv2: a student learns what a teacher that follows it says of other views of an image."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwater.config.models import DinoConfig, InitializerConfig
+from headwater.config.models.self_supervised import (
+    CalledSection,
+    DinoHeadConfig,
+    ViewEncoderConfig,
+    source_of,
+)
+from headwater.models.dino_losses import make_loss
+from headwater.models.encoder import EncoderBlock
+from headwater.models.layers.attention import Seen
+from headwater.models.layers.initializers import draw
+from headwater.models.layers.linear import Linear
+from headwater.models.layers.norm import LayerNorm
+from headwater.models.vit import ClassToken, PatchEmbedding
+
+
+class MaskToken(nn.Module):
+    """Puts a trained vector in the place of masked patches: [views, n, hidden] -> same."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor, masks: Tensor) -> Tensor:
+        return torch.where(masks.unsqueeze(-1), self.weight.to(x.dtype), x)
+
+
+class GridPositions(nn.Module):
+    """Adds a trained vector for each place, between them for views of another size: [views, 1 + n, hidden].
+
+    Args:
+        config: the encoder.
+    """
+
+    def __init__(self, config: ViewEncoderConfig) -> None:
+        super().__init__()
+        self.grid = tuple(s // p for s, p in zip(config.image_size, config.patch_size, strict=True))
+        self.interpolation = config.interpolate_position_embedding
+        self.weight = nn.Parameter(torch.empty(1 + config.num_patches, config.hidden_size))
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """`x` with the positions of a class token and `grid` rows and columns of patches."""
+        positions: Tensor = self.weight
+        if grid != self.grid:
+            positions = torch.cat((positions[:1], self._between(positions[1:].float(), grid)))
+        return x + positions.to(x.dtype)
+
+    def _between(self, places: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Positions of another grid, [rows * columns, hidden]: bicubic, as the code published does."""
+        offset = self.interpolation.interpolate_offset
+        scale = [(new + offset) / old for new, old in zip(grid, self.grid, strict=True)]
+        image = places.unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
+        size = {"scale_factor": scale} if offset else {"size": list(grid)}
+        found = F.interpolate(image, mode="bicubic", antialias=self.interpolation.antialias, **size)
+        return found.squeeze(0).flatten(1).t()
+
+
+class ViewEncoder(nn.Module):
+    """Hidden states of all views of a batch of images.
+
+    Args:
+        config: the encoder.
+    """
+
+    def __init__(self, config: ViewEncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.patches = PatchEmbedding(
+            config.num_channels, config.patch_size, width, bias=config.use_embed_proj_bias
+        )
+        self.mask_token = MaskToken(width) if config.use_masked_patches else None
+        self.class_token = ClassToken(width)
+        self.positions = GridPositions(config)
+        self.embedding_dropout = nn.Dropout(config.embedding_dropout_rate)
+        self.blocks = nn.ModuleList(
+            EncoderBlock(
+                config,
+                projection_bias=config.use_projection_bias_in_attention,
+                attention_bias=config.use_ffn_bias_in_attention,
+                ffn_bias=config.use_ffn_bias,
+                layer_scale=config.layerscale_value is not None,
+                stochastic_depth=config.drop_rate(number),
+            )
+            for number in range(config.num_hidden_layers)
+        )
+        self.norm = LayerNorm(width, config.layer_norm_epsilon)
+
+    def forward(
+        self, views: Tensor, unused: None = None, masks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states: of patches [batch, views, n, hidden], of the class token [batch, views, hidden].
+
+        Args:
+            views: [batch, views, channels, h, w].
+            unused: what params files write `null` for.
+            masks: [batch, views, n], true where a patch is not to be seen.
+        """
+        height, width = self.config.patch_size
+        grid = views.shape[3] // height, views.shape[4] // width
+        x = self.patches(views.flatten(0, 1))
+        if masks is not None and self.mask_token is not None:
+            x = self.mask_token(x, masks.bool().flatten(0, 1))
+        x = self.embedding_dropout(self.positions(self.class_token(x), grid))
+        seen = Seen(causal=False)
+        for block in self.blocks:
+            x = block(x, seen)
+        x = self.norm(x).unflatten(0, views.shape[:2])
+        return x[:, :, 1:], x[:, :, 0]
+
+
+class Prototypes(nn.Module):
+    """Products with vectors of length one, or of a length that is learnt: [..., width] -> [..., prototypes].
+
+    Args:
+        width: elements of a prototype.
+        count: prototypes.
+        scaled: each has a length.
+    """
+
+    def __init__(self, width: int, count: int, *, scaled: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, width))
+        self.scale = nn.Parameter(torch.empty(count, 1)) if scaled else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        directions = F.normalize(self.weight, dim=-1)
+        return F.linear(x, (directions if self.scale is None else self.scale * directions).to(x.dtype))
+
+
+class DinoHead(nn.Module):
+    """Scores of prototypes: [..., width] -> [..., prototypes] (arXiv:2104.14294, appendix C).
+
+    Args:
+        config: the head.
+    """
+
+    def __init__(self, config: DinoHeadConfig) -> None:
+        super().__init__()
+        between = [config.hidden_size] * (config.num_layers - 1)
+        sizes = [config.input_size, *between, config.bottleneck_size]
+        self.mlp = nn.ModuleList(Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.last_layer = Prototypes(
+            config.bottleneck_size, config.output_size, scaled=not config.norm_last_layer
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.mlp):
+            x = layer(F.gelu(x) if number else x)
+        return self.last_layer(F.normalize(x, dim=-1))  # type: ignore[no-any-return]
+
+
+class Models(nn.Module):
+    """The models of one part, of which each is called several times.
+
+    Args:
+        models: in the order in which they are called.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.model = nn.ModuleList(models)
+
+
+class Dino(nn.Module):
+    """A student beside its teacher. `forward` gives the training loss.
+
+    Each part is called as the params file says, with views of the batch and with outputs of earlier parts.
+
+    Args:
+        config: the model section of a params file.
+        fused_loss: has no effect.
+        seed: seed of the initial weights.
+    """
+
+    def __init__(self, config: DinoConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.image_model_trunks = Models(
+            [ViewEncoder(each.image_model) for each in config.image_model_trunks]
+        )
+        self.heads = Models([DinoHead(each.head_model) for each in config.heads])
+        self.losses = Models([make_loss(each.loss) for each in config.losses])
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if not parameter.is_meta:
+                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+
+    def train(self, mode: bool = True) -> Dino:
+        """Training mode; what nothing is learnt through is called as it is in evaluation."""
+        super().train(mode)
+        for section, model in (*self._trunks(), *self._heads()):
+            if section.stop_grad:
+                model.eval()
+        return self
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Training loss, a scalar in fp32: the sum of the losses of the section.
+
+        Args:
+            batch: `global_view` and `local_view` [batch, views, channels, h, w], and `collated_masks`
+                [batch, global views, patches].
+        """
+        outputs: dict[tuple[object, ...], Tensor] = {(name,): value for name, value in batch.items()}
+        parts = (("image_model_trunks", self._trunks()), ("heads", self._heads()))
+        for part, models in parts:
+            for number, (section, model) in enumerate(models):
+                for index, results in enumerate(self._called(section, model, outputs)):
+                    found = results if isinstance(results, tuple) else (results,)
+                    outputs |= {(part, number, index, place): each for place, each in enumerate(found)}
+        losses = zip(self.config.losses, self.losses.model, strict=True)
+        parts_of_loss = [loss for each in losses for loss in self._called(*each, outputs)]
+        return torch.stack(parts_of_loss).sum()
+
+    @staticmethod
+    def _called(
+        section: CalledSection, model: nn.Module, outputs: Mapping[tuple[object, ...], Tensor]
+    ) -> list[Any]:
+        """What a model gives for each of its calls: a tensor, or several."""
+        with torch.no_grad() if section.stop_grad else contextlib.nullcontext():
+            return [
+                model(*(None if each is None else outputs[source_of(each)] for each in call))
+                for call in section.forward_args
+            ]
+
+    def _trunks(self) -> list[tuple[CalledSection, nn.Module]]:
+        return list(zip(self.config.image_model_trunks, self.image_model_trunks.model, strict=True))
+
+    def _heads(self) -> list[tuple[CalledSection, nn.Module]]:
+        return list(zip(self.config.heads, self.heads.model, strict=True))
+
+
+def init_parameter(name: str, shape: Sequence[int], config: DinoConfig, seed: int) -> Tensor:
+    """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone."""
+    for pair in config.copy_init_weights:
+        source, target = pair.prefixes
+        if name.startswith(target):
+            return init_parameter(source + name.removeprefix(target), shape, config, seed)
+    part, _, number, inner = name.split(".", 3)
+    if part == "heads":
+        return draw(name, shape, _head_initializer(inner, config.heads[int(number)].head_model), seed)
+    model = config.image_model_trunks[int(number)].image_model
+    rows = (model.hidden_size,) * 3 if inner.endswith(".qkv.weight") else ()
+    return draw(name, shape, _trunk_initializer(inner, model), seed, rows=rows)
+
+
+def _head_initializer(name: str, config: DinoHeadConfig) -> InitializerConfig:
+    if name.endswith(".bias"):
+        return InitializerConfig(name="zeros")
+    return InitializerConfig(name="ones") if name == "last_layer.scale" else config.initializer
+
+
+def _trunk_initializer(name: str, config: ViewEncoderConfig) -> InitializerConfig:
+    default = config.matrix_init
+    kinds = (
+        (r".*\bbias", InitializerConfig(name="zeros")),
+        (r".*norm\.weight", InitializerConfig(name="ones")),
+        (r".*_scale\.weight", InitializerConfig(name="constant", value=config.layerscale_value or 0.0)),
+        (r"patches\.weight", config.projection_initializer or default),
+        (r"positions\.weight", config.position_embedding_initializer or default),
+        (r"(class|mask)_token\.weight", config.cls_token_initializer or default),
+        (r".*", default),
+    )
+    return next(initializer for pattern, initializer in kinds if re.fullmatch(pattern, name))

@@ -1,0 +1,132 @@
+"""What a student and its teacher are compared by."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwater.config.models.self_supervised import DistillationConfig, KoLeoConfig
+
+
+class Distillation(nn.Module):
+    """The teacher's scores as probabilities, centred and sharpened (arXiv:2104.14294, section 3.1).
+
+    Attributes:
+        center: what is taken off the scores, [scores]; it follows their mean.
+        step: training steps done.
+
+    Args:
+        config: the loss.
+    """
+
+    center: Tensor
+    step: Tensor
+
+    def __init__(self, config: DistillationConfig) -> None:
+        super().__init__()
+        self.config = config
+        # Buffers have values where parameters have none.
+        self.register_buffer("center", torch.zeros(config.input_size, device="cpu"))
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64, device="cpu"))
+
+    @torch.no_grad()
+    def targets(self, teacher: Tensor, counted: Tensor) -> Tensor:
+        """Probabilities [..., scores]; in training, the center then moves.
+
+        Args:
+            teacher: scores, [..., scores].
+            counted: [...], 1 where they count for the mean, else 0.
+        """
+        probabilities = ((teacher - self.center) / self._temperature()).softmax(-1)
+        if self.training:
+            number = counted.sum()
+            mean = (teacher * counted.unsqueeze(-1)).flatten(0, -2).sum(0) / number.clamp_min(1)
+            # Without anything that counts, it stays.
+            share = (1 - self.config.center_momentum) * (number > 0)
+            self.center.add_((mean - self.center) * share)
+            self.step.add_(1)
+        return probabilities
+
+    def _temperature(self) -> Tensor:
+        config = self.config
+        steps = max(1, config.warmup_teacher_temp_steps - 1)
+        done = (self.step / steps).clamp_max(1) if config.warmup_teacher_temp_steps else torch.ones(())
+        rise = config.teacher_temp - config.warmup_teacher_temp
+        return config.warmup_teacher_temp + rise * done.to(self.center.device)
+
+    def log_probabilities(self, student: Tensor) -> Tensor:
+        """Of the student, [..., scores]."""
+        return (student.float() / self.config.student_temp).log_softmax(-1)
+
+
+class DinoDistillationLoss(Distillation):
+    """Each view of the student against each whole view of the teacher but the same one; their mean."""
+
+    def forward(self, student: Tensor, teacher: Tensor, local: Tensor | None = None) -> Tensor:
+        """A scalar.
+
+        Args:
+            student: scores of the whole views, [batch, views, scores].
+            teacher: likewise.
+            local: of the student's small views, [batch, small views, scores].
+        """
+        teacher = teacher.float()
+        targets = self.targets(teacher, torch.ones_like(teacher[..., 0]))
+        views = targets.shape[1]
+        whole = torch.einsum("bvs,bws->bvw", targets, self.log_probabilities(student))
+        total, pairs = whole.sum() - whole.diagonal(dim1=1, dim2=2).sum(), views * (views - 1)
+        if local is not None:
+            total = total + torch.einsum("bvs,bws->bvw", targets, self.log_probabilities(local)).sum()
+            pairs += views * local.shape[1]
+        return -total / (len(targets) * pairs)
+
+
+class IBOTPatchLoss(Distillation):
+    """The masked patches, the mean over those of a view, and then over the views (arXiv:2111.07832)."""
+
+    def forward(self, teacher: Tensor, student: Tensor, masks: Tensor) -> Tensor:
+        """A scalar.
+
+        Args:
+            teacher: scores of the patches, [batch, views, patches, scores].
+            student: likewise.
+            masks: [batch, views, patches], true where the student did not see the patch.
+        """
+        counted = masks.float()
+        targets = self.targets(teacher.float(), counted)
+        losses = -(targets * self.log_probabilities(student)).sum(-1)
+        return (losses * counted).sum(-1).div(counted.sum(-1).clamp_min(1)).mean()
+
+
+class KoLeoLoss(nn.Module):
+    """Minus the logarithm of the distance to the nearest other image (arXiv:1806.03198, equation 1).
+
+    Args:
+        config: the loss.
+    """
+
+    def __init__(self, config: KoLeoConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, features: Tensor) -> Tensor:
+        """A scalar: the mean over images and views, each view among its own kind.
+
+        Args:
+            features: [batch, views, width].
+        """
+        views = F.normalize(features.float(), dim=-1).transpose(0, 1)
+        with torch.no_grad():
+            products = views @ views.mT
+            products = products.diagonal_scatter(torch.full_like(products[..., 0], -2.0), dim1=1, dim2=2)
+            nearest = products.argmax(-1, keepdim=True).expand_as(views)
+        distances = F.pairwise_distance(views, views.gather(1, nearest))
+        return -self.config.loss_weight * (distances + 1e-8).log().mean()
+
+
+def make_loss(config: DistillationConfig | KoLeoConfig) -> nn.Module:
+    """The loss that a section describes."""
+    if isinstance(config, KoLeoConfig):
+        return KoLeoLoss(config)
+    return IBOTPatchLoss(config) if config.name == "iBOTPatchLoss" else DinoDistillationLoss(config)
