@@ -1,1 +1,19 @@
 """Input pipelines: text to HDF5, HDF5 to batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headwater.data.conversion import convert_dataset_to_HDF5
+
+__all__ = ["convert_dataset_to_HDF5"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when it is asked for: most data need no HDF5."""
+    if name in __all__:
+        from headwater.data import conversion
+
+        return getattr(conversion, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

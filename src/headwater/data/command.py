@@ -104,7 +104,7 @@ def _add_mode_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--chat_template", type=Path, metavar="FILE", help="Jinja file (the tokenizer's own)"
     )
-    options.add_argument("--separator", default="\n\nTL;DR: ", help="between document and summary")
+    options.add_argument("--separator", help="text between a prompt or document and what follows")
     options.add_argument("--num_passages", type=int, default=2, help="of a question (%(default)s)")
     options.add_argument("--masked_lm_prob", type=float, default=0.15, help="share guessed (%(default)s)")
     options.add_argument(

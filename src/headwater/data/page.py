@@ -11,7 +11,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from headwater.core.errors import DataError
 from headwater.data.records import CSVRecords
@@ -102,7 +102,7 @@ def _file_samples(path: Path, tokenizer: Tokenizer) -> Iterator[list[Strip]]:
             yield [
                 Strip(
                     "tokens",
-                    [Token(w, f"segment {s}", group=s) for w, s in zip(words, segments, strict=True)],
+                    [Token(_apart(w), f"segment {s}", group=s) for w, s in zip(words, segments, strict=True)],
                 )
             ]
     else:
@@ -194,7 +194,14 @@ def _token(
 def _word(tokenizer: Tokenizer, token: int) -> str:
     """What a token stands for; of half a character, the tokenizer's own name."""
     word = str(tokenizer.decode([token], skip_special_tokens=False))
+    if isinstance(tokenizer.model, models.WordPiece):
+        return _apart(word)
     return word if word and "\ufffd" not in word else str(tokenizer.id_to_token(token) or f"#{token}")
+
+
+def _apart(word: str) -> str:
+    """A WordPiece token with the gap before it; those that go on with a word have none."""
+    return word if word.startswith("##") else f" {word}"
 
 
 def _card(where: str, strips: Sequence[Strip]) -> str:
@@ -272,7 +279,8 @@ small { font-weight: 400; color: var(--dim); }
 .t span:hover { outline: 2px solid var(--loss); opacity: 1; }
 .t i { color: var(--dim); font-style: normal; }
 .g0 { --c: 212; } .g1 { --c: 95; } .g2 { --c: 32; } .g3 { --c: 275; } .g4 { --c: 170; } .g5 { --c: 350; }
-.legend { color: var(--dim); font-size: .9rem; } pre { overflow: auto; font-size: .8rem; }
+.t.legend { white-space: normal; color: var(--dim); font-size: .9rem; }
+pre { overflow: auto; font-size: .8rem; }
 """
 
 _PAGE = """<!doctype html>

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, FilePath, NoEffect, Section
 from headwater.config.data.common import Folders, LoaderSection
@@ -24,12 +24,25 @@ class SinkTokensConfig(Section):
     num_sink_tokens: int = Field(ge=1)
 
 
+class SourceConfig(Section):
+    """One of the sources of a mixture.
+
+    Attributes:
+        data_dir: folders with HDF5 files.
+        weight: share of the samples, relative to those of the other sources.
+    """
+
+    data_dir: Folders
+    weight: float = Field(gt=0)
+
+
 class GptDataConfig(LoaderSection):
     """Samples for next-word prediction in HDF5 files.
 
     Attributes:
         data_processor: the two spellings mean the same here.
         data_dir: folders with HDF5 files.
+        mixture: several sources, each with its weight, in place of `data_dir`.
         vocab_size: number above every token id; beside the model's.
         data_transforms: what is done to each sample.
         use_vsl: several texts in a sample, told apart by `attention_span` and `position_ids`; data that have
@@ -37,10 +50,26 @@ class GptDataConfig(LoaderSection):
     """
 
     data_processor: Literal["GptHDF5DataProcessor", "GptHDF5MapDataProcessor"]
-    data_dir: Folders
+    data_dir: Folders = ()
+    mixture: Annotated[tuple[SourceConfig, ...], AsTuple] = ()
     vocab_size: Annotated[int | None, Field(ge=1)] = None
     data_transforms: Annotated[tuple[SinkTokensConfig, ...], AsTuple] = ()
     use_vsl: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> GptDataConfig:
+        if bool(self.data_dir) == bool(self.mixture):
+            raise ValueError("write either data_dir or mixture, a list of data_dir and weight")
+        return self
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """Where the samples come from; one source of weight 1 where there is no mixture."""
+        return self.mixture or (SourceConfig(data_dir=self.data_dir, weight=1.0),)
+
+    @property
+    def place(self) -> str:
+        return ", ".join(str(folder) for source in self.sources for folder in source.data_dir)
 
 
 class TextSection(LoaderSection):

@@ -13,6 +13,7 @@ _PROMPTS = ("prompt", "instruction", "question")
 _ANSWERS = ("completion", "response", "output", "answer")
 _DOCUMENTS = ("document", "article", "dialogue", "source", "text")
 _SUMMARIES = ("summary", "highlights", "target")
+_SEPARATOR = "\n\nTL;DR: "
 
 
 def prompt_completion(context: Context, record: Record) -> Example:
@@ -21,7 +22,7 @@ def prompt_completion(context: Context, record: Record) -> Example:
     What is too long loses the beginning of its prompt.
     """
     record = renamed(record, context.options)
-    prompt, answer = prompt_text(record), find_text(record, *_ANSWERS)
+    prompt, answer = prompt_text(record, context.options.separator), find_text(record, *_ANSWERS)
     if not answer.strip():
         raise Unusable("empty")
     prompt_tokens, answer_tokens = context.encode(prompt), context.ended(context.encode(answer))
@@ -33,9 +34,10 @@ def summarization(context: Context, record: Record) -> Example:
     """A document, the separator, and the summary. What is too long loses the end of its document."""
     record = renamed(record, context.options)
     document, summary = _joined(record, *_DOCUMENTS), _joined(record, *_SUMMARIES)
+    separator = _SEPARATOR if context.options.separator is None else context.options.separator
     if not document.strip() or not summary.strip():
         raise Unusable("empty")
-    tokens, between = context.encode(document.strip()), context.encode(context.options.separator)
+    tokens, between = context.encode(document.strip()), context.encode(separator)
     answer = context.ended(context.encode(summary.strip()))
     excess = len(tokens) + len(between) + len(answer) - (context.length + 1)
     tokens = shortened(context, tokens, excess, keep_end=False)
@@ -101,11 +103,14 @@ def _known(context: Context, token: str) -> bool:
     return context.tokenizer.token_to_id(token) is not None
 
 
-def prompt_text(record: Record) -> str:
-    """The prompt of a record."""
+def prompt_text(record: Record, separator: str | None) -> str:
+    """The prompt of a record, up to the answer; see `ModeOptions.separator`."""
     prompt = find_text(record, *_PROMPTS)
-    more = record.fields.get("input") if "instruction" in record.fields else None
-    return f"{prompt}\n\n{checked_text(more, 'input', record.where)}" if more else prompt
+    if "instruction" in record.fields:
+        more = record.fields.get("input")
+        prompt = f"{prompt}\n\n{checked_text(more, 'input', record.where)}" if more else prompt
+        separator = "\n\n" if separator is None else separator
+    return prompt + (separator or "")
 
 
 def _joined(record: Record, *names: str) -> str:

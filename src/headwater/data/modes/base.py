@@ -33,7 +33,8 @@ class ModeOptions:
         fim_rate: share of the texts that are turned for filling in the middle.
         spm_rate: of these the share whose suffix comes first.
         chat_template: Jinja template of conversations; that of the tokenizer, or a plain one, where absent.
-        separator: text between a document and its summary.
+        separator: text between a prompt or document and what follows it; where absent "\n\nTL;DR: " before
+            summaries, an empty line after an `instruction`, and nothing after other prompts.
         num_passages: passages of a question, the right one included.
         sentence_pairs: masked samples are two texts, of which the second may or may not follow the first.
         masked_lm_prob: share of the tokens that are guessed.
@@ -46,7 +47,7 @@ class ModeOptions:
     fim_rate: float = 0.9
     spm_rate: float = 0.5
     chat_template: str | None = None
-    separator: str = "\n\nTL;DR: "
+    separator: str | None = None
     num_passages: int = 2
     sentence_pairs: bool = True
     masked_lm_prob: float = 0.15

@@ -40,7 +40,7 @@ def preference(context: Context, record: Record) -> Example:
     record = renamed(record, context.options)
     chosen, rejected = (find_field(record, name) for name in ("chosen", "rejected"))
     if isinstance(chosen, str):
-        prompt = prompt_text(record)
+        prompt = prompt_text(record, context.options.separator)
         answers = [find_text(record, name) for name in ("chosen", "rejected")]
         if not all(answer.strip() for answer in answers):
             raise Unusable("empty")

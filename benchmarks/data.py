@@ -1,0 +1,98 @@
+"""Speed and memory of preparing text: `python -m benchmarks.data`.
+
+Tokens per second of one process, alone and with the writing of samples, and the peak of resident memory for
+the same text once and ten times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.runner import print_table, save
+
+_PREPARE = """
+import json, resource, sys, time
+from pathlib import Path
+from headwater.data.prepare import prepare
+
+if __name__ == "__main__":
+    source, out, tokenizer = map(Path, sys.argv[1:4])
+    start = time.process_time(), time.monotonic()
+    made = prepare(
+        [source], out, tokenizer=tokenizer, sequence_length=1024, num_workers=1, mode=sys.argv[4]
+    )
+    used, wall = time.process_time() - start[0], time.monotonic() - start[1]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"tokens": made.tokens, "cpu_s": used, "wall_s": wall, "peak_bytes": peak}))
+"""
+
+
+def tokens_per_second(books: Path, tokenizer: Path) -> dict[str, object]:
+    """How fast one core turns the books into tokens, and how fast the tokenizer library does."""
+    from headwater.data.documents import find_inputs, read_pieces
+    from headwater.data.tokenizer import load_tokenizer
+    from headwater.data.words import TextEncoder
+
+    loaded = load_tokenizer(tokenizer)
+    texts = [piece.text for piece in read_pieces(find_inputs([books]))]
+    speeds = {}
+    encoder = TextEncoder(loaded)
+
+    def library(part):
+        return [each.ids for each in loaded.encode_batch_fast(part, add_special_tokens=False)]
+
+    for name, encode in (("tokenizers", library), ("Headwater", encoder)):
+        start, count = time.process_time(), 0
+        for place in range(0, len(texts), 16):
+            count += sum(len(tokens) for tokens in encode(texts[place : place + 16]))
+        speeds[name] = count / (time.process_time() - start)
+    return {name: f"{speed / 1e6:.2f} M tokens/s/core" for name, speed in speeds.items()}
+
+
+def preparation(books: Path, tokenizer: Path, copies: int, mode: str, folder: Path) -> dict[str, object]:
+    """Everything from files to files, in a process of its own."""
+    source = folder / f"text-{copies}"
+    source.mkdir(exist_ok=True)
+    for number in range(copies):
+        for path in sorted(books.glob("*.txt.gz")):
+            (source / f"{number}-{path.name.removesuffix('.gz')}").write_bytes(
+                gzip.decompress(path.read_bytes())
+            )
+    script, out = folder / "prepare.py", folder / f"{mode}-{copies}"
+    script.write_text(_PREPARE)
+    words = [sys.executable, script, source, out, tokenizer, mode]
+    found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    return {
+        "mode": mode,
+        "text": f"{copies}x",
+        "tokens": found["tokens"],
+        "tokens_per_cpu_second": round(found["tokens"] / found["cpu_s"]),
+        "wall_s": round(found["wall_s"], 1),
+        "peak_mib": round(found["peak_bytes"] / 2**20),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--books", type=Path, required=True, help="folder of txt.gz files")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="see headwater data --tokenizer")
+    args = parser.parse_args()
+    print(tokens_per_second(args.books, args.tokenizer))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for copies in (1, 10):
+            rows.append(preparation(args.books, args.tokenizer, copies, "pretraining", Path(folder)))
+            print_table(rows[-1:])
+    print_table(rows)
+    print(save("data", rows))
+
+
+if __name__ == "__main__":
+    main()
