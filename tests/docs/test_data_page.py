@@ -1,0 +1,38 @@
+"""Every command of the page on data does what the page says, with the record beside it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from headwater.cli.main import main
+from headwater.data.command import MODE_HELP
+from headwater.data.modes import MODES
+from headwater.data.statistics import read_statistics
+
+PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+SECTION = re.compile(r"### (\w+)\n.*?```json\n(.*?)```\n\n```bash\nheadwater (.*?)\n```", re.DOTALL)
+EXAMPLES = {mode: (record, command) for mode, record, command in SECTION.findall(PAGE.split("### masked")[0])}
+
+
+def test_every_mode_has_its_place():
+    assert list(MODE_HELP) == list(MODES)
+    assert set(EXAMPLES) | {"masked"} == set(MODES)
+    assert all(f"`{mode}`" in PAGE for mode in MODES)
+
+
+@pytest.mark.parametrize("mode", EXAMPLES)
+def test_the_example_of_a_mode_runs(mode, tmp_path, monkeypatch, capsys):
+    record, command = EXAMPLES[mode]
+    monkeypatch.chdir(tmp_path)
+    Path(f"{mode}.jsonl").write_text(json.dumps(json.loads(record)) + "\n", encoding="utf-8")
+    Path(f"{mode}.jsonl").write_text(Path(f"{mode}.jsonl").read_text() * 40)
+    words = command.split()
+    assert main([*words, "--processes", "1"]) == 0, capsys.readouterr().err
+    out = Path(words[words.index("--out") + 1])
+    statistics = read_statistics(out)
+    assert statistics.mode == mode and statistics.documents == 40
+    assert statistics.train_samples and statistics.val_samples
+    assert main(["data", "show", str(out), "--out", "page.html"]) == 0
+    assert f"{out.name}: {mode}" in Path("page.html").read_text()
