@@ -1,12 +1,14 @@
 """Models of noise: each trains with two slabs to the bits of plain PyTorch."""
 
+import dataclasses
 import functools
 
 import pytest
 import torch
-from harness import Job, Setting, assert_equal, train_plain, train_streamed
+from harness import Job, Setting, assert_equal, make_engine, train_plain, train_streamed
 
 from headwater.config.models import DiTConfig
+from headwater.models.diffusion import generate_images
 from headwater.models.registry import build_model
 
 DIT = DiTConfig.model_validate(
@@ -48,3 +50,18 @@ def test_streams_to_the_same_bits(positions, setting, tmp_path):
     expected = plain(positions)
     assert len(set(expected.losses)) == 3
     assert_equal(train_streamed(job(positions), setting, tmp_path, steps=3), expected)
+
+
+def test_images_are_made_with_streamed_weights(tmp_path):
+    pytest.importorskip("diffusers")
+    process = {"sampler": {"name": "ddim", "num_inference_steps": 3}, "pipeline": {"guidance_scale": 2.0}}
+    config = DiTConfig.model_validate({**DIT.model_dump(exclude_unset=True), "reverse_process": process})
+    own = dataclasses.replace(job("fixed"), make_model=lambda: build_model(config))
+    with make_engine(own, Setting("disk", 2), tmp_path) as engine:
+        engine.train_step(own.batches(0), own.update(0))
+        plain = build_model(config).eval()
+        plain.load_state_dict({name: value.clone() for name, value in engine.named_masters()})
+        engine.model.eval()
+        with engine.inference():
+            found = generate_images(engine.model, [0, 4], seed=3)
+    assert torch.equal(found, generate_images(plain, [0, 4], seed=3))

@@ -1,0 +1,134 @@
+"""Models that make images, or learn from them without classes: runs by command line, and where they go on."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from headwater.trainer.pretrained import checkpoint_weights
+
+Image = pytest.importorskip("PIL.Image")
+
+TRUNK = {
+    "name": "MultiImageViTModel",
+    "image_size": [16, 16],
+    "patch_size": [4, 4],
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "filter_size": 48,
+    "use_masked_patches": True,
+    "interpolate_position_embedding": {"local_patch_dims": [2, 2]},
+}
+HEAD = {"name": "DinoHead", "input_size": 32, "hidden_size": 24, "bottleneck_size": 8, "output_size": 20}
+VIEWS, SMALL, MASKS = (
+    f"ssl_transform.output('{name}')" for name in ("global_view", "local_view", "collated_masks")
+)
+PAIRS = [
+    {"source": f"{part}.model(1)", "target": f"{part}.model(0)"} for part in ("image_model_trunks", "heads")
+]
+MOMENTUM = {"scheduler_params": {"ema_decay_start": 0.9, "ema_decay_end": 1.0, "total_steps": 20}}
+DINO = {
+    "name": "dino",
+    "image_model_trunks": [
+        {"image_model": TRUNK, "forward_args": [[VIEWS, None, None]], "stop_grad": True},
+        {"image_model": TRUNK, "forward_args": [[VIEWS, None, MASKS], [SMALL, None, None]]},
+    ],
+    "heads": [
+        {"head_model": HEAD, "forward_args": [["image_model_trunks.output(0,0,1)"]], "stop_grad": True},
+        {
+            "head_model": HEAD,
+            "forward_args": [["image_model_trunks.output(1,0,1)"], ["image_model_trunks.output(1,1,1)"]],
+        },
+    ],
+    "losses": [
+        {
+            "loss": {"name": "DinoDistillationLoss", "input_size": 20, "warmup_teacher_temp_steps": 5},
+            "forward_args": [["heads.output(1,0,0)", "heads.output(0,0,0)", "heads.output(1,1,0)"]],
+        }
+    ],
+    "copy_init_weights": PAIRS,
+    "ema": [{**pair, **MOMENTUM} for pair in PAIRS],
+    "freeze": ["image_model_trunks.model.0.*", "heads.model.0.*"],
+}
+DIT = {
+    "name": "dit",
+    "num_classes": 2,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "filter_size": 48,
+    "vae": {"latent_size": [8, 8], "latent_channels": 2, "scaling_factor": 1.0},
+}
+
+
+def pictures(folder):
+    for number in range(8):
+        place = folder / "train" / "cat"
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.png")
+    crops = {
+        "global_image_size": 16,
+        "local_image_size": 8,
+        "local_num_crops": 2,
+        "multicrop_transform_list": [{"name": "random_horizontal_flip"}, {"name": "to_tensor"}],
+    }
+    masks = {"image_size": 16, "patch_size": 4}
+    views = {"multi_crop_transform": crops, "masked_patch_transform": masks}
+    return {
+        "data_processor": "DinoImageDataProcessor",
+        "dataset": {"name": "Imagenet", "root": str(folder)},
+        "ssl_transform": {"name": "Dinov2Transform", **views},
+    }
+
+
+def latents(folder):
+    for number, label in enumerate(("cat", "dog") * 4):
+        place = folder / "train" / label
+        place.mkdir(parents=True, exist_ok=True)
+        stored = np.zeros((4, 8, 8), dtype=np.float32)
+        stored[:2] = 1 if label == "cat" else -1
+        stored[2:] = -20
+        np.savez(place / f"{number}.npz", vae_output=stored)
+    return {"data_processor": "DiffusionLatentImageNet1KProcessor", "data_dir": str(folder)}
+
+
+@pytest.mark.parametrize(("model", "data"), [(DINO, pictures), (DIT, latents)], ids=["dino", "dit"])
+def test_a_run_goes_on_where_it_stopped(headwater, tmp_path, model, data):
+    section = {**data(tmp_path / "data"), "batch_size": 4, "shuffle": True}
+    params = tmp_path / "params.yaml"
+
+    def fit(folder, steps):
+        init = {
+            "model_dir": str(tmp_path / folder),
+            "seed": 1,
+            "model": model,
+            "optimizer": {"AdamW": {"learning_rate": 3e-3, "weight_decay": 0.01}},
+            "loop": {"max_steps": steps},
+            "checkpoint": {"steps": 10},
+            "logging": {"log_steps": 1},
+        }
+        params.write_text(yaml.safe_dump({"trainer": {"init": init, "fit": {"train_dataloader": section}}}))
+        code, _, err = headwater("fit", params)
+        assert (code, err) == (0, "")
+
+    fit("whole", 20)
+    fit("parts", 10)
+    fit("parts", 20)
+    whole, parts = (
+        dict(checkpoint_weights(tmp_path / each / "checkpoint_20")) for each in ("whole", "parts")
+    )
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    if model is DIT:
+        records = (tmp_path / "whole" / "history.jsonl").read_text().splitlines()
+        losses = [record["loss"] for record in map(json.loads, records) if "loss" in record]
+        assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+    else:
+        name = "image_model_trunks.model.{}.blocks.0.ffn.output.weight"
+        first = dict(checkpoint_weights(tmp_path / "parts" / "checkpoint_10"))
+        teacher, before, student = whole[name.format(0)], first[name.format(0)], whole[name.format(1)]
+        assert not torch.equal(teacher, student) and (teacher - student).norm() < (before - student).norm()
