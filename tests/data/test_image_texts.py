@@ -20,8 +20,8 @@ from headwater.data.multimodal.conversations import VICUNA  # noqa: E402
 from headwater.data.multimodal.prepare import (  # noqa: E402
     ImageTextSettings,
     prepare_image_texts,
-    read_jsonl,
 )
+from headwater.data.raw_records import BadRecords, read_records  # noqa: E402
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 TRANSFORMS = [
@@ -95,12 +95,13 @@ def pictures(tmp_path):
     return folder
 
 
-def prepared(tmp_path, tokenizer, pictures, records=RECORDS, **changes):
+def prepared(tmp_path, tokenizer, pictures, records=RECORDS, *, skip=False, **changes):
     """A file of texts with images, and what was counted."""
     source = tmp_path / "records.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     output = tmp_path / "data" / "train.h5"
     output.parent.mkdir(exist_ok=True)
+    bad = BadRecords(skip)
     keys = {
         "sequence_length": LENGTH,
         "num_features": FEATURES,
@@ -109,11 +110,12 @@ def prepared(tmp_path, tokenizer, pictures, records=RECORDS, **changes):
         **changes,
     }
     statistics = prepare_image_texts(
-        read_jsonl(source),
+        read_records([source], bad),
         output,
         tokenizer=tokenizer,
         image_dir=pictures,
         settings=ImageTextSettings(**keys),
+        bad=bad,
     )
     return output, statistics
 
@@ -267,6 +269,9 @@ def test_records_that_cannot_be_used(record, changes, message, tmp_path, tokeniz
         prepared(tmp_path, tokenizer, pictures, [record], **changes)
     assert "records.jsonl, line 1" in (error.value.where or "")
     assert not list((tmp_path / "data").iterdir())
+    if not changes:
+        _, statistics = prepared(tmp_path, tokenizer, pictures, [record, RECORDS[0]], skip=True)
+        assert statistics.samples == 2
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,19 @@ TRAINED = 4
 
 def prepared(folder):
     """Captions to train on and others, as the shipped params read them."""
-    from headwater.data.multimodal.prepare import ImageTextSettings, prepare_image_texts, read_jsonl
+    from headwater.data.multimodal.prepare import ImageTextSettings, prepare_image_texts
+    from headwater.data.raw_records import BadRecords, Record, read_records
 
-    records = list(read_jsonl(COCO / "captions.jsonl"))
-    texts = [caption for record, _ in records for caption in record["captions"][:TRAINED]]
+    records = list(read_records([COCO / "captions.jsonl"], BadRecords()))
+    texts = [caption for record in records for caption in record.fields["captions"][:TRAINED]]
     tokenizer = TrainBPE(1000).train(texts)
     for split, part in (("train", slice(0, TRAINED)), ("val", slice(TRAINED, None))):
         (folder / split).mkdir()
         prepare_image_texts(
-            [(record | {"captions": record["captions"][part]}, where) for record, where in records],
+            [
+                Record({**each.fields, "captions": each.fields["captions"][part]}, each.where, 0)
+                for each in records
+            ],
             folder / split / "data.h5",
             tokenizer=tokenizer,
             image_dir=COCO,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -14,11 +12,8 @@ from tokenizers import Tokenizer
 from headwater.core.errors import DataError
 from headwater.data.multimodal.conversations import VICUNA, ChatFormat, Conversation, conversations, tokenized
 from headwater.data.multimodal.files import ImageText, Numbers, written_file
-from headwater.data.text.lines import read_lines
+from headwater.data.raw_records import BadRecords, Record
 from headwater.data.tokenizer import end_of_text_id
-
-Record = tuple[Mapping[str, Any], str]
-"""The content of a record, and its file and line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,25 +59,6 @@ class ImageTextStatistics:
     cut_samples: int = 0
 
 
-def read_jsonl(path: Path) -> Iterator[Record]:
-    """The records of a file with a JSON object a line, compressed or not.
-
-    Raises:
-        DataError: if the file cannot be read, or a line is no JSON object.
-    """
-    for number, line in read_lines(path):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"the line is not JSON: {error}", where=where, remedy=_LINE) from error
-        if not isinstance(record, dict):
-            raise DataError("the line is no JSON object", where=where, remedy=_LINE)
-        yield record, where
-
-
 def prepare_image_texts(
     records: Iterable[Record],
     output: Path,
@@ -90,6 +66,7 @@ def prepare_image_texts(
     tokenizer: Tokenizer,
     image_dir: Path,
     settings: ImageTextSettings,
+    bad: BadRecords | None = None,
 ) -> ImageTextStatistics:
     """Write an HDF5 file of texts with images; it appears when it is complete.
 
@@ -102,10 +79,12 @@ def prepare_image_texts(
         tokenizer: of the language model.
         image_dir: folder below which the images are.
         settings: what samples look like.
+        bad: what becomes of records that cannot be used; the first is an error if not given.
 
     Raises:
         DataError: for a record or an image that cannot be used, or if there are none.
     """
+    bad = bad or BadRecords()
     preparation = _Preparation(tokenizer, image_dir, settings)
     with written_file(
         output,
@@ -113,9 +92,12 @@ def prepare_image_texts(
         num_images=settings.num_images,
         num_features=settings.num_features,
     ) as writer:
-        for record, where in records:
-            for conversation in conversations(record, settings.chat, where=where):
-                writer.add(preparation.sample(conversation))
+        for record in records:
+            try:
+                for conversation in conversations(record.fields, settings.chat, where=record.where):
+                    writer.add(preparation.sample(conversation))
+            except DataError as error:
+                bad.add(error)
         if not preparation.statistics.samples:
             raise DataError("there are no records", where=str(output), remedy="name files that are not empty")
     return preparation.statistics
@@ -192,6 +174,3 @@ class _Preparation:
                 where=conversation.where,
                 remedy="name the folder below which the images are, or remove the record",
             )
-
-
-_LINE = "write a JSON object a line, each with image, and captions or conversations"
