@@ -291,6 +291,5 @@ def find_tokenizer(config: DataConfig) -> Path | None:
     """The tokenizer that `headwater data` left beside the folder of samples, if it did."""
     if not isinstance(config, GptDataConfig):
         return None
-    folders = (folder for source in config.sources for folder in source.data_dir)
-    candidates = (folder.absolute().parent / "tokenizer.json" for folder in folders)
+    candidates = (folder.absolute().parent / "tokenizer.json" for folder in config.data_dir)
     return next((path for path in candidates if path.is_file()), None)

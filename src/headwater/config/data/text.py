@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -41,7 +41,7 @@ class GptDataConfig(LoaderSection):
 
     Attributes:
         data_processor: the two spellings mean the same here.
-        data_dir: folders with HDF5 files.
+        data_dir: folders with HDF5 files; those of the mixture where there is one.
         mixture: several sources, each with its weight, in place of `data_dir`.
         vocab_size: number above every token id; beside the model's.
         data_transforms: what is done to each sample.
@@ -50,15 +50,25 @@ class GptDataConfig(LoaderSection):
     """
 
     data_processor: Literal["GptHDF5DataProcessor", "GptHDF5MapDataProcessor"]
-    data_dir: Folders = ()
+    data_dir: Folders
     mixture: Annotated[tuple[SourceConfig, ...], AsTuple] = ()
     vocab_size: Annotated[int | None, Field(ge=1)] = None
     data_transforms: Annotated[tuple[SinkTokensConfig, ...], AsTuple] = ()
     use_vsl: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _folders_of_the_mixture(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("data_dir") is None and isinstance(data.get("mixture"), list):
+            folders = [source.get("data_dir") for source in data["mixture"] if isinstance(source, dict)]
+            every = [part for each in folders for part in (each if isinstance(each, list) else [each])]
+            return data | ({"data_dir": every} if all(every) and every else {})
+        return data
+
     @model_validator(mode="after")
-    def _has_one_source(self) -> GptDataConfig:
-        if bool(self.data_dir) == bool(self.mixture):
+    def _has_one_kind_of_source(self) -> GptDataConfig:
+        mixed = tuple(folder for source in self.mixture for folder in source.data_dir)
+        if mixed and mixed != self.data_dir:
             raise ValueError("write either data_dir or mixture, a list of data_dir and weight")
         return self
 
@@ -66,10 +76,6 @@ class GptDataConfig(LoaderSection):
     def sources(self) -> tuple[SourceConfig, ...]:
         """Where the samples come from; one source of weight 1 where there is no mixture."""
         return self.mixture or (SourceConfig(data_dir=self.data_dir, weight=1.0),)
-
-    @property
-    def place(self) -> str:
-        return ", ".join(str(folder) for source in self.sources for folder in source.data_dir)
 
 
 class TextSection(LoaderSection):
