@@ -1,9 +1,13 @@
 """The diffusion transformer against diffusers' own, its noise against diffusers' schedulers, and images."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from pydantic import ValidationError
 
+from headwater.config import load_params, shipped_params
 from headwater.config.models import DiTConfig
 from headwater.core.errors import ConfigError
 from headwater.models.diffusion import add_noise, generate_images, noise_variances
@@ -217,3 +221,32 @@ def test_sizes_are_those_of_the_paper(sizes, millions):
     model = build_model(config, device="meta")
     assert sum(value.numel() for value in model.parameters()) == pytest.approx(millions * 1e6, rel=0.02)
     assert model(meta_batch(config, 2)).shape == ()
+
+
+@pytest.mark.parametrize("size", ["small", "base", "large", "xlarge"])
+def test_shipped_sizes_are_the_public_ones(size):
+    shared = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
+    path = shared / f"public_params/vision/dit/configs/params_dit_{size}_patchsize_2x2.yaml"
+    if not path.exists():
+        pytest.skip("the public params files are not here")
+    public, own = load_params(path), load_params(shipped_params()[f"dit/{size}_2"])
+    models = own.init.model, public.init.model
+    assert told(models[0], models[1]) == told(models[1], models[1])
+    optimizers = [
+        (each.init.optimizer.name, each.init.optimizer.arguments.kwargs()) for each in (own, public)
+    ]
+    assert optimizers[0] == optimizers[1] and own.init.schedulers == public.init.schedulers
+
+
+def told(model, without):
+    """What a section says, but for the keys that have no effect where `without` gives them."""
+    process, other = model.reverse_process, without.reverse_process
+    return [
+        own.model_dump(exclude={key for key, _ in given.notices()} | {"vae", "reverse_process"})
+        for own, given in (
+            (model, without),
+            (model.vae, without.vae),
+            (process.sampler, other.sampler),
+            (process.pipeline, other.pipeline),
+        )
+    ]
