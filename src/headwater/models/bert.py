@@ -20,7 +20,7 @@ from headwater.config.models import (
     TokenClassifierConfig,
 )
 from headwater.models.encoder import Encoder, encoder_initializer, encoder_learning_rate_scale
-from headwater.models.evaluation import Scored
+from headwater.models.evaluation import F1, Scored
 from headwater.models.layers.feed_forward import NONLINEARITIES
 from headwater.models.layers.initializers import draw
 from headwater.models.layers.linear import Linear
@@ -193,7 +193,10 @@ class Classifier(EncoderModel):
 
 
 class TokenClassifier(EncoderModel):
-    """A class for each token; `labels` [batch, seq], `IGNORED` where there is none."""
+    """A class for each token; `labels` [batch, seq], `IGNORED` where there is none.
+
+    Most tokens have class 0: nothing. So the accuracy says little, and `f1` is of the other classes.
+    """
 
     config: TokenClassifierConfig
 
@@ -201,6 +204,7 @@ class TokenClassifier(EncoderModel):
         super().__init__(config)
         self.dropout = nn.Dropout(config.output_dropout)
         self.output = Linear(config.hidden_size, config.num_classes)
+        self.f1 = F1("f1") if config.compute_eval_metrics else None
         if config.compute_eval_metrics:
             self.scored["accuracy"] = Scored("accuracy")
         self.draw(seed)
@@ -210,8 +214,10 @@ class TokenClassifier(EncoderModel):
         counted = labels != IGNORED
         if not self.config.include_padding_in_loss:
             counted = counted & batch["attention_mask"].bool()
-        if not self.training and "accuracy" in self.scored:
-            self.scored["accuracy"].add(logits.argmax(-1) == labels, counted)
+        if not self.training and self.f1 is not None:
+            found = logits.argmax(-1)
+            self.scored["accuracy"].add(found == labels, counted)
+            self.f1.add(found, labels, counted)
         losses = F.cross_entropy(logits.flatten(0, 1), labels.masked_fill(~counted, IGNORED).flatten())
         return losses * self.config.loss_weight
 

@@ -42,6 +42,44 @@ class Scored:
         return self._right / self._all if self._all else 0.0
 
 
+class F1:
+    """How well the few that are not of class 0 are found, over the batches since the last reset.
+
+    The harmonic mean of two shares: of what was found that was right, and of what is there that was found.
+
+    Args:
+        name: under which it is reported.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.update_count = 0
+        self._right = self._found = self._there = 0
+
+    def add(self, found: Tensor, labels: Tensor, counted: Tensor) -> None:
+        """Count a batch.
+
+        Args:
+            found: the answers, integers of any shape.
+            labels: the right ones, of the same shape.
+            counted: which answers count, of the same shape.
+        """
+        if _is_dry_run(found):
+            return
+        self.update_count += 1
+        self._right += int(((found == labels) & (labels != 0) & counted).sum())
+        self._found += int(((found != 0) & counted).sum())
+        self._there += int(((labels != 0) & counted).sum())
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.update_count = self._right = self._found = self._there = 0
+
+    def compute(self) -> float:
+        """The mean; 0 where nothing was found."""
+        return 2 * self._right / (self._found + self._there) if self._right else 0.0
+
+
 class Overlap:
     """How well the pixels of each class are found, over the batches since the last reset.
 
