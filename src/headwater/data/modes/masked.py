@@ -11,7 +11,7 @@ import numpy as np
 from headwater.core.seeding import derive_seed
 from headwater.data.documents import Piece
 from headwater.data.modes.base import Context, Example, Tokens, filled
-from headwater.data.text.masking import choose_masks
+from headwater.data.text.masks import choose_masks
 from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR
 
 _SENTENCES = re.compile(r"(?<=[.!?])[\"')\]”’]*\s+|\n\s*\n")

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
 from headwater.data.loader import Batch
 from headwater.data.records import CSVRecords, FieldSpec, Records, Values
+from headwater.data.text.masks import choose_masks
 from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR, UNKNOWN, read_vocabulary
-
-_MASKED, _RANDOM = 0.8, 0.1
-"""Of the chosen tokens so many are masked, so many become another one, and the rest stays
-(arXiv:1810.04805, section 3.1)."""
 
 
 class MaskedTexts:
@@ -99,40 +94,6 @@ class MaskedTexts:
             "masked_lm_weights": _filled(np.ones(len(chosen), dtype=np.int64), self._predictions, 0),
             **self._records.sample(index),
         }
-
-
-def choose_masks(
-    tokens: Values,
-    may_be: npt.NDArray[np.bool_],
-    *,
-    ordinary: npt.NDArray[np.integer[Any]],
-    mask: int,
-    share: float,
-    most: int,
-    generator: np.random.Generator,
-) -> tuple[Values, Values]:
-    """Tokens of which some are masked, and the places of those that are to be guessed.
-
-    Args:
-        tokens: [length].
-        may_be: whether a token may be chosen, [length].
-        ordinary: tokens that may stand in the place of another.
-        mask: token that hides another.
-        share: of the tokens that are guessed.
-        most: of them.
-        generator: draws them.
-    """
-    places = np.flatnonzero(may_be)
-    count = min(most, max(1, round(len(places) * share)), len(places))
-    chosen = np.sort(generator.permutation(places)[:count])
-    kind = generator.random(count)
-    hidden = tokens.copy()
-    hidden[chosen] = np.where(
-        kind < _MASKED,
-        mask,
-        np.where(kind < _MASKED + _RANDOM, generator.choice(ordinary, count), tokens[chosen]),
-    )
-    return hidden, chosen
 
 
 class _Texts:
