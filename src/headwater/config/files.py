@@ -16,8 +16,11 @@ _SHIPPED = Path(__file__).resolve().parents[1] / "params"
 
 
 def shipped_params() -> dict[str, Path]:
-    """The params files that ship with the package, by name (`gpt/tiny`)."""
-    files = sorted(_SHIPPED.rglob("*.yaml"))
+    """The params files that ship with the package, by name (`gpt/tiny`).
+
+    Those whose names begin with `_` are no runs, but what several of them extend.
+    """
+    files = sorted(file for file in _SHIPPED.rglob("*.yaml") if not file.name.startswith("_"))
     return {file.relative_to(_SHIPPED).with_suffix("").as_posix(): file for file in files}
 
 
