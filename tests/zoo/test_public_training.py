@@ -20,6 +20,7 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.yaml"))
 LENGTH, BATCH = 16, 4
 SMALL = {
     "attention_inner_dim": 32,
+    "bottleneck_size": 8,
     "attention_sink_tokens": 2,
     "attention_sliding_window_length": 5,
     "d_ff": 48,
@@ -36,6 +37,7 @@ SMALL = {
     "max_position_embeddings": LENGTH,
     "num_heads": 4,
     "num_hidden_layers": 2,
+    "output_size": 64,
     "original_max_position_embeddings": 8,
     "patch_size": [4, 4],
     "rotary_dim": 8,
@@ -54,6 +56,8 @@ def shrunk(value, key=None):
         return {name: shrunk(below, name) for name, below in value.items()}
     if key in SMALL and value is not None:
         return SMALL[key]
+    if key == "input_size":  # of a head, or of a loss that reads what a head gives
+        return 64 if value > 2000 else 32
     if key == "num_kv_groups":
         return min(value, 2)
     return [shrunk(below) for below in value] if isinstance(value, list) else value

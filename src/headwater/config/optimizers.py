@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headwater.config.base import AsTuple, Choice, Section
+from headwater.config.base import AsTuple, Choice, OneOrMore, Section
 from headwater.optim import OptimizerSpec, is_bias_or_norm
 from headwater.optim.schedules import (
     Constant,
@@ -27,6 +27,18 @@ from headwater.optim.schedules import (
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+class TaggedParamsConfig(Section):
+    """Parameters that have a schedule of their own.
+
+    Attributes:
+        params: patterns of their names, ours or those of the public Model Zoo.
+        tag: what schedules call them.
+    """
+
+    params: Annotated[tuple[str, ...], OneOrMore] = Field(min_length=1)
+    tag: str
+
+
 class OptimizerSection(Section):
     """What every optimizer takes.
 
@@ -35,15 +47,17 @@ class OptimizerSection(Section):
         weight_decay: of every parameter but biases and those of normalization layers.
         adjust_learning_rate: factor on the rate of parameters, by a pattern of their names, or `embedding` or
             `decoder_kernel`; with a `ScalePerParamLR`.
+        params: tags of parameters, for schedules with `param_group_tags`.
     """
 
     learning_rate: float | None = Field(default=None, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
     adjust_learning_rate: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    params: Annotated[tuple[TaggedParamsConfig, ...], OneOrMore] = ()
 
     def kwargs(self) -> dict[str, Any]:
         """Arguments of the optimizer in `torch.optim`, the learning rate apart."""
-        return self.model_dump(exclude={"learning_rate", "correct_bias", "adjust_learning_rate"})
+        return self.model_dump(exclude={"learning_rate", "correct_bias", "adjust_learning_rate", "params"})
 
 
 class AdamConfig(OptimizerSection):
@@ -164,10 +178,19 @@ class OptimizerConfig(Choice):
         return OptimizerSpec(self.name, kwargs, no_decay=is_bias_or_norm)
 
 
+Tags = Annotated[tuple[str, ...], OneOrMore]
+
+
 class ScheduleSection(Section, abc.ABC):
-    """What every schedule takes: the steps until it ends, which the one after it begins at."""
+    """What every schedule takes.
+
+    Attributes:
+        total_iters: the steps until it ends, which the one after it begins at.
+        param_group_tags: the parameters that it is for; all where absent.
+    """
 
     total_iters: int | None = Field(default=None, ge=0)
+    param_group_tags: Tags = ()
 
     @abc.abstractmethod
     def build(self) -> Schedule:
@@ -203,6 +226,37 @@ class CosineDecayConfig(RampSection):
 
     def build(self) -> Schedule:
         return CosineDecay(self.initial_learning_rate, self.end_learning_rate, self.total_iters)
+
+
+class WeightDecayConfig(ScheduleSection):
+    """From one weight decay to another."""
+
+    initial_val: float = Field(ge=0)
+    end_val: float = Field(ge=0)
+    total_iters: int = Field(ge=0)
+
+
+class LinearWeightDecayConfig(WeightDecayConfig):
+    """A straight line from one weight decay to another."""
+
+    def build(self) -> Schedule:
+        return Linear(self.initial_val, self.end_val, self.total_iters)
+
+
+class CosineWeightDecayConfig(WeightDecayConfig):
+    """Half a cosine from one weight decay to another."""
+
+    def build(self) -> Schedule:
+        return CosineDecay(self.initial_val, self.end_val, self.total_iters)
+
+
+class ConstantWeightDecayConfig(ScheduleSection):
+    """The same weight decay at every step."""
+
+    val: float = Field(ge=0)
+
+    def build(self) -> Schedule:
+        return Constant(self.val)
 
 
 class PolynomialConfig(RampSection):
@@ -284,6 +338,7 @@ class SequentialConfig(Section):
     """One schedule after another. The milestones follow from `total_iters` and need not be given."""
 
     schedulers: Annotated[tuple[SimpleScheduleConfig, ...], AsTuple] = Field(min_length=1)
+    param_group_tags: Tags = ()
     milestones: Annotated[tuple[int, ...], AsTuple] | None = None
 
     @model_validator(mode="after")
@@ -339,6 +394,22 @@ class ScheduleConfig(SimpleScheduleConfig):
 
     SequentialLR: SequentialConfig | None = None
     ScalePerParamLR: ScalePerParamConfig | None = None
+    ConstantWD: ConstantWeightDecayConfig | None = None
+    LinearWD: LinearWeightDecayConfig | None = None
+    CosineDecayWD: CosineWeightDecayConfig | None = None
+
+    @property
+    def option(self) -> str:
+        """The option of the optimizer that it sets: `lr` or `weight_decay`."""
+        is_decay = isinstance(self.chosen, WeightDecayConfig | ConstantWeightDecayConfig)
+        return "weight_decay" if is_decay else "lr"
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Of the parameters that it is for; none: for all."""
+        chosen = self.ScalePerParamLR.scheduler.chosen if self.ScalePerParamLR else self.chosen
+        tags: tuple[str, ...] = getattr(chosen, "param_group_tags", ())
+        return tags
 
     def build(self) -> Schedule:
         return (self.ScalePerParamLR or self.SequentialLR or self.schedule).build()

@@ -39,7 +39,8 @@ class SetupConfig(Section):
     """How a model is trained, whatever model and data: the section `trainer.init` without `model`.
 
     Attributes:
-        schedulers: at most one; where absent the optimizer's own learning rate holds.
+        schedulers: of the learning rate and of the weight decay; one for all parameters, or several for those
+            of different tags, of which the last holds. Where absent the optimizer's own learning rate holds.
         precision: fp32 where absent.
         sparsity: weights that are kept at zero; one section or several, for weights of different names.
     """
@@ -59,11 +60,20 @@ class SetupConfig(Section):
 
     @model_validator(mode="after")
     def _one_learning_rate(self) -> Self:
-        if len(self.schedulers) > 1:
+        tags = {entry.tag for entry in self.optimizer.arguments.params}
+        for entry in self.schedulers:
+            unknown = [tag for tag in entry.tags if tag not in tags]
+            if unknown:
+                raise ValueError(
+                    f"a schedule is for {unknown[0]}, and the optimizer's params have no such tag"
+                )
+        general = [entry.option for entry in self.schedulers if not entry.tags]
+        if len(general) != len(set(general)):
             raise ValueError(
-                "schedulers has one entry; put schedules that follow each other in a SequentialLR"
+                "there are two schedules for the same parameters; put schedules that follow each other in a "
+                "SequentialLR, and give those for different parameters param_group_tags"
             )
-        if not self.schedulers and self.optimizer.arguments.learning_rate is None:
+        if not self._rates and self.optimizer.arguments.learning_rate is None:
             raise ValueError(
                 "the learning rate comes from schedulers, or else from the optimizer's learning_rate"
             )
@@ -71,12 +81,13 @@ class SetupConfig(Section):
 
     def notices(self) -> Iterator[tuple[str, str]]:
         yield from super().notices()
-        if self.schedulers and self.optimizer.arguments.learning_rate is not None:
+        for_all = any(not entry.tags for entry in self._rates)
+        if for_all and self.optimizer.arguments.learning_rate is not None:
             yield "optimizer", "its learning_rate is not looked at, since there are schedulers"
 
     @model_validator(mode="after")
     def _scaled_schedule(self) -> Self:
-        scaled = bool(self.schedulers and self.schedulers[0].ScalePerParamLR)
+        scaled = any(entry.ScalePerParamLR for entry in self.schedulers)
         if self.optimizer.arguments.adjust_learning_rate and not scaled:
             raise ValueError(
                 "the optimizer's adjust_learning_rate needs a ScalePerParamLR around the scheduler"
@@ -93,10 +104,15 @@ class SetupConfig(Section):
         return self
 
     @property
+    def _rates(self) -> list[ScheduleConfig]:
+        return [entry for entry in self.schedulers if entry.option == "lr"]
+
+    @property
     def schedule(self) -> Schedule:
-        """Learning rate by step."""
-        if self.schedulers:
-            return self.schedulers[0].build()
+        """Learning rate by step, of all parameters or of those that come first."""
+        rates = sorted(self._rates, key=lambda entry: bool(entry.tags))
+        if rates:
+            return rates[0].build()
         rate = self.optimizer.arguments.learning_rate
         assert rate is not None, "a validator saw to it that there is a rate"
         return Constant(rate)

@@ -276,3 +276,29 @@ def _trunk_initializer(name: str, config: ViewEncoderConfig) -> InitializerConfi
         (r".*", default),
     )
     return next(initializer for pattern, initializer in kinds if re.fullmatch(pattern, name))
+
+
+_PUBLIC_NAMES = (
+    (r"patches\.", "embedding_layer.linear_proj."),
+    (r"mask_token\.weight", "embedding_layer.mask_token"),
+    (r"class_token\.weight", "embedding_layer.cls_embedding"),
+    (r"positions\.weight", "embedding_layer.position_embeddings.weight"),
+    (r"blocks\.(\d+)\.attention\.", r"encoder.transformer_encoder.layers.\1.self_attn."),
+    (r"blocks\.(\d+)\.ffn\.", r"encoder.transformer_encoder.layers.\1.ffn."),
+    (r"blocks\.(\d+)\.", r"encoder.transformer_encoder.layers.\1."),
+    (r"norm\.", "encoder.transformer_encoder.norm."),
+)
+"""How the public Model Zoo calls what is in a trunk."""
+
+
+def public_parts(name: str) -> tuple[tuple[str, int], ...]:
+    """What the public Model Zoo calls a parameter, as far as patterns of params files tell names apart."""
+    trunk = re.match(r"image_model_trunks\.model\.\d+\.", name)
+    if trunk is None:
+        return ()
+    below = name.removeprefix(trunk[0])
+    for ours, theirs in _PUBLIC_NAMES:
+        found = re.match(ours, below)
+        if found is not None:
+            return ((trunk[0] + found.expand(theirs) + below[found.end() :], -1),)
+    return ()

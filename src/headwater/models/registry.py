@@ -17,7 +17,20 @@ from headwater.config.models import (
     ModelConfig,
 )
 from headwater.core.errors import ConfigError
-from headwater.models import bert, decoder, dino, dit, dpo, examples, llava, mnist, seq2seq, unet, vit
+from headwater.models import (
+    bert,
+    decoder,
+    dino,
+    dit,
+    dpo,
+    examples,
+    llava,
+    mnist,
+    question_answering,
+    seq2seq,
+    unet,
+    vit,
+)
 from headwater.models.examples import Example
 
 
@@ -82,7 +95,9 @@ FAMILIES: dict[str, Family] = {
     "bert/classifier": _encoder(bert.Classifier, examples.labelled_texts("labels")),
     "bert/token_classifier": _encoder(bert.TokenClassifier, examples.texts("token_type_ids", "labels")),
     "bert/extractive_summarization": _encoder(bert.ExtractiveSummarizer, examples.sentences),
-    "bert/qa": _encoder(bert.QuestionAnswering, examples.labelled_texts("start_positions", "end_positions")),
+    "bert/qa": _encoder(
+        question_answering.QuestionAnswering, examples.labelled_texts("start_positions", "end_positions")
+    ),
     # The passages of a batch are told from each other.
     "dpr": dataclasses.replace(_encoder(bert.DPR, examples.questions), divisible=False),
     "fc_mnist": Family(mnist.FCMnist, mnist.init_parameter, lambda name, config: 1.0, examples.digits),
@@ -99,6 +114,7 @@ FAMILIES: dict[str, Family] = {
         examples.views,
         divisible=False,
         averages=lambda config: [(*each.prefixes, each.momentum) for each in config.ema],
+        public_parts=lambda name, config: dino.public_parts(name),
     ),
     "dit": Family(dit.DiT, dit.init_parameter, lambda name, config: 1.0, examples.noised_images),
     **dict.fromkeys(

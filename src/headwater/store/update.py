@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Update:
         max_value: clip every gradient element to ± this.
         loss_scale: what the loss was multiplied with.
         skip_non_finite: drop a step whose gradient is not finite, instead of raising.
+        by_name: further options of the parameter of a name; they count more than those for all.
     """
 
     step: int
@@ -35,6 +36,11 @@ class Update:
     max_value: float | None = None
     loss_scale: float = 1.0
     skip_non_finite: bool = False
+    by_name: Callable[[str], Mapping[str, Any]] | None = None
+
+    def options_of(self, name: str) -> Mapping[str, Any]:
+        """The options of one parameter."""
+        return self.options if self.by_name is None else {**self.options, **self.by_name(name)}
 
     def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
         """What gradients are multiplied with, clip and unscale in one; `None` where they stay as they are.
@@ -178,7 +184,7 @@ class Updater:
             else:
                 master, own = master.view(spec.shape), own.view(spec.shape)
             rule = self._rule.of(spec.name)
-            options = dict(rule.spec.options(spec.name, spec.shape, part.update.options))
+            options = dict(rule.spec.options(spec.name, spec.shape, part.update.options_of(spec.name)))
             loaded.append(_Loaded(piece, rule, options, encoding, wire, fields, master, own, states))
         return loaded
 

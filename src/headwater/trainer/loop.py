@@ -18,6 +18,7 @@ from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.interrupt import Interrupt, shielded
 from headwater.trainer.job import Batch, Job
+from headwater.trainer.options import options_by_name
 from headwater.trainer.sparse import start_sparse
 from headwater.trainer.state import RunState
 
@@ -61,6 +62,7 @@ class Trainer:
             job.train.load_state_dict(state.data)
         self.end_step = job.end_step(state.step)
         self._schedule = job.init.schedule
+        self._options = options_by_name(job)
         self._averages = MovingAverages(engine.store, job.trainable.averages)
         self._sparse = start_sparse(engine, job, state.masks)
         self._note_masks()
@@ -145,6 +147,7 @@ class Trainer:
             max_value=self._init.precision.max_gradient_value,
             loss_scale=self.state.loss_scale.value,
             skip_non_finite=self.state.loss_scale.may_skip,
+            by_name=None if self._options is None else self._options(self.state.step),
         )
 
     # evaluation
