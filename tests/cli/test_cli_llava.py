@@ -40,14 +40,14 @@ trainer:
   fit:
     train_dataloader: &train
       data_processor: LlavaHDF5MapDataProcessor
-      data_dir: {data}/train
-      img_data_dir: {data}
+      data_dir: {data}/train/train
+      img_data_dir: {data}/images
       transforms: [{{name: resize, size: 8}}, {{name: to_tensor}}]
       batch_size: 8
       shuffle: true
     val_dataloader: &val
       <<: *train
-      data_dir: {data}/val
+      data_dir: {data}/val/train
       batch_size: 5
       shuffle: false
       drop_last: false
@@ -56,31 +56,33 @@ trainer:
 """
 
 
-def halves(folder):
+def halves(headwater, folder):
     """Pictures of which one half is bright, and which it is in words."""
-    from headwater.data.multimodal.prepare import ImageTextSettings, prepare_image_texts
-    from headwater.data.raw_records import Record
-
     generator = np.random.default_rng(0)
-    tokenizer = TrainBPE(300).train(["left", "right"] * 3)
+    tokenizer = folder / "tokenizer.json"
+    folder.mkdir()
+    TrainBPE(300).train(["left", "right"] * 3).save(str(tokenizer))
     for split, count in (("train", 32), ("val", 12)):
-        (folder / split).mkdir(parents=True)
+        (folder / "images" / split).mkdir(parents=True)
         records = []
         for number in range(count):
             image = generator.integers(50, size=(8, 8, 3), dtype=np.uint8)
             side = number % 2
             image[:, 4 * side : 4 * side + 4] += 200
             name = f"{split}/{number}.png"
-            Image.fromarray(image).save(folder / name)
-            records.append(Record({"image": name, "captions": [("left", "right")[side]]}, name, 0))
-        settings = ImageTextSettings(sequence_length=12, num_features=4)
-        prepare_image_texts(
-            records, folder / split / "data.h5", tokenizer=tokenizer, image_dir=folder, settings=settings
-        )
+            Image.fromarray(image).save(folder / "images" / name)
+            records.append(json.dumps({"image": name, "captions": [("left", "right")[side]]}))
+        (folder / f"{split}.jsonl").write_text("\n".join(records))
+        code, out, err = headwater(
+            "data", folder / f"{split}.jsonl", "--mode", "image_text", "--out", folder / split,
+            "--image_dir", folder / "images", "--num_features", 4, "--sequence_length", 12,
+            "--tokenizer", tokenizer, "--val_fraction", 0,
+        )  # fmt: skip
+        assert (code, err) == (0, "") and re.search(rf"images +│ {count}", out), out
 
 
 def test_it_learns_to_say_what_it_sees(headwater, tmp_path):
-    halves(tmp_path / "data")
+    halves(headwater, tmp_path / "data")
     path = tmp_path / "params.yaml"
 
     def fit(folder, steps):

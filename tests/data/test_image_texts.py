@@ -11,17 +11,15 @@ from tokenizers import Tokenizer
 from headwater.config.data import ImageTextDataConfig
 from headwater.config.models import LlavaConfig, MultimodalSimpleConfig
 from headwater.core.errors import ConfigError, DataError
+from headwater.data.modes import ModeOptions
+from headwater.data.packing import split_samples
+from headwater.data.prepare import prepare
 from headwater.data.tokenizer import END_OF_TEXT, TrainBPE
 from headwater.models.registry import build_model
 from headwater.trainer.datasets import open_data
 
 Image = pytest.importorskip("PIL.Image")
 from headwater.data.multimodal.conversations import VICUNA  # noqa: E402
-from headwater.data.multimodal.prepare import (  # noqa: E402
-    ImageTextSettings,
-    prepare_image_texts,
-)
-from headwater.data.raw_records import BadRecords, read_records  # noqa: E402
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 TRANSFORMS = [
@@ -95,35 +93,28 @@ def pictures(tmp_path):
     return folder
 
 
-def prepared(tmp_path, tokenizer, pictures, records=RECORDS, *, skip=False, **changes):
-    """A file of texts with images, and what was counted."""
+def prepared(tmp_path, tokenizer, pictures, records=RECORDS, *, skip=False, length=LENGTH, **options):
+    """Texts with images in files, and what was counted."""
     source = tmp_path / "records.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
-    output = tmp_path / "data" / "train.h5"
-    output.parent.mkdir(exist_ok=True)
-    bad = BadRecords(skip)
-    keys = {
-        "sequence_length": LENGTH,
-        "num_features": FEATURES,
-        "num_images": 2,
-        "image_token_id": 9,
-        **changes,
-    }
-    statistics = prepare_image_texts(
-        read_records([source], bad),
-        output,
-        tokenizer=tokenizer,
-        image_dir=pictures,
-        settings=ImageTextSettings(**keys),
-        bad=bad,
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    keys = {"image_dir": pictures, "num_features": FEATURES, "num_images": 2, "image_token_id": 9}
+    return prepare(
+        [source],
+        tmp_path / "data",
+        tokenizer=tmp_path / "tokenizer.json",
+        sequence_length=length,
+        val_fraction=0,
+        mode="image_text",
+        options=ModeOptions(**keys | options),
+        skip_bad_records=skip,
     )
-    return output, statistics
 
 
 def section(tmp_path, **changes):
     keys = {
         "data_processor": "MultimodalSimpleHDF5MapDataProcessor",
-        "data_dir": str(tmp_path / "data"),
+        "data_dir": str(tmp_path / "data" / "train"),
         "img_data_dir": str(tmp_path / "images"),
         "image_data_size": [3, 16, 16],
         "transforms": TRANSFORMS,
@@ -138,10 +129,15 @@ def batches(tmp_path, model=MODEL, **changes):
     return list(open_data(section(tmp_path, **changes), model, seed=0, repeat=False).create_dataloader())
 
 
+def in_order(read):
+    """Batches of one sample in the order of the records: preparation shuffles them."""
+    return [read[place] for place in np.argsort(split_samples(len(read), 0, 0)["train"])]
+
+
 def test_samples_are_the_records(tmp_path, tokenizer, pictures):
-    output, statistics = prepared(tmp_path, tokenizer, pictures)
-    read = batches(tmp_path)
-    assert (statistics.samples, statistics.images, len(read)) == (5, 5, 5)
+    statistics = prepared(tmp_path, tokenizer, pictures)
+    read = in_order(batches(tmp_path))
+    assert (statistics.documents, statistics.train_samples, statistics.images, len(read)) == (4, 5, 5, 5)
     end, learnt = tokenizer.token_to_id(END_OF_TEXT), []
     for batch in read:
         ids, labels, mask = (batch[name][0] for name in ("input_ids", "labels", "attention_mask"))
@@ -157,7 +153,6 @@ def test_samples_are_the_records(tmp_path, tokenizer, pictures):
         f"A cat.{END_OF_TEXT}",
         f"Good morning.{END_OF_TEXT}",
     ]
-    assert statistics.learnt_tokens == sum(int(batch["attention_mask"].sum()) for batch in read)
     assert [int((batch["image_places"] < LENGTH).sum()) // FEATURES for batch in read] == [1, 1, 2, 1, 0]
     ids = read[2]["input_ids"][0]
     text = tokenizer.decode(ids[(ids != 9) & (ids != end)].tolist())
@@ -165,8 +160,10 @@ def test_samples_are_the_records(tmp_path, tokenizer, pictures):
         f"{VICUNA.system}USER: \nWhat is it? Compare it with . ASSISTANT: It is a cat."
         "USER: Why? ASSISTANT: It says so."
     )
-    with h5py.File(output) as file:
+    with h5py.File(tmp_path / "data" / "train" / "data-00000.h5") as file:
         assert file["data"].shape == (5, 5, LENGTH) and file["img_data_loc"].shape == (5, 2, FEATURES)
+        padding, image = file["data"][:, 3], file["data"][:, 4]
+    assert statistics.tokens == padding.size - padding.sum() - image.sum()
 
 
 def test_images_are_those_of_transformers(tmp_path, tokenizer, pictures):
@@ -179,7 +176,7 @@ def test_images_are_those_of_transformers(tmp_path, tokenizer, pictures):
         name: processor(Image.open(pictures / name), return_tensors="pt")["pixel_values"][0]
         for name in ("a.png", "b.png")
     }
-    read = batches(tmp_path)
+    read = in_order(batches(tmp_path))
     for batch, names in zip(read, [["a.png"], ["a.png"], ["b.png", "a.png"], ["b.png"], []], strict=True):
         for image, name in zip(batch["images"][0], names, strict=False):
             torch.testing.assert_close(image, expected[name], rtol=1e-5, atol=1e-5)
@@ -188,8 +185,8 @@ def test_images_are_those_of_transformers(tmp_path, tokenizer, pictures):
 
 def stored(tmp_path, tokens, mask, padding, paths):
     """A file of the public layout with one image at one place."""
-    folder = tmp_path / "data"
-    folder.mkdir(exist_ok=True)
+    folder = tmp_path / "data" / "train"
+    folder.mkdir(parents=True)
     tokens, mask, padding = (np.asarray(each, dtype=np.int32) for each in (tokens, mask, padding))
     labels = np.roll(tokens, -1, axis=1)
     with h5py.File(folder / "train.h5", "w") as file:
@@ -261,30 +258,30 @@ def test_a_damaged_image_is_named(tmp_path, tokenizer, pictures):
             {},
             "2 marks <image> and 1 images",
         ),
-        ({"image": "a.png", "captions": ["x"]}, {"sequence_length": 3}, "an image ends at token 4"),
+        ({"image": "a.png", "captions": ["x"]}, {"length": 3}, "an image ends at token 4"),
     ],
 )
 def test_records_that_cannot_be_used(record, changes, message, tmp_path, tokenizer, pictures):
     with pytest.raises(DataError, match=message) as error:
         prepared(tmp_path, tokenizer, pictures, [record], **changes)
     assert "records.jsonl, line 1" in (error.value.where or "")
-    assert not list((tmp_path / "data").iterdir())
+    assert not (tmp_path / "data").exists()
     if not changes:
-        _, statistics = prepared(tmp_path, tokenizer, pictures, [record, RECORDS[0]], skip=True)
-        assert statistics.samples == 2
+        statistics = prepared(tmp_path, tokenizer, pictures, [record, RECORDS[0]], skip=True)
+        assert (statistics.train_samples, statistics.bad_records) == (2, 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"sequence_length": 300}, DataError, "300 tokens"),
+        ({"length": 300}, DataError, "300 tokens"),
         ({"num_features": 5}, DataError, "takes 5 places, and the model gives it 4"),
         ({"transforms": TRANSFORMS[3:]}, DataError, "after the transforms the image is of"),
         ({"image_data_size": [3, 8, 8]}, ConfigError, "image_data_size"),
     ],
 )
 def test_data_that_do_not_fit_the_model(changes, error, message, tmp_path, tokenizer, pictures):
-    settings = {key: value for key, value in changes.items() if key in ("sequence_length", "num_features")}
+    settings = {key: value for key, value in changes.items() if key in ("length", "num_features")}
     prepared(tmp_path, tokenizer, pictures, **settings)
     with pytest.raises(error, match=message):
         batches(tmp_path, **{key: value for key, value in changes.items() if key not in settings})
@@ -296,10 +293,28 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path, pictures):
         batches(tmp_path)
 
 
-def test_long_samples_are_cut(tmp_path, tokenizer, pictures):
-    caption = "A brown dog in the snow. " * 40
-    _, statistics = prepared(tmp_path, tokenizer, pictures, [{"image": "a.png", "captions": [caption]}])
-    assert statistics.cut_samples == 1
-    (batch,) = batches(tmp_path)
+def test_long_samples_are_left_out_or_cut(tmp_path, tokenizer, pictures):
+    records = [{"image": "a.png", "captions": ["A brown dog in the snow. " * 40, "A dog."]}]
+    statistics = prepared(tmp_path, tokenizer, pictures, records)
+    assert (statistics.train_samples, statistics.too_long_records, statistics.cut_records) == (1, 1, 0)
+    (tmp_path / "data").rename(tmp_path / "others")
+    statistics = prepared(tmp_path, tokenizer, pictures, records, longer="cut")
+    assert (statistics.train_samples, statistics.too_long_records, statistics.cut_records) == (2, 0, 1)
+    counted = [int(batch["attention_mask"].sum()) for batch in in_order(batches(tmp_path))]
     # All but the image's own places, whose last one sees the first token.
-    assert int(batch["attention_mask"].sum()) == LENGTH - FEATURES + 1
+    assert counted[0] == LENGTH - FEATURES + 1
+    assert counted[1] == len(tokenizer.encode("A dog.").ids) + 1
+
+
+def test_samples_without_an_answer_are_left_out(tmp_path, tokenizer, pictures):
+    question = {"conversations": [{"from": "human", "value": "Why?"}]}
+    records = [{"image": "a.png", "captions": [" ", "A dog."]}, question]
+    statistics = prepared(tmp_path, tokenizer, pictures, records)
+    assert (statistics.train_samples, statistics.empty_records) == (1, 2)
+
+
+def test_a_text_may_begin_with_a_token(tmp_path, tokenizer, pictures):
+    prepared(tmp_path, tokenizer, pictures, begin_of_text=END_OF_TEXT)
+    assert all(batch["input_ids"][0, 0] == tokenizer.token_to_id(END_OF_TEXT) for batch in batches(tmp_path))
+    with pytest.raises(DataError, match="no token <s>"):
+        prepared(tmp_path / "images", tokenizer, pictures, begin_of_text="<s>")

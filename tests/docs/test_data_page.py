@@ -28,6 +28,9 @@ def test_the_example_of_a_mode_runs(mode, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path(f"{mode}.jsonl").write_text(json.dumps(json.loads(record)) + "\n", encoding="utf-8")
     Path(f"{mode}.jsonl").write_text(Path(f"{mode}.jsonl").read_text() * 40)
+    if image := json.loads(record).get("image"):
+        Path("images").mkdir()
+        Path("images", image).write_bytes(b"")  # opened in training
     words = command.split()
     assert main([*words, "--processes", "1"]) == 0, capsys.readouterr().err
     out = Path(words[words.index("--out") + 1])

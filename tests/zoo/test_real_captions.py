@@ -1,13 +1,18 @@
 """LLaVA learns real captions of real photographs by looking at them."""
 
+import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from headwater.config import find_params, load_params
+from headwater.data.modes import ModeOptions
+from headwater.data.packing import split_samples
+from headwater.data.prepare import prepare
 from headwater.data.tokenizer import TrainBPE
 from headwater.models.registry import build_model
 from headwater.trainer.datasets import open_data
@@ -23,30 +28,27 @@ TRAINED = 4
 
 def prepared(folder):
     """Captions to train on and others, as the shipped params read them."""
-    from headwater.data.multimodal.prepare import ImageTextSettings, prepare_image_texts
-    from headwater.data.raw_records import BadRecords, Record, read_records
-
-    records = list(read_records([COCO / "captions.jsonl"], BadRecords()))
-    texts = [caption for record in records for caption in record.fields["captions"][:TRAINED]]
-    tokenizer = TrainBPE(1000).train(texts)
+    records = [json.loads(line) for line in (COCO / "captions.jsonl").read_text().splitlines()]
+    texts = [caption for record in records for caption in record["captions"][:TRAINED]]
+    TrainBPE(1000).train(texts).save(str(folder / "tokenizer.json"))
     for split, part in (("train", slice(0, TRAINED)), ("val", slice(TRAINED, None))):
-        (folder / split).mkdir()
-        prepare_image_texts(
-            [
-                Record({**each.fields, "captions": each.fields["captions"][part]}, each.where, 0)
-                for each in records
-            ],
-            folder / split / "data.h5",
-            tokenizer=tokenizer,
-            image_dir=COCO,
-            settings=ImageTextSettings(sequence_length=48, num_features=16),
+        lines = [json.dumps({**record, "captions": record["captions"][part]}) for record in records]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+        prepare(
+            [folder / f"{split}.jsonl"],
+            folder / split,
+            tokenizer=folder / "tokenizer.json",
+            sequence_length=48,
+            val_fraction=0,
+            mode="image_text",
+            options=ModeOptions(image_dir=COCO, num_features=16),
         )
 
 
 def params(folder, **more):
     keys = {"trainer.init.model_dir": str(folder / "run"), **more}
     for loader, split in (("fit.train", "train"), ("fit.val", "val"), ("validate.val", "val")):
-        keys[f"trainer.{loader}_dataloader.data_dir"] = str(folder / split)
+        keys[f"trainer.{loader}_dataloader.data_dir"] = str(folder / split / "train")
         keys[f"trainer.{loader}_dataloader.img_data_dir"] = str(COCO)
     return load_params(find_params("llava/tiny_coco"), keys)
 
@@ -57,6 +59,9 @@ def found_images(model, loader, every):
     A model that does not look finds all four alike.
     """
     (batch,) = open_data(loader, model.config, seed=0, repeat=False).create_dataloader()
+    # Where each record's first caption is: preparation shuffles them.
+    places = np.argsort(split_samples(IMAGES * every, 0, 0)["train"])
+    batch = {name: value[places] for name, value in batch.items()}
     captions = torch.arange(IMAGES) * every
     own = {name: value[captions] for name, value in batch.items()}
     losses = []

@@ -26,6 +26,8 @@ MODE_HELP = {
     "summarization": "documents, with the loss on their summaries",
     "preference": "a better and a worse answer to each prompt, for DPO",
     "embedding_pairs": "questions with a right passage and wrong ones, for DPR",
+    "extractive_summarization": "sentences, of which some make the summary, for BERT",
+    "image_text": "captions and conversations about images, for LLaVA",
 }
 """What each mode makes; here, so that `--help` needs no tokenizer library."""
 
@@ -106,6 +108,7 @@ def _add_mode_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--separator", help="text between a prompt or document and what follows")
     options.add_argument("--num_passages", type=int, default=2, help="of a question (%(default)s)")
+    options.add_argument("--max_cls_tokens", type=int, default=50, help="sentences of a text (%(default)s)")
     options.add_argument("--masked_lm_prob", type=float, default=0.15, help="share guessed (%(default)s)")
     options.add_argument(
         "--dynamic_mask", action="store_true", help="leave the masks to the training: CSV for BERT"
@@ -116,6 +119,14 @@ def _add_mode_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="masked samples are two texts",
     )
+    images = parser.add_argument_group("images in texts")
+    images.add_argument("--image_dir", type=Path, metavar="DIR", help="folder below which the images are")
+    images.add_argument("--num_features", type=int, help="places that an image takes in a text")
+    images.add_argument("--num_images", type=int, default=1, help="of a text at most (%(default)s)")
+    images.add_argument(
+        "--image_token_id", type=int, default=0, help="token in the places of images (%(default)s)"
+    )
+    images.add_argument("--begin_of_text", metavar="TOKEN", help="token before each text (none)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,9 +167,15 @@ def run(args: argparse.Namespace) -> int:
             chat_template=_template(args.chat_template),
             separator=args.separator,
             num_passages=args.num_passages,
+            max_cls_tokens=args.max_cls_tokens,
             sentence_pairs=args.sentence_pairs,
             masked_lm_prob=args.masked_lm_prob,
             dynamic_mask=args.dynamic_mask,
+            image_dir=args.image_dir,
+            num_features=args.num_features,
+            num_images=args.num_images,
+            image_token_id=args.image_token_id,
+            begin_of_text=args.begin_of_text,
         ),
         skip_bad_records=args.skip_bad_records,
         overwrite=args.overwrite,
@@ -214,6 +231,7 @@ def summary(statistics: Statistics, folder: Path) -> Table:
         "mode": statistics.mode,
         "documents": f"{statistics.documents:,}",
         **{name: f"{count:,}" for name, count in records.items() if count},
+        **({"images": f"{statistics.images:,}"} if statistics.images else {}),
         "text": format_bytes(statistics.text_bytes),
         "tokens": f"{statistics.tokens:,} ({statistics.bytes_per_token:.2f} bytes each)",
         "vocabulary": f"{statistics.vocab_size:,}",

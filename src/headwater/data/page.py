@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
 from headwater.core.errors import DataError
+from headwater.data.multimodal.layout import CHANNELS as IMAGE_CHANNELS
 from headwater.data.records import CSVRecords
 from headwater.data.sample_file import SPAN_CHANNELS
 from headwater.data.statistics import Statistics, read_statistics
@@ -108,15 +109,16 @@ def _file_samples(path: Path, tokenizer: Tokenizer) -> Iterator[list[Strip]]:
     else:
         with h5py.File(path) as file:
             if "data" in file:
-                yield from ([_row(sample, tokenizer)] for sample in file["data"])
+                names = IMAGE_CHANNELS if "img_path" in file else SPAN_CHANNELS
+                yield from ([_row(sample, names, tokenizer)] for sample in file["data"])
             else:
                 for number in range(file.attrs["n_examples"]):
                     yield _fields({name: file[name][number] for name in file}, tokenizer)
 
 
-def _row(sample: npt.NDArray[np.int32], tokenizer: Tokenizer) -> Strip:
+def _row(sample: npt.NDArray[np.int32], names: Sequence[str], tokenizer: Tokenizer) -> Strip:
     """A sample of rows [channels, length]."""
-    channels = dict(zip(SPAN_CHANNELS, sample, strict=False))
+    channels = dict(zip(names, sample, strict=False))
     ids, mask, labels = (channels[name] for name in SPAN_CHANNELS[:3])
     span, positions = (channels.get(name) for name in SPAN_CHANNELS[3:])
     last = int(np.flatnonzero(mask).max(initial=-1))

@@ -65,10 +65,8 @@ class Settings:
 
     def as_json(self) -> dict[str, Any]:
         """Without folders, so that the output does not depend on where the inputs lie."""
-        settings = dataclasses.asdict(self)
-        if isinstance(self.tokenizer, Path):
-            settings["tokenizer"] = self.tokenizer.name
-        plain: dict[str, Any] = json.loads(json.dumps(settings))
+        settings = json.dumps(dataclasses.asdict(self), default=lambda path: path.name)
+        plain: dict[str, Any] = json.loads(settings)
         return plain
 
 
@@ -346,6 +344,7 @@ class _Preparation:
             empty_records=counts["empty"],
             too_long_records=counts["too_long"],
             cut_records=counts["cut"],
+            images=counts["images"],
         )
 
 

@@ -67,7 +67,7 @@ def write_datasets(
         path: file to write; it appears when it is complete.
         blocks: some samples each, all with the same names.
         num_samples: in all blocks.
-        dtype: of all datasets; that of the values where absent.
+        dtype: of all datasets but those of texts; that of the values where absent.
         compression: that HDF5 knows, or none.
     """
     partial = path.with_name(path.name + ".partial")
@@ -82,9 +82,8 @@ def write_datasets(
                 if name not in file:
                     shape = values.shape[1:]
                     chunks = (1, *shape) if shape else (num_samples,)
-                    file.create_dataset(
-                        name, (num_samples, *shape), dtype or values.dtype, chunks=chunks, **packed
-                    )
+                    kind = h5py.string_dtype() if values.dtype == object else dtype or values.dtype
+                    file.create_dataset(name, (num_samples, *shape), kind, chunks=chunks, **packed)
                 file[name][start : start + len(values)] = values
             start += len(values)
     assert start == num_samples, f"{start} samples arrived for a file of {num_samples}"

@@ -41,6 +41,7 @@ class Statistics:
         empty_records: records without text, left out.
         too_long_records: records with more tokens than a sample holds, left out.
         cut_records: those that were cut.
+        images: images in the texts, each as often as it occurs.
     """
 
     documents: int
@@ -63,6 +64,7 @@ class Statistics:
     empty_records: int = 0
     too_long_records: int = 0
     cut_records: int = 0
+    images: int = 0
 
     def write(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)

@@ -10,8 +10,10 @@ from headwater.core.errors import ConfigError
 from headwater.data.modes.answers import chat, prompt_completion, summarization
 from headwater.data.modes.base import Context, Example, Make, ModeOptions, of_records
 from headwater.data.modes.documents import FIM_TOKENS, fill_in_the_middle, line_of, next_words, texts
+from headwater.data.modes.images import image_fields, image_texts
 from headwater.data.modes.masked import masked_fields, masked_pairs, masked_table
 from headwater.data.modes.pairs import embedding_fields, embedding_pairs, preference, preference_fields
+from headwater.data.modes.sentences import chosen_sentences, sentence_fields
 from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR
 
 Packing = Literal["joined", "apart", "single"]
@@ -31,6 +33,7 @@ class Mode:
         packing: of rows, unless they are to be kept apart.
         needed_tokens: that the tokenizer must have.
         added_tokens: that it gets where it has none of them.
+        needed_options: that have no default.
     """
 
     reads: Literal["documents", "records"]
@@ -41,6 +44,7 @@ class Mode:
     packing: Packing = "single"
     needed_tokens: tuple[str, ...] = ()
     added_tokens: tuple[str, ...] = ()
+    needed_options: tuple[str, ...] = ()
 
     @property
     def in_rows(self) -> bool:
@@ -78,6 +82,18 @@ MODES = {
         token_columns=None,
         fields=embedding_fields,
     ),
+    "extractive_summarization": Mode(
+        "records",
+        of_records(chosen_sentences),
+        fields=sentence_fields,
+        added_tokens=(PAD, BEGIN, SEPARATOR),
+    ),
+    "image_text": Mode(
+        "records",
+        image_texts,
+        fields=image_fields,
+        needed_options=("image_dir", "num_features"),
+    ),
 }
 """Every mode by its name."""
 
@@ -86,7 +102,7 @@ def find_mode(name: str, options: ModeOptions) -> Mode:
     """The mode of this name.
 
     Raises:
-        ConfigError: if there is none, or it has no such option.
+        ConfigError: if there is none, it has no such option, or one is missing.
     """
     if name not in MODES:
         remedy = f"modes are {', '.join(MODES)}"
@@ -95,6 +111,10 @@ def find_mode(name: str, options: ModeOptions) -> Mode:
     if options.use_vsl and not mode.in_rows:
         remedy = f"leave it out, or name one of {', '.join(n for n, m in MODES.items() if m.in_rows)}"
         raise ConfigError(f"mode {name} does not pack samples", where="use_vsl", remedy=remedy)
+    missing = [f"--{key}" for key in mode.needed_options if getattr(options, key) is None]
+    if missing:
+        remedy = f"write {' and '.join(missing)}, see headwater data --help"
+        raise ConfigError(f"mode {name} needs {' and '.join(missing)}", where="mode", remedy=remedy)
     if options.dynamic_mask and mode.fields is masked_fields:
         return dataclasses.replace(mode, fields=masked_table)
     return dataclasses.replace(mode, packing="apart") if options.use_vsl else mode

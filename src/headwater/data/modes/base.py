@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -36,9 +37,15 @@ class ModeOptions:
         separator: text between a prompt or document and what follows it; where absent "\n\nTL;DR: " before
             summaries, an empty line after an `instruction`, and nothing after other prompts.
         num_passages: passages of a question, the right one included.
+        max_cls_tokens: sentences of a text at most, where they are chosen for a summary.
         sentence_pairs: masked samples are two texts, of which the second may or may not follow the first.
         masked_lm_prob: share of the tokens that are guessed.
         dynamic_mask: leave the choice of these tokens to the training.
+        image_dir: folder below which the images of texts are.
+        num_features: places that an image takes in a text: `num_features` of the model.
+        num_images: images of a text at most.
+        image_token_id: token in the places of images, as in the model's section.
+        begin_of_text: token that a text with images begins with; none where absent.
     """
 
     longer: Literal["skip", "cut"] = "skip"
@@ -49,18 +56,31 @@ class ModeOptions:
     chat_template: str | None = None
     separator: str | None = None
     num_passages: int = 2
+    max_cls_tokens: int = 50
     sentence_pairs: bool = True
     masked_lm_prob: float = 0.15
     dynamic_mask: bool = False
+    image_dir: Path | None = None
+    num_features: int | None = None
+    num_images: int = 1
+    image_token_id: int = 0
+    begin_of_text: str | None = None
 
     def __post_init__(self) -> None:
         for key in ("fim_rate", "spm_rate", "masked_lm_prob"):
             if not 0 <= getattr(self, key) <= 1:
                 what = f"{key} is {getattr(self, key)}"
                 raise ConfigError(what, where=key, remedy="write a fraction between 0 and 1")
-        if self.num_passages < 1:
-            what = f"num_passages is {self.num_passages}"
-            raise ConfigError(what, where="num_passages", remedy="write 1 or more")
+        for key in ("num_passages", "max_cls_tokens", "num_features", "num_images"):
+            if (getattr(self, key) or 0) < 1 and getattr(self, key) is not None:
+                what = f"{key} is {getattr(self, key)}"
+                raise ConfigError(what, where=key, remedy="write 1 or more")
+        if self.image_token_id < 0:
+            what = f"image_token_id is {self.image_token_id}"
+            raise ConfigError(what, where="image_token_id", remedy="write a token of the model, 0 or more")
+        if self.image_dir is not None and not self.image_dir.is_dir():
+            remedy = "name the folder below which the images are"
+            raise ConfigError("image_dir is not a folder", where=str(self.image_dir), remedy=remedy)
 
 
 class Unusable(Exception):

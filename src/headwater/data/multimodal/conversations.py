@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from headwater.core.errors import DataError
+from headwater.data.raw_records import checked_text
 
 IMAGE_MARK = "<image>"
 """Stands in a conversation where an image is."""
@@ -90,7 +91,8 @@ def conversations(record: Mapping[str, Any], chat: ChatFormat, *, where: str) ->
         raise _bad("image is no file name", where)
     if "captions" in record:
         for caption in _list(record, "captions", str, where):
-            yield Conversation(images, (*[Part(None)] * len(images), Part(caption, learnt=True)), where)
+            text = checked_text(caption, "captions", where)
+            yield Conversation(images, (*[Part(None)] * len(images), Part(text, learnt=True)), where)
     elif "conversations" in record:
         turns = _list(record, "conversations", dict, where)
         parts = tuple(_parts(turns, chat, len(images), where))
@@ -111,7 +113,8 @@ def _parts(turns: list[dict[str, Any]], chat: ChatFormat, images: int, where: st
     if images and not any(IMAGE_MARK in str(text) for text in texts):
         texts[0] = "\n".join([IMAGE_MARK] * images + [str(texts[0])])
     yield Part(chat.system)
-    for turn, text in zip(turns, map(str, texts), strict=True):
+    for turn, value in zip(turns, texts, strict=True):
+        text = checked_text(value, "value", where)
         if _ROLES[turn["from"]]:
             yield Part(chat.answer)
             yield Part(text, learnt=True)

@@ -1,8 +1,9 @@
-"""The HDF5 files of texts with images: their layout, written and checked here alone.
+"""The HDF5 files of texts with images: their layout, checked here alone.
 
 A file has the datasets
 
-- `data`, int32 [samples, channels, sequence_length], at least the first four of `CHANNELS`;
+- `data`, int32 [samples, channels, sequence_length], at least the first four of
+  `headwater.data.multimodal.layout.CHANNELS`;
 - `img_path`, text [samples, images] (or [samples], one image each): where an image is below the folder of
   images, or `NO_IMAGE`;
 - `img_data_loc`, int32 [samples, images, features]: the places in the sequence that the features of an image
@@ -14,8 +15,6 @@ It is the layout of the public Cerebras Model Zoo.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -23,15 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.core.errors import DataError
+from headwater.data.multimodal.layout import NO_IMAGE
 from headwater.data.records import HDF5Records
 
-CHANNELS = ("input_ids", "attention_mask", "labels", "key_padding_mask", "token_modality_idx")
-"""Tokens; 1 where the label counts; the token after each; 1 where a token is padding; 1 where an image is."""
-
-NO_IMAGE = "None"
 _NEEDED = 4
-_BLOCK = 64
-"""Samples that are written at once."""
 
 Numbers = npt.NDArray[np.int32]
 
@@ -101,70 +95,6 @@ class ImageTextFile:
 
 def _text(value: bytes | str) -> str:
     return value.decode("utf-8", errors="surrogateescape") if isinstance(value, bytes) else str(value)
-
-
-class ImageTextWriter:
-    """Writes samples one after the other.
-
-    Args:
-        file: opened for writing.
-        sequence_length: tokens of a sample.
-        num_images: images of a sample.
-        num_features: places that an image takes.
-    """
-
-    def __init__(self, file: h5py.File, sequence_length: int, num_images: int, num_features: int) -> None:
-        shapes: dict[str, tuple[tuple[int, ...], object]] = {
-            "data": ((len(CHANNELS), sequence_length), "i4"),
-            "img_path": ((num_images,), h5py.string_dtype()),
-            "img_data_loc": ((num_images, num_features), "i4"),
-        }
-        self._data = {
-            name: file.create_dataset(
-                name, (0, *shape), maxshape=(None, *shape), dtype=dtype, chunks=(1, *shape),
-                compression="gzip", compression_opts=1,
-            )
-            for name, (shape, dtype) in shapes.items()
-        }  # fmt: skip
-        self._held: list[ImageText] = []
-
-    def add(self, sample: ImageText) -> None:
-        """Write a sample with all channels and the places of its images."""
-        self._held.append(sample)
-        if len(self._held) == _BLOCK:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is held."""
-        if not self._held:
-            return
-        columns: dict[str, Sequence[object]] = {
-            "data": [sample.data for sample in self._held],
-            "img_path": [[path or NO_IMAGE for path in sample.paths] for sample in self._held],
-            "img_data_loc": [sample.places for sample in self._held],
-        }
-        for name, column in columns.items():
-            dataset = self._data[name]
-            start = len(dataset)
-            dataset.resize(start + len(column), axis=0)
-            dataset[start:] = np.stack([np.asarray(value, dtype=dataset.dtype) for value in column])
-        self._held = []
-
-
-@contextmanager
-def written_file(
-    path: Path, *, sequence_length: int, num_images: int, num_features: int
-) -> Iterator[ImageTextWriter]:
-    """A file to write, which appears when it is complete."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with h5py.File(partial, "w") as file:
-            writer = ImageTextWriter(file, sequence_length, num_images, num_features)
-            yield writer
-            writer.flush()
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _misshapen(path: Path, what: str) -> DataError:
