@@ -11,7 +11,12 @@ from headwater.core.errors import ConfigError, DataError
 from headwater.data.modes import ModeOptions
 from headwater.data.prepare import prepare
 from headwater.data.records import CSVRecords, open_records
-from headwater.data.text.fields import masked_text_fields, preference_fields, retrieval_fields
+from headwater.data.text.fields import (
+    masked_text_fields,
+    preference_fields,
+    retrieval_fields,
+    sentence_fields,
+)
 from headwater.data.text.masking import MaskedTexts
 from headwater.data.tokenizer import TrainBPE
 
@@ -172,6 +177,47 @@ def test_questions_and_passages_are_bert_s(shared, tmp_path):
     assert batch["questions_input_ids"][0, :6].tolist() == oracle("Who wrote it?")["input_ids"]
     with pytest.raises(DataError, match=r"2 hard negatives.*4 are wanted(?s:.*)--num_passages 3"):
         make(source, "embedding_pairs", vocabulary, length=12, num_passages=5)
+
+
+def test_sentences_are_judged_by_the_token_before_each(shared, tmp_path):
+    vocabulary = shared / "vocab/bert/bert-base-uncased-vocab.txt"
+    texts, labels = ["The sea rose.", "All fled!", "", "We tell how."], [0, 1, 0, 1]
+    source = lines(tmp_path / "a.jsonl", [{"source": texts, "source_labels": labels}])
+    make(source, "extractive_summarization", vocabulary, max_cls_tokens=6)
+    fields = sentence_fields(64, 6, vocab_size=30522)
+    batch = open_records(tmp_path / "extractive_summarization/train", fields, 64).__getitems__([0])
+    oracle = transformers.BertTokenizer(str(vocabulary))
+    parts = [oracle(text)["input_ids"] for text in texts]
+    expected = [token for part in parts for token in part]
+    count = len(expected)
+    assert batch["input_ids"][0].tolist() == expected + [0] * (64 - count)
+    assert batch["attention_mask"][0].tolist() == [1] * count + [0] * (64 - count)
+    types = [number % 2 for number, part in enumerate(parts) for _ in part]
+    assert batch["token_type_ids"][0].tolist() == types + [0] * (64 - count)
+    starts = [place for place, token in enumerate(expected) if token == oracle.cls_token_id]
+    assert batch["cls_indices"][0].tolist() == [*starts, 0, 0]
+    assert batch["cls_label"][0].tolist() == [*labels, 0, 0]
+    assert batch["cls_weights"][0].tolist() == [1, 1, 1, 1, 0, 0]
+
+
+def test_of_long_texts_the_last_sentences_are_cut(tokenizer, tmp_path):
+    records = [
+        {"sentences": ["Up.", "The sea rose in the night and all fled. " * 9], "labels": [1, 0]},
+        {"source": ["a"] * 5, "source_labels": [0, 0, 0, 0, 1]},
+        {"source": ["", " "], "source_labels": [0, 1]},
+        {"source": ["It fits."], "source_labels": [1]},
+    ]
+    source = lines(tmp_path / "a.jsonl", records)
+    statistics = make(source, "extractive_summarization", tokenizer, max_cls_tokens=3)
+    assert (statistics.too_long_records, statistics.empty_records, statistics.train_samples) == (2, 1, 1)
+    statistics = make(source, "extractive_summarization", tokenizer, max_cls_tokens=3, longer="cut")
+    assert (statistics.cut_records, statistics.train_samples) == (2, 3)
+    weights = samples(source, "extractive_summarization")["cls_weights"]
+    assert sorted(weights.sum(1).tolist()) == [1, 1, 3]
+    for broken in ([1], [1, 2], "01"):
+        source = lines(tmp_path / "b.jsonl", [{"source": ["a", "b"], "source_labels": broken}])
+        with pytest.raises(DataError, match=r"b\.jsonl, line 1"):
+            make(source, "extractive_summarization", tokenizer)
 
 
 @pytest.fixture(scope="module")

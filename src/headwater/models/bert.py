@@ -16,7 +16,6 @@ from headwater.config.models import (
     EncoderSection,
     ExtractiveSummarizationConfig,
     Nonlinearity,
-    QuestionAnsweringConfig,
     TokenClassifierConfig,
 )
 from headwater.models.encoder import Encoder, encoder_initializer, encoder_learning_rate_scale
@@ -230,7 +229,8 @@ class ExtractiveSummarizer(EncoderModel):
     """Which sentences make the summary.
 
     `cls_indices` [batch, sentences] are the tokens that begin the sentences, `cls_label` whether the sentence
-    belongs to the summary, `cls_weights` 1 where there is a sentence.
+    belongs to the summary, `cls_weights` 1 where there is a sentence. `best_sentence` is the share of the
+    texts whose likeliest sentence belongs to it.
     """
 
     config: ExtractiveSummarizationConfig
@@ -241,47 +241,22 @@ class ExtractiveSummarizer(EncoderModel):
         super().__init__(config)
         self.output = Linear(config.hidden_size, 1, bias=config.use_cls_bias)
         if config.compute_eval_metrics:
-            self.scored["accuracy"] = Scored("accuracy")
+            self.scored = {name: Scored(name) for name in ("accuracy", "best_sentence")}
         self.draw(seed)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         logits, labels = self.logits(batch), batch["cls_label"].float()
         weights = batch["cls_weights"].float()
-        if not self.training and "accuracy" in self.scored:
+        if not self.training and self.scored:
             self.scored["accuracy"].add((logits > 0) == labels.bool(), weights.bool())
+            best = logits.masked_fill(weights == 0, -torch.inf).argmax(-1, keepdim=True)
+            self.scored["best_sentence"].add(labels.gather(1, best) > 0)
         losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         return (losses * weights).sum() * (self.config.loss_weight / len(labels))
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits [batch, sentences], fp32."""
         return self.output(gather(self.encode(batch), batch["cls_indices"])).squeeze(-1).float()  # type: ignore[no-any-return]
-
-
-class QuestionAnswering(EncoderModel):
-    """Where an answer begins and ends: `start_positions` and `end_positions` [batch]."""
-
-    config: QuestionAnsweringConfig
-
-    def __init__(self, config: QuestionAnsweringConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
-        super().__init__(config)
-        self.output = Linear(config.hidden_size, 2)
-        if config.compute_eval_metrics:
-            self.scored["accuracy"] = Scored("accuracy")
-        self.draw(seed)
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        starts, ends = self.logits(batch)
-        begin, end = batch["start_positions"].long(), batch["end_positions"].long()
-        if not self.training and "accuracy" in self.scored:
-            hidden = (batch["attention_mask"] == 0).to(starts.device)
-            found = [each.masked_fill(hidden, -torch.inf).argmax(-1) for each in (starts, ends)]
-            self.scored["accuracy"].add((found[0] == begin) & (found[1] == end))
-        return (F.cross_entropy(starts, begin) + F.cross_entropy(ends, end)) / 2
-
-    def logits(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits of begin and end, [batch, seq] each, fp32."""
-        begin, end = self.output(self.encode(batch)).float().unbind(-1)
-        return begin, end
 
 
 class DPR(nn.Module):

@@ -17,6 +17,7 @@ from headwater.config.data import (
     MaskedTextDataConfig,
     MNISTDataConfig,
     PreferenceDataConfig,
+    QuestionDataConfig,
     RetrievalDataConfig,
     SegmentationDataConfig,
     SentencesDataConfig,
@@ -39,6 +40,7 @@ from headwater.config.models import (
     FCMnistConfig,
     ModelConfig,
     MultimodalSection,
+    QuestionAnsweringConfig,
     Seq2SeqConfig,
     TokenClassifierConfig,
     UNetConfig,
@@ -121,6 +123,12 @@ def _labelled_tokens(config: TokenClassificationDataConfig, model: TokenClassifi
     from headwater.data.text.classification import read_labelled_tokens
 
     return read_labelled_tokens(config, model.vocab_size, model.num_classes)
+
+
+def _questions(config: QuestionDataConfig, model: QuestionAnsweringConfig) -> Samples:
+    from headwater.data.text.squad import read_windows
+
+    return read_windows(config, model.vocab_size)
 
 
 def _masked_texts(config: MaskedTextDataConfig, model: BertConfig) -> Samples:
@@ -270,6 +278,7 @@ _OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples
     GptDataConfig: (DecoderConfig, _gpt),
     TextClassificationDataConfig: (ClassifierConfig, _labelled_texts),
     TokenClassificationDataConfig: (TokenClassifierConfig, _labelled_tokens),
+    QuestionDataConfig: (QuestionAnsweringConfig, _questions),
     MaskedTextDataConfig: (BertConfig, _masked_texts),
     DynamicMaskDataConfig: (BertConfig, _dynamic_masks),
     SentencesDataConfig: (ExtractiveSummarizationConfig, _sentences),

@@ -22,6 +22,7 @@ from headwater.config.data.text import (
     GptDataConfig,
     MaskedTextDataConfig,
     PreferenceDataConfig,
+    QuestionDataConfig,
     RetrievalDataConfig,
     SentencesDataConfig,
     TextClassificationDataConfig,
@@ -33,6 +34,7 @@ DataConfig = (
     GptDataConfig
     | TextClassificationDataConfig
     | TokenClassificationDataConfig
+    | QuestionDataConfig
     | MaskedTextDataConfig
     | DynamicMaskDataConfig
     | SentencesDataConfig
@@ -63,6 +65,7 @@ __all__ = [
     "MNISTDataConfig",
     "MaskedTextDataConfig",
     "PreferenceDataConfig",
+    "QuestionDataConfig",
     "RetrievalDataConfig",
     "SegmentationDataConfig",
     "SentencesDataConfig",

@@ -113,6 +113,33 @@ class TokenClassificationDataConfig(TextSection):
     label_vocab_file: FilePath | None = None
 
 
+class QuestionDataConfig(TextSection):
+    """Questions about texts that hold the answers, as SQuAD v1.1 distributes them: JSON, compressed or not.
+
+    Attributes:
+        data_dir: a file, or a folder of files.
+        held_out_dir: likewise; in training, questions about texts that are in there are left out.
+        max_query_length: tokens of a question; longer ones lose their end.
+        doc_stride: tokens from the beginning of one window to that of the next, where a text is longer than a
+            sample; at most those of a window.
+    """
+
+    data_processor: Literal["SquadDataProcessor"]
+    held_out_dir: FilePath | None = None
+    max_sequence_length: int = Field(default=384, ge=8)
+    max_query_length: int = Field(default=64, ge=1)
+    doc_stride: int = Field(default=128, ge=1)
+
+    @model_validator(mode="after")
+    def _room_for_context(self) -> QuestionDataConfig:
+        if self.max_query_length + 4 > self.max_sequence_length:
+            raise ValueError(
+                f"max_query_length ({self.max_query_length}) leaves no room for a text in "
+                f"max_sequence_length ({self.max_sequence_length})"
+            )
+        return self
+
+
 class RecordSection(LoaderSection):
     """What loaders of samples with named fields take.
 

@@ -250,11 +250,13 @@ class QuestionAnsweringConfig(EncoderSection):
     """Where the answer to a question begins and ends in a text.
 
     Attributes:
-        compute_eval_metrics: accuracy of begin and end besides the loss.
+        max_answer_length: tokens of an answer at most, where the best one is sought.
+        compute_eval_metrics: accuracy and F1 of the answers besides the loss.
     """
 
     name: Literal["bert/qa"]
     pooler_nonlinearity: Nonlinearity = "tanh"
+    max_answer_length: int = Field(default=30, ge=1)
     compute_eval_metrics: bool = True
 
 

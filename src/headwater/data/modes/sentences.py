@@ -1,0 +1,83 @@
+"""Texts of sentences, some of which make the summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headwater.core.errors import DataError
+from headwater.data.modes.base import (
+    Context,
+    Example,
+    Tokens,
+    Unusable,
+    filled,
+    find_field,
+    renamed,
+)
+from headwater.data.raw_records import Record, checked_text
+from headwater.data.text.wordpiece import BEGIN, SEPARATOR
+
+_SENTENCES = ("source", "sentences", "src")
+_LABELS = ("source_labels", "labels")
+
+
+def chosen_sentences(context: Context, record: Record) -> Example:
+    """The tokens of all sentences, where each begins, and which belong to the summary.
+
+    Each sentence is between the token that begins it, from which it is judged, and a separator
+    (arXiv:1908.08345, section 3.1). What is too long loses its last sentences.
+    """
+    record = renamed(record, context.options)
+    sentences, labels = find_field(record, *_SENTENCES), _labels(record)
+    if not isinstance(sentences, list) or len(sentences) != len(labels):
+        found = f"{len(sentences)} sentences" if isinstance(sentences, list) else "no list of sentences"
+        raise DataError(
+            f"record has {found} and {len(labels)} labels",
+            where=record.where,
+            remedy="give a list of sentences and a 0 or 1 for each",
+        )
+    begin, separator = ([context.token(name)] for name in (BEGIN, SEPARATOR))
+    parts: list[Tokens] = []
+    for sentence in sentences:
+        tokens = context.encode(checked_text(sentence, _SENTENCES[0], record.where).strip())
+        parts.append(np.concatenate([begin, tokens, separator], dtype=np.int32))
+    if not any(len(part) > 2 for part in parts):
+        raise Unusable("empty")
+    ends = np.cumsum([len(part) for part in parts])
+    kept = min(int((ends <= context.length).sum()), context.options.max_cls_tokens)
+    if kept < len(parts):
+        if context.options.longer == "skip" or not kept:
+            raise Unusable("too_long")
+        context.counts["cut"] += 1
+    starts = np.concatenate([[0], ends[:-1]])[:kept].astype(np.int32)
+    return np.concatenate(parts[:kept]), starts, np.array(labels[:kept], dtype=np.int32)
+
+
+def _labels(record: Record) -> list[int]:
+    """Whether each sentence belongs to the summary."""
+    labels: Any = find_field(record, *_LABELS)
+    if not isinstance(labels, list) or any(label not in (0, 1) for label in labels):
+        raise DataError(
+            f"{_LABELS[0]} is not a list of 0 and 1",
+            where=record.where,
+            remedy="give a 1 for each sentence of the summary, a 0 for the others",
+        )
+    return labels
+
+
+def sentence_fields(example: Example, _number: int, context: Context) -> dict[str, Tokens]:
+    """What a model reads that chooses sentences; their types are 0 and 1 in turn (section 3.1)."""
+    tokens, starts, labels = example
+    count = context.options.max_cls_tokens
+    sentence = np.zeros_like(tokens)
+    sentence[starts[1:]] = 1
+    return {
+        "input_ids": filled(tokens, context.length, context.pad),
+        "attention_mask": filled(np.ones_like(tokens), context.length, 0),
+        "token_type_ids": filled(np.cumsum(sentence) % 2, context.length, 0),
+        "cls_indices": filled(starts, count, 0),
+        "cls_label": filled(labels, count, 0),
+        "cls_weights": filled(np.ones_like(starts), count, 0),
+    }
