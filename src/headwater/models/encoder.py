@@ -13,6 +13,7 @@ from headwater.core.errors import DataError
 from headwater.models.layers.attention import Seen, SelfAttention
 from headwater.models.layers.feed_forward import FeedForward
 from headwater.models.layers.linear import Embedding
+from headwater.models.layers.linformer import KeyValueProjection, SequenceProjection
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.layers.positions import rotary_frequencies, rotations
 
@@ -81,6 +82,7 @@ class EncoderBlock(nn.Module):
         ffn_bias: biases of the feed-forward part.
         layer_scale: both parts are scaled by `LayerScale` before they are added.
         stochastic_depth: how often each part is left out in training.
+        projections: see `SelfAttention`.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class EncoderBlock(nn.Module):
         ffn_bias: bool = True,
         layer_scale: bool = False,
         stochastic_depth: float = 0.0,
+        projections: KeyValueProjection | None = None,
     ) -> None:
         super().__init__()
         width = config.hidden_size
@@ -104,6 +107,7 @@ class EncoderBlock(nn.Module):
             output_bias=attention_bias,
             attention_dropout=config.attention_dropout,
             output_dropout=config.dropout_rate,
+            projections=projections,
         )
         self.attention_norm = LayerNorm(width, config.layer_norm_epsilon)
         self.attention_scale = LayerScale(width) if layer_scale else nn.Identity()
@@ -144,7 +148,12 @@ class Encoder(nn.Module):
         self.segment_embedding = Embedding(config.num_segments, width) if config.num_segments else None
         self.embedding_norm = LayerNorm(width, epsilon) if config.embedding_layer_norm else None
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
-        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.num_hidden_layers))
+        linformer = config.linformer
+        # Before the blocks that share it, so that it is no part of the first.
+        self.projection = self._projection() if linformer and linformer.sharing == "layerwise" else None
+        self.blocks = nn.ModuleList(
+            EncoderBlock(config, projections=self._projections()) for _ in range(config.num_hidden_layers)
+        )
         self.norm = LayerNorm(width, epsilon) if config.use_final_layer_norm else None
 
     def forward(
@@ -166,7 +175,8 @@ class Encoder(nn.Module):
                 several lie in one sequence.
 
         Raises:
-            DataError: if a sequence is longer than the model has positions.
+            DataError: if a sequence is longer than the model has positions, or holds several texts and the
+                model projects keys.
         """
         length = input_ids.shape[1]
         if length > self.config.max_position_embeddings:
@@ -176,6 +186,12 @@ class Encoder(nn.Module):
                 where="model.max_position_embeddings",
                 remedy="use shorter sequences, or train a model with more positions",
             )
+        if attention_span is not None and self.config.linformer is not None:
+            raise DataError(
+                "linformer adds up all positions of a sequence, and cannot keep several texts apart",
+                where="model.attention_module",
+                remedy="prepare the data with one text in each sequence",
+            )
         if position_ids is None:
             position_ids = self._position_ids(input_ids)
         x = self.embedding_dropout(self._embed(input_ids, attention_mask, token_type_ids, position_ids))
@@ -183,6 +199,20 @@ class Encoder(nn.Module):
         for block in self.blocks:
             x = block(x, seen)
         return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
+
+    def _projection(self) -> SequenceProjection:
+        assert self.config.linformer is not None, "keys and values are projected"
+        return SequenceProjection(
+            self.config.max_position_embeddings, self.config.linformer.projected_length
+        )
+
+    def _projections(self) -> KeyValueProjection | None:
+        """Those of a block's keys and values, shared as the section says (arXiv:2006.04768, section 4)."""
+        linformer = self.config.linformer
+        if linformer is None:
+            return None
+        keys = self.projection or self._projection()
+        return KeyValueProjection(keys, self._projection() if linformer.sharing == "headwise" else keys)
 
     @property
     def _positions(self) -> int:
@@ -250,6 +280,9 @@ def _mask(attention_mask: Tensor, span: Tensor | None) -> Tensor:
 ENCODER_MATRICES = r"(embedding|position_embedding|segment_embedding)\.weight"
 
 
+_PROJECTIONS = r"(projection|blocks\.\d+\.attention\.projections\.(keys|values))\.weight"
+
+
 def encoder_initializer(name: str, config: EncoderSection) -> InitializerConfig | None:
     """The initializer of an encoder's parameter by its name below the encoder; `None` if it has none."""
     matrix = config.matrix_init
@@ -257,6 +290,7 @@ def encoder_initializer(name: str, config: EncoderSection) -> InitializerConfig 
         (r".*\bbias", InitializerConfig(name="zeros")),
         (r".*norm\.weight", InitializerConfig(name="ones")),
         (ENCODER_MATRICES, matrix),
+        *([(_PROJECTIONS, config.linformer.initializer)] if config.linformer else []),
         (
             r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.(input|gate))\.weight",
             matrix.scaled(config.width_ratio**-0.5),

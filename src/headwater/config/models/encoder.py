@@ -12,6 +12,24 @@ from headwater.config.base import FilePath, NoEffect, Section
 from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
 
 
+class LinformerConfig(Section):
+    """`extra_attention_params` of `linformer`: how keys and values are projected along the sequence.
+
+    Attributes:
+        projected_length: keys and values that are left of a sequence.
+        sharing: what has one projection (arXiv:2006.04768, section 4): `headwise` the keys of a layer, and
+            another one its values; `key_value` both of them; `layerwise` those of all layers.
+    """
+
+    projected_length: int = Field(default=256, ge=1)
+    sharing: Literal["headwise", "key_value", "layerwise"] = "layerwise"
+
+    @property
+    def initializer(self) -> InitializerConfig:
+        """Of the projections: the distribution for which lengths are kept (theorem 2)."""
+        return InitializerConfig(name="normal", std=self.projected_length**-0.5)
+
+
 class EncoderSection(Section):
     """The encoder itself.
 
@@ -35,6 +53,8 @@ class EncoderSection(Section):
         mup_base_hidden_size: width at which the hyperparameters were tuned; turns on maximal update
             parametrization (muP, arXiv:2203.03466). Needs `mup_base_filter_size` too.
         mup_base_filter_size: likewise of the feed-forward part.
+        attention_module: `linformer` projects keys and values along the sequence to a fixed length, as
+            `extra_attention_params` say, so that the cost grows as the length (arXiv:2006.04768).
         scale_qk_dot_by_d: divide attention scores by the head size and not by its root.
         attention_logits_alpha: factor on attention scores.
         embeddings_scale: factor on the sum of the embeddings.
@@ -63,6 +83,8 @@ class EncoderSection(Section):
     layer_norm_epsilon: float = Field(default=1e-12, gt=0)
     norm_first: bool = False
     use_final_layer_norm: bool = False
+    attention_module: Literal["aiayn_attention", "linformer"] = "aiayn_attention"
+    extra_attention_params: LinformerConfig | None = None
     attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
 
     initializer_range: float = Field(default=0.02, gt=0)
@@ -89,6 +111,27 @@ class EncoderSection(Section):
         if (self.mup_base_hidden_size is None) != (self.mup_base_filter_size is None):
             raise ValueError("mup_base_hidden_size and mup_base_filter_size come together or not at all")
         return self
+
+    @model_validator(mode="after")
+    def _projected_keys(self) -> Self:
+        if self.linformer is None:
+            if self.extra_attention_params is not None:
+                raise ValueError("extra_attention_params are of attention_module: linformer")
+        elif self.linformer.projected_length > self.max_position_embeddings:
+            raise ValueError(
+                f"projected_length ({self.linformer.projected_length}) is above max_position_embeddings "
+                f"({self.max_position_embeddings})"
+            )
+        elif self.position_embedding_type == "rotary":
+            raise ValueError("linformer adds up keys of all positions: none can be rotated by its own")
+        return self
+
+    @property
+    def linformer(self) -> LinformerConfig | None:
+        """How keys and values are projected; `None` where they are not."""
+        if self.attention_module != "linformer":
+            return None
+        return self.extra_attention_params or LinformerConfig()
 
     @property
     def head_size(self) -> int:

@@ -72,7 +72,7 @@ def _meaning(config: EncoderSection) -> dict[str, Any]:
         "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "filter_size", "encoder_nonlinearity",
         "position_embedding_type", "mask_padding_in_positional_embed", "max_position_embeddings",
         "num_segments", "embedding_layer_norm", "layer_norm_epsilon", "norm_first", "use_final_layer_norm",
-        "token_dropout", "attention_scale", "embeddings_scale",
+        "token_dropout", "attention_scale", "embeddings_scale", "attention_module",
     )  # fmt: skip
     more = (
         "disable_nsp", "share_embedding_weights", "logits_scale", "pooler_nonlinearity", "num_labels",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwater.models.layers.linear import Linear
+from headwater.models.layers.linformer import KeyValueProjection
 from headwater.models.layers.positions import RotaryStyle, rotate
 
 
@@ -112,6 +113,7 @@ class SelfAttention(nn.Module):
         output_bias: bias of the output projection.
         attention_dropout: rate on the attention weights.
         output_dropout: rate on the output.
+        projections: of keys and values along the sequence, for queries that see all keys but padding.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class SelfAttention(nn.Module):
         num_kv_heads: int | None = None,
         softcap: float | None = None,
         rotary_style: RotaryStyle = "half",
+        projections: KeyValueProjection | None = None,
     ) -> None:
         super().__init__()
         head_size = head_size or hidden_size // num_heads
@@ -142,6 +145,7 @@ class SelfAttention(nn.Module):
         self.qkv = Linear(hidden_size, sum(self.sizes), bias=projection_bias)
         self.output = Linear(num_heads * head_size, hidden_size, bias=output_bias)
         self.dropout = nn.Dropout(output_dropout)
+        self.projections = projections
 
     def forward(self, x: Tensor, seen: Seen = _EVERYTHING_BEFORE, cache: LayerCache | None = None) -> Tensor:
         query, key, value = (self._split_heads(part) for part in self.qkv(x).split(self.sizes, dim=-1))
@@ -153,6 +157,9 @@ class SelfAttention(nn.Module):
             key, value = cache.extend(key, value)
         mask = _mask_after(past, query) if seen.mask is None else seen.mask
         causal = seen.causal and mask is None and query.shape[2] == key.shape[2]
+        if self.projections is not None:
+            key, value = self.projections(key, value, mask)
+            mask, causal = None, False
         attended = self._attend(query, key, value, mask, causal=causal)
         output: Tensor = self.dropout(self.output(attended.transpose(1, 2).flatten(2)))
         return output
