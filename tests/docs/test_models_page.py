@@ -1,11 +1,15 @@
 """The page on models says what there is."""
 
+import collections
+import re
 from pathlib import Path
 
 import pytest
 
+from headwater.config import load_params, shipped_params
 from headwater.config.models import MODELS
 from headwater.convert.formats import CONVERTERS, FORMATS
+from headwater.trainer.zoo_job import meta_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
@@ -27,7 +31,40 @@ def converters_table():
         yield f"| `{name}` | `{format.architecture}` | `{model}` |"
 
 
-@pytest.mark.parametrize("table", [models_table, converters_table])
+def parameters(path):
+    """Parameters of the model of a params file."""
+    return sum(value.numel() for value in meta_model(load_params(path).init.model).parameters())
+
+
+def rounded(number):
+    """A number to three digits, in thousands (K), millions (M) or billions (B)."""
+    for exponent, unit in ((9, "B"), (6, "M"), (3, "K")):
+        if round(number) >= 10**exponent:
+            return f"{number / 10**exponent:#.3g}".rstrip(".") + unit
+    return str(number)
+
+
+def sources(path):
+    """Papers that a params file names."""
+    return re.findall(r"arXiv:\d+\.\d+|Science [\d:]+\d", path.read_text())
+
+
+def params_table():
+    """A row for each folder of params files: their names by size, and the papers that they name."""
+    yield "| folder | params files and parameters of their models | papers |"
+    yield "|---|---|---|"
+    folders = collections.defaultdict(dict)
+    for name, path in shipped_params().items():
+        folder, _, file = name.partition("/")
+        folders[folder][file] = (parameters(path), path)
+    for folder, files in folders.items():
+        in_order = sorted(files.items(), key=lambda item: item[1][0])
+        names = ", ".join(f"`{file}` {rounded(count)}" for file, (count, _) in in_order)
+        papers = dict.fromkeys(paper for _, (_, path) in in_order for paper in sources(path))
+        yield f"| `{folder}` | {names} | {', '.join(papers) or '–'} |"
+
+
+@pytest.mark.parametrize("table", [models_table, converters_table, params_table])
 def test_tables_are_up_to_date(table):
     expected = "\n".join(table())
     assert expected in PAGE.read_text(), f"docs/models.md should have this table:\n{expected}"
