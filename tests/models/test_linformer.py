@@ -98,7 +98,7 @@ def test_projections_are_shared(sharing, count):
 
 
 def cost_of_a_block(section, length):
-    """Operations of the attention's products and saved bytes of the last block, as the planner counts them."""
+    """Operations of the products of attention, and saved bytes, of the last block: as the planner counts."""
     model = build_model(section, device="meta", fused_loss=False)
     batch = meta_batch(section, 1, length)
     # The fused kernel has no count of operations, its formula has.

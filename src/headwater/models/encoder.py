@@ -202,9 +202,7 @@ class Encoder(nn.Module):
 
     def _projection(self) -> SequenceProjection:
         assert self.config.linformer is not None, "keys and values are projected"
-        return SequenceProjection(
-            self.config.max_position_embeddings, self.config.linformer.projected_length
-        )
+        return SequenceProjection(self.config.max_position_embeddings, self.config.linformer.projected_length)
 
     def _projections(self) -> KeyValueProjection | None:
         """Those of a block's keys and values, shared as the section says (arXiv:2006.04768, section 4)."""
