@@ -73,6 +73,15 @@ def test_params_are_found_by_name_and_by_path(tmp_path):
         find_params("nothing")
 
 
+def test_what_several_files_extend_is_no_run():
+    base = shipped_params()["gpt/tiny"].parents[1] / "_decoder.yaml"
+    assert "extends: ../_decoder.yaml" in shipped_params()["llama/llama1_7b"].read_text()
+    assert base.is_file()
+    assert not any(name.split("/")[-1].startswith("_") for name in shipped_params())
+    with pytest.raises(ConfigError, match="no params file '_decoder'"):
+        find_params("_decoder")
+
+
 def test_a_shipped_file_is_extended_by_name(tmp_path):
     path = write(tmp_path, "extends: gpt/tiny\ntrainer: {init: {seed: 5}}\n")
     assert load_params(path).init.model == load_params(find_params("gpt/tiny")).init.model
