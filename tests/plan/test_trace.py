@@ -57,6 +57,44 @@ def test_flops_and_bytes_lie_where_they_arise():
     assert all(cost.recomputable for cost in trace.costs)
 
 
+class SharedInside(nn.Module):
+    """A layer that has a stage of its own runs in the middle of each block."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.before, self.shared, self.after = nn.Linear(64, 64), shared, nn.Linear(64, 256)
+
+    def forward(self, x):
+        return self.after(self.shared(self.before(x)).relu()).mean(-1, keepdim=True) + x
+
+
+class SharesALayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(SharedInside(self.shared) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_costs_around_a_shared_layer_are_those_of_the_block():
+    trace = trace_step(SharesALayer(), torch.zeros(8, 64), loss_function=mean)
+    costs = {stage.name: cost for stage, cost in zip(trace.stages, trace.costs, strict=True)}
+    product = 2 * 8 * 64 * 64
+    assert costs["shared"].flops == 3 * product
+    assert costs["shared"].backward_flops == 2 * 3 * product
+    for number in range(3):
+        block = costs[f"blocks.{number}"]
+        assert block.flops == 5 * product
+        # The first one's input needs no gradient.
+        assert block.backward_flops == (10 if number else 9) * product
+        assert block.saved_bytes == 8 * 64 * 4
+    assert costs["shared"].input_bytes == 3 * 8 * 64 * 4
+
+
 def saved_bytes(model, x):
     """What autograd really keeps of a forward, weights and input left out, each storage once."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}

@@ -7,7 +7,7 @@ and not only to the module that owns it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -225,6 +225,10 @@ class _Recorder(TorchDispatchMode):
             stage = self._unit_of.get(path)
             if stage is not None:
                 tensors = tensors_in((args, kwargs))
+                if self._units:
+                    # What follows backward is of the stage around this one again.
+                    outer, entered = self._units[-1], self._inputs[-1]
+                    self._when_backward_reaches((t for t in tensors if _storage(t) not in entered), outer)
                 self._units.append(stage)
                 self._inputs.append({_storage(tensor) for tensor in tensors})
                 self._costs[stage].input_bytes += sum(_bytes(t) for t in tensors if t.requires_grad)
@@ -239,12 +243,19 @@ class _Recorder(TorchDispatchMode):
                 return
             stage = self._units.pop()
             self._inputs.pop()
-            for tensor in tensors_in(output):
-                self._costs[stage].output_bytes += _bytes(tensor)
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _, stage=stage: self._set_current(stage))
+            if self._units:
+                self._current = self._units[-1]
+            tensors = tensors_in(output)
+            self._costs[stage].output_bytes += sum(map(_bytes, tensors))
+            self._when_backward_reaches(tensors, stage)
 
         return hook
+
+    def _when_backward_reaches(self, tensors: Iterable[torch.Tensor], stage: int) -> None:
+        """The backward of what made these tensors is of `stage`."""
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._set_current(stage))
 
     def _set_current(self, stage: int) -> None:
         self._current = stage
