@@ -13,6 +13,7 @@ from headwater.cli.output import open_console
 from headwater.config import RunConfig
 from headwater.config.user import UserConfig
 from headwater.trainer.interrupt import EXIT_CODE
+from headwater.trainer.ranks import is_rank, launch
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import FitResult, fit
 from headwater.trainer.zoo_job import fit_section, zoo_trainable
@@ -31,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains and says where everything is; returns the exit code."""
-    return train(read_params(args))
+    config = read_params(args)
+    num_csx = config.init.backend.num_csx
+    if num_csx > 1 and not is_rank() and not early.asked_for(config):
+        return launch(num_csx, args.words)
+    return train(config)
 
 
 def train(config: RunConfig) -> int:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Protocol
@@ -53,6 +54,8 @@ def guarded(run: Callable[[], int]) -> int:
     try:
         return run()
     except HeadwaterError as error:
+        if int(os.environ.get("RANK", "0")):
+            time.sleep(1.0)  # what rank 0 has met too, it says, and ends us all
         return print_error(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -86,4 +89,5 @@ def _run(words: list[str]) -> int:
         args.overrides = [*args.flags, *overrides(args.parser, rest)]
     elif rest:
         raise args.parser.unknown(rest[0])
+    args.words = words
     return int(args.run(args))

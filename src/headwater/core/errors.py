@@ -12,6 +12,7 @@
     ├── StreamError            the executor failed
     │   └── NonFiniteError     a loss or gradient is NaN or infinite
     ├── CheckpointError        a checkpoint is missing, incomplete, damaged or of another shape
+    ├── RankError              a compute rank is gone, or keeps the others waiting
     └── RunError               a run cannot start or go on
         └── ModelDirBusyError  another run works in the same model_dir
 
@@ -91,6 +92,10 @@ class NonFiniteError(StreamError):
 
 class CheckpointError(HeadwaterError):
     """A checkpoint is missing, incomplete, damaged or of another shape."""
+
+
+class RankError(HeadwaterError):
+    """A compute rank is gone, or keeps the others waiting."""
 
 
 class RunError(HeadwaterError):

@@ -122,6 +122,14 @@ class GradientSum:
         for stage in sorted(self._arriving):
             self.settle(stage)
 
+    def complete(self) -> None:
+        """Return when all gradients of the step are there."""
+        self.settle_all()
+
+    def end_micro_batch(self) -> None:
+        """No more gradients of this micro-batch will come."""
+        self.settle_all()
+
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
         """The global norm, fp32, as `torch.nn.utils.get_total_norm` takes it in this order."""
         self.settle_all()

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from headwater.core.buffers import aligned_empty
+from headwater.fabric.fabric import ALONE, Fabric
 from headwater.store.layout import Group, StageLayout
 from headwater.store.tier import Tier
 
@@ -17,12 +18,17 @@ class MemoryTier(Tier):
     Args:
         layouts: one per stage.
         pin: page-lock the wire images, for asynchronous copies to a CUDA device.
+        fabric: the ranks that share the memory.
     """
 
-    def __init__(self, layouts: list[StageLayout], *, pin: bool = False) -> None:
+    def __init__(self, layouts: list[StageLayout], *, pin: bool = False, fabric: Fabric = ALONE) -> None:
         super().__init__(layouts)
-        self._wire = [aligned_empty(layout.wire_bytes, pin=pin) for layout in layouts]
-        self._rest = [aligned_empty(layout.rest_bytes) for layout in layouts]
+        shared = fabric.size > 1
+        self._wire = [
+            fabric.allocate(layout.wire_bytes) if shared else aligned_empty(layout.wire_bytes, pin=pin)
+            for layout in layouts
+        ]
+        self._rest = [fabric.allocate(layout.rest_bytes) for layout in layouts]
 
     def resident_wire(self, stage: int) -> torch.Tensor:
         return self._wire[stage]

@@ -132,6 +132,7 @@ class Snapshot:
                 raise self._failure
             if stage not in self._saved:
                 self._saved[stage] = self._write_stage(self._store.stages[stage])
+                self._store.snapshots.post(stage, self._up_to + 1)
 
     def _write_stage(self, stage: StageSpec) -> StageEntry:
         store, weights, optimizer = self._store, self._weights[stage.index], self._optimizer[stage.index]
@@ -167,6 +168,8 @@ class Snapshot:
                 publish(self._partial, self.folder)
         finally:
             self._store.before_update = self._no_hook
+            for stage in self._store.stages:  # whatever came of it, nobody need wait any more
+                self._store.snapshots.post(stage.index, self._up_to + 1)
         return self.folder
 
     def _manifest(self) -> Manifest:
@@ -177,6 +180,24 @@ class Snapshot:
             stages=[self._saved[stage.index] for stage in self._store.stages],
             files={file.path.name: FileEntry(file.num_bytes, file.chunks) for file in files},
         )
+
+
+class SnapshotElsewhere:
+    """A snapshot that rank 0 takes: this rank updates no stage before it is saved.
+
+    Args:
+        store: what is saved.
+    """
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._up_to = store.num_commits
+        store.before_update = self._wait
+
+    def _wait(self, stage: int, commit: int) -> None:
+        if commit > self._up_to:
+            name = self._store.stages[stage].name
+            self._store.snapshots.wait(stage, self._up_to + 1, f"rank 0 to save stage {name!r}")
 
 
 def state_entries(rule: UpdateRule, param: ParamSpec) -> dict[str, TensorEntry]:

@@ -12,11 +12,13 @@ import torch
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import HeadwaterError, NonFiniteError, StoreError
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.fabric.fabric import ALONE, Board, Fabric
 from headwater.store.gradients import GradientSum, ParamKey
 from headwater.store.hold import GradientHold, MemoryHold
-from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
+from headwater.store.layout import Encoding, Piece, Share, StageLayout, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule
+from headwater.store.shared_gradients import SharedGradientSum
 from headwater.store.tier import Tier
 from headwater.store.update import Part, Pending, Update, Updater, Workspaces
 
@@ -62,6 +64,7 @@ class WeightStore:
 
     Attributes:
         num_commits: updates committed so far; the first has number 1.
+        snapshots: by stage, one more than the number of commits of which a snapshot has saved it.
         before_update: called with (stage, number of the commit) just before that update changes the stage, by
             the thread that holds the stage; for snapshots.
 
@@ -72,6 +75,8 @@ class WeightStore:
         hold: where gradients wait; in memory if not given.
         mixed_sum_dtype: dtype in which gradients narrower than fp32 are summed over micro-batches.
         order: (stage, param) of every parameter in the model's order, in which norms are combined.
+        fabric: the ranks that share the store; each updates its own pieces. All of them commit, fetch, write
+            and flush the same in the same order.
     """
 
     def __init__(
@@ -83,12 +88,22 @@ class WeightStore:
         hold: GradientHold | None = None,
         mixed_sum_dtype: torch.dtype | None = None,
         order: Sequence[tuple[int, int]] | None = None,
+        fabric: Fabric = ALONE,
     ) -> None:
         self.stages = list(stages)
         self.rule = rule
         self.layouts = [stage_layout(stage, rule) for stage in stages]
         self.tier = make_tier(self.layouts)
-        self.gradients = GradientSum(self.stages, hold or MemoryHold(), mixed_sum_dtype)
+        self.fabric = fabric
+        self.gradients: GradientSum = (
+            GradientSum(self.stages, hold or MemoryHold(), mixed_sum_dtype)
+            if fabric.size == 1
+            else SharedGradientSum(self.stages, fabric, mixed_sum_dtype)
+        )
+        self._shares = [Share(layout, fabric.rank, fabric.size) for layout in self.layouts]
+        self._updated = Board(fabric, len(self.stages) * fabric.size)  # the last commit, by stage and rank
+        self.snapshots = Board(fabric, len(self.stages))
+        self._due = [0] * len(self.stages)  # the last commit that concerns a stage
         self.num_commits = 0
         self._mark = 0  # their number when the transaction began
         self._taken: dict[ParamKey, int] = {}  # by which of them since then
@@ -117,6 +132,7 @@ class WeightStore:
             resident = self.tier.resident_wire(stage)
             if stage in self._pending:
                 self._update(stage, into)
+                self._await_others(stage)
             elif resident is None:
                 assert into is not None, "the disk tier needs memory to read a stage into"
                 self.tier.read_wire(stage, into)
@@ -153,7 +169,7 @@ class WeightStore:
 
     def end_micro_batch(self) -> None:
         """Say that no more gradients of this micro-batch will come."""
-        self.gradients.settle_all()
+        self.gradients.end_micro_batch()
 
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:
         """End a step: from now on the store reads as if it had been applied.
@@ -167,6 +183,7 @@ class WeightStore:
             NonFiniteError: if a gradient is not finite and such steps are not skipped; the step leaves
                 no trace.
         """
+        self.gradients.complete()
         present = self.gradients.present
         keys = [key for key in self._order if key in present and (parts is None or key in parts)]
         norm = self.gradients.norm(keys) / update.loss_scale
@@ -198,6 +215,7 @@ class WeightStore:
         earlier = self._pending[stage].parts if stage in self._pending else {}
         assert param not in earlier, "a new gradient has made the older update happen"
         self._pending[stage] = Pending(self.num_commits, {**earlier, param: part})
+        self._due[stage] = self.num_commits
         self._versions[stage] += 1
 
     # steps that may have to be undone
@@ -241,6 +259,7 @@ class WeightStore:
         with self._whole(stage):
             if stage in self._pending:
                 self._update(stage, self._wire_buffer(stage))
+                self._await_others(stage)
 
     def flush(self) -> None:
         """Apply every committed update now."""
@@ -266,9 +285,22 @@ class WeightStore:
         with self.tier.wire(stage, buffer, write=True) as image:
             groups = self.tier.groups(stage, write=True)
             self._scalars[stage] = self._updater.apply(
-                self.stages[stage], image, groups, gradients, self._scalars[stage], pending
+                self.stages[stage],
+                image,
+                groups,
+                gradients,
+                self._scalars[stage],
+                pending,
+                self._shares[stage],
             )
         self.gradients.put_back(stage, gradients)
+        self._updated.post(stage * self.fabric.size + self.fabric.rank, pending.number)
+
+    def _await_others(self, stage: int) -> None:
+        """Wait until every rank has applied its share of the last update of a stage."""
+        for rank in range(self.fabric.size):
+            what = f"rank {rank} to update stage {self.stages[stage].name!r}"
+            self._updated.wait(stage * self.fabric.size + rank, self._due[stage], what)
 
     @contextmanager
     def _whole(self, stage: int) -> Iterator[None]:
@@ -313,6 +345,7 @@ class WeightStore:
             pending = self._pending.get(stage)
             if pending is not None and (up_to is None or pending.number <= up_to):
                 self._update(stage, buffer)
+                self._await_others(stage)
             with self.tier.wire(stage, buffer, write=False) as image:
                 wires = self.stages[stage].views(image)
                 for group, rest in self.tier.groups(stage, write=False, params=params):
@@ -343,9 +376,11 @@ class WeightStore:
             wires = self.stages[stage].views(target)
             for group, rest in self.tier.groups(stage, read=False, write=True):
                 for piece in group.pieces:
-                    self._fill_piece(stage, piece, wires[piece.param], rest, fill)
+                    if self._shares[stage].has(piece):
+                        self._fill_piece(stage, piece, wires[piece.param], rest, fill)
             if image is None:
                 self.tier.write_wire(stage, target)
+            self.fabric.barrier(f"stage {self.stages[stage].name!r} to be written")
 
     def read_param(self, stage: int, param: int, state: str | None = None) -> torch.Tensor:
         """A copy of one parameter's master, or of one of its optimizer state tensors, up to date.
@@ -446,6 +481,18 @@ class WeightStore:
     def scalars(self, stage: int) -> list[Scalars | None]:
         """Optimizer scalars of each parameter, up to date after `read` or `flush_stage`."""
         return self._scalars[stage]
+
+    def share_scalars(self) -> None:
+        """Let every rank have the optimizer scalars of all parameters; all updates must have been applied."""
+        mine = {
+            (stage.index, index): self._scalars[stage.index][index]
+            for stage in self.stages
+            for index in range(len(stage.params))
+            if self._shares[stage.index].begins(index)
+        }
+        for scalars in self.fabric.gather_objects(mine):
+            for (stage, param), value in scalars.items():
+                self._scalars[stage][param] = value
 
     def set_scalars(self, stage: int, scalars: list[Scalars | None]) -> None:
         """Replace the optimizer scalars of each parameter."""

@@ -17,6 +17,7 @@ from headwater.core.buffers import return_pages
 from headwater.core.errors import NonFiniteError, StreamError
 from headwater.core.seeding import derive_seed
 from headwater.core.stage import ParamSpec
+from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import LossFunction, autocast, call_model
 from headwater.plan.types import Plan
@@ -76,6 +77,7 @@ class Engine:
             faster.
         compile_blocks: compile the forward of repeated stages with `torch.compile`.
         verify_disk: compare what is read of the disk tier with checksums of what was written.
+        fabric: the ranks that train together, each on a part of every batch.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class Engine:
         fast_matmul: bool = False,
         compile_blocks: bool = False,
         verify_disk: bool = False,
+        fabric: Fabric = ALONE,
     ) -> None:
+        self.fabric = fabric
         self.model = model
         self.plan = plan
         self._seed = seed
@@ -103,7 +107,7 @@ class Engine:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
         rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
-        self.store = _make_store(plan, rule, self._device, order, verify_disk)
+        self.store = _make_store(plan, rule, self._device, order, verify_disk, fabric)
         weights = _make_weights(plan, self.store, self._device)
         self._binder = Binder(
             model,
@@ -161,12 +165,13 @@ class Engine:
             for index, batch in enumerate(micro_batches):
                 with self._matmul():
                     total += self._micro_batch(batch, update, index, len(micro_batches))
+            losses = self.fabric.gather(total / len(micro_batches))
             amend(update)
             committed = self.store.commit(update)
             if not committed.applied:
                 undo()
         return StepReport(
-            loss=total / len(micro_batches),
+            loss=sum(losses) / len(losses),
             gradient_norm=committed.gradient_norm,
             applied=committed.applied,
             statistics=statistics,
@@ -174,17 +179,19 @@ class Engine:
         )
 
     def _micro_batch(self, batch: Any, update: Update, index: int, count: int) -> float:
-        """Forward and backward of one micro-batch of `count`; gives its loss."""
+        """Forward and backward of one micro-batch of `count` on this rank; gives its loss."""
         loss = self._forward(batch, update.step, index)
         value = self._checked(loss, batch, update, index)
         if update.loss_scale != 1.0:
             loss = loss * update.loss_scale
-        self.executor.backward(loss / count if count > 1 else loss, last=index == count - 1)
+        parts = count * self.fabric.size
+        self.executor.backward(loss / parts if parts > 1 else loss, last=index == count - 1)
         return value
 
     def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
         if self._seed is not None:
-            torch.manual_seed(derive_seed(self._seed, "micro_batch", step, index))
+            number = self.fabric.rank * self.plan.num_micro_batches + index
+            torch.manual_seed(derive_seed(self._seed, "micro_batch", step, number))
         with autocast(self.plan.precision, self.plan.device):
             return self._loss_function(self.model, self._to_device(batch))
 
@@ -283,14 +290,19 @@ def _parameter_order(model: nn.Module, plan: Plan) -> list[tuple[int, int]]:
 
 
 def _make_store(
-    plan: Plan, rule: UpdateRule, device: Device, order: list[tuple[int, int]], verify_disk: bool
+    plan: Plan,
+    rule: UpdateRule,
+    device: Device,
+    order: list[tuple[int, int]],
+    verify_disk: bool,
+    fabric: Fabric,
 ) -> WeightStore:
     one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
     sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
 
     def make_tier(layouts: list[StageLayout]) -> Tier:
         if plan.tier == "memory":
-            return MemoryTier(layouts, pin=not device.reads_host)
+            return MemoryTier(layouts, pin=not device.reads_host, fabric=fabric)
         return DiskTier(layouts, _folder(plan), verify=verify_disk)
 
     hold: GradientHold = MemoryHold()
@@ -304,6 +316,7 @@ def _make_store(
         hold=hold,
         mixed_sum_dtype=sum_dtype,
         order=order,
+        fabric=fabric,
     )
 
 

@@ -47,12 +47,15 @@ from headwater.config.models import (
     ViTConfig,
 )
 from headwater.core.errors import ConfigError
+from headwater.fabric.fabric import ALONE, Fabric
 
 if TYPE_CHECKING:
     from headwater.data.source import Samples, SampleSource
 
 
-def open_data(config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool) -> SampleSource:
+def open_data(
+    config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool, fabric: Fabric = ALONE
+) -> SampleSource:
     """The data set that `config` names, checked against the model.
 
     Args:
@@ -60,6 +63,7 @@ def open_data(config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool
         model: the model that will read the data.
         seed: shuffles where the section has no seed of its own.
         repeat: endless passes, for training; otherwise each iteration is one pass.
+        fabric: the ranks among which each batch is divided.
 
     Raises:
         ConfigError: if the data are not for this model, or a package that reads them is not installed.
@@ -91,6 +95,8 @@ def open_data(config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool
         persistent_workers=config.persistent_workers,
         drop_last=config.leaves_out_last,
         repeat=repeat,
+        rank=fabric.rank,
+        world_size=fabric.size,
     )
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from headwater.api.machine import device_of
 from headwater.config.run import SetupConfig
 from headwater.core.buffers import tune_allocator
+from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import calibrate
 from headwater.plan.types import Plan
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.job import Trainable
 from headwater.trainer.planning import Workload, make_engine, plan_run
+from headwater.trainer.ranks import check_ranks
 from headwater.trainer.start import find_trained
 
 
@@ -30,14 +32,18 @@ def open_engine(
     *,
     blank: bool,
     show: Callable[[Plan], None] = lambda plan: None,
+    fabric: Fabric = ALONE,
 ) -> Iterator[Engine]:
     """The engine for `work`; `blank`: a checkpoint will replace the parameters. The plan is shown first."""
     device = device_of(init.backend)
-    plan = plan_run(init, trainable, work, disk=disk, calibration=calibrate(device, disk))
+    plan = fabric.agree(
+        lambda: plan_run(init, trainable, work, disk=disk, calibration=calibrate(device, disk))
+    )
+    check_ranks(init, trainable, plan, fabric)
     show(plan)
     if device == "cpu" and init.backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)
-    with make_engine(init, trainable, plan, work.optimizer, blank=blank) as engine:
+    with make_engine(init, trainable, plan, work.optimizer, blank=blank, fabric=fabric) as engine:
         yield engine
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from headwater.core.errors import NonFiniteError
+from headwater.store.snapshot import SnapshotElsewhere
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.averages import MovingAverages
@@ -30,6 +31,7 @@ class Trainer:
         state: where it stands.
         validation: the last evaluation of this process, by data set.
         end_step: its last step.
+        leads: whether this rank writes what there is to write.
 
     Args:
         engine: holds the weights of the step at which the run stands.
@@ -53,6 +55,7 @@ class Trainer:
         self.state = state
         self.validation: list[ValidateEnd] = []
         self._engine = engine
+        self.leads = engine.fabric.rank == 0
         self._job = job
         self._init = job.init
         self._checkpoints = checkpoints
@@ -91,6 +94,8 @@ class Trainer:
         self._checkpoints.check()
         if self._validation_is_due() and not interrupt.requested:
             self._validate(interrupt)
+        if any(self._engine.fabric.gather(float(interrupt.requested))):
+            interrupt.requested = True
         stop = interrupt.requested or self.state.step >= self.end_step
         if stop or self._checkpoint_is_due():
             self._save()
@@ -186,6 +191,14 @@ class Trainer:
 
     def _save(self) -> None:
         if self.state.step == self._saved_step:
+            return
+        if self._engine.fabric.size > 1:
+            self._checkpoints.wait()
+            self._engine.store.flush()
+            self._engine.store.share_scalars()
+        if not self.leads:
+            SnapshotElsewhere(self._engine.store)
+            self._saved_step = self.state.step
             return
         buffers = persistent_buffers(self._engine.model)
         path = self._checkpoints.save(

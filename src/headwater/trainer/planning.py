@@ -16,9 +16,9 @@ from headwater.api.machine import (
     resources_of,
 )
 from headwater.config.run import SetupConfig
-from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec
+from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import Calibration
@@ -110,7 +110,6 @@ def plan_run(
         ConfigError: if the params ask for what is not there.
         DoesNotFitError: if a budget is too small.
     """
-    _check_supported(init.backend)
 
     @functools.cache
     def trace_for(size: int) -> Trace:
@@ -135,7 +134,13 @@ def plan_run(
 
 
 def make_engine(
-    init: SetupConfig, trainable: Trainable, plan: Plan, optimizer: OptimizerSpec, *, blank: bool = False
+    init: SetupConfig,
+    trainable: Trainable,
+    plan: Plan,
+    optimizer: OptimizerSpec,
+    *,
+    blank: bool = False,
+    fabric: Fabric = ALONE,
 ) -> Engine:
     """The engine.
 
@@ -145,6 +150,7 @@ def make_engine(
         plan: how it is trained.
         optimizer: how it is updated.
         blank: fill in zeros for initial values, for what a checkpoint will replace.
+        fabric: the ranks that train together.
     """
     initial = trainable.initial
     if blank:
@@ -159,6 +165,7 @@ def make_engine(
         fast_matmul=init.backend.matmul == "fast",
         compile_blocks=init.backend.compile,
         verify_disk=init.backend.verify_disk,
+        fabric=fabric,
     )
 
 
@@ -167,13 +174,3 @@ def _blank(trainable: Trainable, spec: ParamSpec) -> torch.Tensor:
     if trainable.initial is not None and MAY_BE_MISSING in trainable.pretrained_names(spec.name):
         return trainable.initial(spec)
     return torch.zeros(()).expand(spec.shape)
-
-
-def _check_supported(backend: BackendConfig) -> None:
-    """Refuse what this version cannot do, so that no such key is passed over in silence."""
-    if backend.num_csx > 1:
-        raise ConfigError(
-            "more than one compute rank is not in this version",
-            where="trainer.init.backend.cluster_config.num_csx",
-            remedy="write 1",
-        )

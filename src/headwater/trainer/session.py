@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.console import Console
 from headwater.config.data import DataConfig
 from headwater.config.run import RunConfig, SetupConfig
 from headwater.core.errors import ConfigError
+from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 from headwater.trainer.callback import ValidateEnd
@@ -24,6 +26,7 @@ from headwater.trainer.job import Batch, Job, Trainable
 from headwater.trainer.logs import make_callbacks
 from headwater.trainer.loop import Trainer
 from headwater.trainer.planning import Workload, training_workload
+from headwater.trainer.ranks import check_number, join
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import Start, find_start
 from headwater.trainer.zoo_job import zoo_job, zoo_trainable
@@ -58,43 +61,51 @@ def fit(config: RunConfig, *, console: Console | None = None) -> FitResult:
     Raises:
         HeadwaterError: if something is wrong; the last complete checkpoint is then intact.
     """
-    return fit_job(zoo_job(config), console=console)
+    fabric = join()
+    return fit_job(zoo_job(config, fabric), console=console, fabric=fabric)
 
 
-def fit_job(job: Job, *, console: Console | None = None) -> FitResult:
+def fit_job(job: Job, *, console: Console | None = None, fabric: Fabric = ALONE) -> FitResult:
     """Do a training run, from the last checkpoint in its model_dir on.
 
     Args:
-        job: the run.
+        job: the run; its training data are this rank's.
         console: shows the plan and the progress; nothing is shown without.
+        fabric: the ranks that train together; the first writes checkpoints and logs.
 
     Raises:
         HeadwaterError: if something is wrong; the last complete checkpoint is then intact.
     """
     init, run_dir = job.init, RunDir(job.init.model_dir)
-    with ModelDirLock(init.model_dir), training_disk(init) as disk:
+    check_number(init, fabric)
+    leads = fabric.rank == 0
+    console = console if leads else None
+    lock = ModelDirLock(init.model_dir) if leads else nullcontext()
+    with lock, training_disk(init) as disk:
         checkpoints = CheckpointManager(init.model_dir, init.keep_checkpoints)
         strict = not init.checkpoint.disable_strict_checkpoint_loading
-        start = find_start(init, job.checkpoint, checkpoints)
+        start = fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints))
         resumed = start.state.micro_batch_size if start.state else None
-        work = training_workload(init, job.trainable, job.batch_size, resumed)
+        work = training_workload(init, job.trainable, job.batch_size // fabric.size, resumed)
         blank = strict and start.path is not None
 
         def show(plan: Plan) -> None:
-            run_dir.write_plan(plan)
+            if leads:
+                run_dir.write_plan(plan)
             if console is not None:
                 console.print(render_plan(plan))
 
-        with open_engine(init, job.trainable, work, disk, blank=blank, show=show) as engine:
+        with open_engine(init, job.trainable, work, disk, blank=blank, show=show, fabric=fabric) as engine:
             trainer = Trainer(
                 engine,
                 job,
                 start.enter(engine, checkpoints, names=job.trainable.pretrained_names, strict=strict),
                 checkpoints=checkpoints,
-                callbacks=make_callbacks(init, run_dir, console),
+                callbacks=make_callbacks(init, run_dir, console) if leads else [],
                 saved_step=start.state.step if start.own and start.state else None,
             )
-            job.write(run_dir)
+            if leads:
+                job.write(run_dir)
             return _train(trainer, start, checkpoints)
 
 
@@ -102,7 +113,7 @@ def _train(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> Fi
     if start.path is not None:
         logger.info("going on from step %d: %s", trainer.state.step, start.path)
     first_step = trainer.state.step
-    if first_step < trainer.end_step:
+    if first_step < trainer.end_step and trainer.leads:
         for path in checkpoints.set_aside(first_step, start.path):
             logger.warning("this run starts before it, so it was set aside: %s", path)
     with interrupts() as interrupt:

@@ -8,6 +8,7 @@ from headwater.config.models import DecoderConfig, ModelConfig
 from headwater.config.run import InitConfig, RunConfig
 from headwater.config.sections import FitConfig
 from headwater.core.errors import ConfigError
+from headwater.fabric.fabric import ALONE, Fabric
 from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
 from headwater.optim.param_groups import learning_rate_factors
 from headwater.trainer.datasets import find_tokenizer, open_data
@@ -45,15 +46,19 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
     )
 
 
-def zoo_job(config: RunConfig) -> Job:
+def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
     """The training run that the params describe.
+
+    Args:
+        config: the params.
+        fabric: the ranks that train together; the training data are those of this one.
 
     Raises:
         ConfigError: if they have no training data.
         DataError: if the data are missing, malformed or do not fit the model.
     """
     init, section = config.init, fit_section(config)
-    train = open_data(section.train_dataloader, init.model, seed=init.seed, repeat=True)
+    train = open_data(section.train_dataloader, init.model, seed=init.seed, repeat=True, fabric=fabric)
     evaluations = [open_data(d, init.model, seed=init.seed, repeat=False) for d in section.val_dataloader]
 
     def write(run_dir: RunDir) -> None:

@@ -1,0 +1,1 @@
+"""How several compute ranks share weights and sum gradients."""

@@ -1,0 +1,121 @@
+"""What a rank sees of the others: memory that all of them share, and how they wait for each other."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from headwater.core.buffers import aligned_empty
+
+Value = TypeVar("Value")
+
+
+class Fabric(abc.ABC):
+    """The ranks of a run. Every rank makes the same calls in the same order.
+
+    Attributes:
+        rank: which one this is, from 0.
+        size: how many there are.
+    """
+
+    rank: int
+    size: int
+
+    @abc.abstractmethod
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory that all ranks see, page-aligned uint8, at first zero; the n-th call gives each the same."""
+
+    @abc.abstractmethod
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Return when `condition` holds.
+
+        Args:
+            condition: something that another rank brings about.
+            what: is waited for; for messages.
+
+        Raises:
+            RankError: if a rank is gone, or it takes too long.
+        """
+
+    @abc.abstractmethod
+    def barrier(self, what: str) -> None:
+        """Return when every rank has come here; see `wait_until`."""
+
+    @abc.abstractmethod
+    def gather(self, value: float) -> list[float]:
+        """The value of each rank."""
+
+    @abc.abstractmethod
+    def gather_objects(self, value: Value) -> list[Value]:
+        """The same of any value that can be pickled; slower."""
+
+    @abc.abstractmethod
+    def agree(self, make: Callable[[], Value]) -> Value:
+        """What `make` gives on rank 0, or raises there."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what is shared."""
+
+
+class Alone(Fabric):
+    """One rank."""
+
+    rank = 0
+    size = 1
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return aligned_empty(num_bytes)
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        assert condition(), f"{what} is waited for, and nobody else is there"
+
+    def barrier(self, what: str) -> None:
+        pass
+
+    def gather(self, value: float) -> list[float]:
+        return [value]
+
+    def gather_objects(self, value: Value) -> list[Value]:
+        return [value]
+
+    def agree(self, make: Callable[[], Value]) -> Value:
+        return make()
+
+    def close(self) -> None:
+        pass
+
+
+ALONE = Alone()
+
+
+class Board:
+    """Numbers that ranks write for each other. One rank at a time writes a number.
+
+    Args:
+        fabric: the ranks.
+        slots: how many numbers; at first 0.
+    """
+
+    def __init__(self, fabric: Fabric, slots: int) -> None:
+        self._fabric = fabric
+        self._values = fabric.allocate(8 * max(slots, 1))[: 8 * slots].view(torch.int64).numpy()
+        if fabric.size == 1:
+            self._values[:] = 0
+
+    def post(self, slot: int, value: int) -> None:
+        """Write a number."""
+        self._values[slot] = value
+
+    def read(self, slot: int) -> int:
+        """Read a number."""
+        return int(self._values[slot])
+
+    def wait(self, slot: int, value: int, what: str) -> None:
+        """Return when a number is at least `value`; see `Fabric.wait_until`."""
+        values = self._values
+        if values[slot] < value:
+            self._fabric.wait_until(lambda: bool(values[slot] >= value), what)

@@ -1,0 +1,132 @@
+"""Ranks that are processes of one host: they share memory and look at each other's progress there."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed
+
+from headwater.core.buffers import PAGE_BYTES, round_up
+from headwater.core.errors import HeadwaterError, RankError
+from headwater.fabric.fabric import Fabric, Value
+
+_SPAN_BYTES = 1 << 45  # addresses of the shared file, of which only what is touched takes memory
+_LONGEST_PAUSE_S = 1e-3
+_LIVENESS_S = 0.5
+
+
+class HostFabric(Fabric):
+    """Processes of one host that `torch.distributed` has started.
+
+    What is shared lies in a file without a name, which the system frees with its last process.
+
+    Args:
+        timeout_s: how long another rank may keep this one waiting.
+
+    Raises:
+        RankError: if the ranks are not on one host.
+    """
+
+    def __init__(self, timeout_s: float = 600.0) -> None:
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        self.rank = torch.distributed.get_rank()
+        self.size = torch.distributed.get_world_size()
+        self._timeout_s = timeout_s
+        self._file = os.memfd_create("headwater") if self.rank == 0 else -1
+        if self.rank == 0:
+            os.ftruncate(self._file, _SPAN_BYTES)
+        known = self.gather_objects((os.uname().nodename, os.getpid(), self._file))
+        if len({host for host, _, _ in known}) > 1:
+            raise RankError(
+                f"ranks are on {len({host for host, _, _ in known})} hosts",
+                remedy="this version shares weights among the ranks of one host",
+            )
+        self._processes = [pid for _, pid, _ in known]
+        if self.rank != 0:
+            self._file = os.open(f"/proc/{known[0][1]}/fd/{known[0][2]}", os.O_RDWR)
+        self._used = 0
+        self._arrived = self.allocate(8 * self.size).view(torch.int64).numpy()
+        self._values = self.allocate(8 * self.size).view(torch.float64).numpy()
+        self._barriers = 0
+        self.barrier("the start")
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        size = max(round_up(num_bytes), PAGE_BYTES)
+        pages = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, offset=self._used)
+        self._used += size
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        start = time.monotonic()
+        pause, looked = 10e-6, start
+        while not condition():
+            time.sleep(pause)
+            pause = min(pause * 1.3, _LONGEST_PAUSE_S)
+            now = time.monotonic()
+            if now - looked > _LIVENESS_S:
+                looked = now
+                self._check_alive(what)
+                if now - start > self._timeout_s:
+                    raise RankError(
+                        f"rank {self.rank} has waited {self._timeout_s:.0f} s for {what}",
+                        remedy="see what the other ranks are doing; the last complete checkpoint is intact",
+                    )
+
+    def _check_alive(self, what: str) -> None:
+        for rank, process in enumerate(self._processes):
+            if not _is_alive(process):
+                raise RankError(
+                    f"rank {rank} (process {process}) is gone, and rank {self.rank} waits for {what}",
+                    remedy="see why it ended; the run goes on from its last complete checkpoint",
+                )
+
+    def barrier(self, what: str) -> None:
+        self._barriers += 1
+        self._arrived[self.rank] = self._barriers
+        self.wait_until(lambda: bool((self._arrived[: self.size] >= self._barriers).all()), what)
+
+    def gather(self, value: float) -> list[float]:
+        self._values[self.rank] = value
+        self.barrier("a number of every rank")
+        values: list[float] = np.array(self._values[: self.size]).tolist()
+        self.barrier("all to have read it")
+        return values
+
+    def gather_objects(self, value: Value) -> list[Value]:
+        values: list[Value | None] = [None] * self.size
+        torch.distributed.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def agree(self, make: Callable[[], Value]) -> Value:
+        outcome: list[tuple[Value | None, HeadwaterError | None]] = [(None, None)]
+        if self.rank == 0:
+            try:
+                outcome = [(make(), None)]
+            except HeadwaterError as error:
+                outcome = [(None, error)]
+        torch.distributed.broadcast_object_list(outcome, src=0)
+        value, failure = outcome[0]
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[return-value]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        return state not in (b"Z", b"X")
+    except OSError:
+        return False

@@ -1,0 +1,177 @@
+"""Gradients of several ranks, summed where all of them see the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from headwater.core.buffers import round_up
+from headwater.core.errors import StreamError
+from headwater.core.stage import StageSpec
+from headwater.fabric.fabric import Board, Fabric
+from headwater.store.gradients import GradientSum, ParamKey, gradient_norm
+from headwater.store.hold import Gradients, MemoryHold
+
+_ALIGNMENT_BYTES = 64
+
+
+class SharedGradientSum(GradientSum):
+    """Sums the gradients of all ranks in memory that they share.
+
+    Each sum is added to in turns: rank 0, rank 1, … for the first micro-batch, then for the next; so the
+    order of the additions, and with it every bit, is the same each time. A rank that has no gradient for a
+    parameter lets its turn go by at the end of the micro-batch. A parameter that is used in several places
+    may get a second gradient in a micro-batch; these are added in turns of their own. Additions run on a
+    thread beside the computation.
+
+    Args:
+        stages: the stages.
+        fabric: the ranks.
+        sum_dtype: dtype of the sums; the gradient's own where `None`.
+    """
+
+    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sum_dtype: torch.dtype | None) -> None:
+        super().__init__(stages, MemoryHold(), sum_dtype)
+        self._fabric = fabric
+        self._keys = [(s.index, i) for s in stages for i, p in enumerate(s.params) if p.requires_grad]
+        self._slots = {key: slot for slot, key in enumerate(self._keys)}
+        self._totals = self._allocate(sum_dtype)
+        self._turns = Board(fabric, len(self._keys))  # taken so far, of all ranks together
+        self._written = Board(fabric, len(self._keys))  # the step that has put something there
+        self._measured = fabric.allocate(4 * len(self._keys))[: 4 * len(self._keys)].view(torch.float32)
+        self._step = 0
+        self._rounds = 0  # of turns that this rank has finished; two in each micro-batch
+        self._received: set[ParamKey] = set()
+        self._late: dict[ParamKey, torch.Tensor] = {}
+        self._committed: set[ParamKey] = set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-reduce")
+        self._adding: list[Future[None]] = []
+
+    def _allocate(self, sum_dtype: torch.dtype | None) -> dict[ParamKey, torch.Tensor]:
+        specs = {key: self._stages[key[0]].params[key[1]] for key in self._keys}
+        dtypes = {key: sum_dtype or spec.wire_dtype for key, spec in specs.items()}
+        sizes = {key: specs[key].numel * dtypes[key].itemsize for key in self._keys}
+        whole = self._fabric.allocate(sum(round_up(size, _ALIGNMENT_BYTES) for size in sizes.values()))
+        totals, offset = {}, 0
+        for key in self._keys:
+            part = whole[offset : offset + sizes[key]]
+            totals[key] = part.view(dtypes[key]).view(specs[key].shape)
+            offset += round_up(sizes[key], _ALIGNMENT_BYTES)
+        return totals
+
+    # in
+
+    def add(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> bool:
+        key = (stage, param)
+        if key in self._received:
+            earlier = self._late.get(key)
+            self._late[key] = gradient if earlier is None else earlier + gradient
+        else:
+            self._received.add(key)
+            self._submit(key, gradient, self._rounds)
+        return False
+
+    def settle(self, stage: int) -> None:
+        """Nothing: sums lie where they stay."""
+
+    def end_micro_batch(self) -> None:
+        """Let turns go by that this rank has no use for."""
+        for key in self._keys:
+            if key not in self._received:
+                self._submit(key, None, self._rounds)
+        for key in self._keys:
+            self._submit(key, self._late.pop(key, None), self._rounds + 1)
+        self._rounds += 2
+        self._received.clear()
+
+    def _submit(self, key: ParamKey, gradient: torch.Tensor | None, round_: int) -> None:
+        self._adding.append(self._thread.submit(self._take_turn, key, gradient, round_, self._step))
+
+    def _take_turn(self, key: ParamKey, gradient: torch.Tensor | None, round_: int, step: int) -> None:
+        slot, turn = self._slots[key], round_ * self._fabric.size + self._fabric.rank
+        self._turns.wait(slot, turn, f"the gradient of {self._stages[key[0]].params[key[1]].name}")
+        if gradient is not None:
+            total = self._totals[key]
+            if self._written.read(slot) == step:
+                total.add_(gradient)
+            else:
+                total.copy_(gradient)
+                self._written.post(slot, step)
+        self._turns.post(slot, turn + 1)
+
+    def complete(self) -> None:
+        """Return when the gradients of all ranks are there, and are measured."""
+        adding, self._adding = self._adding, []
+        for each in adding:
+            each.result()
+        for slot in range(len(self._keys)):
+            self._turns.wait(slot, self._rounds * self._fabric.size, "the gradients of all ranks")
+        self.present = {k for k, slot in self._slots.items() if self._written.read(slot) == self._step}
+        for key in self.present:
+            if self._slots[key] % self._fabric.size == self._fabric.rank:
+                self._measured[self._slots[key]] = gradient_norm(self._totals[key])
+        self._fabric.barrier("the norms of the gradients")
+        for key in self._keys:
+            if key in self.present:
+                norm = self._norms[key] = self._measured[self._slots[key]].clone()
+                if self.first_bad is None and not bool(norm.isfinite()):
+                    self.first_bad = key[0]
+
+    def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
+        norms = [self._norms[key] for key in keys]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+    # out
+
+    def commit(self, keys: Iterable[ParamKey]) -> None:
+        self._committed.update(keys)
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self.present.clear()
+        self._norms.clear()
+        self.first_bad = None
+
+    def take(self, stage: int) -> Gradients | None:
+        params = range(len(self._stages[stage].params))
+        found = [self._totals[stage, p] if (stage, p) in self._committed else None for p in params]
+        self._committed.difference_update((stage, p) for p in params)
+        return found if any(each is not None for each in found) else None
+
+    def put_back(self, stage: int, gradients: Gradients) -> None:
+        self._committed.update((stage, p) for p, each in enumerate(gradients) if each is not None)
+
+    def drop(self, stage: int, param: int) -> None:
+        self.present.discard((stage, param))
+
+    def discard(self) -> None:
+        """A new step begins: what is there counts no more."""
+        self._forget_all()
+        self._step += 1
+
+    def discard_stage(self, stage: int) -> None:
+        self.take(stage)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._totals.clear()
+        super().close()
+
+    # what a loop of one's own would need
+
+    def expose(self, stage: int, param: int) -> torch.Tensor | None:
+        raise _not_with_ranks()
+
+    def replace(self, stage: int, param: int, gradient: torch.Tensor) -> None:
+        raise _not_with_ranks()
+
+    def remember(self, present: Iterable[ParamKey] | None = None) -> None:
+        raise _not_with_ranks()
+
+
+def _not_with_ranks() -> StreamError:
+    return StreamError(
+        "gradients of several ranks cannot be looked at or changed", remedy="use one rank: num_csx 1"
+    )

@@ -1,0 +1,110 @@
+"""Several compute ranks on this machine: the same numbers, checkpoints for any number of them, and kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from run_samples import assert_same_checkpoint, history, write_params
+
+from headwater.cli.main import main
+from headwater.trainer.pretrained import checkpoint_weights
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
+
+TWO = "--num_csx=2"
+ONE = "--trainer.init.backend.micro_batch_size=4"
+"""One rank that computes what two do: a batch of 8 in two parts."""
+
+
+def losses(model_dir):
+    return [record["loss"] for record in history(model_dir)]
+
+
+def model_dir(folder):
+    return f"--trainer.init.model_dir={folder}"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, data):
+    """The model_dir of an undisturbed run on two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    assert main(["fit", str(write_params(folder, data)), TWO]) == 0
+    return folder / "run"
+
+
+def test_two_ranks_give_what_one_gives_and_the_same_each_time(headwater, params, two, tmp_path):
+    assert headwater("fit", params, ONE, model_dir(tmp_path / "one"))[0] == 0
+    assert losses(two) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    ours, theirs = (dict(checkpoint_weights(run / "checkpoint_6")) for run in (two, tmp_path / "one"))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5)
+
+    assert headwater("fit", params, TWO, model_dir(tmp_path / "again"))[0] == 0
+    assert history(two) == history(tmp_path / "again")
+    assert_same_checkpoint(two / "checkpoint_6", tmp_path / "again/checkpoint_6")
+
+
+@pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, TWO)])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(headwater, params, two, before, after, tmp_path):
+    other = model_dir(tmp_path / "other")
+    assert headwater("fit", params, before, other, "--trainer.init.loop.max_steps=3")[0] == 0
+    code, output, error = headwater("fit", params, after, other)
+    assert code == 0, output + error
+    assert losses(tmp_path / "other")[-1] == pytest.approx(losses(two)[-1], rel=1e-5)
+
+
+def ranks_of(launcher):
+    """The processes that compute."""
+    found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
+    return [int(word) for word in found.stdout.split()]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(
+    headwater, params, two, killed, tmp_path
+):
+    folder = tmp_path / "other"
+    steps = "--trainer.init.loop.max_steps=6"
+    command = [sys.executable, "-m", "headwater", "fit", str(params), TWO, model_dir(folder)]
+    endless = [*command, "--trainer.init.loop.max_steps=100000"]
+    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        wait_for(folder / "checkpoint_3" / "manifest.json")
+        ranks = sorted(ranks_of(launcher))
+        assert len(ranks) >= 2
+        os.kill(ranks[killed], signal.SIGKILL)
+        launcher.communicate(timeout=60)
+        assert launcher.returncode != 0
+    for path in folder.glob("checkpoint_*"):
+        if path.name != "checkpoint_3":
+            subprocess.run(["rm", "-r", str(path)], check=True)
+    code, output, error = headwater("fit", params, TWO, model_dir(folder), steps)
+    assert code == 0, output + error
+    assert_same_checkpoint(two / "checkpoint_6", folder / "checkpoint_6")
+
+
+def wait_for(path, seconds=60):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} never came"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["--num_csx=4096"], "4096 CSXs are asked for"),
+        ([TWO, "--trainer.fit.train_dataloader.batch_size=7"], "write 6 or 8"),
+        ([TWO, "--trainer.init.sparsity={sparsity: 0.5}"], "sparsity on several CSXs"),
+    ],
+)
+def test_what_cannot_be_is_refused(params, keys, message, tmp_path):
+    command = [sys.executable, "-m", "headwater", "fit", str(params), *keys]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert message in " ".join((done.stdout + done.stderr).split())
+    assert (done.stdout + done.stderr).count("error:") == 1, "every rank says the same"
+    assert not (tmp_path / "run/history.jsonl").exists()
