@@ -5,13 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from run_samples import assert_same_checkpoint, history, write_params
 
 from headwater.cli.main import main
+from headwater.core.errors import DoesNotFitError
 from headwater.trainer.pretrained import checkpoint_weights
+from headwater.trainer.ranks import check_ranks
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
 
@@ -84,6 +87,35 @@ def test_a_rank_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(
     code, output, error = headwater("fit", params, TWO, model_dir(folder), steps)
     assert code == 0, output + error
     assert_same_checkpoint(two / "checkpoint_6", folder / "checkpoint_6")
+
+
+def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tmp_path):
+    folder = tmp_path / "other"
+    command = [sys.executable, "-m", "headwater", "fit", str(params), TWO, model_dir(folder)]
+    endless = [*command, "--trainer.init.loop.max_steps=100000"]
+    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        wait_for(folder / "checkpoint_3" / "manifest.json")
+        launcher.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=100)
+    assert launcher.returncode == 130, output
+    assert "stopped after step" in output
+    code, output, error = headwater("fit", params, TWO, model_dir(folder), "--num_steps=1")
+    assert code == 0, output + error
+
+
+def test_memory_is_counted_for_every_rank():
+    parts = {"interpreter": 100, "weight store": 1000, "activations": 50, "gradients": 30}
+    init = SimpleNamespace(sparsity=())
+    trainable, fabric = SimpleNamespace(averages=()), SimpleNamespace(size=3)
+
+    def plan(budget):
+        prediction, resources = SimpleNamespace(host_parts=parts), SimpleNamespace(host_memory=budget)
+        tiers = {"tier": "memory", "gradient_tier": "memory", "device": "cpu"}
+        return SimpleNamespace(prediction=prediction, budget=resources, **tiers)
+
+    check_ranks(init, trainable, plan(1030 + 3 * 150), fabric)
+    with pytest.raises(DoesNotFitError, match="3 CSXs need"):
+        check_ranks(init, trainable, plan(1030 + 3 * 150 - 1), fabric)
 
 
 def wait_for(path, seconds=60):

@@ -12,8 +12,9 @@ from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.config import RunConfig
 from headwater.config.user import UserConfig
+from headwater.core.errors import HeadwaterError
 from headwater.trainer.interrupt import EXIT_CODE
-from headwater.trainer.ranks import is_rank, launch
+from headwater.trainer.ranks import is_rank, launch, report
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import FitResult, fit
 from headwater.trainer.zoo_job import fit_section, zoo_trainable
@@ -36,7 +37,12 @@ def run(args: argparse.Namespace) -> int:
     num_csx = config.init.backend.num_csx
     if num_csx > 1 and not is_rank() and not early.asked_for(config):
         return launch(num_csx, args.words)
-    return train(config)
+    try:
+        return train(config)
+    except HeadwaterError as error:
+        if report(error):
+            return 1  # the launcher says it, once for all ranks
+        raise
 
 
 def train(config: RunConfig) -> int:

@@ -6,7 +6,6 @@ import argparse
 import importlib
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Protocol
@@ -54,8 +53,6 @@ def guarded(run: Callable[[], int]) -> int:
     try:
         return run()
     except HeadwaterError as error:
-        if int(os.environ.get("RANK", "0")):
-            time.sleep(1.0)  # what rank 0 has met too, it says, and ends us all
         return print_error(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
