@@ -6,6 +6,7 @@ import torch
 from headwater.api.machine import optimizer_state_bytes
 from headwater.config import load_params, shipped_params
 from headwater.core.errors import CheckpointError, ConfigError
+from headwater.fabric.fabric import ALONE
 from headwater.models.registry import build_model
 from headwater.optim import OptimizerSpec
 from headwater.optim.loss_scale import LossScale
@@ -18,6 +19,7 @@ from headwater.trainer.planning import (
     plan_run,
     training_workload,
 )
+from headwater.trainer.ranks import check_number
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.state import RunState
 from headwater.trainer.zoo_job import zoo_trainable
@@ -76,10 +78,9 @@ def test_plan_follows_the_params():
     assert plan.budget is not None and plan.budget.host_memory == 4 << 30
 
 
-def test_more_than_one_compute_rank_is_refused():
-    config = tiny("num_csx=2")
-    with pytest.raises(ConfigError, match="more than one compute rank"):
-        plan_run(config.init, zoo_trainable(config.init), Workload(4))
+def test_another_number_of_ranks_than_was_asked_for_is_refused():
+    with pytest.raises(ConfigError, match="num_csx is 2, and there is 1"):
+        check_number(tiny("num_csx=2").init, ALONE)
 
 
 def test_resolved_params_mean_the_same_run(tmp_path, monkeypatch):
