@@ -61,7 +61,7 @@ def test_halves(tmp_path, llama):
     ("arguments", "options", "message"),
     [
         (("hf", "headwater", "hf", "out"), {"model": "gptj"}, "the config is of a llama, and not of a gptj"),
-        (("hf", "headwater", "hf", "out"), {"model": "lama"}, "no converter for 'lama'"),
+        (("hf", "headwater", "hf", "out"), {"model": "lama"}, "write llama; models are"),
         (("hf", "hf", "hf", "out"), {}, "both formats are hf"),
         (("hf", "headwater", "none", "out"), {}, "no such folder"),
         (("headwater", "hf", "own", "out"), {"model": "gpt2"}, "the model is a llama"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from headwater.config.data import ImageTextDataConfig
+from headwater.config.data import GptDataConfig, ImageTextDataConfig
 from headwater.config.models import LlavaConfig, MultimodalSimpleConfig
 from headwater.core.errors import ConfigError, DataError
 from headwater.data.modes import ModeOptions
@@ -289,8 +289,42 @@ def test_data_that_do_not_fit_the_model(changes, error, message, tmp_path, token
 
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path, pictures):
     stored(tmp_path, [[1, 500] * 6], [[1] * 12], [[0] * 12], ["a.png"])
-    with pytest.raises(DataError, match="the token 500 is not below"):
+    with pytest.raises(DataError, match="the token 500 is not below") as error:
         batches(tmp_path)
+    assert "501 or more" in (error.value.remedy or "")
+
+
+def test_a_folder_of_images_that_is_not_there_is_named(tmp_path, tokenizer, pictures):
+    prepared(tmp_path, tokenizer, pictures)
+    with pytest.raises(DataError, match="img_data_dir is not a folder"):
+        batches(tmp_path, img_data_dir=str(tmp_path / "elsewhere"))
+
+
+def test_a_model_of_texts_alone_does_not_read_them(tmp_path, tokenizer, pictures):
+    """Their rows are as many as those of packed texts, and mean something else."""
+    prepared(tmp_path, tokenizer, pictures)
+    keys = {"data_processor": "GptHDF5MapDataProcessor", "data_dir": str(tmp_path / "data" / "train")}
+    loader = GptDataConfig.model_validate({**keys, "batch_size": 1})
+    with pytest.raises(DataError, match="texts with images"):
+        open_data(loader, MODEL.text_model, seed=0, repeat=False)
+
+
+def test_options_that_are_missing_or_wrong(tmp_path, tokenizer, pictures):
+    for changes, message in (
+        ({"num_features": None}, "needs --num_features"),
+        ({"num_features": 0}, "num_features is 0"),
+        ({"image_token_id": -1}, "image_token_id is -1"),
+        ({"image_dir": tmp_path / "elsewhere"}, "image_dir is not a folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepared(tmp_path, tokenizer, pictures, **changes)
+
+
+def test_when_all_records_are_left_out_it_is_said_why(tmp_path, tokenizer, pictures):
+    records = [{"image": "c.png", "captions": ["x"]}, {"image": "a.png", "captions": ["", "A dog. " * 99]}]
+    with pytest.raises(DataError, match="cannot be used: 1, empty: 1, too long: 1") as error:
+        prepared(tmp_path, tokenizer, pictures, records, skip=True)
+    assert "--longer cut" in (error.value.remedy or "")
 
 
 def test_long_samples_are_left_out_or_cut(tmp_path, tokenizer, pictures):

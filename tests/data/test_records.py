@@ -92,7 +92,7 @@ def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(DataError, match="no samples"):
         open_records(tmp_path, FIELDS, 5)
     write_csv(tmp_path / "a.csv", ROWS, names=("input_ids", "other", "label"))
-    with pytest.raises(DataError, match=r"attention_mask is missing, there are input_ids, label, other"):
+    with pytest.raises(DataError, match=r"no field attention_mask, it has input_ids, label, other"):
         open_records(tmp_path, FIELDS, 5)
     (tmp_path / "a.csv").write_bytes(b"")
     with pytest.raises(DataError, match="empty"):

@@ -35,8 +35,12 @@ class Amendment(Protocol):
         ...
 
 
-amendments: weakref.WeakSet[Amendment] = weakref.WeakSet()
-"""What is asked before each step of any optimizer, for as long as it lives."""
+_AMENDMENT = "_headwater_amendment"
+
+
+def amend_with(param: torch.nn.Parameter, amendment: Amendment) -> None:
+    """Have `amendment` asked before each step of an optimizer of `param`, for as long as that lives."""
+    setattr(param, _AMENDMENT, amendment)
 
 
 @dataclasses.dataclass
@@ -150,7 +154,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _commit(optimizer: Optimizer) -> None:
     """Commit the optimizer's step to the stores of its streamed parameters, if it has any."""
-    for amendment in list(amendments):
+    amendments = [getattr(param, _AMENDMENT, None) for param in _params(optimizer)]
+    for amendment in dict.fromkeys(each for each in amendments if each is not None):
         amendment.before_step(optimizer)
     if next(_homes(optimizer), None) is None:
         return

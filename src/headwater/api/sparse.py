@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwater.api.optimizers import amendments
+from headwater.api import transaction
+from headwater.api.optimizers import amend_with
 from headwater.core.errors import ConfigError
+from headwater.optim.catalog import is_elementwise, optimizers
 from headwater.sparsity.schedules import Cadence, Constant, Cosine, Cubic, Exponential, Linear, Power, Value
 from headwater.sparsity.sparsifier import Algorithm, Sparsifier, Sparsity
 from headwater.stream.parameters import ParameterAtRest
@@ -77,13 +80,25 @@ class SparsityOptimizer:
         self._sparsifier = Sparsifier([group], shapes, seed=seed)
         self._begun = False
         self._step = 0
-        amendments.add(self)
+        self._in_step: _Parameters | None = None
+        self._before: tuple[int, bool, dict[str, Any]] = (0, False, {})
+        self._cleared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        for param in self._parameters.values():
+            amend_with(param, self)
+        transaction.register(self)
 
     def apply_sparsity(self) -> None:
         """Mask the weights, when it is first called; from then on they stay masked."""
         if not self._begun:
-            self._sparsifier.begin(_Parameters(self._parameters, None))
+            self._sparsifier.begin(self._weights(None))
             self._begun = True
+
+    def _weights(self, optimizer: torch.optim.Optimizer | None) -> _Parameters:
+        before = {} if self._in_step is None else self._in_step.before
+        weights = _Parameters(self._parameters, optimizer, before, remember=self._in_step is not None)
+        if self._in_step is not None:
+            self._in_step = weights
+        return weights
 
     def step(self) -> None:
         """A step of training is done."""
@@ -95,17 +110,52 @@ class SparsityOptimizer:
         return self._sparsifier.sparsity_of(name)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Mask the gradients that `optimizer` is about to use; called before each step of any optimizer."""
+        """Mask the gradients that `optimizer` is about to use; called before each of its steps.
+
+        Raises:
+            ConfigError: if it does not update each weight by itself.
+        """
         if not self._begun:
             return
-        own = {id(param): name for name, param in self._parameters.items()}
-        weights = _Parameters(self._parameters, optimizer)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                name = own.get(id(param), "")
-                if name in self._sparsifier.names and param.grad is not None:
-                    with torch.no_grad():
-                        self._sparsifier.mask(name, param.grad, self._step + 1, weights)
+        own = {id(param): name for name, param in self._parameters.items() if name in self._sparsifier.names}
+        given = [param for group in optimizer.param_groups for param in group["params"] if id(param) in own]
+        given = [param for param in given if param.grad is not None]
+        kind = type(optimizer).__name__
+        if given and kind in optimizers() and not is_elementwise(kind):
+            raise ConfigError(
+                f"{kind} does not update each weight by itself: masked ones would grow",
+                remedy="use an optimizer that does, such as AdamW or SGD",
+            )
+        gradients = [param.grad for param in given if param.grad is not None]
+        if self._sparsifier.changes(self._step + 1) and not all(bool(g.isfinite().all()) for g in gradients):
+            return  # whoever looks refuses this step, and it leaves no trace
+        weights = self._weights(optimizer)
+        with torch.no_grad():
+            for param, gradient in zip(given, gradients, strict=True):
+                name = own[id(param)]
+                if optimizer not in self._cleared:  # it may have worked on dense weights before
+                    weights.clear(name, self._sparsifier.mask_of(name))
+                self._sparsifier.mask(name, gradient, self._step + 1, weights)
+        if given:
+            self._cleared.add(optimizer)
+
+    # a step as a transaction
+
+    def begin_step(self) -> None:
+        self._before = self._step, self._begun, self._sparsifier.state_dict()
+        self._in_step = _Parameters(self._parameters, None, {}, remember=True)
+
+    def end_step(self) -> None:
+        self._in_step = None
+
+    def abort_step(self) -> None:
+        changed, self._in_step = self._in_step, None
+        self._step, self._begun, masks = self._before
+        if self._begun:
+            self._sparsifier.load_state_dict(masks)
+        if changed is not None:
+            for name, weight in changed.before.items():
+                changed.write(name, weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Masks and step."""
@@ -146,13 +196,24 @@ class RigLSparsityOptimizer(SparsityOptimizer):
 
 
 class _Parameters:
-    """Parameters of a model, plain or streamed; see `headwater.sparsity.sparsifier.Weights`."""
+    """Parameters of a model, plain or streamed; see `headwater.sparsity.sparsifier.Weights`.
+
+    Attributes:
+        before: what was replaced, by name, where that is to be remembered.
+    """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        before: dict[str, Tensor],
+        *,
+        remember: bool,
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
+        self._remember = remember
+        self.before = before
 
     def read(self, name: str) -> Tensor:
         param = self._parameters[name]
@@ -162,6 +223,8 @@ class _Parameters:
 
     def write(self, name: str, weight: Tensor) -> None:
         param = self._parameters[name]
+        if self._remember and name not in self.before:
+            self.before[name] = self.read(name)
         if isinstance(param, ParameterAtRest):
             param.home.store.write_param(*param.home.key, weight)
         else:

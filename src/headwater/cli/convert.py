@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from headwater.cli.arguments import Parser
+from headwater.cli.arguments import Parser, suggestion
 from headwater.config import ModelConfig
 from headwater.convert.checkpoint import export_hf, import_hf, parameter_shapes
 from headwater.convert.folder import MODEL_FILE, read_folder, read_model_section, write_folder
@@ -60,7 +60,7 @@ def run_convert(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"there is no converter for {args.model!r}",
             where="--model",
-            remedy=f"models are: {', '.join(CONVERTERS)}",
+            remedy=suggestion(args.model, CONVERTERS, f"models are: {', '.join(CONVERTERS)}"),
         )
     if args.src_fmt == args.tgt_fmt:
         raise ConfigError(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from headwater.config.base import OneOrMore, Section
+from headwater.core.errors import ConfigError
 from headwater.sparsity import schedules
 from headwater.sparsity.sparsifier import Sparsity
 
@@ -129,8 +130,10 @@ class SparsityConfig(Section):
             raise ValueError(f"{self.algorithm} needs update, the steps at which masks change")
         if self.algorithm in ("set", "rigl") and self.drop_fraction is None:
             raise ValueError(f"{self.algorithm} needs drop_fraction, the share of the weights to exchange")
-        if self.init_method != "from_zeros" and not 0 <= self.sparsity.build()(0) < 1:
-            raise ValueError("sparsity is a share of the weights, from 0 to below 1")
+        try:
+            self.build()
+        except ConfigError as error:
+            raise ValueError(f"{error.what}: {error.remedy}") from None
         return self
 
     def build(self) -> Sparsity:

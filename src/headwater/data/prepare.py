@@ -175,6 +175,7 @@ class _Preparation:
             else:
                 make = self._maker(tokenizer, end)
                 self._first_pass(make, corpus, bad)
+                self._check_usable(corpus, bad)
                 samples, padding = self._write_examples(make, corpus)
             corpus.remove()
             statistics = self._statistics(corpus, samples, padding, vocab_size, end, bad)
@@ -258,6 +259,23 @@ class _Preparation:
         if corpus.progress.counts["documents"] == 0:
             names = ", ".join(map(str, self.files[:3]))
             raise DataError("inputs hold no text", where=names, remedy="name files that are not empty")
+
+    def _check_usable(self, corpus: Corpus, bad: BadRecords) -> None:
+        """That not everything was left out."""
+        if corpus.progress.examples:
+            return
+        counts = corpus.progress.counts
+        reasons = (
+            ("cannot be used", bad.count + counts["bad"], "see why, without --skip_bad_records"),
+            ("empty", counts["empty"], "give records with text"),
+            ("too long", counts["too_long"], "use a larger sequence_length, or --longer cut"),
+        )
+        found = [reason for reason in reasons if reason[1]]
+        raise DataError(
+            f"all records are left out: {', '.join(f'{name}: {count}' for name, count, _ in found)}",
+            where=", ".join(map(str, self.files[:3])),
+            remedy="; ".join(remedy for *_, remedy in found),
+        )
 
     def _write_windows(self, corpus: Corpus) -> dict[str, int]:
         length = self.settings.sequence_length

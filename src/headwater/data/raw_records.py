@@ -21,7 +21,7 @@ RECORD_KINDS = (".jsonl", ".json", ".parquet")
 
 _BLOCK_CHARS = 1 << 16
 _PARQUET_ROWS = 256
-_JSONL_REMEDY = "each line must be one JSON object"
+_JSONL_REMEDY = "each line must be one JSON object; --skip_bad_records leaves out and counts others"
 _JSON_REMEDY = "the file must be a list of JSON objects; one a line is .jsonl"
 UTF8_REMEDY = "convert it to UTF-8, for example with iconv"
 
@@ -158,9 +158,12 @@ def _jsonl_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.rstrip().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError("line is not UTF-8", where=where, remedy=UTF8_REMEDY) from error
+    except json.JSONDecodeError as error:
+        what = f"line is not JSON: {error.msg} at character {error.pos + 1}"
+        raise DataError(what, where=where, remedy=_JSONL_REMEDY) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"line is not JSON: {error}", where=where, remedy=_JSONL_REMEDY) from error
     return _as_fields(value, "line", where, _JSONL_REMEDY)

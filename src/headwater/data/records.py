@@ -252,9 +252,9 @@ def _stored_name(field: FieldSpec, file: RecordFile) -> str | None:
     name = next((name for name in field.stored if name in file.names), None)
     if name is None and field.default is None:
         raise DataError(
-            f"the field {field.stored[0]} is missing, there are {', '.join(sorted(file.names)) or 'none'}",
+            f"the file has no field {field.stored[0]}, it has {', '.join(sorted(file.names)) or 'none'}",
             where=str(file.path),
-            remedy=_REMEDY,
+            remedy="name data that were made for this data_processor, or the data_processor that reads these",
         )
     return name
 

@@ -123,6 +123,12 @@ def check_sample_file(path: Path) -> SampleFile:
 def _check_layout(file: h5py.File, path: Path) -> None:
     remedy = f"write int32 [samples, {len(CHANNELS)}, sequence_length] as headwater data does"
     data = file.get("data")
+    if "img_path" in file:
+        raise DataError(
+            "the file holds texts with images, and this model reads texts alone",
+            where=str(path),
+            remedy="train a model with images on it (LlavaHDF5MapDataProcessor), or name other data",
+        )
     if not isinstance(data, h5py.Dataset):
         names = ", ".join(map(repr, file)) or "nothing"
         raise DataError(f"HDF5 file has no dataset 'data', it holds {names}", where=str(path), remedy=remedy)

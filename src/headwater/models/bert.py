@@ -210,9 +210,7 @@ class TokenClassifier(EncoderModel):
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         logits, labels = self.logits(batch), batch["labels"].long()
-        counted = labels != IGNORED
-        if not self.config.include_padding_in_loss:
-            counted = counted & batch["attention_mask"].bool()
+        counted = _counted(self.config, batch)
         if not self.training and self.f1 is not None:
             found = logits.argmax(-1)
             self.scored["accuracy"].add(found == labels, counted)
@@ -300,6 +298,24 @@ class DPR(nn.Module):
         of = {name: batch[f"ctx_{name}"].flatten(0, 1) for name in names if f"ctx_{name}" in batch}
         passages = self.contexts(**of)[:, 0].float()
         return questions @ passages.mT / self.config.softmax_temperature  # type: ignore[no-any-return]
+
+
+def _counted(config: TokenClassifierConfig, batch: Mapping[str, Tensor]) -> Tensor:
+    """Which tokens' labels count: bool [batch, seq]."""
+    counted = batch["labels"] != IGNORED
+    return counted if config.include_padding_in_loss else counted & batch["attention_mask"].bool()
+
+
+def num_labels(config: EncoderSection, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Labels over which the loss of a batch is a mean; `None` where it is one over the samples.
+
+    Of masked words and next sentences it is a sum of two means; then that of the words counts.
+    """
+    if isinstance(config, TokenClassifierConfig):
+        return _counted(config, batch).sum()
+    if isinstance(config, BertConfig) and config.mlm_loss_scaling == "num_masked":
+        return batch["masked_lm_weights"].sum()
+    return None
 
 
 _HEADS = r"(mlm\.(dense|output)|pooler\.dense|nsp|output)\.weight"

@@ -373,6 +373,11 @@ def _rotary_scaling(config: DecoderConfig) -> RotaryScaling | None:
     return RotaryScaling(config.pos_scaling_type, config.pos_scaling_factor, original_length=original, **more)
 
 
+def num_labels(config: DecoderConfig, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Labels over which the loss of a batch is a mean; `None` where it is one over the samples."""
+    return None if config.loss_scaling == "batch_size" else batch["attention_mask"].sum()
+
+
 def init_parameter(name: str, shape: Sequence[int], config: DecoderConfig, seed: int) -> Tensor:
     """Initial value of the parameter called `name`, fp32 on the CPU.
 

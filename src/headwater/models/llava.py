@@ -136,6 +136,11 @@ class Llava(nn.Module):
 _TEXT = "text_model."
 
 
+def num_labels(config: MultimodalSection, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Labels over which the loss of a batch is a mean; `None` where it is one over the samples."""
+    return decoder.num_labels(config.decoder, batch)
+
+
 def init_parameter(name: str, shape: Sequence[int], config: MultimodalSection, seed: int) -> Tensor:
     """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone."""
     if name.startswith(_TEXT):

@@ -43,7 +43,9 @@ class Family:
         init_parameter: initial value of one parameter from name, shape, config and seed.
         learning_rate_scale: factor on the learning rate of one parameter from name and config.
         batch: a batch without values from config, samples, and tokens of a sample (its longest if `None`).
-        divisible: whether the mean of the losses of equal parts of a batch is the loss of the batch.
+        divisible: whether the mean of the losses of the parts of a batch, weighted with `labels`, is the loss
+            of the batch.
+        labels: what a batch counts for in such a mean, from config and batch; its samples if not given.
         pretrained_names: names under which a parameter may be found in a checkpoint that a run starts from,
             the best first, from its own name and config; `MAY_BE_MISSING` last where it need not be there.
         public_parts: what the public Model Zoo calls the parameters that are stacked in one of ours, each
@@ -57,6 +59,7 @@ class Family:
     learning_rate_scale: Callable[[str, Any], float]
     batch: Callable[[Any, int, int | None], Example]
     divisible: bool = True
+    labels: Callable[[Any, Any], Tensor | None] = lambda config, batch: None
     pretrained_names: Callable[[str, Any], Sequence[str]] = lambda name, config: (name,)
     public_parts: Callable[[str, Any], Sequence[tuple[str, int]]] = lambda name, config: ()
     averages: Callable[[Any], Sequence[tuple[str, str, Callable[[int], float]]]] = lambda config: ()
@@ -67,17 +70,24 @@ _DECODER = Family(
     decoder.init_parameter,
     decoder.learning_rate_scale,
     examples.texts("labels"),
+    labels=decoder.num_labels,
     pretrained_names=lambda name, config: decoder.pretrained_names(name),
     public_parts=decoder.public_parts,
 )
 
 
 def _encoder(model: Callable[..., nn.Module], batch: Callable[[Any, int, int | None], Example]) -> Family:
-    return Family(model, bert.init_parameter, bert.learning_rate_scale, batch)
+    return Family(model, bert.init_parameter, bert.learning_rate_scale, batch, labels=bert.num_labels)
 
 
 _BERT = _encoder(bert.Bert, examples.masked_texts)
-_LLAVA = Family(llava.Llava, llava.init_parameter, llava.learning_rate_scale, examples.texts_with_images)
+_LLAVA = Family(
+    llava.Llava,
+    llava.init_parameter,
+    llava.learning_rate_scale,
+    examples.texts_with_images,
+    labels=llava.num_labels,
+)
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(DECODERS, _DECODER),
@@ -119,7 +129,13 @@ FAMILIES: dict[str, Family] = {
     "dit": Family(dit.DiT, dit.init_parameter, lambda name, config: 1.0, examples.noised_images),
     **dict.fromkeys(
         SEQ2SEQ,
-        Family(seq2seq.Seq2Seq, seq2seq.init_parameter, seq2seq.learning_rate_scale, examples.pairs),
+        Family(
+            seq2seq.Seq2Seq,
+            seq2seq.init_parameter,
+            seq2seq.learning_rate_scale,
+            examples.pairs,
+            labels=seq2seq.num_labels,
+        ),
     ),
 }
 """Families by the `name` of the model section."""

@@ -267,10 +267,7 @@ class Seq2Seq(nn.Module):
         Raises:
             DataError: if there are more tokens than the model has positions.
         """
-        labels = batch["labels"]
-        counted = labels != IGNORED
-        if "decoder_attention_mask" in batch:
-            counted = counted & batch["decoder_attention_mask"].bool()
+        labels, counted = batch["labels"], _counted(batch)
         hidden = self._hidden(batch)
         if not self.training and self.scored:
             self.scored["accuracy"].add(self.head(hidden, best=True) == labels, counted)
@@ -311,6 +308,13 @@ class Seq2Seq(nn.Module):
         return weights * (config.lm_loss_weight / len(weights))
 
 
+def _counted(batch: Mapping[str, Tensor]) -> Tensor:
+    """Which labels count: bool [batch, target]."""
+    counted = batch["labels"] != IGNORED
+    mask = batch.get("decoder_attention_mask")
+    return counted if mask is None else counted & mask.bool()
+
+
 def _text(batch: Mapping[str, Tensor]) -> Tensor:
     """Which tokens to read are no padding: bool [batch, source]."""
     mask = batch.get("attention_mask")
@@ -339,6 +343,11 @@ def write_greedily(model: Seq2Seq, batch: Mapping[str, Tensor], *, end: int, max
         if ended.all():
             break
     return written[:, 1:]
+
+
+def num_labels(config: Seq2SeqConfig, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Labels over which the loss of a batch is a mean; `None` where it is one over the samples."""
+    return _counted(batch).sum() if config.mlm_loss_scaling == "num_masked" else None
 
 
 def init_parameter(name: str, shape: Sequence[int], config: Seq2SeqConfig, seed: int) -> Tensor:

@@ -49,7 +49,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 def num_kept(numel: int, sparsity: float) -> int:
     """Elements that are there at a sparsity."""
-    return numel - round(sparsity * numel)
+    return numel - round(min(max(sparsity, 0.0), 1.0) * numel)
 
 
 def exchanged(weight: Tensor, mask: Tensor, scores: Tensor, fraction: float) -> Tensor:
@@ -65,7 +65,7 @@ def exchanged(weight: Tensor, mask: Tensor, scores: Tensor, fraction: float) -> 
         fraction: share of the elements that are there to be exchanged.
     """
     present = int(mask.sum())
-    count = min(round(fraction * present), mask.numel() - present)
+    count = min(max(round(fraction * present), 0), present, mask.numel() - present)
     kept = largest(weight.abs().masked_fill(~mask, -1.0), present - count)
     return kept | largest(scores.masked_fill(kept, -torch.inf), count)
 

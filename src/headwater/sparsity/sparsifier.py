@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -12,8 +13,14 @@ from torch import Tensor
 
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.seeding import derive_seed
-from headwater.sparsity.masks import PackedMask, exchanged, first_mask, largest, num_kept
-from headwater.sparsity.schedules import Cadence, Value
+from headwater.sparsity.masks import INIT_METHODS, PackedMask, exchanged, first_mask, largest, num_kept
+from headwater.sparsity.schedules import Cadence, Constant, Value
+
+_NO_INNER_MATRIX = re.compile(
+    r"embed|position|relative_bias|patches|timestep|(^|\.)(lm_head|head|heads|classifier|nsp|mlm|cls)\."
+    r"|^(output|projection|pooler)\."
+)
+"""In names of matrices that read what the model is given, or write what it gives."""
 
 Algorithm = Literal["static", "gmp", "set", "rigl"]
 
@@ -43,7 +50,11 @@ class Sparsity:
         init_method: how the first mask is made; see `headwater.sparsity.masks.first_mask`.
         drop_fraction: share of the weights to exchange, by step.
         update: the steps at which the mask changes.
-        param_filter: patterns of names; all matrices but embeddings and the output layer where empty.
+        param_filter: patterns of names; where empty, all matrices but those whose names say that they embed
+            something (tokens, positions, patches) or belong to the model's head.
+
+    Raises:
+        ConfigError: if the values make no sense.
     """
 
     sparsity: Value
@@ -53,11 +64,27 @@ class Sparsity:
     update: Cadence | None = None
     param_filter: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.init_method not in INIT_METHODS:
+            raise ConfigError(
+                f"there is no init_method {self.init_method!r}", remedy=f"write {' or '.join(INIT_METHODS)}"
+            )
+        if not 0 <= self.sparsity(0) < 1:
+            raise ConfigError(
+                f"a sparsity of {self.sparsity(0)} is no share of the weights",
+                remedy="write a number from 0 to below 1",
+            )
+        if self.algorithm != "gmp" and not isinstance(self.sparsity, Constant):
+            raise ConfigError(
+                f"the sparsity of {self.algorithm} does not change with the step",
+                remedy="write a number, or the algorithm gmp",
+            )
+
     def takes(self, name: str, dimensions: int) -> bool:
         """Whether it is meant for a matrix of that name."""
         if self.param_filter:
             return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.param_filter)
-        return dimensions > 1 and "embed" not in name and not name.endswith("head.weight")
+        return dimensions > 1 and not _NO_INNER_MATRIX.search(name)
 
     def updates(self, step: int) -> bool:
         """Whether the mask changes in this step."""
@@ -146,6 +173,11 @@ class Sparsifier:
                 )
             self._masks[name] = PackedMask(mask)
             weights.write(name, weight * mask)
+            weights.clear(name, mask)
+
+    def changes(self, step: int) -> bool:
+        """Whether a mask changes in this step."""
+        return any(group.updates(step) for own in self._groups.values() for _, group in own)
 
     def mask(self, name: str, gradient: Tensor, step: int, weights: Weights) -> None:
         """Mask a gradient in place, after the mask itself was changed if this is a step at which it is.
@@ -153,11 +185,11 @@ class Sparsifier:
         Args:
             name: of the parameter.
             gradient: of the whole loss by every element, masked ones too.
-            step: of the optimizer, from 1.
+            step: of the optimizer, from 1. It must be sure that the optimizer takes it.
             weights: where the weight is.
         """
         mask = self._masks[name].unpack()
-        if any(group.updates(step) for _, group in self._groups[name]) and bool(gradient.isfinite().all()):
+        if any(group.updates(step) for _, group in self._groups[name]):
             mask = self._changed(name, mask, gradient, step, weights)
         gradient.mul_(mask.to(gradient.device))
 
@@ -185,6 +217,10 @@ class Sparsifier:
             scores = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
         assert group.drop_fraction is not None, "whoever exchanges weights says how many"
         return exchanged(weight, mask, scores, group.drop_fraction(step))
+
+    def mask_of(self, name: str) -> Tensor:
+        """The mask of a parameter, bool."""
+        return self._masks[name].unpack()
 
     def sparsity_of(self, name: str) -> float:
         """Share of the elements of a parameter that are masked."""

@@ -144,6 +144,7 @@ class Engine:
         micro_batches: Sequence[Any],
         update: Update,
         amend: Callable[[Update], None] = lambda update: None,
+        shares: Sequence[float] | None = None,
     ) -> StepReport:
         """One optimizer step; the loss is the mean over its micro-batches.
 
@@ -152,6 +153,8 @@ class Engine:
             update: step number, learning rate, clipping.
             amend: called when all gradients are there and before they are measured; it may change them, and
                 the weights, through the store.
+            shares: of each micro-batch in the loss; those of all ranks together make 1. Equal ones if not
+                given.
 
         Raises:
             NonFiniteError: if a loss or gradient is not finite, unless `update` says to skip such steps; the
@@ -160,12 +163,14 @@ class Engine:
         start = time.perf_counter()
         self.store.begin_step()
         statistics = self.executor.begin(len(micro_batches))
-        total = 0.0
+        total, count = 0.0, len(micro_batches)
         with self.buffers.transaction() as undo:
             for index, batch in enumerate(micro_batches):
+                share = None if shares is None else shares[index]
                 with self._matmul():
-                    total += self._micro_batch(batch, update, index, len(micro_batches))
-            losses = self.fabric.gather(total / len(micro_batches))
+                    loss = self._micro_batch(batch, update, index, count, share)
+                total += loss if share is None else loss * share * count * self.fabric.size
+            losses = self.fabric.gather(total / count)
             amend(update)
             committed = self.store.commit(update)
             if not committed.applied:
@@ -178,14 +183,18 @@ class Engine:
             step_s=time.perf_counter() - start,
         )
 
-    def _micro_batch(self, batch: Any, update: Update, index: int, count: int) -> float:
+    def _micro_batch(self, batch: Any, update: Update, index: int, count: int, share: float | None) -> float:
         """Forward and backward of one micro-batch of `count` on this rank; gives its loss."""
         loss = self._forward(batch, update.step, index)
         value = self._checked(loss, batch, update, index)
         if update.loss_scale != 1.0:
             loss = loss * update.loss_scale
         parts = count * self.fabric.size
-        self.executor.backward(loss / parts if parts > 1 else loss, last=index == count - 1)
+        if share is not None:
+            loss = loss * share
+        elif parts > 1:
+            loss = loss / parts
+        self.executor.backward(loss, last=index == count - 1)
         return value
 
     def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:

@@ -61,7 +61,7 @@ def open_data(
     Args:
         config: the section of the params file.
         model: the model that will read the data.
-        seed: shuffles where the section has no seed of its own.
+        seed: of the order and of all that is random in samples, where the section has no `shuffle_seed`.
         repeat: endless passes, for training; otherwise each iteration is one pass.
         fabric: the ranks among which each batch is divided.
 
@@ -69,6 +69,8 @@ def open_data(
         ConfigError: if the data are not for this model, or a package that reads them is not installed.
         DataError: if the data are missing, malformed or do not fit the model.
     """
+    if config.shuffle_seed is None:
+        config = config.model_copy(update={"shuffle_seed": seed})
     schema, opened = _OPENERS[type(config)]
     if not isinstance(model, schema):
         raise ConfigError(
@@ -89,7 +91,7 @@ def open_data(
         samples,
         batch_size=config.batch_size,
         shuffle=config.shuffle,
-        seed=seed if config.shuffle_seed is None else config.shuffle_seed,
+        seed=config.shuffle_seed or 0,
         num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor,
         persistent_workers=config.persistent_workers,

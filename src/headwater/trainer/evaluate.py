@@ -18,7 +18,7 @@ class Evaluation:
     """What an evaluation found.
 
     Attributes:
-        loss: mean over the samples.
+        loss: mean over the labels, or the samples where the model's loss is a mean over these.
         batches: batches evaluated.
         metrics: value of each metric of the model, by name.
     """
@@ -52,7 +52,7 @@ def evaluate(
         DataError: if there is no batch.
         NonFiniteError: if the loss is not finite.
     """
-    total, samples, count = 0.0, 0, 0
+    total, weights, count = 0.0, 0.0, 0
     for metric in trainable.metrics.values():
         metric.reset()
     training = engine.model.training
@@ -63,21 +63,25 @@ def evaluate(
                 return None
             size = engine.plan.micro_batch_size if trainable.divisible else num_samples(batch)
             for micro_batch in split_batch(batch, size):
-                total += engine.evaluate(micro_batch).item() * num_samples(micro_batch)
-            samples, count = samples + num_samples(batch), count + 1
+                weight = trainable.weight(micro_batch)
+                total += engine.evaluate(micro_batch).item() * weight
+                weights += weight
+            count += 1
     finally:
         engine.model.train(training)
-    return Evaluation(_checked(total, samples), count, metric_values(trainable.metrics))
+    return Evaluation(_checked(total, weights, count), count, metric_values(trainable.metrics))
 
 
-def _checked(total: float, samples: int) -> float:
-    if samples == 0:
+def _checked(total: float, weights: float, count: int) -> float:
+    if count == 0:
         raise DataError(
             "the validation data do not fill one batch",
             where="val_dataloader.batch_size",
             remedy="write a smaller batch_size, or drop_last: false",
         )
-    loss = total / samples
+    if weights == 0:
+        raise DataError("the validation data have no label", remedy="look at how they were prepared")
+    loss = total / weights
     if loss - loss != 0:
         raise NonFiniteError(f"the validation loss is {loss}", remedy="look at the validation data")
     return loss

@@ -14,6 +14,7 @@ from headwater.core.errors import ConfigError
 from headwater.plan.trace import LossFunction, call_model
 from headwater.store.snapshot_load import Names
 from headwater.stream.engine import Initial
+from headwater.trainer.batches import num_samples
 from headwater.trainer.metrics import Metric
 from headwater.trainer.run_dir import RunDir
 
@@ -46,8 +47,9 @@ class Trainable:
         loss: computes the scalar loss of a batch; the model itself if not given.
         initial: initial value of a parameter; what the model holds if not given.
         learning_rate_scale: factor on the learning rate of a parameter, by name.
-        divisible: whether the mean of the losses of micro-batches is the loss of the batch, so that the plan
-            may divide it without being asked to.
+        divisible: whether the mean of the losses of micro-batches, weighted with `weight`, is the loss of the
+            batch, so that the plan may divide it without being asked to.
+        weight: what a batch counts for in a mean of losses: the labels or samples that its own is a mean of.
         metrics: what the loss function gathers in eval mode, by name.
         pretrained_names: what a parameter may be called in a checkpoint that training starts from.
         parts: what patterns of names are compared with, of a parameter in which several are stacked: names
@@ -61,6 +63,7 @@ class Trainable:
     initial: Initial | None = None
     learning_rate_scale: Callable[[str], float] = lambda name: 1.0
     divisible: bool = False
+    weight: Callable[[Batch], float] = lambda batch: float(num_samples(batch))
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     pretrained_names: Names = lambda name: (name,)
     parts: Callable[[str], Sequence[tuple[str, int]]] = lambda name: ()

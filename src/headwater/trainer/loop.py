@@ -108,7 +108,7 @@ class Trainer:
         batch = next(batches)
         update = self._update()
         parts = equal_parts(batch, self._engine.plan.num_micro_batches)
-        report = self._engine.train_step(parts, update, self._amend)
+        report = self._engine.train_step(parts, update, self._amend, self._shares(parts))
         if report.applied:
             self._averages.after_update(update.step)
         self.state = dataclasses.replace(
@@ -133,6 +133,17 @@ class Trainer:
             samples=num_samples(batch),
         )
         self._tell(lambda callback: callback.on_step_end(event))
+
+    def _shares(self, parts: Sequence[Batch]) -> list[float] | None:
+        """What each micro-batch counts for in the loss of the batch; `None` where all count alike."""
+        fabric = self._engine.fabric
+        if len(parts) * fabric.size == 1:
+            return None
+        weights = [self._job.trainable.weight(part) for part in parts]
+        total = sum(fabric.gather(sum(weights)))
+        if total == 0 or all(weight * len(parts) * fabric.size == total for weight in weights):
+            return None
+        return [weight / total for weight in weights]
 
     def _amend(self, update: Update) -> None:
         if self._sparse is not None:

@@ -11,8 +11,9 @@ from headwater.core.errors import ConfigError
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
 from headwater.optim.param_groups import learning_rate_factors
+from headwater.trainer.batches import num_samples
 from headwater.trainer.datasets import find_tokenizer, open_data
-from headwater.trainer.job import Average, Job, Trainable
+from headwater.trainer.job import Average, Batch, Job, Trainable
 from headwater.trainer.metrics import find_metrics
 from headwater.trainer.run_dir import RunDir
 
@@ -39,11 +40,18 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
         initial=lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed),
         learning_rate_scale=lambda name: factors.get(name, 1.0) * learning_rate_scale(name, init.model),
         divisible=family.divisible,
+        weight=lambda batch: _weight(init.model, batch),
         metrics=find_metrics(model),
         pretrained_names=lambda name: family.pretrained_names(name, init.model),
         parts=lambda name: family.public_parts(name, init.model),
         averages=[Average(*each) for each in family.averages(init.model)],
     )
+
+
+def _weight(model: ModelConfig, batch: Batch) -> float:
+    """What the loss of a batch is a mean of: labels, or else samples."""
+    labels = FAMILIES[model.name].labels(model, batch)
+    return float(num_samples(batch) if labels is None else labels)
 
 
 def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:

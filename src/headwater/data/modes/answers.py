@@ -33,7 +33,7 @@ def prompt_completion(context: Context, record: Record) -> Example:
 def summarization(context: Context, record: Record) -> Example:
     """A document, the separator, and the summary. What is too long loses the end of its document."""
     record = renamed(record, context.options)
-    document, summary = _joined(record, *_DOCUMENTS), _joined(record, *_SUMMARIES)
+    document, summary = _joined(record, *_DOCUMENTS), _first(record, *_SUMMARIES)
     separator = _SEPARATOR if context.options.separator is None else context.options.separator
     if not document.strip() or not summary.strip():
         raise Unusable("empty")
@@ -118,6 +118,16 @@ def _joined(record: Record, *names: str) -> str:
     value = find_field(record, *names)
     if isinstance(value, list):
         value = " ".join(checked_text(part, names[0], record.where) for part in value)
+    return checked_text(value, names[0], record.where)
+
+
+def _first(record: Record, *names: str) -> str:
+    """A text, or the first of several of which each would do."""
+    value = find_field(record, *names)
+    if isinstance(value, list):
+        if not value:
+            raise Unusable("empty")
+        value = value[0]
     return checked_text(value, names[0], record.where)
 
 

@@ -57,6 +57,12 @@ class ImageTexts:
                 where="image_data_size",
                 remedy="leave it out, and transform the images to the model's size",
             )
+        if not config.img_data_dir.is_dir():
+            raise DataError(
+                "img_data_dir is not a folder",
+                where=f"img_data_dir: {config.img_data_dir}",
+                remedy="name the folder below which the images are",
+            )
         for file in files:
             self._check(file, model)
 
@@ -77,11 +83,12 @@ class ImageTexts:
         file = self.files[number]
         place = index - (self._ends[number] - len(file))
         stored = file[place]
-        if stored.data[0].max(initial=0) >= self._vocab_size:
+        largest = int(stored.data[0].max(initial=0))
+        if largest >= self._vocab_size:
             raise DataError(
-                f"the token {int(stored.data[0].max())} is not below the model's vocab_size",
+                f"the token {largest} is not below the model's vocab_size, {self._vocab_size}",
                 where=f"{file.path}, sample {place}",
-                remedy="name data that were made for this model",
+                remedy=f"raise it to {largest + 1} or more, or name data that were made for this model",
             )
         # Padding in the middle, where an image could have been, goes to the end, where nothing sees it.
         order = np.argsort(stored.data[3] != 0, kind="stable")
