@@ -67,6 +67,11 @@ def test_halves(tmp_path, llama):
         (("headwater", "hf", "own", "out"), {"model": "gpt2"}, "the model is a llama"),
         (("hf", "headwater", "hf", "own"), {}, "not empty"),
         (("headwater", "hf", "hf", "out"), {}, "cannot read the model's section"),
+        (
+            ("cs-2.3", "headwater", "hf", "out"),
+            {},
+            "invalid choice: 'cs-2.3' (choose from 'hf', 'headwater')",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, llama, capsys, arguments, options, message):
@@ -75,6 +80,18 @@ def test_what_is_wrong_is_said(tmp_path, llama, capsys, arguments, options, mess
     assert convert(source, target, tmp_path / before, tmp_path / after, **options) != 0
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_without_a_place_is_named_with_the_nearest(tmp_path, llama, capsys):
+    path = llama / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_projj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].clone()
+    save_file(tensors, path)
+    assert convert("hf", "headwater", llama, tmp_path / "own") == 2
+    message = capsys.readouterr().err
+    assert "model.layers.1.mlp.up_projj.weight has no place" in message
+    assert "nearest known names are model.layers.1.mlp.up_proj.weight" in message
+    assert not (tmp_path / "own").exists()
 
 
 def test_list(capsys):

@@ -99,7 +99,7 @@ def test_a_wrong_path_is_answered_with_the_nearest(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', "line is not JSON"),
+        (b'{"text": "a"', r"line is not JSON: Expecting ',' delimiter at character 13"),
         (b"[" * 100_000, "line is not JSON"),
         (b'["a"]', "line holds a JSON list"),
         (b'{"txet": "a"}', "(?s)no key 'text'.*--json_key.*'txet'"),

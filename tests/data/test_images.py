@@ -251,6 +251,9 @@ def test_pairs_with_something_wrong(pairs):
     Image.new("L", (24, 8)).save(pairs / "label" / "0.png")
     with pytest.raises(DataError, match="pixels"):
         first()
+    (pairs / "label" / "0.png").write_text("no image")
+    with pytest.raises(DataError, match=r"(?s)cannot read the image.*label/0\.png"):
+        first()
     (pairs / "label" / "0.png").unlink()
     with pytest.raises(DataError, match=r"0\.png is in one of the folders"):
         first()

@@ -41,7 +41,7 @@ def prepared(folder):
             sequence_length=48,
             val_fraction=0,
             mode="image_text",
-            options=ModeOptions(image_dir=COCO, num_features=16),
+            options=ModeOptions(image_dir=COCO, num_features=16, longer="cut"),
         )
 
 
