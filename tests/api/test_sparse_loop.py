@@ -97,3 +97,58 @@ def test_what_cannot_be_is_refused():
         cstor.sparse.RigLSparsityOptimizer(parameters, sparsity=0.9)
     with pytest.raises(ConfigError, match=r"called like layers\.\*"):
         cstor.sparse.StaticSparsityOptimizer(parameters, 0.9, param_filter="layers.*")
+
+
+@pytest.mark.parametrize("kind", ["CPU", "CSX"])
+def test_a_step_that_fails_leaves_masks_and_weights_as_they_were(kind):
+    model = cstor.compile(make_model(), kind)
+    optimizer = cstor.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    sparsity_optimizer = cstor.sparse.RigLSparsityOptimizer(
+        model.named_parameters(), sparsity=0.75, schedule=2
+    )
+
+    @cstor.trace
+    def training_step(inputs, targets, fail):
+        optimizer.zero_grad()
+        sparsity_optimizer.apply_sparsity()
+        nn.functional.nll_loss(model(inputs), targets).backward()
+        optimizer.step()
+        sparsity_optimizer.step()
+        if fail:
+            raise RuntimeError("something else")
+
+    first, second = list(batches())[:2]
+    training_step(*first, False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    masks = sparsity_optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="something else"):
+        training_step(*second, True)
+    after = sparsity_optimizer.state_dict()
+    assert after["step"] == masks["step"]
+    assert all(torch.equal(after["masks"][name], bits) for name, bits in masks["masks"].items())
+    if kind == "CSX":  # plain PyTorch does not undo a step
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("kind", ["CPU", "CSX"])
+def test_dense_training_before_leaves_nothing_that_moves_masked_weights(kind):
+    model = cstor.compile(make_model(), kind)
+    optimizer = cstor.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    for number, (inputs, targets) in enumerate(batches()):
+        if number == 3:
+            # Nobody but the parameters holds it.
+            cstor.sparse.StaticSparsityOptimizer(model.named_parameters(), 0.75).apply_sparsity()
+        optimizer.zero_grad()
+        nn.functional.nll_loss(model(inputs), targets).backward()
+        optimizer.step()
+    assert int((model.state_dict()["2.weight"] == 0).sum()) >= 300
+
+
+def test_an_optimizer_that_mixes_elements_is_refused():
+    model = make_model()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    sparsity_optimizer = cstor.sparse.StaticSparsityOptimizer(model.named_parameters(), 0.75)
+    sparsity_optimizer.apply_sparsity()
+    model(torch.randn(2, 12)).sum().backward()
+    with pytest.raises(ConfigError, match="does not update each weight by itself"):
+        optimizer.step()

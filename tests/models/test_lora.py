@@ -74,6 +74,23 @@ def test_the_export_computes_the_same(models):
     assert torch.equal(merged.state_dict()[key], theirs.state_dict()[key])
 
 
+def test_adapters_on_every_layer_are_merged(tmp_path):
+    section = {"name": "llama", "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 1, "vocab_size": 61}
+    sizes = {
+        "filter_size": 48,
+        "max_position_embeddings": 16,
+        "lora_params": {"r": 2, "target_modules": ["*"]},
+    }
+    model = build_model(DecoderConfig.model_validate(section | sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    export_hf(dict(model.state_dict()), model.config, tmp_path / "merged")
+    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = batch()["input_ids"]
+    torch.testing.assert_close(model.eval().logits(ids), merged(ids).logits, rtol=1e-3, atol=1e-4)
+
+
 def test_gradients_are_those_of_the_formula(models):
     """With W + s·B·A the chain rule gives s·Bᵀ·dW for A and s·dW·Aᵀ for B."""
     _, ours, folder = models

@@ -160,3 +160,38 @@ def test_rows_of_a_parameter_have_a_sparsity_of_their_own(tmp_path):
     assert int((weights["2.weight"][:8] == 0).sum()) == 8 * 24 // 2
     assert int((weights["2.weight"][8:] == 0).sum()) == 0
     assert math.isfinite(float(weights["2.weight"].sum()))
+
+
+def test_a_refused_step_changes_no_mask(tmp_path):
+    group = Sparsity(Constant(0.8), "rigl", "random", Constant(0.3), Cadence(1), ("*.weight",))
+    job = make_job()
+    with make_engine(job, Setting(), tmp_path) as engine:
+        shapes = {name: value.shape for name, value in engine.named_masters()}
+        sparsifier = Sparsifier([group], shapes, seed=SEED)
+        sparse = SparseTraining(sparsifier, engine.store)
+        sparsifier.begin(sparse.weights)
+        before = {name: (sparse.weights.read(name), sparsifier.mask_of(name)) for name in sparsifier.names}
+
+        def spoil(update):
+            engine.store.gradients.expose(*sparse.weights.places["0.weight"]).fill_(torch.nan)
+            sparse.before_update(update.step + 1)
+
+        report = engine.train_step(job.batches(0), job.update(0, skip_non_finite=True), spoil)
+        assert not report.applied
+        for name, (weight, mask) in before.items():
+            assert torch.equal(sparse.weights.read(name), weight)
+            assert torch.equal(sparsifier.mask_of(name), mask)
+
+
+def test_what_was_trained_dense_becomes_sparse_and_stays_so(tmp_path):
+    job = make_job()
+    with make_engine(job, Setting(), tmp_path) as engine:
+        engine.train_step(job.batches(0), job.update(0))
+        shapes = {name: value.shape for name, value in engine.named_masters()}
+        sparsifier = Sparsifier([Sparsity(Constant(0.8), param_filter=("*.weight",))], shapes, seed=SEED)
+        sparse = SparseTraining(sparsifier, engine.store)
+        sparsifier.begin(sparse.weights)
+        for step in (1, 2):
+            engine.train_step(job.batches(step), job.update(step), lambda u: sparse.before_update(u.step))
+        for name in sparsifier.names:
+            assert torch.equal(sparse.weights.read(name) == 0, ~sparsifier.mask_of(name))

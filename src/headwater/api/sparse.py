@@ -85,7 +85,8 @@ class SparsityOptimizer:
         self._cleared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         for param in self._parameters.values():
             amend_with(param, self)
-        transaction.register(self)
+        # What it writes back must find the stores as they were.
+        transaction.register(self, undone_last=True)
 
     def apply_sparsity(self) -> None:
         """Mask the weights, when it is first called; from then on they stay masked."""
@@ -167,10 +168,9 @@ class SparsityOptimizer:
         Raises:
             CheckpointError: if other parameters were sparse.
         """
-        self._step = state["step"]
-        self._begun = state["masks"] is not None
-        if self._begun:
+        if state["masks"] is not None:
             self._sparsifier.load_state_dict(state["masks"])
+        self._step, self._begun = state["step"], state["masks"] is not None
 
 
 class StaticSparsityOptimizer(SparsityOptimizer):

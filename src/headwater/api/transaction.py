@@ -61,11 +61,20 @@ _participants: weakref.WeakValueDictionary[int, Participant] = weakref.WeakValue
 _current: _Transaction | None = None
 
 
-def register(participant: Participant) -> None:
-    """Let it take part in every step for as long as it lives, from the one on that is under way."""
+def register(participant: Participant, *, undone_last: bool = False) -> None:
+    """Let it take part in every step for as long as it lives, from the one on that is under way.
+
+    Args:
+        participant: holds the state.
+        undone_last: where a step is undone, those that are registered already are so before it.
+    """
     if id(participant) in _participants:
         return
+    others = list(_participants.items()) if undone_last else []
+    for key, _ in others:
+        del _participants[key]
     _participants[id(participant)] = participant
+    _participants.update(others)
     if _current is not None:
         _current.join(participant)
 

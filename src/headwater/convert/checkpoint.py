@@ -21,7 +21,7 @@ from headwater.convert.shards import INDEX_FILE, ShardWriter, plan_shards, weigh
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.safetensors import TensorFile
 from headwater.models.decoder import public_parts
-from headwater.models.lora import merge_adapters
+from headwater.models.lora import is_adapter, merge_adapters
 from headwater.models.registry import build_model
 
 CONFIG_FILE = "config.json"
@@ -96,7 +96,9 @@ def _what_is_used(
     if not isinstance(config, DecoderConfig) or config.lora_params is None:
         return config, pairs
     plain = config.model_copy(update={"lora_params": None})
-    return plain, merge_adapters(pairs, config.lora_params, lambda name: public_parts(name, plain))
+    names = (name for name, _ in build_model(config, device="meta").named_parameters())
+    layers = {name.rpartition(".")[0] for name in names if is_adapter(name)}
+    return plain, merge_adapters(pairs, config.lora_params, lambda name: public_parts(name, plain), layers)
 
 
 def import_hf(

@@ -61,11 +61,31 @@ class Mixture:
                 return batch
             for row, place in enumerate(places):
                 rows[int(place)] = {name: values[row] for name, values in batch.items()}
-        try:
-            return {name: torch.stack([rows[place][name] for place in range(len(draws))]) for name in rows[0]}
-        except KeyError as error:
-            return DataError(
-                f"a source of the mixture has no {error}, others have",
+        return {name: torch.stack([rows[place][name] for place in range(len(draws))]) for name in rows[0]}
+
+    def check(self) -> None:
+        """See that all sources are read, and that their samples have the same fields.
+
+        Raises:
+            DataError: if not: what one lacks would be missing in silence.
+        """
+        for number, count in enumerate(self._counts, start=1):
+            if not count:
+                raise DataError(
+                    f"source {number} of the mixture would have none of the {len(self)} samples of a pass",
+                    where="mixture",
+                    remedy="give it a larger weight, or leave it out",
+                )
+        fields: list[set[str]] = []
+        for source in self.sources:
+            first = source.__getitems__([0])
+            if isinstance(first, DataError):
+                raise first
+            fields.append(set(first))
+        lacking = set[str]().union(*fields) - fields[0].intersection(*fields)
+        if lacking:
+            raise DataError(
+                f"a source of the mixture has no {', '.join(sorted(lacking))}, others have",
                 where="mixture",
                 remedy="prepare all data in the same way (--use_vsl)",
             )

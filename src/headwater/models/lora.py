@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ def init_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def merge_adapters(
-    weights: Iterable[tuple[str, Tensor]], config: LoRAConfig, parts: PublicParts
+    weights: Iterable[tuple[str, Tensor]], config: LoRAConfig, parts: PublicParts, layers: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of the model without adapters that computes the same.
 
@@ -97,13 +97,12 @@ def merge_adapters(
         weights: of the model with adapters, by name; the three of a layer follow each other closely.
         config: of the adapters.
         parts: see `PublicParts`.
+        layers: names of those that have adapters.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
         layer, _, kind = name.rpartition(".")
-        if kind == "weight" and not _target_rows(layer, len(tensor), config, parts):
-            yield name, tensor
-        elif kind in ("weight", "lora_a", "lora_b"):
+        if layer in layers and kind in ("weight", "lora_a", "lora_b"):
             three = waiting.setdefault(layer, {})
             three[kind] = tensor
             if len(three) == 3:

@@ -118,7 +118,11 @@ def _gpt(config: GptDataConfig, model: DecoderConfig) -> Samples:
         )
         for source in config.sources
     ]
-    return found[0] if len(found) == 1 else Mixture(found, [source.weight for source in config.sources])
+    if len(found) == 1:
+        return found[0]
+    mixture = Mixture(found, [source.weight for source in config.sources])
+    mixture.check()
+    return mixture
 
 
 def _labelled_texts(config: TextClassificationDataConfig, model: ClassifierConfig) -> Samples:
