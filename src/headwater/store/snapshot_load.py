@@ -34,7 +34,10 @@ Names = Callable[[str], Sequence[str]]
 With `MAY_BE_MISSING` last it need not be there, and keeps its value then.
 """
 
-_OTHER_MODEL = "the weights are of another model; set its section to what they were trained with"
+_OTHER_MODEL = (
+    "the weights are of another model; set its section to what they were trained with, or begin a new run "
+    "with what they have for it: callback LoadCheckpointStates: model"
+)
 
 
 class SavedCheckpoint:
