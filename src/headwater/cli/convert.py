@@ -94,7 +94,9 @@ def _own(
         raise ConfigError(
             f"the model is a {config.name}",
             where=str(config_file or folder),
-            remedy=f"convert it with --model {config.name}",
+            remedy=f"convert it with --model {config.name}"
+            if config.name in CONVERTERS
+            else "write it with headwater checkpoint export, which knows what of it to write",
         )
     return config, tensors
 

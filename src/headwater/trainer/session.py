@@ -111,7 +111,10 @@ def fit_job(job: Job, *, console: Console | None = None, fabric: Fabric = ALONE)
 
 def _train(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> FitResult:
     if start.path is not None:
-        logger.info("going on from step %d: %s", trainer.state.step, start.path)
+        if start.state is None:
+            logger.info("beginning with the weights of %s", start.path)
+        else:
+            logger.info("going on from step %d: %s", trainer.state.step, start.path)
     first_step = trainer.state.step
     if first_step < trainer.end_step and trainer.leads:
         for path in checkpoints.set_aside(first_step, start.path):

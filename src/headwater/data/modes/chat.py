@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headwater.core.errors import DataError
+from headwater.core.errors import ConfigError, DataError
 from headwater.data.modes.base import find_field
 from headwater.data.raw_records import Record, checked_text
 
@@ -74,7 +74,8 @@ def render(template: str, messages: list[Message], *, prompt: bool = False, **to
         tokens: `bos_token` and others that the template may name.
 
     Raises:
-        DataError: if the template does not take these messages, or Jinja is not installed.
+        DataError: if the template does not take these messages.
+        ConfigError: if it is not Jinja, or Jinja is not installed.
     """
     compiled = _compiled(template)
     try:
@@ -93,7 +94,7 @@ def _compiled(template: str) -> Any:
         from jinja2 import TemplateSyntaxError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ModuleNotFoundError as error:
-        raise DataError("chat templates need jinja2", remedy="pip install 'headwater[chat]'") from error
+        raise ConfigError("chat templates need jinja2", remedy="pip install 'headwater[chat]'") from error
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_extension()]
     )
@@ -103,7 +104,7 @@ def _compiled(template: str) -> Any:
     try:
         return environment.from_string(template)
     except TemplateSyntaxError as error:
-        raise DataError(
+        raise ConfigError(
             f"the chat template is not Jinja: {error}", where="--chat_template", remedy="correct it"
         ) from error
 
