@@ -66,7 +66,7 @@ def halves(folder):
             (folder / split / name).mkdir(parents=True)
             for index in range(count):
                 image = generator.integers(120, size=(8, 8), dtype=np.uint8)
-                image[:, 4 * number : 4 * number + 4] += 80
+                image[:, 4 * number : 4 * number + 4] += 130
                 Image.fromarray(image).save(folder / split / name / f"{index}.png")
     section = f"data_processor: ImageNet1KProcessor, data_dir: {folder}, transforms: {CROPS}"
     return (
@@ -91,17 +91,17 @@ def test_it_learns(headwater, tmp_path, model, make, metric, least, bf16):
         code, _, err = headwater("fit", path)
         assert (code, err) == (0, "")
 
-    fit("whole", 40)
+    fit("whole", 80)
     records = [json.loads(line) for line in (tmp_path / "whole" / "history.jsonl").read_text().splitlines()]
     found = records[-1]["metrics"][metric]
     assert found > least
     code, out, _ = headwater("validate", tmp_path / "whole")
     assert code == 0 and float(re.search(rf"{metric} ([\d.]+)", out)[1]) == pytest.approx(found, abs=1e-5)
     # The statistics of batch norm are in the checkpoint, and what is random follows the draws.
-    fit("parts", 20)
     fit("parts", 40)
+    fit("parts", 80)
     whole, parts = (
-        dict(checkpoint_weights(tmp_path / folder / "checkpoint_40")) for folder in ("whole", "parts")
+        dict(checkpoint_weights(tmp_path / folder / "checkpoint_80")) for folder in ("whole", "parts")
     )
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
