@@ -108,7 +108,7 @@ def samples(folder):
 
 @pytest.mark.slow
 def test_summaries_are_of_their_papers(tmp_path):
-    """Words are guessed better than by their frequency, and after the paper better than after another."""
+    """Words are guessed far better than by their frequency, and better than after another paper."""
     if not PAPERS.is_dir():
         pytest.skip("the data sets are not here")
     source, dev = PAPERS / "train.jsonl.gz", tmp_path / "dev.jsonl"
@@ -130,4 +130,4 @@ def test_summaries_are_of_their_papers(tmp_path):
     own, other = losses(model, rows), losses(model, of_next_documents(rows))
     perplexity = math.exp(own.sum() / rows[:, 1].sum())
     assert perplexity < 0.2 * unigram_perplexity(samples(there), rows)
-    assert (own < other).float().mean() > 0.55
+    assert own.sum() < other.sum()
