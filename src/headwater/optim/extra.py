@@ -6,6 +6,7 @@ streaming engine can run them on one parameter after another.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -15,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from headwater.core.errors import ConfigError
 
 
-class _PerParameter(torch.optim.Optimizer):
+class _PerParameter(torch.optim.Optimizer, abc.ABC):
     """An optimizer that updates one parameter at a time."""
 
     @overload
@@ -41,10 +42,11 @@ class _PerParameter(torch.optim.Optimizer):
                     self._update(param, param.grad, self.state[param], group)
         return loss
 
+    @abc.abstractmethod
     def _update(
         self, param: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        raise NotImplementedError
+        """Change `param` and `state` in place."""
 
 
 class Lion(_PerParameter):

@@ -94,7 +94,7 @@ def trace_step(
 
     try:
         return dry_run(FakeTensors())
-    except Exception:  # of any kind: it may come of a stand-in for what weights decide
+    except Exception:  # of any kind, as a stand-in for what weights decide may fail; a real fault comes again
         if observer is not None or not in_host_memory(model, batch):
             raise
         return dry_run(RealTensors())

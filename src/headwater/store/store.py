@@ -103,7 +103,6 @@ class WeightStore:
         self._shares = [Share(layout, fabric.rank, fabric.size) for layout in self.layouts]
         self._updated = Board(fabric, len(self.stages) * fabric.size)  # the last commit, by stage and rank
         self.snapshots = Board(fabric, len(self.stages))
-        self._due = [0] * len(self.stages)  # the last commit that concerns a stage
         self.num_commits = 0
         self._mark = 0  # their number when the transaction began
         self._taken: dict[ParamKey, int] = {}  # by which of them since then
@@ -132,7 +131,6 @@ class WeightStore:
             resident = self.tier.resident_wire(stage)
             if stage in self._pending:
                 self._update(stage, into)
-                self._await_others(stage)
             elif resident is None:
                 assert into is not None, "the disk tier needs memory to read a stage into"
                 self.tier.read_wire(stage, into)
@@ -215,7 +213,6 @@ class WeightStore:
         earlier = self._pending[stage].parts if stage in self._pending else {}
         assert param not in earlier, "a new gradient has made the older update happen"
         self._pending[stage] = Pending(self.num_commits, {**earlier, param: part})
-        self._due[stage] = self.num_commits
         self._versions[stage] += 1
 
     # steps that may have to be undone
@@ -259,7 +256,6 @@ class WeightStore:
         with self._whole(stage):
             if stage in self._pending:
                 self._update(stage, self._wire_buffer(stage))
-                self._await_others(stage)
 
     def flush(self) -> None:
         """Apply every committed update now."""
@@ -295,12 +291,9 @@ class WeightStore:
             )
         self.gradients.put_back(stage, gradients)
         self._updated.post(stage * self.fabric.size + self.fabric.rank, pending.number)
-
-    def _await_others(self, stage: int) -> None:
-        """Wait until every rank has applied its share of the last update of a stage."""
-        for rank in range(self.fabric.size):
+        for rank in range(self.fabric.size):  # the stage is whole when every rank has done its share
             what = f"rank {rank} to update stage {self.stages[stage].name!r}"
-            self._updated.wait(stage * self.fabric.size + rank, self._due[stage], what)
+            self._updated.wait(stage * self.fabric.size + rank, pending.number, what)
 
     @contextmanager
     def _whole(self, stage: int) -> Iterator[None]:
@@ -345,7 +338,6 @@ class WeightStore:
             pending = self._pending.get(stage)
             if pending is not None and (up_to is None or pending.number <= up_to):
                 self._update(stage, buffer)
-                self._await_others(stage)
             with self.tier.wire(stage, buffer, write=False) as image:
                 wires = self.stages[stage].views(image)
                 for group, rest in self.tier.groups(stage, write=False, params=params):

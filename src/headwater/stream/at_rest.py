@@ -55,8 +55,8 @@ class AtRest:
     owner: torch.Tensor | None
 
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of all values."""
-        raise NotImplementedError
+        """This part of all values; each subclass has its own."""
+        raise NotImplementedError  # not an abstractmethod: ABCMeta and the metaclass of torch.Tensor clash
 
 
 class PartAtRest(AtRest, torch.Tensor):

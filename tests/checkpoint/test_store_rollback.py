@@ -1,0 +1,28 @@
+"""A commit that is undone leaves an earlier one of the same stage to be applied."""
+
+import torch
+from checkpoint_runs import assert_same, fetch_stage, make_store
+
+from headwater.store.update import Update
+
+UPDATE = Update(1, {"lr": 0.1})
+
+
+def committed(store, *, undo_second):
+    """A store in which one parameter of stage 0 was updated, and maybe the other one, which is undone."""
+    store.begin_step()
+    fetch_stage(store, 0)
+    for index, spec in enumerate(store.stages[0].params):
+        store.add_gradient(0, index, torch.ones(spec.shape), last=True)
+    store.end_micro_batch()
+    store.commit(UPDATE, {(0, 0): UPDATE})
+    if undo_second:
+        store.begin_transaction()
+        store.commit(UPDATE, {(0, 1): UPDATE})
+        assert store.roll_back()
+    fetch_stage(store, 0)
+    return store
+
+
+def test_the_first_of_two_optimizers_of_a_stage_is_not_undone():
+    assert_same(committed(make_store(), undo_second=True), committed(make_store(), undo_second=False))
