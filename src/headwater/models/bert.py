@@ -21,7 +21,7 @@ from headwater.config.models import (
 from headwater.models.encoder import Encoder, encoder_initializer, encoder_learning_rate_scale
 from headwater.models.evaluation import F1, Scored
 from headwater.models.layers.feed_forward import NONLINEARITIES
-from headwater.models.layers.initializers import draw
+from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
@@ -103,10 +103,7 @@ class EncoderModel(nn.Module):
 
     def draw(self, seed: int) -> None:
         """Draw all weights, unless they are on the meta device."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(init_parameter(name, parameter.shape, self.config, seed))
+        initialize(self, lambda name, shape: init_parameter(name, shape, self.config, seed))
 
 
 class Bert(EncoderModel):
@@ -272,10 +269,7 @@ class DPR(nn.Module):
         self.questions = Encoder(config.q_encoder)
         self.contexts = Encoder(config.ctx_encoder)
         self.scored = {"accuracy": Scored("accuracy")}
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+        initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Training loss, a scalar in fp32.

@@ -16,7 +16,7 @@ from headwater.core.stage import MAY_BE_MISSING
 from headwater.models.layers.attention import KeyValueCache, LayerCache, Seen, SelfAttention, visible
 from headwater.models.layers.experts import MixtureOfExperts
 from headwater.models.layers.feed_forward import FeedForward
-from headwater.models.layers.initializers import draw
+from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Embedding, Linear
 from headwater.models.layers.norm import LayerNorm, RMSNorm
 from headwater.models.layers.positions import (
@@ -219,8 +219,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         if config.lora_params is not None:
             add_adapters(self, config.lora_params, lambda name: public_parts(name, config))
-        if not self.embedding.weight.is_meta:
-            self.reset_parameters(seed)
+        self.reset_parameters(seed)
 
     def forward(self, batch: Mapping[str, Tensor], inserted: Inserted | None = None) -> Tensor:
         """Training loss, a scalar in fp32.
@@ -275,10 +274,8 @@ class Decoder(nn.Module):
         return KeyValueCache(self.config.num_hidden_layers, max_length)
 
     def reset_parameters(self, seed: int) -> None:
-        """Draw all weights anew; see `init_parameter`."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                parameter.copy_(init_parameter(name, parameter.shape, self.config, seed))
+        """Draw all weights anew, unless they are on the meta device; see `init_parameter`."""
+        initialize(self, lambda name, shape: init_parameter(name, shape, self.config, seed))
 
     def _run(
         self,

@@ -22,7 +22,7 @@ from headwater.config.models.self_supervised import (
 from headwater.models.dino_losses import make_loss
 from headwater.models.encoder import EncoderBlock
 from headwater.models.layers.attention import Seen
-from headwater.models.layers.initializers import draw
+from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.vit import ClassToken, PatchEmbedding
@@ -195,10 +195,7 @@ class Dino(nn.Module):
         )
         self.heads = Models([DinoHead(each.head_model) for each in config.heads])
         self.losses = Models([make_loss(each.loss) for each in config.losses])
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+        initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def train(self, mode: bool = True) -> Dino:
         """Training mode; what nothing is learnt through is called as it is in evaluation."""

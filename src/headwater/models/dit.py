@@ -13,7 +13,7 @@ from headwater.config.models import DiTConfig, InitializerConfig
 from headwater.models.diffusion import add_noise, noise_variances
 from headwater.models.layers.attention import Seen, SelfAttention
 from headwater.models.layers.feed_forward import NONLINEARITIES, FeedForward
-from headwater.models.layers.initializers import draw
+from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Embedding, Linear
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.layers.positions import rotary_frequencies, rotations, sinusoidal_grid
@@ -134,10 +134,7 @@ class DiT(nn.Module):
         self.label_embedding = Embedding(config.num_classes + bool(config.label_dropout_rate), width)
         self.blocks = nn.ModuleList(AdaptiveBlock(config) for _ in range(config.num_hidden_layers))
         self.head = NoiseHead(config)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+        initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Training loss, a scalar in fp32: mean square error of the noise (arXiv:2006.11239, equation 14).

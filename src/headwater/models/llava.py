@@ -11,7 +11,7 @@ from headwater.config.models import ImageModelConfig, InitializerConfig, Multimo
 from headwater.models import decoder, vit
 from headwater.models.decoder import Decoder, Inserted
 from headwater.models.layers.feed_forward import NONLINEARITIES
-from headwater.models.layers.initializers import draw
+from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.vit import ImageEncoder
 
@@ -107,10 +107,7 @@ class Llava(nn.Module):
         self.image_model = ImageTowers(config)
         self.projector = nn.Identity() if config.projection is None else Projector(config.projection)
         self.text_model = Decoder(config.decoder, fused_loss=fused_loss, seed=seed)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+        initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Training loss, a scalar in fp32.

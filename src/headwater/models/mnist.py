@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from headwater.config.models import FCMnistConfig, InitializerConfig
 from headwater.models.evaluation import Scored
 from headwater.models.layers.feed_forward import NONLINEARITIES
-from headwater.models.layers.initializers import draw
+from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Linear
 
 PIXELS = 28 * 28
@@ -37,10 +37,7 @@ class FCMnist(nn.Module):
         self.output = Linear(config.hidden_size, CLASSES)
         self.nonlinearity = NONLINEARITIES[config.activation_fn]
         self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+        initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Training loss, a scalar in fp32, of `inputs` [batch, 1, 28, 28] and `labels` [batch]."""

@@ -16,7 +16,7 @@ from headwater.models.evaluation import Scored
 from headwater.models.layers.attention import Seen, SelfAttention, visible
 from headwater.models.layers.cross_attention import CrossAttention
 from headwater.models.layers.feed_forward import FeedForward
-from headwater.models.layers.initializers import draw
+from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Embedding, Linear
 from headwater.models.layers.norm import LayerNorm, RMSNorm
 from headwater.models.layers.positions import sinusoidal_positions
@@ -250,10 +250,7 @@ class Seq2Seq(nn.Module):
         if config.share_embedding_weights:
             self.head.weight = (self.target_embedding or self.embedding).weight
         self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+        initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Training loss, a scalar in fp32.

@@ -14,7 +14,7 @@ from headwater.core.errors import DataError
 from headwater.models.evaluation import Overlap, Scored
 from headwater.models.layers.convolution import BatchNorm2d, Conv2d, ConvTranspose2d
 from headwater.models.layers.feed_forward import NONLINEARITIES
-from headwater.models.layers.initializers import draw
+from headwater.models.layers.initializers import draw, initialize
 
 
 def _norm(channels: int, config: UNetConfig) -> nn.Module:
@@ -97,10 +97,7 @@ class UNet(nn.Module):
                 "mean_iou": Overlap("mean_iou", classes),
                 "mean_dice": Overlap("mean_dice", classes, dice=True),
             }
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+        initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Training loss, a scalar in fp32, of `inputs` [batch, channels, h, w] and `labels` [batch, h, w]."""

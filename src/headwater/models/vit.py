@@ -15,7 +15,7 @@ from headwater.models.bert import Pooler
 from headwater.models.encoder import EncoderBlock
 from headwater.models.evaluation import Scored
 from headwater.models.layers.attention import Seen
-from headwater.models.layers.initializers import draw
+from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.layers.positions import sinusoidal_positions
@@ -163,10 +163,7 @@ class ViT(nn.Module):
         inputs = 2 * width if config.use_dinov2_classifier else width
         self.classifier = Linear(inputs, config.num_classes, bias=config.use_bias_in_output)
         self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(init_parameter(name, parameter.shape, config, seed))
+        initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Training loss, a scalar in fp32, of `inputs` [batch, channels, h, w] and `labels` [batch]."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headwater.core.errors import ConfigError
+from headwater.store.named import StoredWeights
 from headwater.store.store import WeightStore
 from headwater.trainer.job import Average
-from headwater.trainer.sparse import StoredWeights
 
 
 class MovingAverages:

@@ -58,3 +58,16 @@ def draw(
     for part in value.split(list(rows)) if rows else (value,):
         _FILLS[initializer.name](part, initializer, generator)
     return value
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, initial: Callable[[str, torch.Size], Tensor]) -> None:
+    """Fill in the parameters of `model`, but for those on the meta device, which have no values.
+
+    Args:
+        model: its weights are overwritten.
+        initial: the value of a parameter by its name and shape.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            parameter.copy_(initial(name, parameter.shape))
