@@ -15,6 +15,7 @@ from headwater.core.errors import ConfigError
 from headwater.optim.catalog import is_elementwise, optimizers
 from headwater.sparsity.schedules import Cadence, Constant, Cosine, Cubic, Exponential, Linear, Power, Value
 from headwater.sparsity.sparsifier import Algorithm, Sparsifier, Sparsity
+from headwater.store.named import clear_state
 from headwater.stream.parameters import ParameterAtRest
 
 __all__ = [
@@ -234,10 +235,7 @@ class _Parameters:
     def clear(self, name: str, kept: Tensor) -> None:
         param = self._parameters[name]
         if isinstance(param, ParameterAtRest):
-            store, key = param.home.store, param.home.key
-            for state in store.rule.state_layout(param.home.spec):
-                value = store.read_param(*key, state)
-                store.write_param(*key, value.masked_fill(~kept.view(value.shape), 0), state)
+            clear_state(param.home.store, *param.home.key, kept)
         elif self._optimizer is not None:
             for value in self._optimizer.state.get(param, {}).values():
                 if isinstance(value, Tensor) and value.shape == kept.shape:

@@ -32,7 +32,11 @@ class StoredWeights:
 
     def clear(self, name: str, kept: Tensor) -> None:
         """Set the optimizer state to zero where `kept` is false."""
-        stage, index = self.places[name]
-        for state in self._store.rule.state_layout(self._store.stages[stage].params[index]):
-            value = self._store.read_param(stage, index, state)
-            self._store.write_param(stage, index, value.masked_fill(~kept.view(value.shape), 0), state)
+        clear_state(self._store, *self.places[name], kept)
+
+
+def clear_state(store: WeightStore, stage: int, param: int, kept: Tensor) -> None:
+    """Set the optimizer state of one parameter to zero where `kept`, bool and of its shape, is false."""
+    for state in store.rule.state_layout(store.stages[stage].params[param]):
+        value = store.read_param(stage, param, state)
+        store.write_param(stage, param, value.masked_fill(~kept.view(value.shape), 0), state)
