@@ -42,6 +42,8 @@ def two(tmp_path_factory, data):
 def test_two_ranks_give_what_one_gives_and_the_same_each_time(headwater, params, two, tmp_path):
     assert headwater("fit", params, ONE, model_dir(tmp_path / "one"))[0] == 0
     assert losses(two) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    tokens = [[record["tokens"] for record in history(run)] for run in (two, tmp_path / "one")]
+    assert tokens[0] == tokens[1]
     ours, theirs = (dict(checkpoint_weights(run / "checkpoint_6")) for run in (two, tmp_path / "one"))
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5)

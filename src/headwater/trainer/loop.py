@@ -117,6 +117,7 @@ class Trainer:
             loss_scale=self.state.loss_scale.after(applied=report.applied),
             data=self._job.train.state_dict(),
         )
+        fabric = self._engine.fabric
         event = StepEnd(
             step=update.step,
             loss=report.loss,
@@ -124,13 +125,13 @@ class Trainer:
             gradient_norm=report.gradient_norm,
             applied=report.applied,
             loss_scale=update.loss_scale,
-            tokens=num_tokens(batch),
+            tokens=int(sum(fabric.gather(num_tokens(batch)))),
             step_s=time.perf_counter() - start,
             bytes_in=report.statistics.bytes_in,
             bytes_out=report.statistics.bytes_out,
             hit_rate=report.statistics.hit_rate,
             wait_s=report.statistics.wait_s,
-            samples=num_samples(batch),
+            samples=fabric.size * num_samples(batch),
         )
         self._tell(lambda callback: callback.on_step_end(event))
 
