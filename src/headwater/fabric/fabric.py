@@ -1,14 +1,15 @@
-"""What a rank sees of the others: memory that all of them share, and how they wait for each other."""
+"""What a rank sees of the others: memory that those of its host share, and how all wait for each other."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
 from headwater.core.buffers import aligned_empty
+from headwater.fabric.link import Link
 
 Value = TypeVar("Value")
 
@@ -19,21 +20,41 @@ class Fabric(abc.ABC):
     Attributes:
         rank: which one this is, from 0.
         size: how many there are.
+        local_rank: which one of its host; 0 leads the host.
+        local_size: how many its host has.
+        hosts: the host of each rank, from 0; those of a host follow each other.
     """
 
     rank: int
     size: int
+    local_rank: int
+    local_size: int
+    hosts: Sequence[int]
+
+    @property
+    def host(self) -> int:
+        """The host of this rank."""
+        return self.hosts[self.rank]
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+        return self.hosts[-1] + 1
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory that all ranks see, page-aligned uint8, at first zero; the n-th call gives each the same."""
+        """Memory that the ranks of a host see: page-aligned uint8, zero; the n-th call gives all the same."""
+
+    @abc.abstractmethod
+    def connect(self, purpose: str) -> Link | None:
+        """A connection of the leaders of all hosts, of its own; `None` on other ranks, and for one host."""
 
     @abc.abstractmethod
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Return when `condition` holds.
 
         Args:
-            condition: something that another rank brings about.
+            condition: something that another rank of the host brings about.
             what: is waited for; for messages.
 
         Raises:
@@ -64,11 +85,15 @@ class Fabric(abc.ABC):
 class Alone(Fabric):
     """One rank."""
 
-    rank = 0
-    size = 1
+    rank = local_rank = 0
+    size = local_size = 1
+    hosts = (0,)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return aligned_empty(num_bytes)
+
+    def connect(self, purpose: str) -> Link | None:
+        return None
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         assert condition(), f"{what} is waited for, and nobody else is there"
@@ -93,7 +118,7 @@ ALONE = Alone()
 
 
 class Board:
-    """Numbers that ranks write for each other. One rank at a time writes a number.
+    """Numbers that the ranks of a host write for each other. One rank at a time writes a number.
 
     Args:
         fabric: the ranks.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import dataclasses
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,53 +17,68 @@ import torch.distributed
 from headwater.core.buffers import PAGE_BYTES, round_up
 from headwater.core.errors import HeadwaterError, RankError
 from headwater.fabric.fabric import Fabric, Value
+from headwater.fabric.link import Link
 
 _SPAN_BYTES = 1 << 45  # addresses of the shared file, of which only what is touched takes memory
 _LONGEST_PAUSE_S = 1e-3
 _LIVENESS_S = 0.5
 
 
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A rank's process.
+
+    Attributes:
+        host: name of its host.
+        pid: its number there.
+        file: its descriptor of a file in memory, which the host may share.
+    """
+
+    host: str
+    pid: int
+    file: int
+
+
 class HostFabric(Fabric):
-    """Processes of one host that `torch.distributed` has started.
+    """Ranks of one host, processes that `torch.distributed` has started.
 
     What is shared lies in a file without a name, which the system frees with its last process.
 
     Args:
+        processes: by rank; those of a host follow each other.
+        rank: this one.
         timeout_s: how long another rank may keep this one waiting.
-
-    Raises:
-        RankError: if the ranks are not on one host.
     """
 
-    def __init__(self, timeout_s: float = 600.0) -> None:
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
-        self.rank = torch.distributed.get_rank()
-        self.size = torch.distributed.get_world_size()
+    def __init__(self, processes: Sequence[Process], rank: int, timeout_s: float) -> None:
+        names = list(dict.fromkeys(process.host for process in processes))
+        self.rank, self.size = rank, len(processes)
+        self.hosts = [names.index(process.host) for process in processes]
+        first = self.hosts.index(self.host)
+        self._neighbours = [p for p in processes if p.host == processes[rank].host]
+        self.local_rank, self.local_size = rank - first, len(self._neighbours)
         self._timeout_s = timeout_s
-        self._file = os.memfd_create("headwater") if self.rank == 0 else -1
-        if self.rank == 0:
+        self._file = processes[rank].file
+        if self.local_rank == 0:
             os.ftruncate(self._file, _SPAN_BYTES)
-        known = self.gather_objects((os.uname().nodename, os.getpid(), self._file))
-        if len({host for host, _, _ in known}) > 1:
-            raise RankError(
-                f"ranks are on {len({host for host, _, _ in known})} hosts",
-                remedy="this version shares weights among the ranks of one host",
-            )
-        self._processes = [pid for _, pid, _ in known]
-        if self.rank != 0:
-            self._file = os.open(f"/proc/{known[0][1]}/fd/{known[0][2]}", os.O_RDWR)
+        else:
+            os.close(self._file)
+            leader = self._neighbours[0]
+            self._file = os.open(f"/proc/{leader.pid}/fd/{leader.file}", os.O_RDWR)
         self._used = 0
-        self._arrived = self.allocate(8 * self.size).view(torch.int64).numpy()
+        self._arrived = self.allocate(8 * self.local_size).view(torch.int64).numpy()
         self._values = self.allocate(8 * self.size).view(torch.float64).numpy()
         self._barriers = 0
-        self.barrier("the start")
+        torch.distributed.barrier()  # the file is as long as it is to be, and everybody has it open
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         size = max(round_up(num_bytes), PAGE_BYTES)
         pages = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, offset=self._used)
         self._used += size
         return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def connect(self, purpose: str) -> Link | None:
+        return None
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         start = time.monotonic()
@@ -82,17 +97,19 @@ class HostFabric(Fabric):
                     )
 
     def _check_alive(self, what: str) -> None:
-        for rank, process in enumerate(self._processes):
-            if not _is_alive(process):
+        first = self.rank - self.local_rank
+        for rank, process in enumerate(self._neighbours, start=first):
+            if not _is_alive(process.pid):
                 raise RankError(
-                    f"rank {rank} (process {process}) is gone, and rank {self.rank} waits for {what}",
+                    f"rank {rank} (process {process.pid}) is gone, and rank {self.rank} waits for {what}",
                     remedy="see why it ended; the run goes on from its last complete checkpoint",
                 )
 
     def barrier(self, what: str) -> None:
         self._barriers += 1
-        self._arrived[self.rank] = self._barriers
-        self.wait_until(lambda: bool((self._arrived[: self.size] >= self._barriers).all()), what)
+        self._arrived[self.local_rank] = self._barriers
+        count = self._barriers
+        self.wait_until(lambda: bool((self._arrived[: self.local_size] >= count).all()), what)
 
     def gather(self, value: float) -> list[float]:
         self._values[self.rank] = value

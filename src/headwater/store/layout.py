@@ -135,36 +135,6 @@ class StageLayout:
         return self.wire_bytes + self.rest_bytes
 
 
-class Share:
-    """The pieces of a stage that one rank updates: about equally many elements for each.
-
-    Args:
-        layout: of the stage.
-        rank: whose share it is.
-        size: number of ranks.
-    """
-
-    def __init__(self, layout: StageLayout, rank: int, size: int) -> None:
-        self._all = size == 1
-        total = max(sum(param.numel for param in layout.stage.params), 1)
-        self._pieces: set[tuple[int, int]] = set()
-        before = 0
-        for group in layout.groups:
-            for piece in group.pieces:
-                middle = before + (piece.stop - piece.start) // 2
-                before += piece.stop - piece.start
-                if min(middle * size // total, size - 1) == rank:
-                    self._pieces.add((piece.param, piece.start))
-
-    def has(self, piece: Piece) -> bool:
-        """Whether a piece is in it."""
-        return self._all or (piece.param, piece.start) in self._pieces
-
-    def begins(self, param: int) -> bool:
-        """Whether the first piece of a parameter is in it."""
-        return self._all or (param, 0) in self._pieces
-
-
 def _split(numel: int, elementwise: bool) -> list[tuple[int, int]]:
     step = PIECE_ELEMENTS if elementwise else max(numel, 1)
     return [(start, min(start + step, numel)) for start in range(0, max(numel, 1), step)]

@@ -90,7 +90,7 @@ class SharedGradientSum(GradientSum):
         self._adding.append(self._thread.submit(self._take_turn, key, gradient, round_, self._step))
 
     def _take_turn(self, key: ParamKey, gradient: torch.Tensor | None, round_: int, step: int) -> None:
-        slot, turn = self._slots[key], round_ * self._fabric.size + self._fabric.rank
+        slot, turn = self._slots[key], round_ * self._fabric.local_size + self._fabric.local_rank
         self._turns.wait(slot, turn, f"the gradient of {self._stages[key[0]].params[key[1]].name}")
         if gradient is not None:
             total = self._totals[key]
@@ -107,17 +107,21 @@ class SharedGradientSum(GradientSum):
         for each in adding:
             each.result()
         for slot in range(len(self._keys)):
-            self._turns.wait(slot, self._rounds * self._fabric.size, "the gradients of all ranks")
+            self._turns.wait(slot, self._rounds * self._fabric.local_size, "the gradients of all ranks")
+        self._measure_all()
         self.present = {k for k, slot in self._slots.items() if self._written.read(slot) == self._step}
-        for key in self.present:
-            if self._slots[key] % self._fabric.size == self._fabric.rank:
-                self._measured[self._slots[key]] = gradient_norm(self._totals[key])
-        self._fabric.barrier("the norms of the gradients")
         for key in self._keys:
             if key in self.present:
                 norm = self._norms[key] = self._measured[self._slots[key]].clone()
                 if self.first_bad is None and not bool(norm.isfinite()):
                     self.first_bad = key[0]
+
+    def _measure_all(self) -> None:
+        """Let every rank know the norm of each sum."""
+        for key, slot in self._slots.items():
+            if self._written.read(slot) == self._step and slot % self._fabric.size == self._fabric.rank:
+                self._measured[slot] = gradient_norm(self._totals[key])
+        self._fabric.barrier("the norms of the gradients")
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
         norms = [self._norms[key] for key in keys]

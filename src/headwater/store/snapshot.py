@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -23,7 +24,7 @@ from headwater.store.snapshot_manifest import (
     TensorEntry,
     encode_scalars,
 )
-from headwater.store.store import WeightStore
+from headwater.store.store import PieceState, WeightStore
 
 PARTIAL_SUFFIX = ".partial"
 """Of a folder that is not a checkpoint yet, or no longer."""
@@ -70,6 +71,7 @@ class Snapshot:
         self._saved: dict[int, StageEntry] = {}
         self._failure: HeadwaterError | None = None
         self._no_hook = store.before_update
+        self._received = _receive_pieces(store)
         with self._nothing_left_on_failure():
             with disk_errors(self._partial):
                 remove_folder(self._partial)
@@ -131,13 +133,15 @@ class Snapshot:
             if self._failure is not None:
                 raise self._failure
             if stage not in self._saved:
+                if self._store.snapshot_link is not None and stage > 0:
+                    self.save_stage(stage - 1)  # other hosts send one after the other
                 self._saved[stage] = self._write_stage(self._store.stages[stage])
                 self._store.snapshots.post(stage, self._up_to + 1)
 
     def _write_stage(self, stage: StageSpec) -> StageEntry:
         store, weights, optimizer = self._store, self._weights[stage.index], self._optimizer[stage.index]
-        with weights, optimizer, closing(store.read(stage.index, up_to=self._up_to)) as pieces:
-            for piece in pieces:
+        with weights, optimizer, closing(store.read(stage.index, up_to=self._up_to)) as here:
+            for piece in itertools.chain(here, self._pieces_of_others(stage.index)):
                 param = stage.params[piece.param]
                 weights.write(param.name, piece.start, piece.master)
                 updated = store.scalars(stage.index)[piece.param] is not None
@@ -146,6 +150,10 @@ class Snapshot:
                     optimizer.write(state_name(param.name, name), piece.start, known)
         entries = map(self._param_entry, stage.params, store.scalars(stage.index))
         return StageEntry(stage.name, weights.path.name, optimizer.path.name, list(entries))
+
+    def _pieces_of_others(self, stage: int) -> Iterator[PieceState]:
+        count = sum(1 for _ in self._store.pieces_elsewhere(stage))
+        return itertools.islice(self._received, count)
 
     def _param_entry(self, param: ParamSpec, scalars: Scalars | None) -> ParamEntry:
         states = state_entries(self._store.rule, param)
@@ -168,7 +176,9 @@ class Snapshot:
                 publish(self._partial, self.folder)
         finally:
             self._store.before_update = self._no_hook
-            for stage in self._store.stages:  # whatever came of it, nobody need wait any more
+            for _ in self._received:  # whatever came of it, nobody need wait any more
+                pass
+            for stage in self._store.stages:
                 self._store.snapshots.post(stage.index, self._up_to + 1)
         return self.folder
 
@@ -180,6 +190,17 @@ class Snapshot:
             stages=[self._saved[stage.index] for stage in self._store.stages],
             files={file.path.name: FileEntry(file.num_bytes, file.chunks) for file in files},
         )
+
+
+def _receive_pieces(store: WeightStore) -> Iterator[PieceState]:
+    """What other hosts send of each stage, one after the other; see `SnapshotElsewhere`."""
+    link = store.snapshot_link
+    if link is not None:
+        for stage in store.stages:
+            for host, piece in store.pieces_elsewhere(stage.index):
+                for tensor in (piece.master, *piece.states.values()):
+                    link.receive(tensor, host)
+                yield piece
 
 
 class SnapshotElsewhere:
@@ -198,6 +219,17 @@ class SnapshotElsewhere:
         if commit > self._up_to:
             name = self._store.stages[stage].name
             self._store.snapshots.wait(stage, self._up_to + 1, f"rank 0 to save stage {name!r}")
+
+    def run(self) -> None:
+        """Send what this host has, if this rank leads another host than rank 0's; on any thread."""
+        link = self._store.snapshot_link
+        for stage in self._store.stages if link is not None else ():
+            assert link is not None, "leaders send"
+            with torch.no_grad(), closing(self._store.read(stage.index, up_to=self._up_to)) as pieces:
+                for piece in pieces:
+                    for tensor in (piece.master, *piece.states.values()):
+                        link.send(tensor.contiguous(), 0)
+            self._store.snapshots.post(stage.index, self._up_to + 1)
 
 
 def state_entries(rule: UpdateRule, param: ParamSpec) -> dict[str, TensorEntry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
 
 import torch
@@ -15,10 +16,12 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE, Board, Fabric
 from headwater.store.gradients import GradientSum, ParamKey
 from headwater.store.hold import GradientHold, MemoryHold
-from headwater.store.layout import Encoding, Piece, Share, StageLayout, encoding_of
+from headwater.store.hosts_gradients import HostsGradientSum
+from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule
 from headwater.store.shared_gradients import SharedGradientSum
+from headwater.store.sharing import Sharing
 from headwater.store.tier import Tier
 from headwater.store.update import Part, Pending, Update, Updater, Workspaces
 
@@ -65,6 +68,7 @@ class WeightStore:
     Attributes:
         num_commits: updates committed so far; the first has number 1.
         snapshots: by stage, one more than the number of commits of which a snapshot has saved it.
+        snapshot_link: by which hosts send what they have for a snapshot.
         before_update: called with (stage, number of the commit) just before that update changes the stage, by
             the thread that holds the stage; for snapshots.
 
@@ -95,14 +99,10 @@ class WeightStore:
         self.layouts = [stage_layout(stage, rule) for stage in stages]
         self.tier = make_tier(self.layouts)
         self.fabric = fabric
-        self.gradients: GradientSum = (
-            GradientSum(self.stages, hold or MemoryHold(), mixed_sum_dtype)
-            if fabric.size == 1
-            else SharedGradientSum(self.stages, fabric, mixed_sum_dtype)
-        )
-        self._shares = [Share(layout, fabric.rank, fabric.size) for layout in self.layouts]
-        self._updated = Board(fabric, len(self.stages) * fabric.size)  # the last commit, by stage and rank
+        self._sharing = Sharing(fabric, self.layouts, self.tier)
+        self.gradients = _gradient_sum(self.stages, hold, mixed_sum_dtype, fabric, self._sharing)
         self.snapshots = Board(fabric, len(self.stages))
+        self.snapshot_link = fabric.connect("a checkpoint")
         self.num_commits = 0
         self._mark = 0  # their number when the transaction began
         self._taken: dict[ParamKey, int] = {}  # by which of them since then
@@ -116,6 +116,8 @@ class WeightStore:
         self._torn: dict[int, str] = {}  # stages whose update began and did not end, and why
         self._workspaces = Workspaces()
         self._updater = Updater(rule)
+        self._updates = ThreadPoolExecutor(1, thread_name_prefix="headwater-update")
+        self._ahead: list[Future[None]] = []
 
     # reading weights
 
@@ -129,9 +131,7 @@ class WeightStore:
         """
         with self._whole(stage):
             resident = self.tier.resident_wire(stage)
-            if stage in self._pending:
-                self._update(stage, into)
-            elif resident is None:
+            if not self._bring_up_to_date(stage, into) and resident is None:
                 assert into is not None, "the disk tier needs memory to read a stage into"
                 self.tier.read_wire(stage, into)
             if resident is not None and into is not None:
@@ -154,15 +154,13 @@ class WeightStore:
 
     def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
         """Take one parameter's gradient of one micro-batch; the tensor belongs to the store from now on."""
-        if stage in self._pending:  # not used since the last step: its older update comes first
-            self.flush_stage(stage)
+        self.flush_stage(stage)  # not used since the last step: its older update comes first
         if self.gradients.add(stage, param, gradient, last=last):
             self.gradients.settle(stage)
 
     def set_gradient(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         """Let this be the sum of one parameter; the tensor belongs to the store from now on."""
-        if stage in self._pending:
-            self.flush_stage(stage)
+        self.flush_stage(stage)
         self.gradients.replace(stage, param, gradient)
 
     def end_micro_batch(self) -> None:
@@ -205,6 +203,10 @@ class WeightStore:
             self._add_pending(key, Part(self.num_commits, options, factor))
             self._taken[key] = self.num_commits
         self.gradients.commit(keys)
+        stages = sorted({stage for stage, _ in keys})
+        self._sharing.committed(stages, self.num_commits)
+        if self.fabric.num_hosts > 1:  # what others wait for comes at once
+            self._ahead = [self._updates.submit(self._update_ahead, stage) for stage in stages]
         return Committed(float(norm), applied=True, params=keys)
 
     def _add_pending(self, key: ParamKey, part: Part) -> None:
@@ -254,14 +256,26 @@ class WeightStore:
     def flush_stage(self, stage: int) -> None:
         """Apply the committed update of a stage now."""
         with self._whole(stage):
-            if stage in self._pending:
-                self._update(stage, self._wire_buffer(stage))
+            self._bring_up_to_date(stage, None)
 
     def flush(self) -> None:
         """Apply every committed update now."""
-        for stage in sorted(self._pending):
+        for stage in range(len(self.stages)):
             self.flush_stage(stage)
         self.tier.settle()
+
+    def _update_ahead(self, stage: int) -> None:
+        with torch.no_grad(), self._whole(stage):
+            if stage in self._pending:
+                self._update(stage, None)
+
+    def _bring_up_to_date(self, stage: int, buffer: torch.Tensor | None) -> bool:
+        """Apply the update that waits for a stage, if one does; the stage is whole then."""
+        updated = stage in self._pending
+        if updated:
+            self._update(stage, self._wire_buffer(stage) if buffer is None else buffer)
+        self._sharing.wait(stage)
+        return updated
 
     def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
         self.before_update(stage, self._pending[stage].number)
@@ -287,13 +301,10 @@ class WeightStore:
                 gradients,
                 self._scalars[stage],
                 pending,
-                self._shares[stage],
+                lambda piece: self._sharing.is_mine(stage, piece),
             )
         self.gradients.put_back(stage, gradients)
-        self._updated.post(stage * self.fabric.size + self.fabric.rank, pending.number)
-        for rank in range(self.fabric.size):  # the stage is whole when every rank has done its share
-            what = f"rank {rank} to update stage {self.stages[stage].name!r}"
-            self._updated.wait(stage * self.fabric.size + rank, pending.number, what)
+        self._sharing.updated(stage, pending.number)
 
     @contextmanager
     def _whole(self, stage: int) -> Iterator[None]:
@@ -325,7 +336,7 @@ class WeightStore:
         up_to: int | None = None,
         params: Collection[int] | None = None,
     ) -> Generator[PieceState, None, None]:
-        """Every piece of a stage, up to date. The tensors are valid until the next one is asked for.
+        """Every piece of a stage that is on this host, up to date; valid until the next one is asked for.
 
         Args:
             stage: which stage.
@@ -336,15 +347,29 @@ class WeightStore:
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
             pending = self._pending.get(stage)
-            if pending is not None and (up_to is None or pending.number <= up_to):
-                self._update(stage, buffer)
+            if pending is None or up_to is None or pending.number <= up_to:
+                self._bring_up_to_date(stage, buffer)
             with self.tier.wire(stage, buffer, write=False) as image:
                 wires = self.stages[stage].views(image)
                 for group, rest in self.tier.groups(stage, write=False, params=params):
                     for piece in group.pieces:
                         if params is not None and piece.param not in params:
                             continue
+                        if self._sharing.host_of(stage, piece) != self.fabric.host:
+                            continue
                         yield self._piece_state(stage, piece, wires[piece.param], rest, with_states)
+
+    def pieces_elsewhere(self, stage: int) -> Iterator[tuple[int, PieceState]]:
+        """Every piece of a stage that is on another host: the host, and memory for what it has."""
+        for group in self.layouts[stage].groups:
+            for piece in group.pieces:
+                host = self._sharing.host_of(stage, piece)
+                if host != self.fabric.host:
+                    rest = torch.empty(group.num_bytes, dtype=torch.uint8)
+                    fields, spec = piece.views(rest), self.stages[stage].params[piece.param]
+                    states = {name: fields[name] for name in self.rule.state_layout(spec)}
+                    master = torch.empty(piece.stop - piece.start, dtype=spec.dtype)
+                    yield host, PieceState(piece.param, piece.start, master, states)
 
     def _piece_state(
         self, stage: int, piece: Piece, wire: torch.Tensor, rest: torch.Tensor, with_states: bool
@@ -368,11 +393,11 @@ class WeightStore:
             wires = self.stages[stage].views(target)
             for group, rest in self.tier.groups(stage, read=False, write=True):
                 for piece in group.pieces:
-                    if self._shares[stage].has(piece):
+                    if self._sharing.is_mine(stage, piece):
                         self._fill_piece(stage, piece, wires[piece.param], rest, fill)
             if image is None:
                 self.tier.write_wire(stage, target)
-            self.fabric.barrier(f"stage {self.stages[stage].name!r} to be written")
+            self._sharing.written(stage)
 
     def read_param(self, stage: int, param: int, state: str | None = None) -> torch.Tensor:
         """A copy of one parameter's master, or of one of its optimizer state tensors, up to date.
@@ -397,10 +422,10 @@ class WeightStore:
     def write_param(self, stage: int, param: int, value: torch.Tensor, state: str | None = None) -> None:
         """Replace one parameter's master, or one of its optimizer state tensors, by a tensor of its shape."""
         flat = value.reshape(-1)
+        self.fabric.barrier("a parameter to be written")  # others may still read what it was
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
-            if stage in self._pending:
-                self._update(stage, buffer)
+            self._bring_up_to_date(stage, buffer)
             self._versions[stage] += 1
             with self.tier.wire(stage, buffer, write=True) as image:
                 wire = self.stages[stage].views(image)[param]
@@ -411,8 +436,9 @@ class WeightStore:
 
                 for group, rest in self.tier.groups(stage, write=True, params={param}):
                     for piece in group.pieces:
-                        if piece.param == param:
+                        if piece.param == param and self._sharing.is_mine(stage, piece):
                             self._fill_piece(stage, piece, wire, rest, fill, keep=state is not None)
+            self._sharing.written(stage)
 
     def _fill_piece(
         self,
@@ -480,7 +506,7 @@ class WeightStore:
             (stage.index, index): self._scalars[stage.index][index]
             for stage in self.stages
             for index in range(len(stage.params))
-            if self._shares[stage.index].begins(index)
+            if self._sharing.is_first_of_mine(stage.index, index)
         }
         for scalars in self.fabric.gather_objects(mine):
             for (stage, param), value in scalars.items():
@@ -492,8 +518,24 @@ class WeightStore:
 
     def close(self) -> None:
         """Give back memory, threads and files."""
-        self.tier.close()
+        self._updates.shutdown(wait=True, cancel_futures=True)
+        self._sharing.close()
         self.gradients.close()
+        self.tier.close()
+
+
+def _gradient_sum(
+    stages: Sequence[StageSpec],
+    hold: GradientHold | None,
+    mixed_sum_dtype: torch.dtype | None,
+    fabric: Fabric,
+    sharing: Sharing,
+) -> GradientSum:
+    if fabric.size == 1:
+        return GradientSum(stages, hold or MemoryHold(), mixed_sum_dtype)
+    if fabric.num_hosts == 1:
+        return SharedGradientSum(stages, fabric, mixed_sum_dtype)
+    return HostsGradientSum(stages, fabric, mixed_sum_dtype, sharing)
 
 
 def stage_layout(stage: StageSpec, rule: UpdateRule) -> StageLayout:

@@ -11,7 +11,7 @@ import torch
 
 from headwater.core.stage import StageSpec
 from headwater.store.hold import Gradients
-from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, Share, encoding_of
+from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule
 
@@ -130,7 +130,7 @@ class Updater:
         gradients: Gradients,
         scalars: list[Scalars | None],
         pending: Pending,
-        share: Share,
+        is_mine: Callable[[Piece], bool],
     ) -> list[Scalars | None]:
         """Update a stage, or the share of it that is this rank's.
 
@@ -141,7 +141,7 @@ class Updater:
             gradients: one per parameter; each that is used is given up when its parameter is done.
             scalars: the optimizer scalars of each parameter.
             pending: what is done to which parameter.
-            share: the pieces to update.
+            is_mine: which pieces to update.
 
         Returns:
             The new scalars. Every piece of a parameter starts from the same old ones.
@@ -150,7 +150,7 @@ class Updater:
         after = list(scalars)
         for group, rest in groups:
             changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
-            for batch in _batches([piece for piece in changed if share.has(piece)]):
+            for batch in _batches([piece for piece in changed if is_mine(piece)]):
                 loaded = self._load(stage, batch, wires, rest, gradients, pending)
                 for piece, new in self._update(loaded, scalars):
                     after[piece.param] = new

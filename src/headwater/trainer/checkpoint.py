@@ -22,7 +22,7 @@ from torch import nn
 
 from headwater.core.errors import ConfigError, HeadwaterError, ModelDirBusyError
 from headwater.core.files import disk_errors
-from headwater.store.snapshot import Snapshot, recover, retire
+from headwater.store.snapshot import Snapshot, SnapshotElsewhere, recover, retire
 from headwater.store.snapshot_load import Buffers, Names, SavedCheckpoint, load_weights
 from headwater.store.snapshot_manifest import MANIFEST_FILE
 from headwater.store.store import WeightStore
@@ -87,6 +87,18 @@ class CheckpointManager:
         snapshot = Snapshot(store, folder, step, buffers=buffers, extras=_pack_state(state))
         self._writing = self._thread.submit(self._finish, snapshot)
         return folder
+
+    def save_elsewhere(self, store: WeightStore) -> None:
+        """Do this rank's part in a checkpoint that rank 0 begins to `save`.
+
+        Args:
+            store: of this rank; it stays open until `wait`.
+
+        Raises:
+            RankError: if its part in the one before failed.
+        """
+        self.wait()
+        self._writing = self._thread.submit(SnapshotElsewhere(store).run)
 
     def _finish(self, snapshot: Snapshot) -> None:
         newest = snapshot.run()

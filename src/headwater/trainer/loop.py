@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from headwater.core.errors import NonFiniteError
-from headwater.store.snapshot import SnapshotElsewhere
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.averages import MovingAverages
@@ -209,7 +208,7 @@ class Trainer:
             self._engine.store.flush()
             self._engine.store.share_scalars()
         if not self.leads:
-            SnapshotElsewhere(self._engine.store)
+            self._checkpoints.save_elsewhere(self._engine.store)
             self._saved_step = self.state.step
             return
         buffers = persistent_buffers(self._engine.model)

@@ -25,8 +25,8 @@ from headwater.config.run import SetupConfig
 from headwater.core import errors
 from headwater.core.errors import ConfigError, DoesNotFitError, HeadwaterError, RankError
 from headwater.core.units import format_bytes
+from headwater.fabric.cluster import join_ranks
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.fabric.host import HostFabric
 from headwater.plan.types import Plan
 from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.job import Trainable
@@ -148,7 +148,7 @@ def join() -> Fabric:
     if not is_rank():
         return ALONE
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # stop when the launcher is no more
-    return HostFabric()
+    return join_ranks()
 
 
 def check_ranks(init: SetupConfig, trainable: Trainable, plan: Plan, fabric: Fabric) -> None:

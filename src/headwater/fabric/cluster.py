@@ -1,0 +1,119 @@
+"""Ranks on several hosts: those of a host share memory, and the leader of each speaks with the others."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed
+
+from headwater.core.errors import RankError
+from headwater.fabric.fabric import Fabric
+from headwater.fabric.host import HostFabric, Process
+from headwater.fabric.link import Link
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S) -> Fabric:
+    """The ranks that a launcher has started, of which this process is one.
+
+    Args:
+        timeout_s: how long another rank may keep this one waiting.
+
+    Raises:
+        RankError: if the others cannot be reached, or hosts do not have ranks one after the other.
+    """
+    if not torch.distributed.is_initialized():
+        _choose_interface()
+        try:
+            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise RankError(
+                f"the ranks do not find each other: {error}",
+                where=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+                remedy="see whether all were started, whether the address and port of the first host are "
+                "right and free, and whether GLOO_SOCKET_IFNAME names the network between the hosts",
+            ) from error
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    processes: list[Process] = [Process("", 0, 0)] * size
+    torch.distributed.all_gather_object(
+        processes, Process(_host_name(), os.getpid(), os.memfd_create("headwater"))
+    )
+    names = [process.host for process in processes]
+    if len(set(names)) == 1:
+        return HostFabric(processes, rank, timeout_s)
+    if any(a != b and b in names[:i] for i, (a, b) in enumerate(itertools.pairwise(names), 1)):
+        raise RankError(
+            f"ranks of one host are not numbered one after the other: {', '.join(names)}",
+            remedy="start them host by host, as torchrun does; with srun: --distribution=block",
+        )
+    return ClusterFabric(processes, rank, timeout_s)
+
+
+def _host_name() -> str:
+    """What tells hosts apart: the machine, and the node of the launcher, of which one machine may run two."""
+    node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
+    return os.uname().nodename if node is None else f"{os.uname().nodename} (node {node})"
+
+
+def _choose_interface() -> None:
+    """Let gloo use the network by which the first rank is reached, not the one of this host's name."""
+    address = os.environ.get("MASTER_ADDR")
+    if address is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing: it asks for the route
+        except OSError:
+            return
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == own for each in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+class ClusterFabric(HostFabric):
+    """Ranks on several hosts.
+
+    Args:
+        processes: by rank; those of a host follow each other.
+        rank: this one.
+        timeout_s: how long another rank may keep this one waiting.
+    """
+
+    def __init__(self, processes: Sequence[Process], rank: int, timeout_s: float) -> None:
+        super().__init__(processes, rank, timeout_s)
+        self._leaders = [self.hosts.index(host) for host in range(self.num_hosts)]
+        self._names = [processes[leader].host for leader in self._leaders]
+        self._control = self.connect("a number of every rank")
+
+    def connect(self, purpose: str) -> Link | None:
+        timeout = timedelta(seconds=self._timeout_s)
+        group = torch.distributed.new_group(self._leaders, timeout=timeout, backend="gloo")
+        if self.local_rank != 0:
+            return None
+        return Link(purpose, group, self._leaders, self._names, self.host)
+
+    def barrier(self, what: str) -> None:
+        super().barrier(what)
+        if self._control is not None:
+            self._control.gather(torch.zeros(1))
+        super().barrier(what)
+
+    def gather(self, value: float) -> list[float]:
+        self._values[self.rank] = value
+        super().barrier("a number of every rank")
+        if self._control is not None:
+            every = self._control.gather(torch.from_numpy(self._values[: self.size].copy()))
+            for rank, host in enumerate(self.hosts):
+                self._values[rank] = every[host, rank]
+        super().barrier("a number of every host")
+        values: list[float] = self._values[: self.size].tolist()
+        super().barrier("all to have read it")
+        return values

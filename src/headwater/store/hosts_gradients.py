@@ -1,0 +1,184 @@
+"""Gradients of ranks on several hosts: summed on each host, then sent to the host that updates with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from headwater.core.stage import StageSpec
+from headwater.fabric.fabric import Board, Fabric
+from headwater.fabric.link import PIECE_BYTES
+from headwater.store.gradients import ParamKey, gradient_norm
+from headwater.store.shared_gradients import SharedGradientSum
+from headwater.store.sharing import Sharing
+
+_Runs = list[tuple[ParamKey, int, int]]
+"""Elements of parameters: first, and one past the last."""
+
+
+class HostsGradientSum(SharedGradientSum):
+    """Sums the gradients of a host's ranks in shared memory, and then those of all hosts where they are used.
+
+    As soon as all ranks of the host have added to the sums of a stage, in the step's last micro-batch, its
+    leader sends every other host the elements which that one updates, and adds up what it receives, in the
+    hosts' order and in fp32; so the bits are the same each time. This happens on a thread of its own while
+    the backward goes on; stages go from the last to the first. What travels is in the wire's dtype.
+
+    Args:
+        stages: the stages.
+        fabric: the ranks.
+        sum_dtype: dtype of the sums; the gradient's own where `None`.
+        sharing: says which host updates which elements.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageSpec],
+        fabric: Fabric,
+        sum_dtype: torch.dtype | None,
+        sharing: Sharing,
+    ) -> None:
+        super().__init__(stages, fabric, sum_dtype)
+        self._runs = [[self._runs_of(stage, h, sharing) for h in range(fabric.num_hosts)] for stage in stages]
+        self._link = fabric.connect("gradients")
+        self._exchanged = Board(fabric, len(stages))  # the step whose sums of a stage are those of all hosts
+        self._squares = torch.zeros(len(self._keys), dtype=torch.float64)  # of the norms of this host's part
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-exchange")
+        self._sending: list[Future[None]] = []
+        self._is_last = False  # the micro-batch that is under way
+
+    def _runs_of(self, stage: StageSpec, host: int, sharing: Sharing) -> _Runs:
+        runs = []
+        for param in range(len(stage.params)):
+            run = sharing.host_run(stage.index, param, host)
+            if (stage.index, param) in self._slots and run.start < run.stop:
+                runs.append(((stage.index, param), run.start, run.stop))
+        return runs
+
+    # in
+
+    def add(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> bool:
+        if last and not self._is_last:
+            self._is_last = True
+            self._start_sending(self._rounds)
+        return super().add(stage, param, gradient, last=last)
+
+    def end_micro_batch(self) -> None:
+        late = dict(self._late)
+        if self._is_last:  # the sums may have been sent already
+            self._late.clear()
+        super().end_micro_batch()
+        self._late.update(late if self._is_last else {})
+
+    def _start_sending(self, round_: int) -> None:
+        """Send what this round of turns completes."""
+        if self._link is not None:
+            for stage in reversed(self._stages):
+                self._sending.append(self._sender.submit(self._exchange, stage.index, round_, self._step))
+
+    def _exchange(self, stage: int, round_: int, step: int) -> None:
+        for key in (key for key in self._keys if key[0] == stage):
+            slot = self._slots[key]
+            what = f"the gradient of {self._stages[stage].params[key[1]].name}"
+            self._turns.wait(slot, (round_ + 1) * self._fabric.local_size, what)
+            if self._written.read(slot) != step:  # no rank here has got one
+                self._totals[key].zero_()
+        sizes = [self._num_bytes(runs) for runs in self._runs[stage]]
+        count = -(-max(sizes) // PIECE_BYTES)
+        for part in range(count):
+            self._exchange_part([_part(runs, part, count) for runs in self._runs[stage]])
+        for key, start, stop in self._runs[stage][self._fabric.host]:
+            self._squares[self._slots[key]] = gradient_norm(self._elements(key, start, stop)) ** 2
+        self._exchanged.post(stage, step)
+
+    def _exchange_part(self, runs: Sequence[_Runs]) -> None:
+        """Send each host its runs, and sum what comes for the runs of this host."""
+        assert self._link is not None, "leaders send"
+        here = self._fabric.host
+        nothing = torch.empty(0, dtype=torch.uint8)
+        parts = [nothing if host == here else self._packed(its) for host, its in enumerate(runs)]
+        received = self._link.exchange(parts, self._num_bytes(runs[here]))
+        position = 0
+        for key, start, stop in runs[here]:
+            own, dtype = self._elements(key, start, stop), self._wire_dtype(key)
+            span = slice(position, position + own.numel() * dtype.itemsize)
+            position = span.stop
+            wide = torch.promote_types(own.dtype, torch.float32)
+            total = torch.zeros(own.numel(), dtype=wide)
+            for host, theirs in enumerate(received):
+                total += own if host == here else theirs[span].view(dtype)
+            own.copy_(total)
+
+    def _packed(self, runs: _Runs) -> torch.Tensor:
+        parts = [self._elements(key, a, b).to(self._wire_dtype(key)).view(torch.uint8) for key, a, b in runs]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+    def _elements(self, key: ParamKey, start: int, stop: int) -> torch.Tensor:
+        return self._totals[key].view(-1)[start:stop]
+
+    def _wire_dtype(self, key: ParamKey) -> torch.dtype:
+        return self._stages[key[0]].params[key[1]].wire_dtype
+
+    def _num_bytes(self, runs: _Runs) -> int:
+        return sum((stop - start) * self._wire_dtype(key).itemsize for key, start, stop in runs)
+
+    # complete
+
+    def _measure_all(self) -> None:
+        if not self._is_last:  # this rank had nothing to add
+            self._start_sending(self._rounds - 2)
+        self._is_last = False
+        sending, self._sending = self._sending, []
+        for each in sending:
+            each.result()
+        for stage in self._stages:
+            self._exchanged.wait(
+                stage.index, self._step, f"the gradient of stage {stage.name!r} of all hosts"
+            )
+        self._add_late()
+        if self._link is not None:
+            here = [float(self._written.read(slot) == self._step) for slot in self._slots.values()]
+            every = self._link.gather(torch.cat([self._squares, torch.tensor(here, dtype=torch.float64)]))
+            squares, present = every.sum(0).split(len(self._keys))
+            self._squares.zero_()
+            self._measured.copy_(squares.sqrt())
+            for slot in present.nonzero().flatten().tolist():
+                self._written.post(slot, self._step)
+        self._fabric.barrier("the norms of the gradients")
+
+    def _add_late(self) -> None:
+        """Gradients that came when the sums may have been sent: rare, and sent by another, slower way."""
+        if not any(self._fabric.gather(float(len(self._late)))):
+            return
+        for late in self._fabric.gather_objects(dict(self._late)):  # in the ranks' order
+            for key, gradient in late.items() if self._link is not None else ():
+                for owned, start, stop in self._runs[key[0]][self._fabric.host]:
+                    if owned == key:
+                        own = self._elements(key, start, stop)
+                        own += gradient.reshape(-1)[start:stop]
+                        self._squares[self._slots[key]] = gradient_norm(own) ** 2
+                self._written.post(self._slots[key], self._step)
+        self._late.clear()
+
+    def discard(self) -> None:
+        super().discard()
+        self._late.clear()
+
+    def close(self) -> None:
+        self._sender.shutdown(wait=True, cancel_futures=True)
+        super().close()
+
+
+def _part(runs: _Runs, part: int, count: int) -> _Runs:
+    """One of so many parts of runs that have about equally many elements."""
+    total = sum(stop - start for _, start, stop in runs)
+    first, last = total * part // count, total * (part + 1) // count
+    found, before = [], 0
+    for key, start, stop in runs:
+        low, high = max(first - before, 0), min(last - before, stop - start)
+        if low < high:
+            found.append((key, start + low, start + high))
+        before += stop - start
+    return found
