@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -76,7 +77,13 @@ def add_override_options(parser: argparse.ArgumentParser) -> None:
     )
     for name, paths in sorted(SHORT_NAMES.items()):
         group.add_argument(
-            f"--{name}", metavar="VALUE", action=_Flag, dest="flags", default=[], help=paths[0]
+            f"--{name}",
+            metavar="VALUE",
+            action=_Flag,
+            dest="flags",
+            default=[],
+            nargs="+" if name == "job_labels" else None,
+            help=paths[0],
         )
 
 
@@ -91,6 +98,8 @@ class _Flag(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         assert option_string is not None, "flags are options"
+        if isinstance(values, list):
+            values = json.dumps(values)
         namespace.flags = [*namespace.flags, f"{option_string.removeprefix('--')}={values}"]
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
+from headwater.appliance.embedded import JOB
+from headwater.appliance.open import open_queue
+from headwater.appliance.types import Priority, Submission, read_labels
 from headwater.cli import early
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
+from headwater.cli.jobs import current_umask, submit_job
 from headwater.cli.output import open_console
 from headwater.config import RunConfig
 from headwater.config.user import UserConfig
@@ -19,6 +27,8 @@ from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import FitResult, fit
 from headwater.trainer.zoo_job import fit_section, zoo_trainable
 
+_SUBMIT = "--submit"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `headwater fit`."""
@@ -26,14 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Train a model. A run goes on from the last checkpoint in its model_dir. "
         "Ctrl-C finishes the step and writes a checkpoint; a second one stops at once."
     )
-    parser.usage = f"headwater fit [-h] [--compile_only | --validate_only] {USAGE}"
+    parser.usage = f"headwater fit [-h] [--compile_only | --validate_only] [--submit] {USAGE}"
     early.add_early_options(parser)
+    parser.add_argument(
+        _SUBMIT,
+        action="store_true",
+        help="queue the command in place of running it, with --job_labels and --job_priority",
+    )
     add_params_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains and says where everything is; returns the exit code."""
     config = read_params(args)
+    if args.submit:
+        return submit(config, args.words)
+    for key in ("job_labels", "job_priority"):
+        if key in config.init.backend.cluster_config.model_fields_set and JOB not in os.environ:
+            print(f"note: {key} has no effect without {_SUBMIT}", file=sys.stderr)
     num_csx = config.init.backend.num_csx
     if num_csx > 1 and not is_rank() and not early.asked_for(config):
         return launch(num_csx, args.words)
@@ -43,6 +63,25 @@ def run(args: argparse.Namespace) -> int:
         if report(error):
             return 1  # the launcher says it, once for all ranks
         raise
+
+
+def submit(config: RunConfig, words: Sequence[str]) -> int:
+    """Puts the command into the queue and says what became of it; returns the exit code."""
+    cluster = config.init.backend.cluster_config
+    open_console(config)
+    return submit_job(
+        Submission(
+            command=(sys.executable, "-P", "-m", "headwater", *(word for word in words if word != _SUBMIT)),
+            folder=Path.cwd(),
+            environment=dict(os.environ),
+            num_csx=cluster.num_csx,
+            model_dir=config.init.model_dir.resolve(),
+            priority=Priority(cluster.job_priority),
+            labels=read_labels(cluster.job_labels),
+            umask=current_umask(),
+        ),
+        open_queue(),
+    )
 
 
 def train(config: RunConfig) -> int:

@@ -21,6 +21,7 @@ COMMANDS = {
     "data": ("headwater.data.command", "make training data of text"),
     "checkpoint": ("headwater.cli.checkpoint", "look into, export and import checkpoints"),
     "config": ("headwater.cli.config", "check params files"),
+    "jobs": ("headwater.cli.jobs", "queue jobs for the CSXs of this machine, list and cancel them"),
     "demo": ("headwater.cli.demo", "train a small GPT on a book that ships with the package"),
 }
 """Module of each command, and what it does."""
@@ -78,7 +79,8 @@ def _run(words: list[str]) -> int:
             command: Command = importlib.import_module(module)
             subparser.set_defaults(parser=subparser, run=command.run)
             command.add_arguments(subparser)
-    args, rest = parser.parse_known_args(words)
+    end = words.index("--") if "--" in words else len(words)
+    args, rest = parser.parse_known_args(words[:end])
     if name is None:
         parser.print_help()
         return 0
@@ -86,5 +88,9 @@ def _run(words: list[str]) -> int:
         args.overrides = [*args.flags, *overrides(args.parser, rest)]
     elif rest:
         raise args.parser.unknown(rest[0])
+    if "command" in args:
+        args.command = words[end + 1 :]  # another program's, not to be understood here
+    elif words[end + 1 :]:
+        raise args.parser.unknown(words[end + 1])
     args.words = words
     return int(args.run(args))

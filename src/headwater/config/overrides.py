@@ -27,6 +27,8 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
     "batch_size": ("trainer.fit.train_dataloader.batch_size",),
     "checkpoint_steps": ("trainer.init.checkpoint.steps",),
     "log_steps": ("trainer.init.logging.log_steps",),
+    "job_labels": ("trainer.init.backend.cluster_config.job_labels",),
+    "job_priority": ("trainer.init.backend.cluster_config.job_priority",),
     "checkpoint_path": ("trainer.fit.ckpt_path", "trainer.validate.ckpt_path"),
 }
 """Flags that stand for keys. Of several keys, those count whose section the params file has."""

@@ -18,7 +18,13 @@ Tier = Literal["auto", "memory", "disk"]
 
 
 class ClusterConfig(Section):
-    """How many compute ranks take part; the rest speaks to a wafer-scale cluster."""
+    """How many compute ranks take part; most of the rest speaks to a wafer-scale cluster.
+
+    Attributes:
+        num_csx: compute ranks.
+        job_labels: `name=value` each, to find a job by that is submitted to the queue.
+        job_priority: of a job that is submitted to the queue.
+    """
 
     num_csx: int = Field(default=1, ge=1)
     num_workers_per_csx: Annotated[int | None, _Cluster] = None
@@ -28,8 +34,8 @@ class ClusterConfig(Section):
     mgmt_namespace: Annotated[str | None, _Cluster] = None
     mount_dirs: Annotated[Any, _Cluster] = None
     python_paths: Annotated[Any, _Cluster] = None
-    job_labels: Annotated[Any, _Cluster] = None
-    job_priority: Annotated[str | None, _Cluster] = None
+    job_labels: Annotated[tuple[str, ...], OneOrMore] = ()
+    job_priority: Literal["p1", "p2", "p3"] = "p2"
 
 
 class DiskConfig(Section):

@@ -13,6 +13,7 @@
     │   └── NonFiniteError     a loss or gradient is NaN or infinite
     ├── CheckpointError        a checkpoint is missing, incomplete, damaged or of another shape
     ├── RankError              a compute rank is gone, or keeps the others waiting
+    ├── QueueError             the queue of jobs cannot do what is asked for
     └── RunError               a run cannot start or go on
         └── ModelDirBusyError  another run works in the same model_dir
 
@@ -96,6 +97,10 @@ class CheckpointError(HeadwaterError):
 
 class RankError(HeadwaterError):
     """A compute rank is gone, or keeps the others waiting."""
+
+
+class QueueError(HeadwaterError):
+    """The queue of jobs cannot do what is asked for."""
 
 
 class RunError(HeadwaterError):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
+
+_MAX_LINE_BYTES = 4096
+"""The line of a step is shorter."""
 
 
 class History(Callback):
@@ -43,6 +47,20 @@ class History(Callback):
         assert self._file is not None, "a run starts before its first step"
         self._file.write(_line(record))
         self._file.flush()
+
+
+def read_last_steps(path: Path, count: int) -> list[StepEnd]:
+    """The last steps in a history file, at most `count` of them, without reading all of a long one."""
+    try:
+        with path.open("rb") as file:
+            begin = max(file.seek(0, os.SEEK_END) - count * _MAX_LINE_BYTES, 0)
+            file.seek(begin)
+            lines = file.read().decode(errors="replace").splitlines(keepends=True)
+    except OSError:
+        return []
+    records = [json.loads(line) for line in lines[1 if begin else 0 :] if line.endswith("\n")]
+    steps = [record for record in records if record.pop("kind") == "train"]
+    return [StepEnd(**record) for record in steps[-count:]]
 
 
 def _line(record: dict[str, Any]) -> str:

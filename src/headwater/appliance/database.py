@@ -1,0 +1,208 @@
+"""The database of an embedded queue: every job there was, the CSXs, and who has which of them.
+
+A CSX is a primary key of `leases`, and a model_dir unique among jobs that are not over: whatever processes
+do at the same time, or in the middle of what they are killed, no CSX and no model_dir is given twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from headwater.appliance.folder import QueueFolder
+from headwater.appliance.machine import Slot, slot_name, slots_from_record, slots_to_record
+from headwater.appliance.types import Job, Phase, Priority
+from headwater.core.errors import QueueError
+
+_VERSION = 1
+_TIMEOUT_S = 60.0
+_SCHEMA = f"""
+CREATE TABLE jobs (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    token TEXT NOT NULL UNIQUE,
+    uid INTEGER NOT NULL,
+    gid INTEGER NOT NULL,
+    user TEXT NOT NULL,
+    command TEXT NOT NULL,
+    folder TEXT NOT NULL,
+    environment TEXT NOT NULL,
+    umask INTEGER NOT NULL,
+    num_csx INTEGER NOT NULL CHECK (num_csx > 0),
+    model_dir TEXT,
+    priority TEXT NOT NULL,
+    labels TEXT NOT NULL,
+    phase TEXT NOT NULL,
+    reason TEXT,
+    exit_code INTEGER,
+    slots TEXT NOT NULL DEFAULT '[]',
+    cancels INTEGER NOT NULL DEFAULT 0,
+    created REAL NOT NULL,
+    started REAL,
+    ended REAL
+);
+CREATE INDEX jobs_by_phase ON jobs (phase);
+CREATE UNIQUE INDEX one_job_a_model_dir ON jobs (model_dir) WHERE ended IS NULL;
+CREATE TABLE leases (slot INTEGER PRIMARY KEY, job INTEGER NOT NULL REFERENCES jobs (id));
+CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+PRAGMA user_version = {_VERSION};
+"""
+
+
+class Database:
+    """A connection; one for each thread.
+
+    Args:
+        folder: of the queue; the database is there.
+
+    Raises:
+        QueueError: if it cannot be read.
+    """
+
+    def __init__(self, folder: QueueFolder) -> None:
+        self.folder = folder
+        with _errors(folder.database):
+            self._connection = _connect(folder.database)
+            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if version != _VERSION:
+            self.close()
+            raise QueueError(
+                f"the queue is of another version of headwater: {version}, and this one has {_VERSION}",
+                where=str(folder.database),
+                remedy="use that version until its jobs are over, or name another folder with --queue_dir",
+            )
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    def execute(self, statement: str, values: Sequence[object] = ()) -> int:
+        """Run a statement; returns how many rows it changed."""
+        with _errors(self.folder.database):
+            return self._connection.execute(statement, values).rowcount
+
+    def rows(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
+        """What a query finds."""
+        with _errors(self.folder.database):
+            return self._connection.execute(query, values).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing of what is done inside; no other process changes anything meanwhile."""
+        with _errors(self.folder.database):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+
+    @property
+    def changes(self) -> int:
+        """Differs from what it was if another process has changed anything."""
+        return int(self.rows("PRAGMA data_version")[0][0])
+
+    def slots(self) -> list[Slot]:
+        """The CSXs of the machine."""
+        return slots_from_record(self._setting("slots"))
+
+    def grace_s(self) -> float:
+        """Seconds from the request to end a job to its end."""
+        return float(self._setting("grace_s"))
+
+    def change_settings(self, slots: Sequence[Slot] | None, grace_s: float | None) -> None:
+        """Set what is not `None`."""
+        given = {"slots": slots and slots_to_record(slots), "grace_s": grace_s}
+        for name, value in given.items():
+            if value is not None:
+                self.execute("UPDATE settings SET value = ? WHERE name = ?", (json.dumps(value), name))
+
+    def _setting(self, name: str) -> Any:
+        return json.loads(self.rows("SELECT value FROM settings WHERE name = ?", (name,))[0]["value"])
+
+    def finish(
+        self, number: int, phase: Phase, reason: str | None, exit_code: int | None = None, *, now: float
+    ) -> None:
+        """A job is over, and its CSXs are free; inside of a transaction."""
+        self.execute(
+            "UPDATE jobs SET phase = ?, reason = ?, exit_code = ?, ended = ? WHERE id = ?",
+            (phase, reason, exit_code, now, number),
+        )
+        self.execute("DELETE FROM leases WHERE job = ?", (number,))
+
+    def job(self, row: sqlite3.Row) -> Job:
+        """The job of a row of the table of jobs."""
+        name = job_name(row["id"])
+        model_dir = None if row["model_dir"] is None else Path(row["model_dir"])
+        return Job(
+            name=name,
+            user=row["user"],
+            command=tuple(json.loads(row["command"])),
+            folder=Path(row["folder"]),
+            num_csx=row["num_csx"],
+            model_dir=model_dir,
+            priority=Priority(row["priority"]),
+            labels=json.loads(row["labels"]),
+            phase=Phase(row["phase"]),
+            reason=row["reason"],
+            exit_code=row["exit_code"],
+            systems=tuple(map(slot_name, json.loads(row["slots"]))),
+            log=(model_dir or self.folder.job_folder(name)) / f"{name}.log",
+            created=row["created"],
+            started=row["started"],
+            ended=row["ended"],
+        )
+
+
+def create_database(folder: QueueFolder, slots: Sequence[Slot], grace_s: float) -> None:
+    """Make a database, unless another process was faster; it appears as a whole."""
+    partial = folder.database.with_name(f"{uuid.uuid4().hex}.partial")
+    with _errors(folder.database):
+        os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        try:
+            with closing(_connect(partial)) as connection:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.executescript(_SCHEMA)
+                for name, value in (("slots", slots_to_record(slots)), ("grace_s", grace_s)):
+                    connection.execute("INSERT INTO settings VALUES (?, ?)", (name, json.dumps(value)))
+            with suppress(FileExistsError):
+                folder.database.hardlink_to(partial)
+        finally:
+            partial.unlink()
+
+
+def job_name(number: int) -> str:
+    """The name of a job."""
+    return f"wsjob-{number:012d}"
+
+
+def job_number(name: str) -> int:
+    """The number of the job of that name.
+
+    Raises:
+        QueueError: if no job can have that name.
+    """
+    digits = name.removeprefix("wsjob-")
+    if not digits.isdecimal():
+        raise QueueError(f"there is no job {name!r}", remedy="see `headwater jobs list --all`")
+    return int(digits)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=_TIMEOUT_S, isolation_level=None)
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise QueueError(f"the queue's database: {error}", where=str(path)) from error

@@ -1,0 +1,186 @@
+"""The embedded queue, for whoever may write its database."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+
+from headwater.appliance.database import Database, job_name, job_number
+from headwater.appliance.folder import user_name
+from headwater.appliance.queue import Queue
+from headwater.appliance.types import Job, Phase, Priority, Submission
+from headwater.core.errors import ConfigError, QueueError
+
+JOB = "HEADWATER_JOB"
+"""Where a job finds its own name."""
+
+_OWN = (JOB, "HEADWATER_CSX")
+"""What a job is told of itself, and those that it submits are not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """Who asks, as the kernel says."""
+
+    uid: int
+    gid: int
+
+    @classmethod
+    def myself(cls) -> Caller:
+        """The user of this process."""
+        return cls(os.geteuid(), os.getegid())
+
+
+class EmbeddedQueue(Queue):
+    """A queue in a database.
+
+    Args:
+        database: of the queue.
+        caller: as whom to ask.
+        wake: sees that somebody gives out CSXs; called when there is a job that is not over.
+    """
+
+    def __init__(self, database: Database, caller: Caller, wake: Callable[[], None]) -> None:
+        self._database = database
+        self._caller = caller
+        self._wake = wake
+
+    def submit(self, submission: Submission, token: str) -> Job:
+        _check(submission, self.num_csx())
+        database, caller = self._database, self._caller
+        environment = {name: value for name, value in submission.environment.items() if name not in _OWN}
+        values = {
+            "token": token,
+            "uid": caller.uid,
+            "gid": caller.gid,
+            "user": user_name(caller.uid),
+            "command": json.dumps(submission.command),
+            "folder": str(submission.folder),
+            "environment": json.dumps(environment),
+            "umask": submission.umask,
+            "num_csx": submission.num_csx,
+            "model_dir": submission.model_dir and str(submission.model_dir),
+            "priority": submission.priority,
+            "labels": json.dumps(dict(submission.labels)),
+            "phase": Phase.CREATED,
+            "created": time.time(),
+        }
+        with database.transaction():
+            known = database.rows("SELECT id FROM jobs WHERE token = ?", (token,))
+            if not known:
+                self._refuse_taken(submission)
+                names, marks = ", ".join(values), ", ".join("?" * len(values))
+                database.execute(f"INSERT INTO jobs ({names}) VALUES ({marks})", list(values.values()))
+                known = database.rows("SELECT id FROM jobs WHERE token = ?", (token,))
+        return self.show(job_name(known[0]["id"]))
+
+    def jobs(self, *, everything: bool = False) -> list[Job]:
+        which = "" if everything else "WHERE ended IS NULL"
+        rows = self._database.rows(f"SELECT * FROM jobs {which} ORDER BY id")
+        return self._seen([self._database.job(row) for row in rows])
+
+    def show(self, name: str) -> Job:
+        return self._seen([self._database.job(self._row(name))])[0]
+
+    def cancel(self, name: str) -> Job:
+        database = self._database
+        with database.transaction():
+            row = self._live_row(name)
+            if row["phase"] == Phase.RUNNING:  # whoever watches over it ends it
+                database.execute("UPDATE jobs SET cancels = cancels + 1 WHERE id = ?", (row["id"],))
+            else:
+                who = f"cancelled by {user_name(self._caller.uid)} before it ran"
+                database.finish(row["id"], Phase.CANCELLED, who, now=time.time())
+        return self.show(name)
+
+    def label(self, name: str, labels: Mapping[str, str | None]) -> Job:
+        with self._database.transaction():
+            row = self._live_row(name)
+            merged = merge_labels(json.loads(row["labels"]), labels, name)
+            self._database.execute("UPDATE jobs SET labels = ? WHERE id = ?", (json.dumps(merged), row["id"]))
+        return self.show(name)
+
+    def set_priority(self, name: str, priority: Priority) -> Job:
+        with self._database.transaction():
+            row = self._live_row(name)
+            if row["phase"] not in (Phase.CREATED, Phase.QUEUED):
+                raise QueueError(
+                    f"job {name} is {row['phase']}: it has its CSXs, whatever its priority",
+                    remedy="set the priority of jobs that wait",
+                )
+            self._database.execute("UPDATE jobs SET priority = ? WHERE id = ?", (priority, row["id"]))
+        return self.show(name)
+
+    def num_csx(self) -> int:
+        return len(self._database.slots())
+
+    def _seen(self, jobs: list[Job]) -> list[Job]:
+        if not all(job.phase.over for job in jobs):
+            self._wake()
+        return jobs
+
+    def _row(self, name: str) -> sqlite3.Row:
+        rows = self._database.rows("SELECT * FROM jobs WHERE id = ?", (job_number(name),))
+        if not rows:
+            raise unknown_job(name)
+        return rows[0]
+
+    def _live_row(self, name: str) -> sqlite3.Row:
+        """The row of a job that this caller may change; inside of a transaction."""
+        row = self._row(name)
+        if self._caller.uid not in (0, row["uid"]):
+            raise QueueError(f"job {name} belongs to {row['user']}", remedy=f"ask {row['user']}, or root")
+        if Phase(row["phase"]).over:
+            raise job_over(name, row["phase"])
+        return row
+
+    def _refuse_taken(self, submission: Submission) -> None:
+        query = "SELECT id, phase FROM jobs WHERE model_dir = ? AND ended IS NULL"
+        for row in self._database.rows(query, (submission.model_dir and str(submission.model_dir),)):
+            raise model_dir_taken(job_name(row["id"]), row["phase"], submission)
+
+
+def unknown_job(name: str) -> QueueError:
+    """The error for a job that does not exist."""
+    return QueueError(f"there is no job {name!r}", remedy="see `headwater jobs list --all`")
+
+
+def job_over(name: str, phase: str) -> QueueError:
+    """The error for a change of a job that is over."""
+    return QueueError(f"job {name} is over: {phase}", remedy="only jobs that wait or run can be changed")
+
+
+def model_dir_taken(name: str, phase: str, submission: Submission) -> QueueError:
+    """The error for a model_dir in which another job will work."""
+    return QueueError(
+        f"job {name} ({phase}) has this model_dir",
+        where=str(submission.model_dir),
+        remedy=f"wait for it, cancel it (headwater jobs cancel {name}), or name another model_dir",
+    )
+
+
+def merge_labels(labels: Mapping[str, str], changes: Mapping[str, str | None], name: str) -> dict[str, str]:
+    """The labels of job `name` after `changes`.
+
+    Raises:
+        QueueError: if one is to be removed that is not there.
+    """
+    for label, value in changes.items():
+        if value is None and label not in labels:
+            raise QueueError(
+                f"job {name} has no label {label!r}", remedy=f"it has: {', '.join(labels) or 'none'}"
+            )
+    merged = {**labels, **changes}
+    return {label: value for label, value in merged.items() if value is not None}
+
+
+def _check(submission: Submission, num_csx: int) -> None:
+    if not 1 <= submission.num_csx <= num_csx:
+        raise ConfigError(
+            f"{submission.num_csx} CSXs are asked for, and there are {num_csx}",
+            remedy=f"write 1 to {num_csx}" if num_csx > 1 else "write 1",
+        )

@@ -1,0 +1,61 @@
+"""`csctl`: the queue by the names that wafer-scale clusters have for it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from headwater.cli import jobs
+from headwater.cli.arguments import Parser, suggestion
+from headwater.cli.main import guarded
+from headwater.core.errors import ConfigError
+
+_RESOURCES = {"jobs": "jobs", "job": "jobs"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns its exit code, as that of `headwater` is."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
+    parser = Parser(prog="csctl", description="List, label and cancel the jobs of the queue.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('headwater')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+
+    get = _add(commands, "get", jobs.run_list, "list resources: csctl get jobs")
+    get.add_argument("resource", metavar="RESOURCE", help="jobs")
+    jobs.add_list_options(get)
+    cancel = _add(commands, "cancel", jobs.run_cancel, "ask a job to end: csctl cancel job JOB")
+    cancel.add_argument("resource", metavar="RESOURCE", help="job")
+    cancel.add_argument("name", metavar="JOB", help="its name")
+    label = _add(commands, "label", jobs.run_label, "set labels: csctl label job JOB NAME=VALUE")
+    label.add_argument("resource", metavar="RESOURCE", help="job")
+    jobs.add_label_arguments(label)
+    job = commands.add_parser("job", help="csctl job set-priority JOB p1|p2|p3")
+    actions = job.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    priority = _add(actions, "set-priority", jobs.run_priority, "set the priority of a job that waits")
+    jobs.add_priority_arguments(priority)
+
+    args = parser.parse_args(words)
+    if "resource" in args and args.resource not in _RESOURCES:
+        listed = f"resources are: {', '.join(dict.fromkeys(_RESOURCES.values()))}"
+        raise ConfigError(
+            f"unknown resource {args.resource!r}", remedy=suggestion(args.resource, _RESOURCES, listed)
+        )
+    return int(args.action(args))
+
+
+def _add(
+    commands: argparse._SubParsersAction[Parser],
+    name: str,
+    action: Callable[[argparse.Namespace], int],
+    help_text: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help_text)
+    parser.set_defaults(action=action)
+    jobs.add_queue_options(parser)
+    return parser

@@ -1,0 +1,83 @@
+"""How jobs are shown: a table as csctl has it, JSON or YAML."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from headwater.appliance.types import Job
+
+COLUMNS = ("NAME", "AGE", "DURATION", "PHASE", "SYSTEMS", "PRIORITY", "USER", "LABELS")
+FORMATS = ("table", "json", "yaml")
+_GAP = "   "
+_TIMES = ("created", "started", "ended")
+_LONGEST = ((120, 1, "s"), (3 * 3600, 60, "m"), (48 * 3600, 3600, "h"))
+
+
+def show_jobs(jobs: Sequence[Job], style: str) -> str:
+    """The jobs in one of `FORMATS`."""
+    if style == "table":
+        return render_table([COLUMNS, *(row(job) for job in jobs)])
+    return show_records([record(job) for job in jobs], style)
+
+
+def show_records(records: object, style: str) -> str:
+    """Plain data as JSON or YAML."""
+    if style == "json":
+        return json.dumps(records, indent=2)
+    return yaml.safe_dump(records, sort_keys=False, allow_unicode=True).rstrip("\n")
+
+
+def render_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns; what is empty is a dash, so that every row has as many words."""
+    rows = [[cell or "-" for cell in one] for one in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        _GAP.join(cell.ljust(width) for cell, width in zip(one, widths, strict=True)).rstrip() for one in rows
+    )
+
+
+def row(job: Job) -> list[str]:
+    """The cells of a job."""
+    now = time.time()
+    return [
+        job.name,
+        short_time(now - job.created),
+        short_time((job.ended or now) - job.started) if job.started else "",
+        job.phase,
+        ",".join(job.systems),
+        job.priority,
+        job.user,
+        ",".join(f"{name}={value}" for name, value in job.labels.items()),
+    ]
+
+
+def record(job: Job) -> dict[str, Any]:
+    """All there is to know of a job, as JSON and YAML have it."""
+    known = job.to_record()
+    for name in _TIMES:
+        if known[name] is not None:
+            moment = datetime.datetime.fromtimestamp(known[name]).astimezone()
+            known[name] = moment.isoformat(timespec="seconds")
+    known.update(
+        command=list(job.command),
+        systems=list(job.systems),
+        phase=str(job.phase),
+        priority=str(job.priority),
+        labels=dict(job.labels),
+    )
+    return known
+
+
+def short_time(seconds: float) -> str:
+    """A duration in the largest unit that is not too coarse: 90s, 5m, 43h, 3d."""
+    seconds = max(seconds, 0.0)
+    for limit, unit, name in _LONGEST:
+        if seconds < limit:
+            return f"{int(seconds // unit)}{name}"
+    return f"{int(seconds // 86400)}d"

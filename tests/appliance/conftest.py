@@ -1,0 +1,54 @@
+"""Queues of a few CSXs in folders of their own, with supervisors that do not outlive the test."""
+
+import os
+
+import pytest
+from queue_samples import end, processes_of, wait_until
+
+from headwater.appliance.database import Database
+from headwater.appliance.embedded import Caller, EmbeddedQueue
+from headwater.appliance.folder import QueueFolder
+from headwater.appliance.open import prepare
+from headwater.appliance.queue import new_token
+from headwater.appliance.supervisor import ensure_supervisor
+from headwater.appliance.types import Submission
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A queue with four CSXs, and nothing of it left after the test."""
+    folder = QueueFolder(tmp_path / "queue")
+    prepare(folder, num_csx=4, grace_s=20)
+    yield folder
+    end(processes_of(folder, "supervisor"))
+    end(processes_of(folder, "wrapper"))  # and with them their jobs
+
+
+@pytest.fixture
+def queue(folder):
+    """The queue as its owner sees it; a supervisor is started when it is needed."""
+    database = Database(folder)
+    yield EmbeddedQueue(database, Caller.myself(), lambda: ensure_supervisor(folder))
+    database.close()
+
+
+@pytest.fixture
+def submit(queue, tmp_path):
+    """Submits a command line."""
+
+    def run(*command, **options):
+        options.setdefault("environment", dict(os.environ))
+        return queue.submit(Submission(tuple(command), tmp_path, **options), new_token())
+
+    return run
+
+
+@pytest.fixture
+def supervisor(folder):
+    """Gives the process of the supervisor."""
+
+    def find():
+        ensure_supervisor(folder)
+        return wait_until(lambda: processes_of(folder, "supervisor"))[0]
+
+    return find

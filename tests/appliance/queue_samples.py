@@ -1,0 +1,37 @@
+"""Processes of a queue, and waiting for them."""
+
+import time
+
+import psutil
+
+
+def processes_of(folder, kind):
+    """The supervisors, or the processes that watch over jobs, of a queue."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if f"headwater.appliance.{kind}" in words and str(folder.path) in words:
+            found.append(process)
+    return found
+
+
+def end(processes):
+    """Kill and reap."""
+    for process in processes:
+        try:
+            process.kill()
+            process.wait(10)
+        except psutil.NoSuchProcess:
+            pass
+
+
+def wait_until(condition, seconds=30):
+    """What `condition` gives, as soon as it is true."""
+    limit = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < limit, "it never came"
+        time.sleep(0.02)
+    return found

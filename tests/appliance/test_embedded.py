@@ -1,0 +1,275 @@
+"""The embedded queue with real processes: how jobs end, and that each is started once whatever is killed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from queue_samples import end, processes_of, wait_until
+
+from headwater.appliance.database import Database
+from headwater.appliance.folder import QueueFolder
+from headwater.appliance.supervisor import ensure_supervisor
+from headwater.appliance.types import Phase, Priority, Submission
+from headwater.core.errors import ConfigError, QueueError
+
+LONG = ("sleep", "1000")
+
+
+def running(queue, job):
+    """The job, once its process runs."""
+    return wait_until(lambda: (found := queue.show(job.name)).phase == Phase.RUNNING and found)
+
+
+def job_processes(job):
+    """Everything that runs for a job."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("HEADWATER_JOB") == job.name:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "phase", "reason", "exit_code"),
+    [
+        (("true",), Phase.SUCCEEDED, None, 0),
+        (("sh", "-c", "exit 3"), Phase.FAILED, "ended with exit code 3", 3),
+        (("sh", "-c", "kill -SEGV $$"), Phase.FAILED, "ended by SIGSEGV", -11),
+        (("no-such-program",), Phase.FAILED, "no-such-program: No such file or directory", 127),
+    ],
+)
+def test_how_jobs_end(submit, queue, command, phase, reason, exit_code):
+    job = queue.wait(submit(*command).name, 30)
+    assert (job.phase, job.exit_code) == (phase, exit_code)
+    assert (reason is None and job.reason is None) or reason in job.reason
+    assert job.created <= job.started <= job.ended
+    assert len(job.systems) == 1
+
+
+def test_a_job_has_its_folder_environment_cores_and_log(submit, queue, tmp_path):
+    program = (
+        "import os; mask = os.umask(0); os.umask(mask); print(os.getcwd(), oct(mask), os.environ['COLOUR'])\n"
+        "print(os.environ['HEADWATER_CSX'], sorted(os.sched_getaffinity(0)))\n"
+        "open('made', 'w'); os.write(2, b'oh')"
+    )
+    environment = {"PATH": os.environ["PATH"], "COLOUR": "green", "HEADWATER_CSX": "7"}
+    command = (sys.executable, "-u", "-c", program)
+    work = tmp_path / "work"
+    job = submit(*command, environment=environment, model_dir=work, num_csx=2, umask=0o027)
+    text = "".join(queue.logs(job.name, follow=True))
+    assert job.log == work / f"{job.name}.log" and text == job.log.read_text()
+    cores = sorted({core for slot in queue._database.slots()[:2] for core in slot.cores})
+    lines = [f"job {job.name} on csx-0, csx-1", f"{tmp_path} 0o27 green", f"0,1 {cores}", "oh"]
+    assert text.splitlines() == lines
+    assert (job.log.stat().st_mode & 0o777, (tmp_path / "made").stat().st_mode & 0o777) == (0o640, 0o640)
+    assert "green" not in json.dumps(queue.show(job.name).to_record()), "the environment is the job's alone"
+
+
+def test_a_log_that_cannot_be_written_is_the_reason(submit, queue, tmp_path):
+    (tmp_path / "file").touch()
+    job = queue.wait(submit("true", model_dir=tmp_path / "file").name, 30)
+    assert job.phase == Phase.FAILED and str(tmp_path / "file") in job.reason
+
+
+def test_jobs_wait_for_csxs_by_priority_and_age(submit, queue, tmp_path):
+    def note(name):
+        return "sh", "-c", f"echo {name} >> order"
+
+    first = submit("sh", "-c", "while [ ! -e go ]; do sleep 0.02; done", num_csx=4)
+    running(queue, first)
+    jobs = [submit(*note("old"), num_csx=4), submit(*note("young"), num_csx=4)]
+    jobs.append(submit(*note("urgent"), num_csx=4, priority=Priority.P1))
+    jobs.append(submit(*note("changed"), num_csx=4, priority=Priority.P3))
+    assert {queue.show(job.name).phase for job in jobs} <= {Phase.CREATED, Phase.QUEUED}
+    assert queue.set_priority(jobs[-1].name, Priority.P1).priority == Priority.P1
+    (tmp_path / "go").touch()
+    assert [queue.wait(job.name, 60).phase for job in jobs] == [Phase.SUCCEEDED] * 4
+    assert (tmp_path / "order").read_text().split() == ["urgent", "changed", "old", "young"]
+
+
+def test_labels_and_lists(submit, queue):
+    job = submit("true", labels={"team": "a"})
+    other = submit(*LONG)
+    assert queue.label(other.name, {"team": "b", "try": "1"}).labels == {"team": "b", "try": "1"}
+    assert queue.label(other.name, {"try": None}).labels == {"team": "b"}
+    with pytest.raises(QueueError, match="no label 'try'"):
+        queue.label(other.name, {"try": None})
+    queue.wait(job.name, 30)
+    assert [one.name for one in queue.jobs()] == [other.name]
+    assert [one.name for one in queue.jobs(everything=True)] == [job.name, other.name]
+
+
+def test_what_cannot_be_is_refused(submit, queue, tmp_path):
+    with pytest.raises(ConfigError, match="5 CSXs are asked for, and there are 4"):
+        submit("true", num_csx=5)
+    with pytest.raises(ConfigError, match="nothing to run"):
+        submit()
+    with pytest.raises(ConfigError, match="no label"):
+        submit("true", labels={"a b": "c"})
+    first = running(queue, submit(*LONG, model_dir=tmp_path / "run"))
+    with pytest.raises(QueueError, match=f"{first.name} \\(RUNNING\\) has this model_dir"):
+        submit("true", model_dir=tmp_path / "run")
+    with pytest.raises(QueueError, match="has its CSXs"):
+        queue.set_priority(first.name, Priority.P1)
+    for name in ("wsjob-000000000099", "nonsense"):
+        with pytest.raises(QueueError, match="there is no job"):
+            queue.show(name)
+    over = queue.wait(submit("true").name, 30)
+    for change in (
+        lambda: queue.cancel(over.name),
+        lambda: queue.label(over.name, {"a": "b"}),
+        lambda: queue.set_priority(over.name, Priority.P1),
+    ):
+        with pytest.raises(QueueError, match=f"{over.name} is over: SUCCEEDED"):
+            change()
+    with pytest.raises(QueueError, match="still RUNNING"):
+        queue.wait(first.name, 0.01)
+    queue.cancel(first.name)
+    queue.wait(first.name, 30)
+    assert queue.wait(submit("true", model_dir=tmp_path / "run").name, 30).phase == Phase.SUCCEEDED
+
+
+def test_a_cancelled_job_is_asked_first(submit, queue, tmp_path):
+    polite = submit(
+        "sh", "-c", "trap 'echo saved > saved; exit 5' TERM; touch up; while :; do sleep 0.02; done"
+    )
+    wait_until((tmp_path / "up").exists)
+    assert queue.cancel(polite.name).phase == Phase.RUNNING
+    job = queue.wait(polite.name, 30)
+    assert (job.phase, job.exit_code) == (Phase.CANCELLED, 5) and "exit code 5" in job.reason
+    assert (tmp_path / "saved").exists()
+
+
+def test_cancelling_twice_ends_a_job_at_once(submit, queue, tmp_path):
+    deaf = submit("sh", "-c", "trap '' TERM; touch up; while :; do sleep 0.02; done")
+    wait_until((tmp_path / "up").exists)
+    queue.cancel(deaf.name)
+    time.sleep(0.7)  # it has been asked
+    assert queue.show(deaf.name).phase == Phase.RUNNING
+    queue.cancel(deaf.name)
+    job = queue.wait(deaf.name, 15)  # less than the grace
+    assert (job.phase, job.exit_code) == (Phase.CANCELLED, -9)
+
+
+def test_a_job_that_waits_is_cancelled_without_having_run(submit, queue, tmp_path):
+    first = running(queue, submit(*LONG, num_csx=4))
+    waiting = submit("touch", "ran")
+    job = queue.cancel(waiting.name)
+    assert job.phase == Phase.CANCELLED and job.started is None and "before it ran" in job.reason
+    queue.cancel(first.name)
+    queue.wait(first.name, 30)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nothing_of_a_job_is_left_when_it_is_over(submit, queue):
+    """Not even what has left its session, as ranks of a launcher do."""
+    job = submit("sh", "-c", "setsid sleep 1000 & setsid sh -c 'sleep 1000 & sleep 1000' & sleep 0.2")
+    assert queue.wait(job.name, 30).phase == Phase.SUCCEEDED
+    assert job_processes(job) == []
+
+
+def test_a_job_goes_on_while_the_supervisor_is_dead(submit, queue, supervisor, folder, tmp_path):
+    job = submit("sh", "-c", "echo start >> starts; while [ ! -e go ]; do sleep 0.02; done; exit 4")
+    other = submit("sh", "-c", "echo start >> others; while [ ! -e end ]; do sleep 0.02; done")
+    running(queue, job), running(queue, other)
+    end([supervisor()])
+    (tmp_path / "go").touch()
+    database = Database(folder)  # asked like this, nobody starts another supervisor
+    query = "SELECT phase, exit_code FROM jobs WHERE id = 1"
+    wait_until(lambda: tuple(database.rows(query)[0]) == (Phase.FAILED, 4))
+    assert [row["job"] for row in database.rows("SELECT job FROM leases")] == [2]
+    ensure_supervisor(folder)
+    third = submit("true", num_csx=3)  # the CSX of the other job is not given away
+    assert queue.wait(third.name, 30).systems == ("csx-0", "csx-2", "csx-3")
+    assert queue.show(other.name).phase == Phase.RUNNING
+    (tmp_path / "end").touch()
+    assert queue.wait(other.name, 30).phase == Phase.SUCCEEDED
+    database.close()
+    assert (tmp_path / "starts").read_text() == (tmp_path / "others").read_text() == "start\n"
+
+
+def test_a_supervisor_killed_before_it_starts_a_job_is_made_good(submit, queue, supervisor, folder, tmp_path):
+    running(queue, submit(*LONG, num_csx=4))
+    job = submit("sh", "-c", "echo start >> starts")
+    wait_until(lambda: queue.show(job.name).phase == Phase.QUEUED)
+    end([supervisor()])
+    database = Database(folder)
+    with database.transaction():  # what a supervisor records before it starts anything
+        database.execute("DELETE FROM leases")
+        database.execute("INSERT INTO leases VALUES (2, 2)")
+        database.execute("UPDATE jobs SET phase = ?, slots = '[2]' WHERE id = 2", (Phase.INITIALIZING,))
+    database.close()
+    assert queue.wait(job.name, 30).systems == ("csx-2",)
+    assert (tmp_path / "starts").read_text() == "start\n"
+
+
+def test_a_job_is_started_once_however_many_would_watch_over_it(submit, queue, supervisor, folder, tmp_path):
+    blocker = running(queue, submit(*LONG, num_csx=4))
+    job = submit("sh", "-c", "echo start >> starts; sleep 0.3")
+    end([supervisor()])
+    database = Database(folder)
+    database.execute("UPDATE jobs SET phase = ?, slots = '[0]' WHERE id = 2", (Phase.INITIALIZING,))
+    database.close()
+    command = [sys.executable, "-m", "headwater.appliance.wrapper", str(folder.path), "2"]
+    watchers = [subprocess.Popen(command) for _ in range(5)]
+    assert [watcher.wait(60) for watcher in watchers] == [0] * 5
+    assert queue.show(job.name).phase == Phase.SUCCEEDED
+    assert (tmp_path / "starts").read_text() == "start\n"
+    queue.cancel(blocker.name)
+
+
+def test_a_job_that_nobody_watches_over_has_failed(submit, queue, supervisor, folder, tmp_path):
+    job = submit("sh", "-c", "setsid sleep 1000 & touch up; sleep 1000", num_csx=4)
+    wait_until((tmp_path / "up").exists)
+    end([supervisor(), *processes_of(folder, "wrapper")])
+    failed = queue.wait(job.name, 30)
+    assert failed.phase == Phase.FAILED and "watched over it" in failed.reason
+    assert job_processes(job) == [], "its CSXs would be used twice"
+    assert queue.wait(submit("true", num_csx=4).name, 30).phase == Phase.SUCCEEDED
+
+
+def test_one_supervisor_and_no_csx_twice(folder, queue, supervisor, submit):
+    running(queue, submit(*LONG))
+    supervisor()
+    command = [sys.executable, "-m", "headwater.appliance.supervisor", str(folder.path)]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1 and "another supervisor" in second.stderr
+    database = Database(folder)
+    with pytest.raises(QueueError, match="UNIQUE"):
+        database.execute("INSERT INTO leases VALUES (0, 1)")
+    database.close()
+
+
+def test_jobs_for_more_csxs_than_there_still_are_fail(submit, queue, supervisor, folder):
+    running(queue, submit(*LONG, num_csx=4))
+    job = submit("true", num_csx=4)
+    database = Database(folder)
+    database.change_settings(database.slots()[:2], None)
+    database.close()
+    assert queue.wait(job.name, 30).reason == "it needs 4 CSXs, and there are 2"
+
+
+def test_a_submission_that_is_sent_twice_is_one_job(queue, submit, tmp_path):
+    submission = Submission(("true",), tmp_path, model_dir=tmp_path / "run")
+    assert queue.submit(submission, "same").name == queue.submit(submission, "same").name
+    assert len(queue.jobs(everything=True)) == 1
+
+
+def test_a_folder_that_others_can_write_to_is_no_queue(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(QueueError, match="others may write"):
+        QueueFolder(tmp_path / "open").create()
+
+
+def test_a_database_that_is_none_is_named(folder):
+    folder.database.write_text("not a database, but long enough to be taken for one" * 20)
+    with pytest.raises(QueueError, match="not a database"):
+        Database(folder)
