@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed
-from torch.distributed import ProcessGroup
+from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, irecv, isend
 
 from headwater.core.errors import RankError
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
 """What is sent at once, at most: larger messages and much smaller ones are slower over TCP."""
 
 
@@ -45,29 +45,35 @@ class Link:
             torch.distributed.all_gather(list(every), values.contiguous(), group=self._group)
         return every
 
-    def exchange(self, parts: Sequence[torch.Tensor], num_bytes: int) -> list[torch.Tensor]:
-        """Send each host its part, and receive as much from each.
+    def exchange(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        """Send each host what is for it, and receive what each has for this one, all at once.
 
         Args:
-            parts: uint8, by host; that of this host is empty.
-            num_bytes: how much each of the others sends this host.
-
-        Returns:
-            What they have sent, by host; of this host nothing.
+            out: uint8, contiguous, by host.
+            into: likewise, as long as what that host sends; nothing of this host itself.
         """
-        expected = [0 if host == self.host else num_bytes for host in range(self.num_hosts)]
-        sent, received = torch.cat(list(parts)), torch.empty(sum(expected), dtype=torch.uint8)
-        with self._errors("all hosts"):
-            torch.distributed.all_to_all_single(
-                received, sent, expected, [part.numel() for part in parts], group=self._group
-            )
-        return list(received.split(expected))
+        self.start_exchange(out, into)()
 
-    def broadcast(self, data: torch.Tensor, host: int) -> None:
-        """Let all hosts have what `host` has in `data` (uint8, contiguous), piece by piece."""
-        with self._errors(f"host {self._names[host]}"):
-            for piece in data.split(PIECE_BYTES):
-                torch.distributed.broadcast(piece, self._leaders[host], group=self._group)
+    def start_exchange(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Begin an `exchange`; what is returned ends it.
+
+        Receiving is prepared before sending: over TCP only then both directions are as fast as one.
+        """
+        others = [host for host in range(self.num_hosts) if host != self.host]
+        operations = [self._operation(irecv, piece, host) for host in others for piece in _pieces(into[host])]
+        operations += [self._operation(isend, piece, host) for host in others for piece in _pieces(out[host])]
+        with self._errors("all hosts"):
+            works = batch_isend_irecv(operations) if operations else []
+
+        def finish() -> None:
+            with self._errors("all hosts"):
+                for work in works:
+                    work.wait()
+
+        return finish
+
+    def _operation(self, kind: Callable[..., object], data: torch.Tensor, host: int) -> P2POp:
+        return P2POp(kind, data, self._leaders[host], self._group)
 
     def send(self, data: torch.Tensor, host: int) -> None:
         """Send a contiguous tensor to a host, which calls `receive`."""
@@ -89,3 +95,7 @@ class Link:
                 remedy="see whether the hosts run and reach each other; "
                 "the run goes on from its last complete checkpoint",
             ) from error
+
+
+def _pieces(data: torch.Tensor) -> Sequence[torch.Tensor]:
+    return data.split(PIECE_BYTES) if data.numel() else ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -87,28 +88,41 @@ class HostsGradientSum(SharedGradientSum):
                 self._totals[key].zero_()
         sizes = [self._num_bytes(runs) for runs in self._runs[stage]]
         count = -(-max(sizes) // PIECE_BYTES)
-        for part in range(count):
-            self._exchange_part([_part(runs, part, count) for runs in self._runs[stage]])
+        parts = [[_part(runs, part, count) for runs in self._runs[stage]] for part in range(count)]
+        started = [self._start_exchange(part) for part in parts[:1]]
+        for part, following in itertools.zip_longest(parts, parts[1:]):
+            if following is not None:  # is on its way while this one is summed
+                started.append(self._start_exchange(following))
+            self._add_up(part[self._fabric.host], started.pop(0)())
         for key, start, stop in self._runs[stage][self._fabric.host]:
             self._squares[self._slots[key]] = gradient_norm(self._elements(key, start, stop)) ** 2
         self._exchanged.post(stage, step)
 
-    def _exchange_part(self, runs: Sequence[_Runs]) -> None:
-        """Send each host its runs, and sum what comes for the runs of this host."""
+    def _start_exchange(self, runs: Sequence[_Runs]) -> Callable[[], list[torch.Tensor]]:
+        """Send each host its runs; what is returned gives what each sends for the runs of this host."""
         assert self._link is not None, "leaders send"
-        here = self._fabric.host
-        nothing = torch.empty(0, dtype=torch.uint8)
-        parts = [nothing if host == here else self._packed(its) for host, its in enumerate(runs)]
-        received = self._link.exchange(parts, self._num_bytes(runs[here]))
+        num_bytes = self._num_bytes(runs[self._fabric.host])
+        sent = [self._packed(its) for its in runs]
+        received = [torch.empty(num_bytes, dtype=torch.uint8) for _ in runs]
+        finish = self._link.start_exchange(sent, received)
+
+        def finished() -> list[torch.Tensor]:
+            finish()
+            sent.clear()
+            return received
+
+        return finished
+
+    def _add_up(self, runs: _Runs, received: Sequence[torch.Tensor]) -> None:
+        """Add up what the hosts have for the runs of this one."""
         position = 0
-        for key, start, stop in runs[here]:
+        for key, start, stop in runs:
             own, dtype = self._elements(key, start, stop), self._wire_dtype(key)
             span = slice(position, position + own.numel() * dtype.itemsize)
             position = span.stop
-            wide = torch.promote_types(own.dtype, torch.float32)
-            total = torch.zeros(own.numel(), dtype=wide)
+            total = torch.zeros(own.numel(), dtype=torch.promote_types(own.dtype, torch.float32))
             for host, theirs in enumerate(received):
-                total += own if host == here else theirs[span].view(dtype)
+                total += own if host == self._fabric.host else theirs[span].view(dtype)
             own.copy_(total)
 
     def _packed(self, runs: _Runs) -> torch.Tensor:

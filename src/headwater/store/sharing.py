@@ -119,8 +119,8 @@ class Sharing:
         assert self._link is not None, "leaders send"
         image = self._tier.resident_wire(stage)
         assert image is not None, "ranks share weights in memory"
-        for host, part in enumerate(self._ranges[stage]):
-            self._link.broadcast(image[part], host)
+        parts = [image[part] for part in self._ranges[stage]]
+        self._link.exchange([parts[self._fabric.host]] * len(parts), parts)
 
     def _check_sent(self) -> None:
         """Raise what has gone wrong while sending."""

@@ -1,0 +1,119 @@
+"""Several hosts on one machine: network namespaces joined by a switch. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+def available() -> str | None:
+    """Why there can be none here; `None` if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "ip and tc are not installed"
+    name = f"hw{uuid.uuid4().hex[:6]}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        return "this system allows no network namespaces"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return None
+
+
+class Hosts:
+    """So many hosts, each with an address, that reach each other and nobody else.
+
+    Args:
+        count: how many.
+        megabits: what each may send in a second; as fast as it goes if not given.
+    """
+
+    def __init__(self, count: int, megabits: float | None = None) -> None:
+        self._id = uuid.uuid4().hex[:6]
+        self._switch = f"hw{self._id}s"
+        self._names = [f"hw{self._id}h{index}" for index in range(count)]
+        self._megabits = megabits
+
+    def address(self, host: int) -> str:
+        """The address of a host."""
+        return f"10.77.0.{host + 1}"
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._make(self._switch)
+            self._ip(self._switch, "link add br0 type bridge")
+            self._ip(self._switch, "link set br0 up")
+            for index, name in enumerate(self._names):
+                self._make(name)
+                self._ip(name, f"link add eth0 type veth peer name port{index} netns {self._switch}")
+                self._ip(name, f"addr add {self.address(index)}/24 dev eth0")
+                self._ip(name, "link set eth0 up")
+                self._ip(self._switch, f"link set port{index} master br0 up")
+                self._limit(name)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in (*self._names, self._switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def _make(self, name: str) -> None:
+        subprocess.run(["ip", "netns", "add", name], check=True)
+        self._ip(name, "link set lo up")
+
+    def _ip(self, name: str, words: str) -> None:
+        subprocess.run(["ip", "-n", name, *words.split()], check=True)
+
+    def _limit(self, name: str) -> None:
+        if self._megabits is not None:
+            burst = max(self._megabits * 1e6 / 8 / 250, 32768)  # what one tick of the kernel lets through
+            words = f"qdisc add dev eth0 root tbf rate {self._megabits}mbit burst {burst:.0f} latency 200ms"
+            subprocess.run(["tc", "-n", name, *words.split()], check=True)
+
+    def cut(self, host: int) -> None:
+        """Take a host off the network."""
+        self._ip(self._names[host], "link set eth0 down")
+
+    def restore(self, host: int) -> None:
+        """Put it back."""
+        self._ip(self._names[host], "link set eth0 up")
+
+    def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Start a command on a host, in a session of its own."""
+        words = ["ip", "netns", "exec", self._names[host], *command]
+        return subprocess.Popen(words, text=True, start_new_session=True, **options)
+
+    def start_ranks(
+        self, arguments: Sequence[str], ranks: int, log: Path, environment: Mapping[str, str] | None = None
+    ) -> list[subprocess.Popen[str]]:
+        """Start `headwater` with these arguments as so many ranks on every host, under `torchrun`.
+
+        Args:
+            arguments: of `headwater`.
+            ranks: of each host.
+            log: a folder for what the hosts print: `host0.log`, …
+            environment: in place of this process's.
+        """
+        started = []
+        for host in range(len(self._names)):
+            command = [
+                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self._names)}"),
+                *(f"--node_rank={host}", f"--nproc_per_node={ranks}"),
+                *(f"--master_addr={self.address(0)}", "--master_port=29500", "-m", "headwater"),
+                *arguments,
+            ]
+            with (log / f"host{host}.log").open("w") as out:
+                started.append(
+                    self.start(host, command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+                )
+        return started
