@@ -17,6 +17,9 @@ __version__ = "0.1.0"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+if "HEADWATER_LAUNCHER" in os.environ:
+    importlib.import_module("headwater.fabric.script").begin()
+
 _HOMES = {
     "backend": "headwater.api.backend",
     "current_backend": "headwater.api.backend",

@@ -1,4 +1,4 @@
-"""How many processes and compute ranks take part, and which share of the data each reads."""
+"""How many processes and compute ranks take part, and which share of the data each has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,21 @@ from contextvars import ContextVar
 import torch.distributed
 from torch.utils.data import get_worker_info
 
+from headwater.api.ranks import take_part, whole
 from headwater.core.errors import ConfigError
+from headwater.fabric.membership import check_cores, num_cores
+
+__all__ = [
+    "check_num_csx",
+    "get_ordinal",
+    "is_streamer",
+    "num_available",
+    "num_tasks",
+    "reading_input",
+    "take_part",
+    "task_id",
+    "whole",
+]
 
 _reading: ContextVar[bool] = ContextVar("_reading", default=False)
 
@@ -35,21 +49,15 @@ def is_streamer() -> bool:
 
 
 def num_available() -> int:
-    """How many CSXs (compute ranks with their device) a run can have on this machine: so far one."""
-    return 1
+    """How many CSXs (compute ranks with their device) a run can have on this machine: one for each core."""
+    return num_cores()
 
 
 def check_num_csx(num_csx: int, *, where: str) -> None:
     """Raise `ConfigError` unless that many compute ranks are there."""
     if type(num_csx) is not int or num_csx < 1:
         raise ConfigError(f"num_csx is a whole number from 1, found {num_csx!r}", where=where)
-    there = num_available()
-    if num_csx > there:
-        raise ConfigError(
-            f"{num_csx} CSXs are asked for, and {there} is there",
-            where=where,
-            remedy=f"write num_csx={there}",
-        )
+    check_cores(num_csx, where=where)
 
 
 @contextmanager

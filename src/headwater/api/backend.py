@@ -15,8 +15,11 @@ from headwater.config.base import nearest
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
 from headwater.distributed import check_num_csx
+from headwater.fabric.script import use_ranks
 
 Kind = Literal["CSX", "CPU", "GPU"]
+
+_NUM_CSX = "backend, option num_csx"
 
 _current: Backend | None = None
 
@@ -35,7 +38,7 @@ class Backend:
     def __init__(
         self, config: BackendConfig, compile_dir: Path, *, compile_only: bool, validate_only: bool
     ) -> None:
-        check_num_csx(config.num_csx, where="backend, option num_csx")
+        check_num_csx(config.num_csx, where=_NUM_CSX)
         self.kind: Kind = config.backend_type
         self.config = config
         self.compile_dir = compile_dir
@@ -92,14 +95,19 @@ def backend(
         validate_only: stop at the first step, when model, loss and data are known to go together.
         **options: keys of the section `backend` of a params file: `device_memory` and `host_memory` (bytes,
             or `"4GiB"`), `disk` (a folder, or `{path, size}`), `num_slabs`, `activations`, `tier`,
-            `gradient_tier`, `compile`, `matmul`, `allocator`; and `num_csx`, compute ranks.
+            `gradient_tier`, `compile`, `matmul`, `allocator`; and `num_csx`, compute ranks. With more
+            than one the script is started anew as each of them: see [Note: ranks of a script].
 
     Raises:
-        ConfigError: if an option is unknown or wrong, or there is no such device.
+        ConfigError: if an option is unknown or wrong, there is no such device, or several ranks are asked for
+            where that cannot be.
     """
     global _current
     if "num_csx" in options:
         options["cluster_config"] = {"num_csx": options.pop("num_csx")}
+    cluster: Any = options.get("cluster_config")
+    if hasattr(cluster, "num_csx"):  # what headwater.utils.CSConfig makes
+        options["cluster_config"] = {"num_csx": cluster.num_csx}
     disk = options.get("disk")
     if isinstance(disk, str | os.PathLike):
         options["disk"] = {"path": os.fspath(disk)}
@@ -115,8 +123,31 @@ def backend(
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])
         raise ConfigError(problem["msg"], where=f"backend, option {place}" if place else "backend") from error
-    _current = Backend(config, Path(compile_dir), compile_only=compile_only, validate_only=validate_only)
+    made = Backend(config, Path(compile_dir), compile_only=compile_only, validate_only=validate_only)
+    if made.num_csx > 1 and not (compile_only or validate_only):
+        start_ranks(made.num_csx, made.kind, where=_NUM_CSX)
+    _current = made
     return _current
+
+
+def start_ranks(num_csx: int, kind: Kind, *, where: str) -> None:
+    """Let the script run on so many ranks from here on.
+
+    Args:
+        num_csx: how many, at least 2.
+        kind: of the backend.
+        where: the number was written; for errors.
+
+    Raises:
+        ConfigError: if they cannot be started.
+    """
+    if kind != "CSX":
+        raise ConfigError(
+            f"plain PyTorch ({kind}) computes on one rank, and {num_csx} are asked for",
+            where=where,
+            remedy='write "CSX", or num_csx=1',
+        )
+    use_ranks(num_csx, where=where)
 
 
 def current_backend() -> Backend | None:

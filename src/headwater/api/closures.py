@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
+from headwater.api.ranks import whole
 from headwater.api.values import reading_is_free, untraced
 from headwater.core.trees import map_tensors
+from headwater.fabric.membership import alone
 
 LONGEST_QUEUE = 16
 """Calls that may wait. A device that is further behind than that is waited for: their values take memory."""
@@ -52,7 +54,7 @@ class Call:
         for event in self.copied:
             event.synchronize()
         try:
-            with reading_is_free():
+            with reading_is_free(), alone():
                 self.function(*self.args, **self.kwargs)
         except BaseException as error:
             error.add_note(f"in the closure {self.function.__qualname__!r}, called with the values of a step")
@@ -122,12 +124,13 @@ class ClosureQueue:
 def host_call(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call with copies of its tensors, without their graph, in host memory or on their way there.
 
-    The device goes on meanwhile, and nothing that happens to the originals reaches the copies.
+    The device goes on meanwhile, and nothing that happens to the originals reaches the copies. Of several
+    ranks each gives its part, and gets the values of the whole batch.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(value: torch.Tensor) -> torch.Tensor:
-        value = untraced(value).detach()
+        value = whole(untraced(value).detach())
         if value.device.type != "cuda":
             return value.to("cpu", copy=True)
         stream = streams[value.device] = _side_stream(value.device)

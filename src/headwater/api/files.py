@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from headwater.api.structure import decode, encode
+from headwater.api.transaction import is_open
 from headwater.core.errors import CheckpointError
 from headwater.core.files import CHUNK_BYTES, Chunk, disk_errors, sync_folder
 from headwater.core.lazy import LazyTensor, pieces_of
 from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter, TensorPlace
+from headwater.fabric.membership import current
 
 _STATE, _CHECKSUMS, _SEAL, _VERSION = (
     f"headwater.{key}" for key in ("state", "checksums", "seal", "version")
@@ -44,6 +46,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
 
     The file appears under its name when it is complete and on disk; until then, and if anything fails, what
     was there stays as it is. Tensors that are the same memory, or the same streamed weight, are written once.
+    Of several ranks the first writes the file, and all wait for it.
 
     Args:
         state: dicts, lists and tuples, in any nesting, of tensors, numbers, strings, bools and `None`: the
@@ -54,7 +57,16 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
         CheckpointError: if the state holds anything else (says where), or somebody else is saving this file.
         DiskFullError: if there is no room.
     """
-    path = Path(path)
+    if current().size > 1 and is_open():
+        raise CheckpointError(
+            "a state is saved within a step",
+            where=str(path),
+            remedy="save it after the step, or in a checkpoint_closure",
+        )
+    current().agree(lambda: _save(state, Path(path)))
+
+
+def _save(state: Any, path: Path) -> None:
     structure, tensors = encode(state)
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with _replacing(path) as unfinished:

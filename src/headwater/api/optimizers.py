@@ -15,9 +15,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from headwater.api.ranks import is_divided
 from headwater.api.streamed import StreamedModel, owners
-from headwater.core.errors import CheckpointError
+from headwater.api.transaction import is_open
+from headwater.core.errors import CheckpointError, StreamError
 from headwater.core.lazy import LazyTensor
+from headwater.fabric.membership import current
 from headwater.optim.spec import group_options
 from headwater.store.gradients import ParamKey, spent_error
 from headwater.store.update import Update
@@ -159,6 +162,7 @@ def _commit(optimizer: Optimizer) -> None:
         amendment.before_step(optimizer)
     if next(_homes(optimizer), None) is None:
         return
+    _check_parts(optimizer)
     adopt(optimizer)
     _used.pop(optimizer, None)  # of a step that failed
     spent = next((home for home in _homes(optimizer) if home.gradient_is_spent), None)
@@ -182,11 +186,38 @@ def _commit(optimizer: Optimizer) -> None:
         committed = store.commit(
             update, {key: dataclasses.replace(update, options=options) for key, options in parts.items()}
         )
+        if not is_open():
+            model.apply_updates()
         _options.applied = committed.applied
         updated = [p for p in _params(optimizer) if isinstance(p, ParameterAtRest) and p.home.store is store]
         updated = [param for param in updated if param.home.key in committed.params]
         torch.autograd.graph.increment_version(updated)  # as if they were changed now
         _used.setdefault(optimizer, []).extend(updated)
+
+
+def _check_parts(optimizer: Optimizer) -> None:
+    """On several ranks, refuse what all would do alike, or each in another way.
+
+    Raises:
+        StreamError: if batches are not divided, or a parameter that is not streamed is trained.
+    """
+    if current().size == 1:
+        return
+    if not is_divided():
+        raise StreamError(
+            "every rank has computed the same: no batch was divided among them",
+            where="optimizer.step()",
+            remedy="take the batches from headwater.utils.data.DataExecutor(loader), or this rank's part of "
+            "one from headwater.distributed.take_part(batch)",
+        )
+    for param in _params(optimizer):
+        if not isinstance(param, ParameterAtRest) and param.grad is not None:
+            raise StreamError(
+                f"a parameter of shape {list(param.shape)} is trained, and is in no compiled model: "
+                "each rank would change its own",
+                where="optimizer.step()",
+                remedy="make it part of a model, and compile that",
+            )
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -247,6 +278,7 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _state_of(home: Home) -> dict[str, Any]:
     home.store.flush_stage(home.stage)
+    owners[home.store].share_scalars()
     scalars = home.store.scalars(home.stage)[home.index]
     if scalars is None:
         return {}

@@ -31,6 +31,7 @@ from headwater.core.files import disk_errors
 from headwater.core.lazy import pieces_of
 from headwater.core.safetensors import TensorFile, TensorFileWriter
 from headwater.core.units import parse_bytes
+from headwater.fabric.membership import current
 
 PICKLED_FILE = "pytorch_model.bin"
 """What older checkpoints call their weights; read without running code."""
@@ -239,7 +240,7 @@ def save_pretrained(
     """Write a model in Hugging Face's format, in pieces: streamed weights are never whole in memory.
 
     The files are those of transformers' `save_pretrained`: names, shards, index, `config.json`. They replace
-    what the directory holds when all are complete.
+    what the directory holds when all are complete. Of several ranks the first writes them, and all wait.
 
     Args:
         model: any module; its weights may be streamed. Only a transformers model has a `config.json`.
@@ -251,10 +252,13 @@ def save_pretrained(
         CheckpointError: if a weight has no values.
         DiskFullError: if there is no room; what was there stays.
     """
-    directory = Path(directory)
+    current().agree(lambda: _save(model, Path(directory), parse_bytes(max_shard_size), dtype))
+
+
+def _save(model: nn.Module, directory: Path, max_shard_bytes: int, dtype: torch.dtype | None) -> None:
     tensors = huggingface.named_by_checkpoint(model, _tensors_to_save(model))
     layout = {name: (_saved_dtype(t.dtype, dtype), tuple(t.shape)) for name, t in tensors.items()}
-    shards = plan_shards(layout, parse_bytes(max_shard_size))
+    shards = plan_shards(layout, max_shard_bytes)
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     with disk_errors(directory), tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from typing import ParamSpec, Protocol, TypeVar
 
 from headwater.api.closures import ClosureQueue, host_call
+from headwater.api.streamed import owners
 from headwater.api.transaction import is_open, transaction, when_committed
 from headwater.api.values import traced
 from headwater.core.errors import StreamError
 from headwater.core.trees import map_tensors
+from headwater.fabric.membership import current
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,7 +84,8 @@ def step_closure(function: Callable[P, object]) -> Callable[P, None]:
     Its calls run in order and once, with copies of the tensors in host memory, without the device waiting: at
     once on a CPU, some steps later where the values come from a GPU. All have run when the executor's loop
     ends, before a checkpoint closure runs, and when the program ends. A call from within a traced step runs
-    after that step is committed, and never if it fails.
+    after that step is committed, and never if it fails. Of several ranks the first runs them, with the values
+    of the whole batch (see `headwater.distributed.whole`).
 
     Args:
         function: what it returns is dropped. An exception in it is raised at the call or at a later step,
@@ -98,7 +101,8 @@ def step_closure(function: Callable[P, object]) -> Callable[P, None]:
             function(*args, **kwargs)
         elif not _loops or _loops[-1].at_activation_step:
             call = host_call(function, args, kwargs)
-            when_committed(lambda: _closures.add(call))
+            if current().rank == 0:
+                when_committed(lambda: _closures.add(call))
 
     return closure
 
@@ -128,6 +132,9 @@ def checkpoint_closure(function: Callable[P, object]) -> Callable[P, None]:
             )
         if not _loops or _loops[-1].at_checkpoint_step:
             call = host_call(function, args, kwargs)
-            when_committed(lambda: _closures.run_now(call))
+            for model in list(owners.values()):
+                model.share_scalars()
+            if current().rank == 0:
+                when_committed(lambda: _closures.run_now(call))
 
     return closure

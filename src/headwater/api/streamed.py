@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import logging
 import tempfile
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,16 @@ from headwater.api.machine import (
     optimizer_state_bytes,
     resources_of,
 )
+from headwater.api.ranks import check_memory, refuse
 from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
 from headwater.core.errors import StreamError
 from headwater.core.precision import Precision
+from headwater.core.seeding import derive_seed
 from headwater.core.stage import ParamSpec
 from headwater.core.trees import tensors_in
+from headwater.fabric.fabric import ALONE, Fabric
+from headwater.fabric.membership import current
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
@@ -76,6 +82,7 @@ class StreamedModel:
         backend: what the run may take.
         precision: of the run, if known before the first forward; otherwise what autocast asks for around it.
         engine: the engine; `None` before the first forward.
+        fabric: the ranks that train it together, from the first forward on.
 
     Args:
         model: the user's module.
@@ -87,13 +94,16 @@ class StreamedModel:
         self.backend = backend
         self.precision: Precision | None = None
         self.engine: Engine | None = None
+        self.fabric: Fabric = ALONE
+        self._scalars_shared = 0  # commits whose optimizer scalars all ranks have
         self._optimizers: dict[str, _Updated] = {}  # by name of the parameter
         self._trained: frozenset[str] = frozenset()
         self._largest_batch = 0
         self._disk: tempfile.TemporaryDirectory[str] | None = None
         self._undo_buffers: Callable[[], None] = _nothing
         self._hook = self._hook_forward()
-        self._unguard = _guard_call(model, self._forget_call)
+        self._is_planning = False
+        self._unguard = _guard_call(model, self._randomness, self._forget_call)
         transaction.register(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -116,6 +126,8 @@ class StreamedModel:
         What was trained once stays in the plan, as loops freeze one model while they train another.
         """
         size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
+        if self.engine is None or torch.is_grad_enabled():
+            size = int(max(current().gather(size)))  # ranks plan alike
         fits = size <= self._largest_batch and _trained(self.model) <= self._trained
         if self.engine is not None and (fits or not torch.is_grad_enabled()):
             return
@@ -126,6 +138,13 @@ class StreamedModel:
         assert self.engine is not None, "it was just built"
         self.engine.executor.enter_model()
 
+    def _randomness(self) -> AbstractContextManager[None]:
+        """Surrounds a call of the model."""
+        fabric = current()
+        if fabric.size == 1 or self._is_planning or not self.model.training:
+            return nullcontext()
+        return _own_randomness(fabric.rank)
+
     def _forget_call(self) -> None:
         """A call of the model was interrupted."""
         if self.engine is not None:
@@ -134,17 +153,20 @@ class StreamedModel:
     def _start(self, call: Call) -> None:
         """Plan for this call of the model, and move the weights to a store of that plan."""
         if self.engine is None:
+            self.fabric = current()
             for optimizer in live_optimizers(self.model):
                 self._note(optimizer)
         device = device_of(self.backend.config)
         precision = self.engine.plan.precision if self.engine else self.precision or _precision(device)
         self._hook.remove()  # the dry run is no call of the user's
+        self._is_planning = True
         try:
             with torch.random.fork_rng():  # it belongs to the user
                 self._stop_early(call, precision, device)
                 trace = self._trace(apart(call), precision)
                 self._rebuild(self._plan(trace, precision, device))
         finally:
+            self._is_planning = False
             self._be_first()
 
     def _trace(self, call: Call, precision: Precision) -> Trace:
@@ -185,16 +207,29 @@ class StreamedModel:
 
     def _plan(self, trace: Trace, precision: Precision, device: str) -> Plan:
         disk = self._folder()
-        return make_plan(
-            lambda size: trace,
-            batch_size=trace.micro_batch_size,
-            precision=precision,
-            optimizer_state_bytes=self._state_bytes(),
-            resources=resources_of(self.backend.config, disk),
-            device=device,
-            calibration=calibrate(device, disk),
-            fixed=fixed_by(self.backend.config, trace.micro_batch_size),
-        )
+
+        def make() -> Plan:
+            return make_plan(
+                lambda size: trace,
+                batch_size=trace.micro_batch_size,
+                precision=precision,
+                optimizer_state_bytes=self._state_bytes(),
+                resources=resources_of(self.backend.config, disk),
+                device=device,
+                calibration=calibrate(device, disk),
+                fixed=fixed_by(self.backend.config, trace.micro_batch_size),
+            )
+
+        plan = self.fabric.agree(make)
+        if self.fabric.size > 1:
+            refused = {
+                "the disk tier": plan.tier != "memory" or plan.gradient_tier != "memory",
+                "an accelerator": plan.device != "cpu",
+                "a loop of one's own on several hosts": self.fabric.num_hosts > 1,
+            }
+            refuse([what for what, is_asked in refused.items() if is_asked], where="num_csx")
+            check_memory(plan, self.fabric, where="num_csx")
+        return plan
 
     def _state_bytes(self) -> int:
         return max((optimizer_state_bytes(entry.spec) for entry in self._optimizers.values()), default=0)
@@ -229,10 +264,13 @@ class StreamedModel:
             fast_matmul=config.matmul == "fast",
             compile_blocks=config.compile,
             verify_disk=config.verify_disk,
+            fabric=self.fabric,
+            own_loop=True,
         )
         owners[self.engine.store] = self
         self._be_first()
         if before is not None:
+            before.store.share_scalars()
             self.engine.store.take_over(before.store)
             before.hand_over(self.engine)
         elif transaction.is_open():
@@ -294,7 +332,32 @@ class StreamedModel:
     def end_step(self) -> None:
         if self.engine is not None:
             self.engine.store.end_transaction()
+            self.apply_updates()
         self._undo_buffers = _nothing
+
+    def apply_updates(self) -> None:
+        """Of several ranks, let all do their share of updates now; then each may read weights by itself."""
+        assert self.engine is not None, "only then there are updates"
+        if self.fabric.size > 1:
+            self.engine.store.flush()
+
+    def share_scalars(self) -> None:
+        """Let every rank have the optimizer scalars of all parameters; all ranks ask alike.
+
+        Raises:
+            StreamError: if this one asks alone, and does not have them.
+        """
+        store = None if self.engine is None else self.engine.store
+        if store is None or self.fabric.size == 1 or store.num_commits == self._scalars_shared:
+            return
+        if current().size == 1:
+            raise StreamError(
+                "the state of an optimizer is asked for on one rank, and each has a part of it",
+                where="step closure",
+                remedy="ask for it in a checkpoint_closure, or in the loop",
+            )
+        store.share_scalars()
+        self._scalars_shared = store.num_commits
 
     def abort_step(self) -> None:
         if self.engine is None:
@@ -340,8 +403,12 @@ def _nothing() -> None:
     pass
 
 
-def _guard_call(model: nn.Module, clean_up: Callable[[], None]) -> Callable[[], None]:
-    """From now on `clean_up` is called when a call of `model` is interrupted: no hook of torch runs then.
+def _guard_call(
+    model: nn.Module, surroundings: Callable[[], AbstractContextManager[None]], clean_up: Callable[[], None]
+) -> Callable[[], None]:
+    """From now on a call of `model` runs within `surroundings`; `clean_up` is called when it is interrupted.
+
+    No hook of torch runs then.
 
     Returns:
         What takes that back.
@@ -350,7 +417,8 @@ def _guard_call(model: nn.Module, clean_up: Callable[[], None]) -> Callable[[], 
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
-            return call(*args, **kwargs)
+            with surroundings():
+                return call(*args, **kwargs)
         except BaseException as error:
             if not isinstance(error, Exception):
                 clean_up()
@@ -358,6 +426,18 @@ def _guard_call(model: nn.Module, clean_up: Callable[[], None]) -> Callable[[], 
 
     vars(model)["_call_impl"] = guarded
     return lambda: vars(model).pop("_call_impl", None)
+
+
+_forwards = itertools.count()
+
+
+@contextmanager
+def _own_randomness(rank: int) -> Iterator[None]:
+    """Within it a rank of several draws random numbers of its own; outside all draw the same."""
+    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(derive_seed(state, next(_forwards), rank))
+        yield
 
 
 def _precision(device: str) -> Precision:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from headwater.api.ranks import whole
 from headwater.core.errors import StreamError
 from headwater.core.trees import map_tensors
 
@@ -55,12 +56,18 @@ class TracedValue(torch.Tensor):
             _warn_once(func.__name__)
         elif func not in _UNTRACED:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        return func(*map_tensors(untraced, args), **map_tensors(untraced, kwargs))
+        value = _read if func in _READS else untraced
+        return func(*map_tensors(value, args), **map_tensors(value, kwargs))
 
 
 def traced(value: torch.Tensor) -> TracedValue:
     """The tensor as a result of a step: same memory, no graph."""
     return value.detach().as_subclass(TracedValue)
+
+
+def _read(value: torch.Tensor) -> torch.Tensor:
+    """The plain tensor, of the whole batch, that a traced value is; other tensors as they are."""
+    return whole(untraced(value)) if isinstance(value, TracedValue) else value
 
 
 def untraced(value: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from headwater.store.gradients import GradientSum, ParamKey
 from headwater.store.hold import GradientHold, MemoryHold
 from headwater.store.hosts_gradients import HostsGradientSum
 from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
+from headwater.store.loop_gradients import LoopGradientSum
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule
 from headwater.store.shared_gradients import SharedGradientSum
@@ -81,6 +82,7 @@ class WeightStore:
         order: (stage, param) of every parameter in the model's order, in which norms are combined.
         fabric: the ranks that share the store; each updates its own pieces. All of them commit, fetch, write
             and flush the same in the same order.
+        own_loop: whether a loop of the user's own looks at gradients, changes them and keeps them over steps.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class WeightStore:
         mixed_sum_dtype: torch.dtype | None = None,
         order: Sequence[tuple[int, int]] | None = None,
         fabric: Fabric = ALONE,
+        own_loop: bool = False,
     ) -> None:
         self.stages = list(stages)
         self.rule = rule
@@ -100,7 +103,7 @@ class WeightStore:
         self.tier = make_tier(self.layouts)
         self.fabric = fabric
         self._sharing = Sharing(fabric, self.layouts, self.tier)
-        self.gradients = _gradient_sum(self.stages, hold, mixed_sum_dtype, fabric, self._sharing)
+        self.gradients = _gradient_sum(self.stages, hold, mixed_sum_dtype, fabric, self._sharing, own_loop)
         self.snapshots = Board(fabric, len(self.stages))
         self.snapshot_link = fabric.connect("a checkpoint")
         self.num_commits = 0
@@ -530,9 +533,12 @@ def _gradient_sum(
     mixed_sum_dtype: torch.dtype | None,
     fabric: Fabric,
     sharing: Sharing,
+    own_loop: bool,
 ) -> GradientSum:
     if fabric.size == 1:
         return GradientSum(stages, hold or MemoryHold(), mixed_sum_dtype)
+    if own_loop:
+        return LoopGradientSum(stages, fabric, mixed_sum_dtype)
     if fabric.num_hosts == 1:
         return SharedGradientSum(stages, fabric, mixed_sum_dtype)
     return HostsGradientSum(stages, fabric, mixed_sum_dtype, sharing)

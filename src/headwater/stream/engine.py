@@ -78,6 +78,8 @@ class Engine:
         compile_blocks: compile the forward of repeated stages with `torch.compile`.
         verify_disk: compare what is read of the disk tier with checksums of what was written.
         fabric: the ranks that train together, each on a part of every batch.
+        own_loop: whether a loop of the user's own trains, and not `train_step`; of several ranks each gives
+            the gradient of its part's loss then, and these are averaged.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Engine:
         compile_blocks: bool = False,
         verify_disk: bool = False,
         fabric: Fabric = ALONE,
+        own_loop: bool = False,
     ) -> None:
         self.fabric = fabric
         self.model = model
@@ -107,7 +110,7 @@ class Engine:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
         rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
-        self.store = _make_store(plan, rule, self._device, order, verify_disk, fabric)
+        self.store = _make_store(plan, rule, self._device, order, verify_disk, fabric, own_loop)
         weights = _make_weights(plan, self.store, self._device)
         self._binder = Binder(
             model,
@@ -120,7 +123,8 @@ class Engine:
             self._fill(stage, initial)
             self._binder.adopt(stage)
         self.buffers = Buffers(model, self._device.torch_device)
-        self.executor = Executor(model, plan, self.store, self._binder, weights)
+        share = 1 / fabric.size if own_loop else 1.0
+        self.executor = Executor(model, plan, self.store, self._binder, weights, share)
         self._detached = False
         return_pages()  # initial values took more memory than a step may
 
@@ -305,6 +309,7 @@ def _make_store(
     order: list[tuple[int, int]],
     verify_disk: bool,
     fabric: Fabric,
+    own_loop: bool,
 ) -> WeightStore:
     one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
     sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
@@ -326,6 +331,7 @@ def _make_store(
         mixed_sum_dtype=sum_dtype,
         order=order,
         fabric=fabric,
+        own_loop=own_loop,
     )
 
 

@@ -36,11 +36,19 @@ class Executor:
         store: where weights come from and gradients go.
         binder: owns the model's parameters.
         weights: brings stages to the device.
+        share: of gradients here in those of the store.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, store: WeightStore, binder: Binder, weights: Weights
+        self,
+        model: nn.Module,
+        plan: Plan,
+        store: WeightStore,
+        binder: Binder,
+        weights: Weights,
+        share: float = 1.0,
     ) -> None:
+        self._share = share
         self._plan = plan
         self._store = store
         self._binder = binder
@@ -197,6 +205,8 @@ class Executor:
                 _GRAD.__set__(param, None)
             assert gradient is not None, "the hook runs when a gradient is there"
             self._weights.statistics.bytes_out += gradient.numel() * gradient.element_size()
+            if self._share != 1.0:
+                gradient *= self._share
             self._store.add_gradient(stage, index, gradient.to("cpu"), last=self._last_micro_batch)
 
         return hook

@@ -13,10 +13,11 @@ from multiprocessing import resource_tracker
 from types import FrameType
 from typing import TypeVar
 
+from headwater.core.exit_codes import INTERRUPTED
+
 Item = TypeVar("Item")
 
-EXIT_CODE = 130
-"""Of a run that was interrupted: what a shell reports for a process that Ctrl-C ended."""
+EXIT_CODE = INTERRUPTED
 
 
 class Interrupt:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from headwater.api.backend import current_backend, start_ranks
 from headwater.config.base import nearest
 from headwater.core.errors import ConfigError
 from headwater.distributed import check_num_csx
 
 logger = logging.getLogger(__name__)
+
+_NUM_CSX = "CSConfig(num_csx=…)"
 
 _CLUSTER_ONLY = (
     "credentials_path", "debug_args", "disable_version_check", "fabric_type_blacklist", "job_labels",
@@ -22,6 +25,9 @@ _CLUSTER_ONLY = (
 
 class CSConfig:
     """How many compute ranks take part.
+
+    With more than one the script is started anew as each of them: see [Note: ranks of a script]. The number
+    can be said here or to the backend, before the first forward.
 
     Args:
         num_csx: the ranks.
@@ -38,7 +44,7 @@ class CSConfig:
     _has_told = False
 
     def __init__(self, num_csx: int = 1, **cluster: Any) -> None:
-        check_num_csx(num_csx, where="CSConfig(num_csx=…)")
+        check_num_csx(num_csx, where=_NUM_CSX)
         for name in cluster:
             if name not in _CLUSTER_ONLY:
                 close = nearest(name, ("num_csx", *_CLUSTER_ONLY))
@@ -48,6 +54,9 @@ class CSConfig:
                     remedy=f"write {close!r}" if close else f"valid are num_csx, {', '.join(_CLUSTER_ONLY)}",
                 )
         self.num_csx = num_csx
+        backend = current_backend()
+        if num_csx > 1:
+            start_ranks(num_csx, "CSX" if backend is None else backend.kind, where=_NUM_CSX)
         if cluster and not CSConfig._has_told:
             CSConfig._has_told = True
             logger.warning("CSConfig: no effect here, the plan decides: %s", ", ".join(cluster))

@@ -11,7 +11,8 @@ from headwater.api.step import driven_by
 from headwater.core.errors import ConfigError
 from headwater.utils.cluster import CSConfig
 from headwater.utils.data.batches import check_batch, to_device
-from headwater.utils.data.loader import checked_iterable, passes, with_last
+from headwater.utils.data.loader import DataLoader, checked_iterable, passes, with_last
+from headwater.utils.data.parts import Parts
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -32,6 +33,8 @@ class DataExecutor:
         activation_steps: step closures run at every so many steps and at the last; at each if not given.
         writer: flushed at the end of the loop.
         ragged: whether the tensors of a batch may differ in their first dimension.
+        sharded: whether the loader gives each of several ranks other batches; the first batches tell if not
+            given (see `Parts`).
 
     Attributes:
         step: number of the step under way, from 1; between iterations, of the steps done.
@@ -52,6 +55,7 @@ class DataExecutor:
         writer: SummaryWriter | None = None,
         *,
         ragged: bool = False,
+        sharded: bool | None = None,
     ) -> None:
         self._dataloader = checked_iterable(dataloader, what="the executor was given")
         self._num_steps = _number("num_steps", num_steps, smallest=1)
@@ -60,6 +64,7 @@ class DataExecutor:
         self.cs_config = cs_config or CSConfig()
         self._writer = writer
         self._ragged = ragged
+        self._parts = Parts(sharded)
         self._at_last = False
         self.step = 0
 
@@ -78,7 +83,8 @@ class DataExecutor:
         return self._num_steps or len(self._dataloader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = passes(self._dataloader, self._num_steps)
+        loader = self._dataloader.batches if isinstance(self._dataloader, DataLoader) else self._dataloader
+        batches = self._parts.of(passes(loader, self._num_steps))
         with self._flushed(), driven_by(self):
             for batch, at_last in with_last(batches, self._length()):
                 self.step += 1

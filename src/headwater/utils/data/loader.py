@@ -7,15 +7,19 @@ from typing import Any
 
 from headwater.core.errors import ConfigError, DataError
 from headwater.distributed import reading_input
+from headwater.utils.data.parts import Parts
 
 _END = object()
 
 
 class DataLoader:
-    """The batches of what an input function returns.
+    """The batches of what an input function returns; of several ranks, each one's part of them (see `Parts`).
 
     The function is called when batches are first wanted. What it returned is iterated anew each time; if that
     is an iterator, which has only one pass in it, the function is called anew.
+
+    Attributes:
+        batches: the same, undivided.
 
     Args:
         input_fn: returns a `torch.utils.data.DataLoader` or another iterable of batches. Which share of the
@@ -34,8 +38,28 @@ class DataLoader:
                 where="utils.data.DataLoader",
                 remedy="give the function itself, or give the loader that it returns to the DataExecutor",
             )
-        self._input_fn = input_fn
-        self._args, self._kwargs = args, kwargs
+        self.batches = InputFunction(lambda: input_fn(*args, **kwargs), _name(input_fn))
+        self._parts = Parts()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._parts.of(self.batches)
+
+    def __len__(self) -> int:
+        """Number of batches; raises `TypeError` if the loader does not know."""
+        return len(self.batches)
+
+
+class InputFunction:
+    """The batches of what a function returns, marked as read while they are.
+
+    Args:
+        function: returns an iterable of batches.
+        name: of the function.
+    """
+
+    def __init__(self, function: Callable[[], Iterable[Any]], name: str) -> None:
+        self._function = function
+        self._name = name
         self._loader: Iterable[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -58,10 +82,13 @@ class DataLoader:
     def _get(self) -> Iterable[Any]:
         if self._loader is None:
             with reading_input():
-                loader = self._input_fn(*self._args, **self._kwargs)
-            name = getattr(self._input_fn, "__qualname__", type(self._input_fn).__name__)
-            self._loader = checked_iterable(loader, what=f"the input function {name!r} returned")
+                loader = self._function()
+            self._loader = checked_iterable(loader, what=f"the input function {self._name!r} returned")
         return self._loader
+
+
+def _name(function: Callable[..., object]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def checked_iterable(loader: Any, *, what: str) -> Iterable[Any]:

@@ -1,0 +1,117 @@
+"""What several ranks mean for a loop: parts of batches, values of the whole, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from headwater.core.batches import num_samples, split_batch
+from headwater.core.errors import ConfigError, DataError, DoesNotFitError, StreamError
+from headwater.core.lazy import LazyTensor
+from headwater.core.units import format_bytes
+from headwater.fabric.fabric import Fabric
+from headwater.fabric.membership import current
+from headwater.plan.types import Plan
+from headwater.stream.at_rest import AtRest
+
+Batch = TypeVar("Batch")
+
+_part_samples: int | None = None  # of the batch that was divided last
+
+
+def take_part(batch: Batch) -> Batch:
+    """This rank's part of a batch that all ranks have: samples in order, equally many for each.
+
+    Tensors that have another first dimension than the samples are in each part whole.
+
+    Raises:
+        DataError: if the batch cannot be divided so.
+    """
+    fabric = current()
+    if fabric.size == 1:
+        return batch
+    samples = num_samples(batch)
+    if samples % fabric.size:
+        below = samples - samples % fabric.size
+        near = f"{below} or {below + fabric.size}" if below else str(fabric.size)
+        raise DataError(
+            f"a batch of {samples} samples cannot be divided among {fabric.size} ranks",
+            where="data loader",
+            remedy=f"write a batch size of {near}, and leave out a last batch that is not full (drop_last)",
+        )
+    part: Batch = list(split_batch(batch, samples // fabric.size))[fabric.rank]
+    note_part(part)
+    return part
+
+
+def note_part(batch: Any) -> None:
+    """Say that this is this rank's part of a batch."""
+    global _part_samples
+    _part_samples = num_samples(batch)
+
+
+def is_divided() -> bool:
+    """Whether ranks have been given parts of batches."""
+    return _part_samples is not None
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """What a value of this rank's part of a batch is for the whole batch. All ranks ask alike.
+
+    A floating-point number is the mean over ranks, and so is a tensor of such; a whole number is a count, and
+    the sum. A tensor whose first dimension is that of the part is put together. What lies in the weight store
+    is the same for all.
+
+    Raises:
+        StreamError: for anything else that is not the same on all ranks.
+    """
+    fabric = current()
+    if fabric.size == 1 or isinstance(value, AtRest | LazyTensor):
+        return value
+    value = value.detach()
+    if value.dim() == 0 and value.is_floating_point():
+        return value.new_tensor(sum(fabric.gather(value.item())) / fabric.size)
+    every = fabric.gather_objects(value.cpu())
+    if value.dim() and len(value) == _part_samples:
+        return torch.cat(every).to(value.device)
+    if value.is_floating_point() or value.is_complex():
+        return torch.stack(every).mean(0).to(value.device)
+    if value.dim() == 0 and value.dtype != torch.bool:
+        return torch.stack(every).sum(0, dtype=value.dtype).to(value.device)
+    if any(not torch.equal(each, every[0]) for each in every):
+        raise StreamError(
+            f"ranks have different tensors of shape {list(value.shape)} and {value.dtype}, and nobody knows "
+            "what they are for the whole batch",
+            remedy="give a closure a mean (floating point), a count (a whole number), or one entry a sample",
+        )
+    return value
+
+
+def refuse(asked: Sequence[str], *, where: str) -> None:
+    """Raise `ConfigError` if anything is asked for that several ranks cannot do."""
+    for what in asked:
+        raise ConfigError(f"{what} on several CSXs is not in this version", where=where, remedy="write 1")
+
+
+def check_memory(plan: Plan, fabric: Fabric, *, where: str) -> None:
+    """Check that what all ranks of a host need is within the budget.
+
+    The plan is that of one: all but the weight store and the gradients each of them takes anew.
+
+    Raises:
+        DoesNotFitError: if it is not.
+    """
+    if plan.prediction is None or plan.budget is None or plan.budget.host_memory is None:
+        return
+    parts = plan.prediction.host_parts
+    shared = sum(parts.get(name, 0) for name in ("weight store", "gradients"))
+    needed = shared + fabric.local_size * (sum(parts.values()) - shared)
+    if needed > plan.budget.host_memory:
+        raise DoesNotFitError(
+            f"{fabric.local_size} CSXs of a host need {format_bytes(needed)} of its memory together, "
+            f"and the run may take {format_bytes(plan.budget.host_memory)}",
+            where=where,
+            remedy="write a smaller num_csx or batch_size, or a larger host_memory",
+        )

@@ -1,0 +1,82 @@
+"""The ranks that this process belongs to, and code for which there is but one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch.distributed
+
+from headwater.core.errors import ConfigError
+from headwater.fabric.cluster import DEFAULT_TIMEOUT_S, join_ranks
+from headwater.fabric.fabric import ALONE, Fabric
+
+_PR_SET_PDEATHSIG = 1
+
+_joined: Fabric = ALONE
+_is_alone: ContextVar[bool] = ContextVar("_is_alone", default=False)
+
+
+def is_rank() -> bool:
+    """Whether a launcher has started this process as one rank of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def num_cores() -> int:
+    """How many cores this process may use: so many ranks can be on this machine."""
+    return len(os.sched_getaffinity(0))
+
+
+def check_cores(num_csx: int, *, where: str) -> None:
+    """Raise `ConfigError` if this machine has not so many cores."""
+    if num_csx > num_cores():
+        raise ConfigError(
+            f"{num_csx} CSXs are asked for, and there are {num_cores()} cores",
+            where=where,
+            remedy=f"write at most {num_cores()}",
+        )
+
+
+def end_with_launcher() -> None:
+    """From now on this process gets SIGTERM when the one that has started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def join(timeout_s: float = DEFAULT_TIMEOUT_S) -> Fabric:
+    """The ranks of this run, of which this process is one.
+
+    Args:
+        timeout_s: how long another rank may keep this one waiting.
+    """
+    global _joined
+    if _joined is ALONE and is_rank():
+        end_with_launcher()
+        _joined = join_ranks(timeout_s)
+    return _joined
+
+
+def current() -> Fabric:
+    """The ranks that make the calls which come now: those that were joined, or this one."""
+    return ALONE if _is_alone.get() else _joined
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it this rank does something that the others do not: there is nobody else.
+
+    For `torch.distributed` neither: a metric that is asked for its value must not wait for other ranks.
+    """
+    if current() is ALONE:
+        yield
+        return
+    token, group = _is_alone.set(True), torch.distributed.GroupMember.WORLD
+    torch.distributed.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        torch.distributed.GroupMember.WORLD = group
+        _is_alone.reset(token)

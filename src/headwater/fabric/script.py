@@ -1,0 +1,155 @@
+"""A script that says in the middle on how many ranks it runs: started anew for each of them.
+
+[Note: ranks of a script]
+The first process comes to where the number is said, and becomes the launcher: it gives its place to a small
+program that runs the same command once for each rank. These are silent up to where the first process was,
+for it has said already what there was to say; from there on rank 0 speaks, and the others never do. An error
+that ends one is told the launcher, which says it once and ends the others.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from headwater.core.errors import ConfigError, RankError
+from headwater.core.exit_codes import INTERRUPTED
+from headwater.fabric.fabric import Fabric
+from headwater.fabric.membership import check_cores, current, end_with_launcher, is_rank, join
+from headwater.fabric.report import report_traceback
+
+LAUNCHER = "HEADWATER_LAUNCHER"
+"""Environment variable: the process that has started this script as one of its ranks."""
+
+STDIN, STDOUT, STDERR = 0, 1, 2
+"""Open files. A rank finds at the first what is the second's of the launcher, and nobody reads there."""
+_PROGRAM = "headwater.cli.ranks"
+
+_stderr: int | None = None  # where it went before it was silenced
+
+
+def use_ranks(num_csx: int, *, where: str) -> None:
+    """From here on this script runs on so many ranks; see [Note: ranks of a script].
+
+    Args:
+        num_csx: how many, at least 2.
+        where: the number was written; for errors.
+
+    Raises:
+        ConfigError: if there are not so many cores, another number was said before, or there is no command
+            to run again.
+        RankError: if the ranks do not find each other.
+    """
+    if current().size > 1 or is_rank():
+        _check_size(num_csx, int(os.environ["WORLD_SIZE"]), where)
+    if current().size > 1:
+        return
+    if is_rank():
+        if LAUNCHER in os.environ and not _is_started_by_launcher():
+            raise RankError(
+                "this process is no rank: it was started by one, or its launcher is gone",
+                where=where,
+                remedy="write num_csx=1 in what a rank starts",
+            )
+        _speak(join())
+        return
+    check_cores(num_csx, where=where)
+    _check_command(num_csx, where)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    program = ("-m", _PROGRAM, str(num_csx), where)
+    os.execv(sys.executable, [sys.executable, *program, *sys.orig_argv[1:]])
+
+
+def _check_size(num_csx: int, size: int, where: str) -> None:
+    if num_csx != size:
+        raise ConfigError(
+            f"num_csx is {num_csx}, and there are {size} ranks", where=where, remedy=f"write num_csx={size}"
+        )
+
+
+def _check_command(num_csx: int, where: str) -> None:
+    """Refuse what cannot be started again."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    remedy = f"write the loop into a file, and run it with python; or write num_csx=1 in place of {num_csx}"
+    if hasattr(sys, "ps1") or sys.flags.interactive or hasattr(main, "get_ipython"):
+        raise ConfigError(
+            "ranks run a script, and this is an interactive session", where=where, remedy=remedy
+        )
+    if multiprocessing.parent_process() is not None:
+        raise ConfigError(
+            "ranks are started by the first process of a script, and another has started this one",
+            where=where,
+            remedy='say num_csx below if __name__ == "__main__"',
+        )
+    if file is None and "-c" not in sys.orig_argv:
+        raise ConfigError("ranks run a script, and this one came by a pipe", where=where, remedy=remedy)
+    if file is not None and not Path(sys.argv[0]).exists():
+        raise ConfigError(
+            f"ranks run {sys.argv[0]} again, and it is not to be found in {Path.cwd()}",
+            where=where,
+            remedy="say num_csx before the script changes its folder or its arguments",
+        )
+
+
+def begin() -> None:
+    """Be a rank of a script, started by the launcher: silent for now, and errors are for the launcher."""
+    global _stderr
+    if not _is_started_by_launcher():
+        return  # something that a rank has started
+    end_with_launcher()
+    sys.excepthook = _report
+    _stderr = os.dup(STDERR)
+    silence(STDERR)
+
+
+def _is_started_by_launcher() -> bool:
+    return os.getppid() == int(os.environ.get(LAUNCHER, "0"))
+
+
+def silence(file: int) -> None:
+    """Let nothing more come to an open file or from it."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, file)
+    os.close(nowhere)
+
+
+def _speak(fabric: Fabric) -> None:
+    """The rank has come to where the first process was: from now on rank 0 is heard."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if LAUNCHER in os.environ and fabric.rank == 0:
+        assert _stderr is not None, "it was silenced when the package was imported"
+        os.dup2(STDIN, STDOUT)
+        os.dup2(_stderr, STDERR)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=stream.isatty())  # type: ignore[union-attr]
+    elif fabric.rank > 0:
+        silence(STDOUT)
+    silence(STDIN)
+    _draw_alike(fabric)
+
+
+def _draw_alike(fabric: Fabric) -> None:
+    """Let every rank draw the random numbers that rank 0 draws."""
+    torch.set_rng_state(fabric.agree(torch.get_rng_state))
+    random.setstate(fabric.agree(random.getstate))
+    np.random.set_state(fabric.agree(np.random.get_state))
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends this rank, said to the launcher. Threads that wait for other ranks are not waited for."""
+    interrupted = issubclass(kind, KeyboardInterrupt)
+    if not interrupted:
+        report_traceback("".join(traceback.format_exception(kind, error, trace)))
+    sys.stdout.flush()
+    os._exit(INTERRUPTED if interrupted else 1)

@@ -1,0 +1,94 @@
+"""The parts of batches that each of several ranks computes."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from headwater.api.ranks import note_part, take_part
+from headwater.core.errors import DataError
+from headwater.core.trees import tensors_in
+from headwater.fabric.membership import current
+
+logger = logging.getLogger(__name__)
+
+_END = object()
+_NONE = -1.0
+_LOOKED_AT_BYTES = 1 << 16
+"""So much of each tensor tells batches apart."""
+
+
+class Parts:
+    """What is this rank's, of several, of the batches of a loader.
+
+    A loader that gives every rank the same batches does not know of ranks: each takes its slice. One that
+    gives them different batches has divided its data itself: each takes what it is given. The first batches
+    tell.
+
+    Args:
+        are_shares: whether the loader gives each rank other batches; the first batches tell if not given.
+    """
+
+    def __init__(self, are_shares: bool | None = None) -> None:
+        self._are_shares = are_shares
+
+    def of(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """This rank's parts of `batches`, up to where those of the first rank end.
+
+        Raises:
+            DataError: if a batch cannot be divided equally, or ranks have read different ones.
+        """
+        fabric = current()
+        if fabric.size == 1:
+            yield from batches
+            return
+        own = iter(batches)
+        while True:
+            batch = next(own, _END)
+            marks = fabric.gather(_NONE if batch is _END else float(_fingerprint(batch)))
+            if _NONE in marks:
+                _check_end(marks)
+                return
+            if self._are_shares is None:
+                self._are_shares = len(set(marks)) > 1
+                logger.info("each rank %s", "has its own data" if self._are_shares else "takes its slice")
+            if not self._are_shares:
+                _check_alike(marks)
+                batch = take_part(batch)
+            else:
+                note_part(batch)
+            yield batch
+
+
+def _check_end(marks: Sequence[float]) -> None:
+    """Say so if others have batches left."""
+    if any(mark != _NONE for mark in marks):
+        logger.warning(
+            "the data of rank %d end first: what others have left of this pass is left out",
+            marks.index(_NONE),
+        )
+
+
+def _fingerprint(batch: Any) -> int:
+    """Tells batches apart, by the beginning of each of their tensors."""
+    mark = 0
+    for tensor in tensors_in(batch):
+        count = max(_LOOKED_AT_BYTES // max(tensor.element_size(), 1), 1)
+        begin = tensor.detach().cpu().reshape(-1)[:count].contiguous()
+        mark = zlib.crc32(begin.view(torch.uint8).numpy().tobytes(), mark)
+    return mark
+
+
+def _check_alike(marks: Sequence[float]) -> None:
+    other = next((rank for rank, mark in enumerate(marks) if mark != marks[0]), None)
+    if other is not None:
+        raise DataError(
+            f"rank {other} has read another batch than rank 0, and before they had the same",
+            where="data loader",
+            remedy="seed what is random in it; or, where it divides its data among ranks, say so with "
+            "DataExecutor(…, sharded=True)",
+        )
