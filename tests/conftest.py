@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-_ALLOWED_SKIPS = ("needs CUDA",)
+_ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
 _SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[1].parent / "shared")
 
 
@@ -24,6 +25,14 @@ def pytest_runtest_makereport(item, call) -> Generator[None, pytest.TestReport, 
             report.outcome = "failed"
             report.longrepr = f"nothing may be skipped here, but: {reason}"
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what was left out, and why: with -q pytest tells only how much."""
+    reports = terminalreporter.getreports("skipped")
+    reasons = Counter(str(report.longrepr[2]) for report in reports if isinstance(report.longrepr, tuple))
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"left out: {count} tests, {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(autouse=True)

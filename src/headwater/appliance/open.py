@@ -11,11 +11,12 @@ from headwater.appliance.embedded import Caller, EmbeddedQueue
 from headwater.appliance.folder import QueueFolder, find_folder
 from headwater.appliance.machine import find_slots
 from headwater.appliance.queue import Queue
+from headwater.appliance.slurm import SlurmQueue
 from headwater.appliance.supervisor import ensure_supervisor
 from headwater.core.errors import ConfigError
 
 ENVIRONMENT = "HEADWATER_QUEUE"
-BACKENDS = ("embedded",)
+BACKENDS = ("embedded", "slurm")
 _GRACE_S = 120.0
 
 
@@ -33,6 +34,8 @@ def open_queue(backend: str | None = None, folder: Path | None = None) -> Queue:
     backend = backend or os.environ.get(ENVIRONMENT) or BACKENDS[0]
     if backend not in BACKENDS:
         raise ConfigError(f"{backend!r} is no queue", remedy=f"write one of {', '.join(BACKENDS)}")
+    if backend == "slurm":
+        return SlurmQueue()
     found = find_folder(folder)
     if found.exists and not found.owned:
         if not found.shared or found.path.stat().st_uid != 0:

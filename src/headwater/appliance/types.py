@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -53,6 +54,13 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "phase": Phase,
 }
 """What JSON does not have, by attribute."""
+
+
+def ending(exit_code: int) -> str:
+    """How a process ended, in words."""
+    if exit_code < 0:
+        return f"ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
 
 
 def read_priority(text: str) -> Priority:

@@ -28,7 +28,7 @@ from headwater.appliance.database import Database, job_name
 from headwater.appliance.embedded import JOB
 from headwater.appliance.folder import ENVIRONMENT, QueueFolder, user_name
 from headwater.appliance.machine import Slot, job_cores, job_environment
-from headwater.appliance.types import Phase
+from headwater.appliance.types import Phase, ending
 from headwater.core.errors import QueueError
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -101,8 +101,8 @@ class Watch:
         if complaint:
             return Phase.FAILED, complaint, code
         if child in self._asked:
-            return Phase.CANCELLED, f"cancelled; {_ending(code)}", code
-        return (Phase.SUCCEEDED, None, code) if code == 0 else (Phase.FAILED, _ending(code), code)
+            return Phase.CANCELLED, f"cancelled; {ending(code)}", code
+        return (Phase.SUCCEEDED, None, code) if code == 0 else (Phase.FAILED, ending(code), code)
 
     def _wait(self, child: int) -> int:
         ended = select.poll()
@@ -150,10 +150,6 @@ def _send(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
     except psutil.NoSuchProcess:
         return
-
-
-def _ending(code: int) -> str:
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _start(database: Database, row: sqlite3.Row) -> tuple[int, str | None]:

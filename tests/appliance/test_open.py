@@ -1,0 +1,54 @@
+"""Which queue a command speaks to."""
+
+import pytest
+
+from headwater.appliance.folder import find_folder
+from headwater.appliance.machine import find_slots
+from headwater.appliance.open import open_queue
+from headwater.core.errors import ConfigError, QueueError
+
+
+def test_a_queue_that_does_not_exist_is_named(monkeypatch):
+    with pytest.raises(ConfigError, match="'cloud' is no queue"):
+        open_queue("cloud")
+    monkeypatch.setenv("HEADWATER_QUEUE", "cluod")
+    with pytest.raises(ConfigError, match="write one of embedded, slurm"):
+        open_queue()
+
+
+def test_slurm_where_there_is_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(QueueError, match="there is no command sbatch"):
+        open_queue("slurm")
+
+
+def test_where_the_queue_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("HEADWATER_QUEUE_DIR", raising=False)
+    monkeypatch.setattr("headwater.appliance.folder.MACHINE", tmp_path / "machine")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert find_folder().path == tmp_path / "state/headwater/queue"
+    assert find_folder(shared=True).path == tmp_path / "machine"
+    (tmp_path / "machine").mkdir()
+    assert find_folder().path == tmp_path / "machine"
+    monkeypatch.setenv("HEADWATER_QUEUE_DIR", str(tmp_path / "named"))
+    assert find_folder().path == tmp_path / "named"
+    assert find_folder(tmp_path / "given").path == tmp_path / "given"
+
+
+def test_cores_are_divided_among_csxs(monkeypatch):
+    monkeypatch.setattr("headwater.appliance.machine._gpus", list)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {4, 5, 6, 7, 9})
+    assert [slot.cores for slot in find_slots()] == [(4,), (5,), (6,), (7,), (9,)]
+    assert [slot.cores for slot in find_slots(2)] == [(4, 5), (6, 7, 9)]
+    assert [slot.cores for slot in find_slots(6)][-1] == (4,)
+
+
+def test_each_gpu_is_a_csx(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert [(slot.gpu, slot.cores) for slot in find_slots()] == [("3", (0, 1, 2, 3)), ("5", (4, 5, 6, 7))]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [slot.gpu for slot in find_slots()] == ["0", "1"]
+    with pytest.raises(ConfigError, match="3 CSXs are asked for, and there are 2 GPUs"):
+        find_slots(3)
