@@ -11,7 +11,7 @@ from headwater.plan.footprint import minimum_slabs
 from headwater.plan.machine import free_resources, resident_bytes
 from headwater.plan.refusal import UNLIMITED, refusal
 from headwater.plan.search import Budgets, Fixed, Request, TraceFor, best_plan, micro_batch_sizes
-from headwater.plan.types import Activations, Calibration, Plan, Resources
+from headwater.plan.types import WHOLE_STORE, Activations, Calibration, Plan, Resources, StoreShare
 
 __all__ = ["Fixed", "make_plan"]
 
@@ -31,6 +31,7 @@ def make_plan(
     fixed: Fixed | None = None,
     base_bytes: int | None = None,
     checkpoints: bool = True,
+    share: StoreShare = WHOLE_STORE,
 ) -> Plan:
     """The plan with the shortest predicted step within every budget.
 
@@ -46,6 +47,7 @@ def make_plan(
         fixed: decisions that are not the planner's.
         base_bytes: host memory of the interpreter and its libraries; by default what this process takes now.
         checkpoints: whether the store is saved while training goes on.
+        share: what of the weight store counts against the budgets.
 
     Raises:
         ConfigError: if decisions contradict each other or the batch size.
@@ -64,6 +66,7 @@ def make_plan(
         fixed=fixed or Fixed(),
         base_bytes=resident_bytes() if base_bytes is None else base_bytes,
         checkpoints=checkpoints,
+        share=share,
     )
     check(request)
     plan = _fastest(request)

@@ -11,7 +11,7 @@ from itertools import accumulate
 from headwater.core.stage import StageSpec
 from headwater.core.units import MIB
 from headwater.plan.belady import slab_capacity
-from headwater.plan.types import Activations, Plan, StageCost, Trace
+from headwater.plan.types import WHOLE_STORE, Activations, Plan, StageCost, StoreShare, Trace
 from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, Encoding, encoding_of
 
 _STAGING_BUFFERS = 4
@@ -89,10 +89,17 @@ class Footprint:
         optimizer_state_bytes: bytes of optimizer state for each trained parameter.
         base_bytes: resident host memory of the interpreter and its libraries.
         checkpoints: whether the store is saved while training goes on.
+        share: what of the store counts.
     """
 
     def __init__(
-        self, trace: Trace, *, optimizer_state_bytes: int, base_bytes: int, checkpoints: bool = True
+        self,
+        trace: Trace,
+        *,
+        optimizer_state_bytes: int,
+        base_bytes: int,
+        checkpoints: bool = True,
+        share: StoreShare = WHOLE_STORE,
     ) -> None:
         self.trace = trace
         self.stages = tuple(
@@ -102,6 +109,7 @@ class Footprint:
         self.last_use = {stage: position for position, stage in enumerate(trace.uses)}
         self.first_use = {stage: position for position, stage in reversed(list(enumerate(trace.uses)))}
         self._base_bytes = base_bytes
+        self._share = share
         self._checkpoints = checkpoints and not trace.inference
         self._peaks: dict[object, Peak] = {}
 
@@ -117,7 +125,8 @@ class Footprint:
         if plan.device == "cpu":
             return Memory({}, host | compute, disk | {"activations": moved})
         largest = max(stage.gradient_sum for stage in self.stages)
-        host["gradients"] = largest if plan.gradient_tier == "disk" else held
+        waiting = largest if plan.gradient_tier == "disk" else held
+        host["gradients"] = int(self._share.gradients * waiting)
         return Memory(compute, host | {"activations": moved}, disk)
 
     def _store_bytes(self, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
@@ -127,12 +136,16 @@ class Footprint:
             return host | {"weight store": self.stored_bytes}, {}
         page_locked = 0 if plan.device == "cpu" else max(self.slab_sizes)
         host |= {"staging": self.staging_bytes + page_locked, "snapshot": self.snapshot_bytes}
-        return host, {"weight store": self.stored_bytes}
+        if not self._share.resident_wire:
+            return host, {"weight store": self.stored_bytes}
+        wire = int(self._share.wire * sum(self.slab_sizes))
+        return host | {"weight store": wire}, {"weight store": self.stored_bytes - wire}
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes of the whole weight store."""
-        return sum(stage.stored for stage in self.stages)
+        """Bytes of the weight store that count."""
+        state = sum(stage.state for stage in self.stages)
+        return int(self._share.wire * sum(self.slab_sizes) + self._share.state * state)
 
     @cached_property
     def staging_bytes(self) -> int:
@@ -156,13 +169,17 @@ class Footprint:
 
     def held_gradients(self, plan: Plan) -> int:
         """Bytes of gradients that wait for the update when backward ends."""
-        exact = _holds_exact_gradients(plan)
-        return sum(stage.gradient if exact else stage.gradient_sum for stage in self.stages)
+        return sum(self.held_gradient(plan, stage) for stage in range(len(self.stages)))
+
+    def held_gradient(self, plan: Plan, stage: int) -> int:
+        """The same of one stage."""
+        held = self.stages[stage]
+        return held.gradient if _holds_exact_gradients(plan) else held.gradient_sum
 
     def offloaded_bytes(self, activations: Sequence[Activations]) -> int:
         """Bytes of activations that one micro-batch moves out."""
         pairs = zip(self.trace.costs, activations, strict=True)
-        return sum(_kept(cost) for cost, policy in pairs if policy is Activations.OFFLOAD)
+        return sum(offloaded_bytes(cost, policy) for cost, policy in pairs)
 
     def peak(self, plan: Plan) -> Peak:
         """Activations and gradients at the fullest moment, in the memory that the compute device uses."""
@@ -293,6 +310,11 @@ def _stage_bytes(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool)
 
 def _kept(cost: StageCost) -> int:
     return cost.saved_bytes + cost.input_bytes
+
+
+def offloaded_bytes(cost: StageCost, policy: Activations) -> int:
+    """Bytes of activations of one stage that a micro-batch moves out."""
+    return _kept(cost) if policy is Activations.OFFLOAD else 0
 
 
 def _held(cost: StageCost, policy: Activations) -> int:

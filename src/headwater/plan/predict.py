@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from headwater.core.units import GIB
 from headwater.plan.belady import simulate, slab_capacity
-from headwater.plan.footprint import Footprint
+from headwater.plan.footprint import Footprint, StageBytes
 from headwater.plan.types import Activations, Calibration, Plan, Prediction
 
 NOMINAL = Calibration(
@@ -43,6 +43,14 @@ class Phases:
         return self.first + self.rest
 
 
+@dataclasses.dataclass(frozen=True)
+class StageSeconds:
+    """What one micro-batch computes in a stage, all uses of it together; recomputation is in the backward."""
+
+    forward: float
+    backward: float
+
+
 class Predictor:
     """Predicts plans for one trace.
 
@@ -58,9 +66,39 @@ class Predictor:
         self._read_bytes_per_s = rates.disk_read_bytes_per_s or _NOMINAL_READ
         self._write_bytes_per_s = rates.disk_write_bytes_per_s or _NOMINAL_WRITE
         updated = [stage for stage in footprint.stages if stage.trained]
+        self._all_updates_s = sum(map(self.update_s, footprint.stages))
         self._updated_slabs = sum(stage.slab for stage in updated)
         self._updated_state = sum(stage.state for stage in updated)
         self._gradients = sum(stage.gradient for stage in updated)
+
+    @property
+    def adamw_params_per_s(self) -> float:
+        """The rate of updates."""
+        return self._rates.adamw_params_per_s
+
+    def stage_seconds(self, plan: Plan) -> list[StageSeconds]:
+        """What one micro-batch computes in each stage, `USE_OVERHEAD_S` left out."""
+        trace, name = self.footprint.trace, plan.precision.name
+        flops_per_s, saved_bytes_per_s = self._rates.flops_per_s(name), self._rates.saved_bytes_per_s(name)
+        stages = []
+        for cost, policy in zip(trace.costs, plan.activations, strict=True):
+            others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
+            forward = cost.flops / flops_per_s + _FORWARD_SHARE * others
+            backward = cost.backward_flops / flops_per_s + (1 - _FORWARD_SHARE) * others
+            backward += forward if policy is Activations.RECOMPUTE else 0.0
+            stages.append(StageSeconds(forward, 0.0 if trace.inference else backward))
+        return stages
+
+    def update_s(self, stage: StageBytes) -> float:
+        """The update of one stage; 0 where it is not trained."""
+        moved = 2 * (stage.slab + stage.state) + stage.gradient if stage.trained else 0
+        return moved / (self._rates.adamw_params_per_s * _ADAMW_BYTES)
+
+    def missed(self, plan: Plan) -> tuple[int, ...]:
+        """Positions in the schedule of a micro-batch at which a stage must be fetched into a slab."""
+        if plan.in_place:
+            return ()
+        return _missed(self.footprint.trace.schedule, self.footprint.slab_sizes, plan.slabs)
 
     def predict(self, plan: Plan) -> Prediction:
         """Peak bytes and step time of `plan`, which was made from this predictor's trace."""
@@ -84,7 +122,7 @@ class Predictor:
         the rest of it are bound by different things. What computes goes on beside what moves, but for the
         first stage's arrival, which nothing hides.
         """
-        compute, update, copy = self._compute_s(plan), self._update_s(), self._copy_s(plan)
+        compute, update, copy = self._compute_s(plan), self._all_updates_s, self._copy_s(plan)
         disk, link = self._disk_s(plan), self._link_s(plan)
         cores, streams = compute, Phases(max(disk.first, link.first), max(disk.rest, link.rest))
         if plan.device == "cpu":  # update and copies take the cores that compute
@@ -100,23 +138,10 @@ class Predictor:
 
     def _compute_s(self, plan: Plan) -> Phases:
         """Forward and backward of all micro-batches."""
-        trace, name = self.footprint.trace, plan.precision.name
-        flops_per_s, saved_bytes_per_s = self._rates.flops_per_s(name), self._rates.saved_bytes_per_s(name)
-        forward = USE_OVERHEAD_S * len(trace.uses)
-        backward = 0.0 if trace.inference else forward
-        for cost, policy in zip(trace.costs, plan.activations, strict=True):
-            others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
-            once = cost.flops / flops_per_s + _FORWARD_SHARE * others
-            forward += once
-            if trace.inference:
-                continue
-            backward += cost.backward_flops / flops_per_s + (1 - _FORWARD_SHARE) * others
-            backward += once if policy is Activations.RECOMPUTE else 0.0
+        stages, overhead = self.stage_seconds(plan), USE_OVERHEAD_S * len(self.footprint.trace.uses)
+        forward = overhead + sum(stage.forward for stage in stages)
+        backward = 0.0 if plan.trace.inference else overhead + sum(stage.backward for stage in stages)
         return Phases(forward, plan.num_micro_batches * (forward + backward) - forward)
-
-    def _update_s(self) -> float:
-        moved = 2 * (self._updated_slabs + self._updated_state) + self._gradients
-        return moved / (self._rates.adamw_params_per_s * _ADAMW_BYTES)
 
     def _copy_s(self, plan: Plan) -> Phases:
         """Weights copied from the memory tier to slabs by the cores that compute."""
@@ -131,7 +156,7 @@ class Predictor:
             return Phases()
         schedule, stages = self.footprint.trace.schedule, self.footprint.stages
         first_uses = set(self.footprint.first_use.values())
-        missed = _missed(schedule, self.footprint.slab_sizes, plan.slabs)
+        missed = self.missed(plan)
         every = sum(stages[schedule[position]].slab for position in missed)
         first = [stages[schedule[position]] for position in missed if position in first_uses]
         frozen = sum(stage.slab for stage in first if not stage.trained)

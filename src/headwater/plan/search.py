@@ -12,7 +12,17 @@ from typing import NamedTuple
 from headwater.core.precision import Precision
 from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
 from headwater.plan.predict import Predictor
-from headwater.plan.types import Activations, Calibration, Masters, Plan, Prediction, Tier, Trace
+from headwater.plan.types import (
+    WHOLE_STORE,
+    Activations,
+    Calibration,
+    Masters,
+    Plan,
+    Prediction,
+    StoreShare,
+    Tier,
+    Trace,
+)
 
 TraceFor = Callable[[int], Trace]
 """Micro-batch size -> its dry run; should remember what it has traced."""
@@ -67,6 +77,7 @@ class Request:
     fixed: Fixed
     base_bytes: int
     checkpoints: bool = True
+    share: StoreShare = WHOLE_STORE
 
 
 def best_plan(request: Request) -> Plan | None:
@@ -145,6 +156,7 @@ def _footprint(trace: Trace, request: Request) -> Footprint:
         optimizer_state_bytes=request.optimizer_state_bytes,
         base_bytes=request.base_bytes,
         checkpoints=request.checkpoints,
+        share=request.share,
     )
 
 

@@ -141,6 +141,26 @@ class Calibration:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoreShare:
+    """What of the weight store counts against one rank's budgets, in shares of the whole.
+
+    Attributes:
+        wire: of the weights as they travel.
+        state: of what the store keeps beside them.
+        gradients: of the sums that wait for the update, where they are not on the compute device.
+        resident_wire: the weights stay in memory where the rest is on disk.
+    """
+
+    wire: float = 1.0
+    state: float = 1.0
+    gradients: float = 1.0
+    resident_wire: bool = False
+
+
+WHOLE_STORE = StoreShare()
+
+
+@dataclasses.dataclass(frozen=True)
 class StateBytes:
     """Bytes a trained parameter costs in the store, by what they are.
 
