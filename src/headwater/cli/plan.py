@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headwater.api.machine import device_of, resources_of
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
+from headwater.cli.cluster import add_cluster_arguments, check_cluster_arguments, run_cluster
 from headwater.cli.output import open_console
 from headwater.core.errors import ConfigError
 from headwater.plan.calibrate import calibrate
@@ -21,17 +22,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Show stages, slabs, tiers, memory and step time of a training run, without data. The rates of this "
         "machine are measured the first time, in about two seconds."
     )
-    parser.usage = f"headwater plan [-h] [--png FILE] [--sequence_length N] [--recalibrate] {USAGE}"
+    parser.usage = (
+        "headwater plan [-h] [--png FILE] [--sequence_length N] [--recalibrate] "
+        f"[--cluster FILE [--counts N,N,…] [--scaling strong|weak] [--out DIR]] {USAGE}"
+    )
     add_params_arguments(parser)
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan too")
     parser.add_argument(
         "--sequence_length", type=int, metavar="N", help="tokens of a sample (max_position_embeddings)"
     )
     parser.add_argument("--recalibrate", action="store_true", help="measure the rates of this machine again")
+    add_cluster_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan; returns the exit code."""
+    check_cluster_arguments(args)
     config = read_params(args)
     if config.fit is None:
         raise ConfigError(
@@ -42,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
     open_console(config)
     init = config.init
     trainable = zoo_trainable(init, args.sequence_length)
+    batch_size = config.fit.train_dataloader.batch_size
+    if args.cluster is not None:
+        return run_cluster(args, config, trainable, batch_size)
     rates = calibrate(device_of(init.backend), resources_of(init.backend).disk, recalibrate=args.recalibrate)
-    work = training_workload(init, trainable, config.fit.train_dataloader.batch_size)
+    work = training_workload(init, trainable, batch_size)
     describe(plan_run(init, trainable, work, calibration=rates), drawing=args.png)
     return 0

@@ -161,8 +161,8 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def parse_yaml(text: str, source: str) -> Document:
-    """The document in `text`.
+def parse_yaml(text: str, source: str, kind: str = "params") -> Document:
+    """The document in `text`, a file of a kind that messages name.
 
     Raises:
         ConfigError: if it is not YAML, not a mapping, repeats a key, or has a key that is not text.
@@ -175,14 +175,15 @@ def parse_yaml(text: str, source: str) -> Document:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or str(error)
         raise ConfigError(
-            f"the params file cannot be parsed: {what}",
+            f"the {kind} file cannot be parsed: {what}",
             where=str(Origin(source, (), mark.line + 1 if mark else None)),
             remedy="correct the line",
         ) from error
     finally:
         loader.dispose()
     if not isinstance(tree, dict):
-        raise ConfigError("a params file is a mapping of sections", where=source, remedy="write `trainer:`")
+        first = "trainer" if kind == "params" else "description"
+        raise ConfigError(f"a {kind} file is a mapping of keys", where=source, remedy=f"write `{first}:`")
     return Document(tree, dict(_origins(node, source, (), ())) if node is not None else {})
 
 
@@ -246,15 +247,15 @@ def _origins(
         yield from _origins(value, source, here, parents)
 
 
-def read_document(path: Path) -> Document:
-    """The document in the file at `path`.
+def read_document(path: Path, kind: str = "params") -> Document:
+    """The document in the file at `path`, which is of a kind that messages name.
 
     Raises:
         ConfigError: if there is no such file, or it cannot be read or parsed.
     """
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        return parse_yaml(path.read_text(encoding="utf-8"), str(path), kind)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the params file cannot be read: {error}", where=str(path), remedy="check the path"
+            f"the {kind} file cannot be read: {error}", where=str(path), remedy="check the path"
         ) from error

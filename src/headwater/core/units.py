@@ -31,6 +31,26 @@ def parse_bytes(text: str | int | float) -> int:
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 
 
+def parse_rate(text: str | int | float) -> float:
+    """Bytes a second that `text` means: `"50 GB/s"`, `"1.2 Tbit/s"` or a plain number.
+
+    Raises:
+        ConfigError: if it is not a rate.
+    """
+    if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < float("inf"):
+        return float(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGTP]?)(i?)(bit|b|B)(?:/s|ps)\s*", str(text))
+    if match is None:
+        raise ConfigError(f"{text!r} is not a rate", remedy="write for example 50 GB/s or 100 Gbit/s")
+    factor = (1024.0 if match[3] else 1000.0) ** " KMGTP".index(match[2].upper() or " ")
+    return float(match[1]) * factor / (1.0 if match[4] == "B" else 8.0)
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Bytes a second with three significant digits: `50.0 GB/s`."""
+    return f"{format_count(bytes_per_s)}B/s"
+
+
 def format_bytes(count: float) -> str:
     """`count` bytes with a binary unit and three significant digits: `1.46 GiB`."""
     return _format(count, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))

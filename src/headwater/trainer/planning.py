@@ -22,6 +22,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import Calibration
+from headwater.plan.search import TraceFor
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Plan, Trace
 from headwater.stream.engine import Engine
@@ -110,19 +111,8 @@ def plan_run(
         ConfigError: if the params ask for what is not there.
         DoesNotFitError: if a budget is too small.
     """
-
-    @functools.cache
-    def trace_for(size: int) -> Trace:
-        return trace_step(
-            trainable.model,
-            trainable.example(size),
-            init.precision.precision,
-            loss_function=trainable.loss,
-            inference=work.optimizer is NO_UPDATES,
-        )
-
     return make_plan(
-        trace_for,
+        dry_runs(init, trainable, inference=work.optimizer is NO_UPDATES),
         batch_size=work.batch_size,
         precision=init.precision.precision,
         optimizer_state_bytes=optimizer_state_bytes(work.optimizer),
@@ -131,6 +121,22 @@ def plan_run(
         calibration=calibration,
         fixed=fixed_by(init.backend, work.micro_batch_size),
     )
+
+
+def dry_runs(init: SetupConfig, trainable: Trainable, *, inference: bool = False) -> TraceFor:
+    """Dry runs of what is computed by the number of samples, each done once."""
+
+    @functools.cache
+    def trace_for(size: int) -> Trace:
+        return trace_step(
+            trainable.model,
+            trainable.example(size),
+            init.precision.precision,
+            loss_function=trainable.loss,
+            inference=inference,
+        )
+
+    return trace_for
 
 
 def make_engine(

@@ -1,0 +1,110 @@
+"""`headwater plan --cluster`: how a model would be trained on machines that one has not got."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from headwater.config import RunConfig
+from headwater.config.cluster import load_cluster, shipped_clusters
+from headwater.core.errors import ConfigError
+from headwater.plan.cluster.drawing import draw_scaling, draw_timeline
+from headwater.plan.cluster.report import chrome_trace, render_scaling, scaling_document
+from headwater.trainer.job import Trainable
+from headwater.trainer.simulation import Simulation, cluster_of, simulate
+
+SCALING_FILE, TIMELINE_FILE = "scaling.png", "timeline.png"
+TRACE_FILE, NUMBERS_FILE = "trace.json", "simulation.json"
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for machines that one has not got."""
+    group = parser.add_argument_group("machines that one has not got", "a step is simulated on them")
+    group.add_argument(
+        "--cluster", metavar="FILE", help=f"a cluster file, or one of: {', '.join(shipped_clusters())}"
+    )
+    group.add_argument(
+        "--counts", metavar="N,N,…", help="numbers of CSXs (powers of two up to the cluster's, or 1024)"
+    )
+    group.add_argument(
+        "--scaling",
+        choices=("strong", "weak"),
+        help="batch_size is that of all CSXs (strong, if not given) or of each (weak)",
+    )
+    group.add_argument(
+        "--out", type=Path, metavar="DIR", help="write pictures, a trace and all numbers there"
+    )
+
+
+def check_cluster_arguments(args: argparse.Namespace) -> None:
+    """Refuse options that mean nothing together.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    for name in ("counts", "scaling", "out"):
+        if args.cluster is None and getattr(args, name) is not None:
+            raise ConfigError(
+                f"--{name} goes with --cluster", where="command line", remedy="add --cluster FILE"
+            )
+    for name in ("png", "recalibrate"):
+        if args.cluster is not None and getattr(args, name):
+            raise ConfigError(
+                f"--{name} is about this machine, --cluster about others",
+                where="command line",
+                remedy=f"leave out --{name}; --out DIR draws",
+            )
+
+
+def run_cluster(args: argparse.Namespace, config: RunConfig, trainable: Trainable, batch_size: int) -> int:
+    """Prints what a step takes on a cluster; returns the exit code."""
+    cluster = cluster_of(load_cluster(args.cluster), Path(args.cluster).stem)
+    simulation = simulate(
+        config.init,
+        trainable,
+        batch_size,
+        cluster,
+        counts=_counts(args.counts),
+        scaling=args.scaling or "strong",
+    )
+    console = Console()
+    console.print(render_scaling(simulation.points, cluster, simulation.scaling))
+    for number, why in simulation.refused.items():
+        console.print(f"{number} CSXs: {why}", highlight=False)
+    if args.out is not None:
+        _write(simulation, args.params, args.out)
+        console.print(f"pictures, trace and numbers in {args.out}", highlight=False)
+    return 0
+
+
+def _counts(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise ConfigError(
+            f"{text!r} is no list of numbers of CSXs", where="--counts", remedy="write for example 1,4,16"
+        )
+    return sorted({int(number) for number in text.split(",")})
+
+
+def _write(simulation: Simulation, params: str, folder: Path) -> None:
+    points, cluster = simulation.points, simulation.cluster
+    title = f"{params.removesuffix('.yaml')} on {cluster.name}"
+    largest = points[-1]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draw_scaling(points, title, simulation.scaling, folder / SCALING_FILE)
+        draw_timeline(largest, title, folder / TIMELINE_FILE)
+        (folder / TRACE_FILE).write_text(json.dumps(chrome_trace(largest)))
+        numbers = scaling_document(points, simulation.refused, cluster, simulation.scaling)
+        (folder / NUMBERS_FILE).write_text(json.dumps({"params": params, **numbers}, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"the simulation cannot be written: {error.strerror}",
+            where=str(error.filename or folder),
+            remedy="name a folder that can be written to",
+        ) from error

@@ -1,0 +1,1 @@
+"""Predicts the steps of many ranks on machines that one has not got."""

@@ -1,0 +1,168 @@
+"""What travels between hosts, and how long it keeps their links busy.
+
+All hosts do the same at the same time, so one of them stands for all. The exchange is that of the engine
+(`headwater.fabric.link`): each host sends every other what is for it, straight, and all do so at once.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from math import ceil
+
+from headwater.plan.cluster.timeline import Kind, Timeline
+from headwater.plan.cluster.types import Network, Placement
+
+PIECE_BYTES = 8 << 20
+"""What a switch passes on at once, at most."""
+MOST_PIECES = 16
+"""Pieces of a stage that are simulated, at most; larger ones show the same to within a sixteenth."""
+
+
+class Links(abc.ABC):
+    """What carries weights to the hosts that compute, and gradients back.
+
+    Attributes:
+        out: how a host that computes sends.
+        into: how it receives.
+    """
+
+    out: int
+    into: int
+
+    def __init__(self, timeline: Timeline, network: Network) -> None:
+        self._timeline = timeline
+        self._network = network
+        self.out = timeline.resource("host", "network out")
+        self.into = timeline.resource("host", "network in")
+
+    @abc.abstractmethod
+    def broadcast(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+        """Send the weights of a stage to all hosts; returns the task with whose end they are there."""
+
+    @abc.abstractmethod
+    def reduce(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+        """Send the gradients of a stage to their owners; returns the task with whose end they are there."""
+
+    @property
+    @abc.abstractmethod
+    def agreement_s(self) -> float:
+        """Until all hosts know a number of each, as the norm of the gradients."""
+
+    def _seconds(self, num_bytes: float) -> float:
+        return num_bytes / self._network.bytes_per_s
+
+    def _delay(self, kind: Kind, stage: int, hops: int, after: int) -> int:
+        return self._timeline.add(kind, "latency", stage, hops * self._network.latency_s, after=[after])
+
+
+class Peers(Links):
+    """Every host owns a share: it gets the others' gradients for that, and sends them its weights."""
+
+    def __init__(self, timeline: Timeline, network: Network, hosts: int) -> None:
+        super().__init__(timeline, network)
+        self._hosts = hosts
+
+    def broadcast(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+        return self._exchange(Kind.BROADCAST, "weights", stage, num_bytes, after)
+
+    def reduce(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+        return self._exchange(Kind.REDUCE, "gradients", stage, num_bytes, after)
+
+    def _exchange(self, kind: Kind, name: str, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+        moved = (self._hosts - 1) / self._hosts * num_bytes
+        links = (self.out, self.into)
+        sent = self._timeline.add(kind, name, stage, self._seconds(moved), links, after, moved)
+        return self._delay(kind, stage, 1, sent)
+
+    @property
+    def agreement_s(self) -> float:
+        return (self._hosts - 1) * self._network.latency_s  # gloo gathers from neighbour to neighbour
+
+
+class Dedicated(Links):
+    """Hosts of the weight store own the shares; switches only pass on what they get."""
+
+    def __init__(self, timeline: Timeline, network: Network, placement: Placement) -> None:
+        super().__init__(timeline, network)
+        self._each = placement.hosts / placement.owners
+        self._num_hosts = placement.hosts + placement.owners
+        self.store_out = timeline.resource("store", "network out")
+        self.store_into = timeline.resource("store", "network in")
+
+    def broadcast(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+        return self._exchange(Kind.BROADCAST, "weights", stage, num_bytes, (self.into, self.store_out), after)
+
+    def reduce(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+        return self._exchange(Kind.REDUCE, "gradients", stage, num_bytes, (self.out, self.store_into), after)
+
+    def _exchange(
+        self, kind: Kind, name: str, stage: int, num_bytes: int, links: tuple[int, int], after: Sequence[int]
+    ) -> int:
+        """A host moves the whole stage, an owner its share of it with every host."""
+        both = [
+            self._timeline.add(kind, name, stage, self._seconds(moved), (link,), after, moved)
+            for link, moved in zip(links, (float(num_bytes), self._each * num_bytes), strict=True)
+        ]
+        return self._timeline.add(kind, "latency", stage, self._network.latency_s, after=both)
+
+    @property
+    def agreement_s(self) -> float:
+        return (self._num_hosts - 1) * self._network.latency_s
+
+
+class Switches(Links):
+    """A tree of switches that copy weights on the way down and sum gradients on the way up."""
+
+    def __init__(self, timeline: Timeline, network: Network, placement: Placement) -> None:
+        super().__init__(timeline, network)
+        assert network.fan_out is not None, "such switches have a fan-out"
+        levels, reach = 1, network.fan_out
+        while reach < placement.hosts:
+            levels, reach = levels + 1, reach * network.fan_out
+        self._owners = placement.owners
+        names = [f"level {level}" for level in range(1, levels)]
+        down = [timeline.resource("switches", f"{name} down") for name in names]
+        up = [timeline.resource("switches", f"{name} up") for name in names]
+        self.store_out = timeline.resource("store", "network out")
+        self.store_into = timeline.resource("store", "network in")
+        self._down = [self.store_out, *down, self.into]
+        self._up = [self.out, *reversed(up), self.store_into]
+
+    def broadcast(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+        return self._pass(Kind.BROADCAST, "weights", stage, num_bytes, self._down, after)
+
+    def reduce(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+        return self._pass(Kind.REDUCE, "gradients", stage, num_bytes, self._up, after)
+
+    def _pass(
+        self, kind: Kind, name: str, stage: int, num_bytes: int, path: list[int], after: Sequence[int]
+    ) -> int:
+        """From link to link, piece by piece; the owners' links carry a share each."""
+        pieces = max(1, min(ceil(num_bytes / PIECE_BYTES), MOST_PIECES))
+        piece, last = num_bytes / pieces, -1
+        for _ in range(pieces):
+            before = after
+            for link in path:
+                size = piece / self._owners if link in (self.store_out, self.store_into) else piece
+                last = self._timeline.add(kind, name, stage, self._seconds(size), (link,), before, size)
+                before = [last]
+        return self._delay(kind, stage, len(path), last)
+
+    @property
+    def agreement_s(self) -> float:
+        return 2 * len(self._down) * self._network.latency_s
+
+
+def connect(timeline: Timeline, placement: Placement) -> Links | None:
+    """The links of a run; `None` where nothing travels."""
+    network = placement.cluster.network
+    if placement.cluster.store is None:
+        if placement.hosts == 1:
+            return None
+        assert network is not None, "several hosts have a network"
+        return Peers(timeline, network, placement.hosts)
+    assert network is not None, "a weight store elsewhere has a network"
+    if network.fan_out is None:
+        return Dedicated(timeline, network, placement)
+    return Switches(timeline, network, placement)

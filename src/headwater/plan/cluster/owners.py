@@ -1,0 +1,119 @@
+"""Those who own shares of masters and optimizer state: they update, and have all hosts get the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headwater.core.errors import DoesNotFitError
+from headwater.core.units import format_bytes
+from headwater.plan.cluster.disk import DiskQueue
+from headwater.plan.cluster.network import Links
+from headwater.plan.cluster.timeline import Kind, Timeline
+from headwater.plan.cluster.types import Placement
+from headwater.plan.footprint import Footprint
+from headwater.plan.predict import Predictor
+from headwater.plan.types import Plan, Tier
+
+
+class Owners:
+    """What one host owns, of all that compute or of those of the store.
+
+    Args:
+        timeline: of the step.
+        plan: of one rank.
+        predictor: of the plan's trace.
+        placement: where the ranks are.
+        network: what connects the hosts, if anything does.
+        cores: of each rank, where ranks compute on cores.
+        memory: that of a host that computes.
+        disk: its disk.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        plan: Plan,
+        predictor: Predictor,
+        placement: Placement,
+        network: Links | None,
+        cores: Sequence[int],
+        memory: int,
+        disk: DiskQueue,
+    ) -> None:
+        self._timeline, self._plan, self._predictor = timeline, plan, predictor
+        self._placement, self._network = placement, network
+        self._cores, self._memory, self._host_disk, self._disk = cores, memory, disk, disk
+        self._part = 1.0 / placement.owners
+        self._slowness, tier = 1.0, plan.tier
+        store = placement.cluster.store
+        if store is not None:
+            tier = store_tier(predictor.footprint, placement)
+            self._cores = ()
+            self._memory = timeline.resource("store", "memory")
+            self._disk = DiskQueue(timeline, "store", store.disk)
+            self._slowness = predictor.adamw_params_per_s / store.memory.adamw_params_per_s
+        self._on_disk = tier == "disk"
+        self.need_slabs = self._on_disk and network is None
+        """Whether updated weights have no place but a slab."""
+
+    def update(self, stage: int, after: Sequence[int]) -> int:
+        """Update a stage and let every host have it; the task with whose end that is done, or -1."""
+        held = self._predictor.footprint.stages[stage]
+        if not held.trained:
+            return -1
+        moved, before = self._part * held.state, list(after)
+        if self.need_slabs:
+            moved += held.slab
+        if self._plan.gradient_tier == "disk":
+            waiting = self._predictor.footprint.held_gradient(self._plan, stage)
+            before = [self._host_disk.read("gradients", stage, waiting, before)]
+        if self._on_disk:
+            before = [self._disk.read("masters", stage, moved, before)]
+        done = self._compute(stage, before)
+        if self._on_disk:
+            self._disk.write("masters written", stage, moved, done)
+        if self._network is None or self._placement.streams_from_store:
+            return self._timeline.add(Kind.UPDATE, "updated", stage, 0.0, after=done)
+        return self._network.broadcast(stage, held.slab, done)
+
+    def _compute(self, stage: int, after: Sequence[int]) -> list[int]:
+        """Where cores compute, each rank updates its part of what the host owns."""
+        seconds = (
+            self._part * self._slowness * self._predictor.update_s(self._predictor.footprint.stages[stage])
+        )
+        held: list[tuple[int, ...]] = [(cores, self._memory) for cores in self._cores] or [(self._memory,)]
+        return [
+            self._timeline.add(Kind.UPDATE, "update", stage, seconds / len(held), resources, after)
+            for resources in held
+        ]
+
+    def keep(self, stage: int, micro_batch: int, after: Sequence[int]) -> int:
+        """Let the sum of the gradients of a stage wait on disk, with that of earlier micro-batches."""
+        held, before = self._predictor.footprint.held_gradient(self._plan, stage), list(after)
+        if micro_batch > 0:
+            before = [self._host_disk.read("gradients", stage, held, before)]
+        return self._host_disk.write("gradients written", stage, held, before)
+
+
+def store_tier(footprint: Footprint, placement: Placement) -> Tier:
+    """Where the hosts of the store keep what they own.
+
+    Args:
+        footprint: of the whole model.
+        placement: of a cluster with such hosts.
+
+    Raises:
+        DoesNotFitError: if it fits neither in their memory nor on their disks.
+    """
+    store = placement.cluster.store
+    assert store is not None, "somebody owns the shares"
+    needed = sum(stage.stored for stage in footprint.stages) / store.count
+    if needed <= store.memory.size_bytes:
+        return "memory"
+    if store.disk is not None and needed <= store.disk.size_bytes:
+        return "disk"
+    raise DoesNotFitError(
+        f"each of {store.count} hosts of the weight store needs {format_bytes(needed)}",
+        where=placement.cluster.name,
+        remedy="give the store more hosts, memory or disk",
+    )

@@ -1,0 +1,152 @@
+"""From params and a cluster file to simulated steps of many CSXs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from headwater.api.machine import fixed_by, optimizer_state_bytes
+from headwater.config.cluster import ClusterFile, DiskSection, MemorySection
+from headwater.config.run import SetupConfig
+from headwater.core.errors import ConfigError, DoesNotFitError
+from headwater.plan.cluster.scaling import Point, Work, simulate_point
+from headwater.plan.cluster.types import (
+    Accelerator,
+    Cluster,
+    Disk,
+    Host,
+    Memory,
+    Network,
+    Scaling,
+    StoreHosts,
+    place,
+)
+from headwater.plan.estimate import estimated_traces
+from headwater.trainer.job import Trainable
+from headwater.trainer.planning import dry_runs, fixed_micro_batch_size, optimizer_of
+
+MOST_CSX = 1024
+"""CSXs that are simulated without being asked for, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """Simulated steps.
+
+    Attributes:
+        cluster: the machines.
+        scaling: what was held constant.
+        points: a step for each number of CSXs.
+        refused: why others have none.
+    """
+
+    cluster: Cluster
+    scaling: Scaling
+    points: list[Point]
+    refused: dict[int, str]
+
+
+def cluster_of(file: ClusterFile, name: str) -> Cluster:
+    """The cluster that a file describes."""
+    host, accelerator = file.host, file.host.accelerator
+    return Cluster(
+        name=name,
+        hosts=file.hosts,
+        host=Host(
+            ranks=host.ranks,
+            memory=_memory(host.memory),
+            flops_per_s=host.flops_per_s.model_dump(),
+            saved_bytes_per_s=host.saved_bytes_per_s.model_dump(),
+            accelerator=Accelerator(accelerator.memory, accelerator.link_bytes_per_s)
+            if accelerator
+            else None,
+            disk=_disk(host.disk),
+        ),
+        network=Network(**file.network.model_dump()) if file.network else None,
+        store=StoreHosts(file.store.hosts, _memory(file.store.memory), _disk(file.store.disk))
+        if file.store
+        else None,
+    )
+
+
+def _memory(section: MemorySection) -> Memory:
+    return Memory(section.size, section.bytes_per_s, section.adamw_params_per_s)
+
+
+def _disk(section: DiskSection | None) -> Disk | None:
+    if section is None:
+        return None
+    return Disk(section.size, section.read_bytes_per_s, section.write_bytes_per_s)
+
+
+def default_counts(cluster: Cluster) -> list[int]:
+    """Powers of two up to what the cluster has, or to 1,024."""
+    most = min(cluster.most_csx, MOST_CSX)
+    return [1 << power for power in range(most.bit_length())]
+
+
+def simulate(
+    init: SetupConfig,
+    trainable: Trainable,
+    batch_size: int,
+    cluster: Cluster,
+    *,
+    counts: Sequence[int] | None = None,
+    scaling: Scaling = "strong",
+) -> Simulation:
+    """A step of each number of CSXs.
+
+    Args:
+        init: the params.
+        trainable: what is trained.
+        batch_size: samples of one step: of all CSXs together, or of each with weak scaling.
+        cluster: the machines.
+        counts: numbers of CSXs; `default_counts` where `None`.
+        scaling: `strong` or `weak`.
+
+    Raises:
+        ConfigError: if a number of CSXs that was asked for cannot be, or there is no plan for any.
+    """
+    work = Work(
+        trace_for=estimated_traces(dry_runs(init, trainable)),
+        precision=init.precision.precision,
+        optimizer_state_bytes=optimizer_state_bytes(optimizer_of(init, trainable)),
+        device_memory=init.backend.device_memory,
+    )
+    points: list[Point] = []
+    refused: dict[int, str] = {}
+    for number in counts or default_counts(cluster):
+        try:
+            whole = batch_size if scaling == "strong" else batch_size * number
+            points.append(_point(init, trainable, work, cluster, number, whole))
+        except ConfigError as error:
+            if counts is not None:
+                raise
+            refused[number] = error.what
+        except DoesNotFitError as error:
+            refused[number] = error.what
+    if not points:
+        number, why = next(iter(refused.items()))
+        raise DoesNotFitError(
+            f"no number of CSXs can train this: {number}: {why}",
+            where=cluster.name,
+            remedy="choose a larger cluster, or another batch_size",
+        )
+    return Simulation(cluster, scaling, points, refused)
+
+
+def _point(
+    init: SetupConfig, trainable: Trainable, work: Work, cluster: Cluster, number: int, batch_size: int
+) -> Point:
+    placement = place(cluster, number)
+    if batch_size % number:
+        raise ConfigError(
+            f"{number} CSXs do not divide a batch of {batch_size}",
+            where="batch_size",
+            remedy=f"write {max(1, round(batch_size / number)) * number}, or --scaling weak",
+        )
+    size = fixed_micro_batch_size(init, batch_size // number)
+    if size is None and not trainable.divisible:
+        size = batch_size // number
+    work = dataclasses.replace(work, fixed=fixed_by(init.backend, size))
+    return simulate_point(work, placement, batch_size)
