@@ -26,7 +26,7 @@ def make(tmp_path):
                 writer.writerow([text, [0] * len(text), 1])
         options = {
             "vocab_size": len(VOCABULARY), "length": 64, "predictions": 12, "share": 0.15,
-            "next_sentence": True, "seed": 0, **changes,
+            "next_sentence": True, "segments": 2, "seed": 0, **changes,
         }  # fmt: skip
         return MaskedTexts([CSVRecords(path)], tmp_path / "vocab.txt", **options)
 
@@ -97,5 +97,5 @@ def test_what_is_wrong_is_named(make, tmp_path):
     with pytest.raises(DataError, match=r"\[MASK\] are missing"):
         MaskedTexts(
             [CSVRecords(tmp_path / "texts.csv")], tmp_path / "vocab.txt", vocab_size=300, length=9,
-            predictions=2, share=0.1, next_sentence=False, seed=0,
+            predictions=2, share=0.1, next_sentence=False, segments=0, seed=0,
         )  # fmt: skip

@@ -184,7 +184,7 @@ def test_sentences_are_judged_by_the_token_before_each(shared, tmp_path):
     texts, labels = ["The sea rose.", "All fled!", "", "We tell how."], [0, 1, 0, 1]
     source = lines(tmp_path / "a.jsonl", [{"source": texts, "source_labels": labels}])
     make(source, "extractive_summarization", vocabulary, max_cls_tokens=6)
-    fields = sentence_fields(64, 6, vocab_size=30522)
+    fields = sentence_fields(64, 6, vocab_size=30522, segments=2)
     batch = open_records(tmp_path / "extractive_summarization/train", fields, 64).__getitems__([0])
     oracle = transformers.BertTokenizer(str(vocabulary))
     parts = [oracle(text)["input_ids"] for text in texts]
@@ -233,9 +233,7 @@ def test_masked_pairs_are_texts_of_the_documents(shared, bert, tmp_path):
     ]
     source = lines(tmp_path / "a.jsonl", [{"text": text} for text in documents])
     make(source, "masked", bert, length=48)
-    fields = masked_text_fields(
-        48, 8, vocab_size=30522, pad=0, segments=True, next_sentence=True, spans=False
-    )
+    fields = masked_text_fields(48, 8, vocab_size=30522, pad=0, segments=2, next_sentence=True, spans=False)
     read = open_records(tmp_path / "masked/train", fields, 48)
     oracle = transformers.BertTokenizer(str(bert))
     tokenized = [" ".join(oracle.tokenize(text)) for text in documents]
@@ -265,7 +263,15 @@ def test_masks_may_be_left_to_the_training(shared, bert, tmp_path):
     make(source, "masked", bert, length=40, dynamic_mask=True)
     files = [CSVRecords(path) for path in (tmp_path / "masked/train").glob("*.csv")]
     texts = MaskedTexts(
-        files, bert, vocab_size=30522, length=40, predictions=6, share=0.15, next_sentence=True, seed=0
+        files,
+        bert,
+        vocab_size=30522,
+        length=40,
+        predictions=6,
+        share=0.15,
+        next_sentence=True,
+        segments=2,
+        seed=0,
     )
     first, second = (texts.__getitems__([draw])["input_ids"] for draw in (0, len(texts)))
     assert (first == 103).any() and (first != second).any()

@@ -36,6 +36,7 @@ class FieldSpec:
         fill: what shorter ones are filled up with.
         default: the value of all elements where the files have no such field; without one they must.
         below: number above every value, if there is one.
+        remedy: what to do where a value is not below it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class FieldSpec:
     fill: int = 0
     default: int | None = None
     below: int | None = None
+    remedy: str = "name data that were made for this model"
 
 
 class RecordFile(Protocol):
@@ -234,7 +236,7 @@ class Records:
             raise DataError(
                 f"the value {int(values.max())} is not below {field.below}",
                 where=where,
-                remedy="name data that were made for this model",
+                remedy=field.remedy,
             )
         return _fitted(values, field)
 

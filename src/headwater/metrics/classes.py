@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headwater.core.errors import ConfigError, DataError
+from headwater.core.scores import f_beta, intersection_over_union
 from headwater.metrics.metric import Metric, check_shape, weights_like
 
 
@@ -89,7 +90,7 @@ class MeanIOUMetric(_ConfusionMetric):
     """
 
     def _value(self, hits: Tensor, labelled: Tensor, predicted: Tensor) -> Tensor:
-        return (hits / (labelled + predicted - hits)).nanmean()
+        return intersection_over_union(hits, labelled, predicted).nanmean()
 
 
 class DiceCoefficientMetric(_ConfusionMetric):
@@ -101,7 +102,7 @@ class DiceCoefficientMetric(_ConfusionMetric):
     """
 
     def _value(self, hits: Tensor, labelled: Tensor, predicted: Tensor) -> Tensor:
-        return (2 * hits / (labelled + predicted)).nanmean()
+        return f_beta(hits, labelled, predicted).nanmean()
 
 
 class MeanPerClassAccuracyMetric(_ConfusionMetric):
@@ -155,6 +156,4 @@ class FBetaScoreMetric(_ConfusionMetric):
         hits, labelled, predicted = (counts[self._kept] for counts in (hits, labelled, predicted))
         if self.average_type == "micro":
             hits, labelled, predicted = hits.sum(), labelled.sum(), predicted.sum()
-        square = self.beta**2
-        score = (1 + square) * hits / (square * labelled + predicted)
-        return score.nan_to_num().mean()
+        return f_beta(hits, labelled, predicted, self.beta).nan_to_num().mean()

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from headwater.core.scores import f_beta, intersection_over_union
+
 
 class Scored:
     """The share of answers that were right, over the batches since the last reset.
@@ -77,7 +79,7 @@ class F1:
 
     def compute(self) -> float:
         """The mean; 0 where nothing was found."""
-        return 2 * self._right / (self._found + self._there) if self._right else 0.0
+        return f_beta(self._right, self._there, self._found) if self._right else 0.0
 
 
 class Overlap:
@@ -95,9 +97,8 @@ class Overlap:
     def __init__(self, name: str, num_classes: int, *, dice: bool = False) -> None:
         self.name = name
         self.num_classes = num_classes
-        self.dice = dice
-        self.update_count = 0
-        self._both, self._sizes = [0] * num_classes, [0] * num_classes
+        self.score = f_beta if dice else intersection_over_union
+        self.reset()
 
     def add(self, found: Tensor, labels: Tensor) -> None:
         """Count a batch.
@@ -111,21 +112,17 @@ class Overlap:
         self.update_count += 1
         for number in range(self.num_classes):
             ours, theirs = found == number, labels == number
-            self._both[number] += int((ours & theirs).sum())
-            self._sizes[number] += int(ours.sum()) + int(theirs.sum())
+            for place, counted in enumerate((ours & theirs, theirs, ours)):
+                self._counts[number][place] += int(counted.sum())
 
     def reset(self) -> None:
         """Begin anew."""
         self.update_count = 0
-        self._both, self._sizes = [0] * self.num_classes, [0] * self.num_classes
+        self._counts = [[0, 0, 0] for _ in range(self.num_classes)]
 
     def compute(self) -> float:
         """The mean; 0 where nothing was counted."""
-        shares = [
-            2 * both / sizes if self.dice else both / (sizes - both)
-            for both, sizes in zip(self._both, self._sizes, strict=True)
-            if sizes
-        ]
+        shares = [self.score(*counts) for counts in self._counts if any(counts)]
         return sum(shares) / len(shares) if shares else 0.0
 
 

@@ -128,6 +128,8 @@ def _gpt(config: GptDataConfig, model: DecoderConfig) -> Samples:
 def _labelled_texts(config: TextClassificationDataConfig, model: ClassifierConfig) -> Samples:
     from headwater.data.text.classification import read_labelled_texts
 
+    if config.data_processor == "MNLIDataProcessor":
+        _check_pairs(config, model)
     return read_labelled_texts(config, model.vocab_size, model.num_labels)
 
 
@@ -140,7 +142,17 @@ def _labelled_tokens(config: TokenClassificationDataConfig, model: TokenClassifi
 def _questions(config: QuestionDataConfig, model: QuestionAnsweringConfig) -> Samples:
     from headwater.data.text.squad import read_windows
 
+    _check_pairs(config, model)
     return read_windows(config, model.vocab_size)
+
+
+def _check_pairs(config: DataConfig, model: ClassifierConfig | QuestionAnsweringConfig) -> None:
+    if model.num_segments == 1:
+        raise ConfigError(
+            f"samples of {config.data_processor} are two texts, and the model has one kind of segment",
+            where="model.num_segments",
+            remedy="write num_segments: 2, or 0 for a model that does not tell the two apart",
+        )
 
 
 def _masked_texts(config: MaskedTextDataConfig, model: BertConfig) -> Samples:
@@ -154,7 +166,7 @@ def _masked_texts(config: MaskedTextDataConfig, model: BertConfig) -> Samples:
         predictions,
         vocab_size=model.vocab_size,
         pad=model.pad_token_id,
-        segments=bool(model.num_segments),
+        segments=model.num_segments,
         next_sentence=not model.disable_nsp,
         spans=config.use_vsl,
     )
@@ -174,6 +186,7 @@ def _dynamic_masks(config: DynamicMaskDataConfig, model: BertConfig) -> Samples:
         predictions=config.max_predictions_per_seq,
         share=config.masked_lm_prob,
         next_sentence=not model.disable_nsp,
+        segments=model.num_segments,
         seed=config.shuffle_seed or 0,
     )
 
@@ -183,7 +196,9 @@ def _sentences(config: SentencesDataConfig, model: ExtractiveSummarizationConfig
     from headwater.data.text.fields import sentence_fields
 
     length = config.max_sequence_length or model.max_position_embeddings
-    fields = sentence_fields(length, config.max_cls_tokens, vocab_size=model.vocab_size)
+    fields = sentence_fields(
+        length, config.max_cls_tokens, vocab_size=model.vocab_size, segments=model.num_segments
+    )
     return open_records(config.data_dir, fields, length)
 
 

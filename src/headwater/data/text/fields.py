@@ -6,7 +6,24 @@ from headwater.data.records import FieldSpec
 
 _IDS = ("input_ids",)
 _MASK = ("attention_mask", "input_mask")
-_SEGMENTS = ("token_type_ids", "segment_ids")
+
+
+def segment_field(length: int, segments: int) -> FieldSpec:
+    """Which text of a sample each token is of.
+
+    Args:
+        length: tokens of a sample.
+        segments: texts that the model tells apart; 0 if none.
+    """
+    return FieldSpec(
+        "token_type_ids",
+        ("token_type_ids", "segment_ids"),
+        (length,),
+        default=0,
+        below=segments or None,
+        remedy=f"write num_segments: {segments + 1} in the model's section, or prepare single texts "
+        "(--no-sentence_pairs)",
+    )
 
 
 def masked_text_fields(
@@ -15,7 +32,7 @@ def masked_text_fields(
     *,
     vocab_size: int,
     pad: int,
-    segments: bool,
+    segments: int,
     next_sentence: bool,
     spans: bool,
 ) -> list[FieldSpec]:
@@ -26,7 +43,7 @@ def masked_text_fields(
         predictions: tokens that are guessed at most.
         vocab_size: number above every token.
         pad: token that fills samples up.
-        segments: there is a first and a second text.
+        segments: texts of a sample that the model tells apart; 0 if none.
         next_sentence: whether the second follows the first is to be learnt.
         spans: several texts lie in a sample.
     """
@@ -38,7 +55,7 @@ def masked_text_fields(
         FieldSpec("masked_lm_weights", ("masked_lm_weights", "masked_lm_mask"), (predictions,)),
     ]
     if segments:
-        fields.append(FieldSpec("token_type_ids", _SEGMENTS, (length,), default=0))
+        fields.append(segment_field(length, segments))
     if next_sentence:
         names = ("next_sentence_label", "next_sentence_labels", "is_random_next")
         fields.append(FieldSpec("next_sentence_label", names))
@@ -47,18 +64,19 @@ def masked_text_fields(
     return fields
 
 
-def sentence_fields(length: int, sentences: int, *, vocab_size: int) -> list[FieldSpec]:
+def sentence_fields(length: int, sentences: int, *, vocab_size: int, segments: int) -> list[FieldSpec]:
     """Fields of texts whose sentences are chosen for a summary.
 
     Args:
         length: tokens of a sample.
         sentences: of a text at most.
         vocab_size: number above every token.
+        segments: texts of a sample that the model tells apart; 0 if none.
     """
     return [
         FieldSpec("input_ids", _IDS, (length,), below=vocab_size),
         FieldSpec("attention_mask", _MASK, (length,)),
-        FieldSpec("token_type_ids", _SEGMENTS, (length,), default=0),
+        segment_field(length, segments),
         FieldSpec("cls_indices", ("cls_indices", "cls_token_indices"), (sentences,), below=length),
         FieldSpec("cls_label", ("cls_label", "labels"), (sentences,)),
         FieldSpec("cls_weights", ("cls_weights", "cls_mask"), (sentences,)),

@@ -12,6 +12,7 @@ from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
 from headwater.data.loader import Batch
 from headwater.data.records import CSVRecords, FieldSpec, Records, Values
+from headwater.data.text.fields import segment_field
 from headwater.data.text.masks import choose_masks
 from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR, UNKNOWN, read_vocabulary
 
@@ -31,6 +32,7 @@ class MaskedTexts:
         predictions: tokens that are guessed at most.
         share: of the tokens that are guessed.
         next_sentence: whether the second text follows the first is to be learnt.
+        segments: texts of a sample that the model tells apart; 0 if none.
         seed: seed of the choice.
 
     Raises:
@@ -47,6 +49,7 @@ class MaskedTexts:
         predictions: int,
         share: float,
         next_sentence: bool,
+        segments: int,
         seed: int,
     ) -> None:
         self.sequence_length, self._predictions, self._share, self._seed = length, predictions, share, seed
@@ -55,7 +58,7 @@ class MaskedTexts:
             sorted(n for token, n in self._numbers.items() if not token.startswith("["))
         )
         self._texts = _Texts(files)
-        fields = [FieldSpec("token_type_ids", ("segment_ids", "token_type_ids"), (length,), default=0)]
+        fields = [segment_field(length, segments)]
         if next_sentence:
             fields.append(FieldSpec("next_sentence_label", ("is_random_next", "next_sentence_labels")))
         self._records = Records(files, fields, length)

@@ -18,6 +18,7 @@ import torch
 
 from headwater.config.data import QuestionDataConfig
 from headwater.core.errors import DataError
+from headwater.core.scores import f_beta
 from headwater.data.loader import Batch
 from headwater.data.text.wordpiece import BEGIN, PAD, SEPARATOR, wordpiece
 
@@ -202,8 +203,8 @@ def read_windows(config: QuestionDataConfig, vocab_size: int) -> Windows:
     """
     questions = read_questions(config.data_dir)
     if config.held_out_dir is not None and config.is_training:
-        held_out = {_letters(question.context) for question in read_questions(config.held_out_dir)}
-        questions = [question for question in questions if _letters(question.context) not in held_out]
+        held_out = {same_letters(question.context) for question in read_questions(config.held_out_dir)}
+        questions = [question for question in questions if same_letters(question.context) not in held_out]
     if not questions:
         raise DataError(
             "all questions are about texts that are held out",
@@ -213,7 +214,7 @@ def read_windows(config: QuestionDataConfig, vocab_size: int) -> Windows:
     return Windows(questions, config, vocab_size)
 
 
-def _letters(text: str) -> str:
+def same_letters(text: str) -> str:
     """What of a text stays the same when it is written in lower case or cut into words."""
     return "".join(text.lower().split())
 
@@ -297,4 +298,4 @@ def _words(text: str) -> list[str]:
 def _word_f1(found: list[str], right: list[str]) -> float:
     """The harmonic mean of precision and recall of the words."""
     shared = (collections.Counter(found) & collections.Counter(right)).total()
-    return 2 * shared / (len(found) + len(right)) if shared else 0.0
+    return f_beta(shared, len(right), len(found)) if shared else 0.0
