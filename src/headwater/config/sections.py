@@ -22,11 +22,13 @@ class ClusterConfig(Section):
 
     Attributes:
         num_csx: compute ranks.
+        rank_timeout_s: how long a rank waits for another before the run ends.
         job_labels: `name=value` each, to find a job by that is submitted to the queue.
         job_priority: of a job that is submitted to the queue.
     """
 
     num_csx: int = Field(default=1, ge=1)
+    rank_timeout_s: float = Field(default=600.0, gt=0)
     num_workers_per_csx: Annotated[int | None, _Cluster] = None
     max_wgt_servers: Annotated[int | None, _Cluster] = None
     max_act_per_csx: Annotated[int | None, _Cluster] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -224,6 +225,11 @@ class Trainer:
 
 
 def weight_norm(engine: Engine) -> float:
-    """The 2-norm of all parameters together."""
-    norms = [torch.linalg.vector_norm(value, dtype=torch.float64) for _, value in engine.named_masters()]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+    """The 2-norm of all parameters together; all ranks ask for it at once."""
+    store, square = engine.store, 0.0
+    store.flush()
+    if engine.fabric.local_rank == 0:  # each host has other masters
+        for stage in store.stages:
+            for piece in store.read(stage.index, with_states=False):
+                square += float(torch.linalg.vector_norm(piece.master, dtype=torch.float64)) ** 2
+    return math.sqrt(sum(engine.fabric.gather(square)))

@@ -61,7 +61,7 @@ def fit(config: RunConfig, *, console: Console | None = None) -> FitResult:
     Raises:
         HeadwaterError: if something is wrong; the last complete checkpoint is then intact.
     """
-    fabric = join()
+    fabric = join(config.init.backend.cluster_config.rank_timeout_s)
     return fit_job(zoo_job(config, fabric), console=console, fabric=fabric)
 
 
