@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -52,8 +53,10 @@ def launch(num_csx: int, command: Sequence[str], *, where: str) -> int:
     # On another thread the agent leaves signals alone: it would end the ranks in the middle of a step.
     with ThreadPoolExecutor(1) as pool, _signals_for_ranks() as passed_on:
         done = pool.submit(elastic_launch(config, sys.executable), *command)
+        told: set[tuple[int, int]] = set()
         while not done.done():
             time.sleep(0.05)
+            _pass_on(passed_on, told)
     failure = done.exception()
     if isinstance(failure, ChildFailedError):
         first = min(failure.failures.values(), key=_time_s)
@@ -73,20 +76,28 @@ def _signals_for_ranks() -> Iterator[list[int]]:
         yield passed_on
         return
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         passed_on.append(number)
-        for process in psutil.Process().children():
-            process.send_signal(number)
 
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, note),
     }
     try:
         yield passed_on
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _pass_on(numbers: Sequence[int], told: set[tuple[int, int]]) -> None:
+    """Send every rank what it has not got yet: a signal may come before there are ranks."""
+    for number in numbers:
+        for process in psutil.Process().children():
+            if (process.pid, number) not in told:
+                told.add((process.pid, number))
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
 
 def _time_s(failure: ProcessFailure) -> float:

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 import torch.distributed
 
 from headwater.core.errors import ConfigError
+from headwater.fabric import slurm
 from headwater.fabric.cluster import DEFAULT_TIMEOUT_S, join_ranks
 from headwater.fabric.fabric import ALONE, Fabric
 
@@ -22,7 +23,9 @@ _is_alone: ContextVar[bool] = ContextVar("_is_alone", default=False)
 
 
 def is_rank() -> bool:
-    """Whether a launcher has started this process as one rank of several."""
+    """Whether a launcher, `torchrun` or `srun`, has started this process as one rank of several."""
+    if slurm.is_task(os.environ):
+        os.environ.update(slurm.as_rank(os.environ))
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 

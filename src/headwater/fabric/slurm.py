@@ -1,0 +1,41 @@
+"""Ranks that `srun` has started: what it tells them, in the words of `torch.distributed`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+
+
+def is_task(environment: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks of a step, and no other launcher has started it since."""
+    return "RANK" not in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def as_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `torch.distributed` for a task.
+
+    The first rank listens on the first host of the step, on a port that follows from the step's number: all
+    tasks must come to the same without having spoken.
+
+    Args:
+        environment: of the task.
+    """
+    job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "GROUP_RANK": environment["SLURM_NODEID"],
+        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"])),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(_FIRST_PORT + (job * 31 + step) % _NUM_PORTS)),
+    }
+
+
+def first_host(hosts: str) -> str:
+    """The first of a list of hosts such as `gpu[003-006,011],login1`."""
+    found = re.match(r"([^\[,]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", hosts)
+    assert found is not None, f"{hosts!r} names no host"
+    prefix, number, suffix = found.groups(default="")
+    return f"{prefix}{number}{suffix}"
