@@ -43,12 +43,16 @@ def test_cores_are_divided_among_csxs(monkeypatch):
     assert [slot.cores for slot in find_slots(6)][-1] == (4,)
 
 
-def test_each_gpu_is_a_csx(monkeypatch):
+def test_each_gpu_is_a_csx(monkeypatch, tmp_path):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("headwater.appliance.machine._DEVICES", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert [(slot.gpu, slot.cores) for slot in find_slots()] == [("3", (0, 1, 2, 3)), ("5", (4, 5, 6, 7))]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert [slot.gpu for slot in find_slots()] == ["0", "1"]
     with pytest.raises(ConfigError, match="3 CSXs are asked for, and there are 2 GPUs"):
         find_slots(3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [slot.gpu for slot in find_slots(3)] == [None] * 3

@@ -209,3 +209,14 @@ def test_durations_are_short():
 def test_what_is_for_submitted_jobs_only_is_said(headwater, params):
     code, _, err = headwater("fit", params, "--validate_only", "--job_priority", "p1")
     assert code == 0 and "note: job_priority has no effect without --submit" in err
+
+
+def test_who_lists_jobs_does_not_wait_for_torch(queue_dir):
+    program = (
+        "import sys\n"
+        "from headwater.cli import csctl, main\n"
+        "assert main.main(['jobs', 'list']) == csctl.main(['get', 'jobs']) == 0\n"
+        "assert csctl.main(['get', 'pods']) == 2\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

@@ -129,11 +129,10 @@ class Database:
     def finish(
         self, number: int, phase: Phase, reason: str | None, exit_code: int | None = None, *, now: float
     ) -> None:
-        """A job is over, and its CSXs are free; inside of a transaction."""
-        self.execute(
-            "UPDATE jobs SET phase = ?, reason = ?, exit_code = ?, ended = ? WHERE id = ?",
-            (phase, reason, exit_code, now, number),
-        )
+        """A job is over, its CSXs are free, and its environment is forgotten; inside of a transaction."""
+        changes = "phase = ?, reason = ?, exit_code = ?, ended = ?, environment = '{}'"
+        values = (phase, reason, exit_code, now, number)
+        self.execute(f"UPDATE jobs SET {changes} WHERE id = ?", values)
         self.execute("DELETE FROM leases WHERE job = ?", (number,))
 
     def job(self, row: sqlite3.Row) -> Job:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import ConfigError
+
+_DEVICES = Path("/dev")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +68,12 @@ def _share(cores: Sequence[int], index: int, number: int) -> tuple[int, ...]:
 
 
 def _gpus() -> list[str]:
-    import torch  # takes seconds, and is asked for once
-
+    """The GPUs, as CUDA_VISIBLE_DEVICES names them; found without torch, for which a queue need not wait."""
+    names = [str(index) for index, _ in enumerate(_DEVICES.glob("nvidia[0-9]*"))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(index) for index in range(torch.cuda.device_count())]
-    return [name.strip() for name in visible.split(",")][: len(names)] if visible else names
+    if visible is None:
+        return names
+    return [name.strip() for name in visible.split(",") if name.strip()][: len(names)]
 
 
 def job_environment(slots: Sequence[Slot]) -> dict[str, str]:

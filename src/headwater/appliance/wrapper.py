@@ -13,7 +13,6 @@ import ctypes
 import fcntl
 import json
 import os
-import select
 import signal
 import sqlite3
 import sys
@@ -94,37 +93,25 @@ class Watch:
         self._deadline: float | None = None
 
     def run(self) -> tuple[Phase, str | None, int | None]:
-        """Start the process and wait until none of its processes is left; how it ended."""
+        """Start the process and wait until none of the job's processes is left; how it ended."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it is waited for below
         child, complaint = _start(self._database, self._row)
-        code = self._wait(child)
-        self._wait_for_rest()
+        code = None
+        while (found := _reap()) is not None:
+            ended, status = found
+            if ended == child:
+                code = status
+            if ended == 0:
+                self._read_cancels()
+                if self._cancels or code is not None:  # also what the job has left running
+                    self._end_processes()
+                signal.sigtimedwait({signal.SIGCHLD}, _END_S if self._deadline else _WATCH_S)
+        assert code is not None, "the process was a child of this one"
         if complaint:
             return Phase.FAILED, complaint, code
         if child in self._asked:
             return Phase.CANCELLED, f"cancelled; {ending(code)}", code
         return (Phase.SUCCEEDED, None, code) if code == 0 else (Phase.FAILED, ending(code), code)
-
-    def _wait(self, child: int) -> int:
-        ended = select.poll()
-        ended.register(os.pidfd_open(child), select.POLLIN)
-        while True:
-            if ended.poll(1000 * (_END_S if self._deadline else _WATCH_S)):
-                return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            self._read_cancels()
-            if self._cancels:
-                self._end_processes()
-
-    def _wait_for_rest(self) -> None:
-        """What the job has left running is asked to end, and then ended."""
-        while True:
-            try:
-                ended, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not ended:
-                self._read_cancels()
-                self._end_processes()
-                time.sleep(_END_S)
 
     def _read_cancels(self) -> None:
         try:
@@ -143,6 +130,15 @@ class Watch:
             elif process.pid not in self._asked:
                 _send(process, signal.SIGTERM)
             self._asked.add(process.pid)
+
+
+def _reap() -> tuple[int, int] | None:
+    """A process that has ended, with its exit code; 0 if none has, and `None` if none is left."""
+    try:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return ended, os.waitstatus_to_exitcode(status)
 
 
 def _send(process: psutil.Process, number: int) -> None:
@@ -181,6 +177,7 @@ def _become(row: sqlite3.Row, folder: Path, log: Path, slots: Sequence[Slot], wa
     os.setsid()
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.sched_setaffinity(0, job_cores(slots))
     os.umask(row["umask"])
     if row["uid"] != os.geteuid():

@@ -1,63 +1,20 @@
-"""Command-line arguments: options, values over those of a params file, and what to say to unknown ones."""
+"""Command-line arguments of runs: a params file, and values over those in it."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from headwater.cli.parser import Parser
 from headwater.config import RunConfig, find_params, load_params
 from headwater.config.overrides import SHORT_NAMES
-from headwater.core.errors import ConfigError
 from headwater.trainer.run_dir import RunDir
 
 USAGE = "PARAMS [--option VALUE ...] [key=value ...]"
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are those of the package."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As the base class, but an unknown option is refused before anything is said to be missing."""
-        if self._subparsers is None:
-            for word in args or ():
-                option = word.partition("=")[0]
-                if (
-                    option.startswith("--")
-                    and "." not in option
-                    and option not in self._option_string_actions
-                ):
-                    raise self.unknown(word)
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where="command line", remedy=f"see {self.prog} --help")
-
-    def unknown(self, word: str) -> ConfigError:
-        """The error for an argument that means nothing here."""
-        option = word.partition("=")[0]
-        if not option.startswith("-"):
-            return ConfigError(
-                f"unexpected argument {word!r}", where="command line", remedy=f"see {self.prog} --help"
-            )
-        return ConfigError(
-            f"unknown option {option}",
-            where="command line",
-            remedy=suggestion(option, self._option_string_actions, f"see {self.prog} --help"),
-        )
-
-
-def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
-    """`write …` with the known word nearest to `word`, if one is near, and what else there is to do."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"write {close[0]}; {otherwise}" if close else otherwise
 
 
 def add_params_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headwater.cli import convert
-from headwater.cli.arguments import Parser, read_model_dir
+from headwater.cli.arguments import read_model_dir
+from headwater.cli.parser import Parser
 from headwater.config import ModelConfig, RunConfig, find_params, load_params
 from headwater.convert.checkpoint import export_hf, import_hf
 from headwater.core.errors import RunError

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from headwater.cli.arguments import Parser, add_params_arguments, read_params
+from headwater.cli.arguments import add_params_arguments, read_params
 from headwater.cli.output import open_console
+from headwater.cli.parser import Parser
 from headwater.config import shipped_params
 
 

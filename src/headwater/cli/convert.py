@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from headwater.cli.arguments import Parser, suggestion
+from headwater.cli.parser import Parser, suggestion
 from headwater.config import ModelConfig
 from headwater.convert.checkpoint import export_hf, import_hf, parameter_shapes
 from headwater.convert.folder import MODEL_FILE, read_folder, read_model_section, write_folder

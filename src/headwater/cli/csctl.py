@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from headwater.cli import jobs
-from headwater.cli.arguments import Parser, suggestion
 from headwater.cli.main import guarded
+from headwater.cli.parser import Parser, suggestion
 from headwater.core.errors import ConfigError
 
 _RESOURCES = {"jobs": "jobs", "job": "jobs"}

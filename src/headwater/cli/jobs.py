@@ -21,8 +21,8 @@ from headwater.appliance.types import (
     read_labels,
     read_priority,
 )
-from headwater.cli.arguments import Parser
 from headwater.cli.job_output import FORMATS, record, show_jobs, show_records
+from headwater.cli.parser import Parser
 from headwater.core.errors import ConfigError
 
 _NAME_HELP = "name of a job, as `headwater jobs list` has it"

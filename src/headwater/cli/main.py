@@ -64,7 +64,7 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from headwater.cli.arguments import Parser, overrides, suggestion
+    from headwater.cli.parser import Parser, suggestion
 
     parser = Parser(prog="headwater", description="Train PyTorch models of any size by weight streaming.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('headwater')}")
@@ -85,6 +85,8 @@ def _run(words: list[str]) -> int:
         parser.print_help()
         return 0
     if "flags" in args:
+        from headwater.cli.arguments import overrides
+
         args.overrides = [*args.flags, *overrides(args.parser, rest)]
     elif rest:
         raise args.parser.unknown(rest[0])

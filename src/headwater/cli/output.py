@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from headwater.config import RunConfig
-from headwater.config.user import UserConfig
 from headwater.core.errors import HeadwaterError, StoreError, StreamError
+
+if TYPE_CHECKING:
+    from headwater.config import RunConfig
+    from headwater.config.user import UserConfig
 
 BAD_INPUT, FAILURE = 2, 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -31,10 +32,12 @@ def show(queue: Queue, *, once: bool) -> int:
     if once:
         console.print(frame(queue))
         return 0
-    with Live(frame(queue), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    live = Live(frame(queue), console=console, auto_refresh=False, screen=console.is_terminal)
+    with live, suppress(KeyboardInterrupt):
         while True:
             time.sleep(_REFRESH_S)
             live.update(frame(queue), refresh=True)
+    return 0
 
 
 def frame(queue: Queue) -> RenderableType:
