@@ -36,6 +36,9 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="batch_size is that of all CSXs (strong, if not given) or of each (weak)",
     )
     group.add_argument(
+        "--write_cluster", type=Path, metavar="FILE", help="write a cluster file of this machine, to change"
+    )
+    group.add_argument(
         "--out", type=Path, metavar="DIR", help="write pictures, a trace and all numbers there"
     )
 
@@ -51,13 +54,19 @@ def check_cluster_arguments(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name} goes with --cluster", where="command line", remedy="add --cluster FILE"
             )
-    for name in ("png", "recalibrate"):
+    for name in ("png", "recalibrate", "write_cluster"):
         if args.cluster is not None and getattr(args, name):
             raise ConfigError(
                 f"--{name} is about this machine, --cluster about others",
                 where="command line",
-                remedy=f"leave out --{name}; --out DIR draws",
+                remedy=f"leave out --{name}, or --cluster",
             )
+    if args.cluster is not None and any(flag.startswith("num_csx=") for flag in args.overrides):
+        raise ConfigError(
+            "--num_csx is of a run; a simulation is of several numbers of CSXs",
+            where="command line",
+            remedy="write --counts in its place",
+        )
 
 
 def run_cluster(args: argparse.Namespace, config: RunConfig, trainable: Trainable, batch_size: int) -> int:

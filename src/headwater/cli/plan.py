@@ -12,6 +12,7 @@ from headwater.cli.output import open_console
 from headwater.core.errors import ConfigError
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
+from headwater.trainer.machine_file import write_machine
 from headwater.trainer.planning import plan_run, training_workload
 from headwater.trainer.zoo_job import zoo_trainable
 
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "machine are measured the first time, in about two seconds."
     )
     parser.usage = (
-        "headwater plan [-h] [--png FILE] [--sequence_length N] [--recalibrate] "
+        "headwater plan [-h] [--png FILE] [--sequence_length N] [--recalibrate] [--write_cluster FILE] "
         f"[--cluster FILE [--counts N,N,…] [--scaling strong|weak] [--out DIR]] {USAGE}"
     )
     add_params_arguments(parser)
@@ -53,5 +54,9 @@ def run(args: argparse.Namespace) -> int:
         return run_cluster(args, config, trainable, batch_size)
     rates = calibrate(device_of(init.backend), resources_of(init.backend).disk, recalibrate=args.recalibrate)
     work = training_workload(init, trainable, batch_size)
-    describe(plan_run(init, trainable, work, calibration=rates), drawing=args.png)
+    plan = plan_run(init, trainable, work, calibration=rates)
+    describe(plan, drawing=args.png)
+    if args.write_cluster is not None:
+        assert plan.budget is not None, "a plan that was made has its budgets"
+        write_machine(args.write_cluster, rates, plan.budget, plan.device)
     return 0

@@ -27,7 +27,9 @@ _NOMINAL_LINK, _NOMINAL_READ, _NOMINAL_WRITE = 12 * GIB, 2 * GIB, 1 * GIB  # byt
 USE_OVERHEAD_S = 1e-4
 """Hooks and bookkeeping each time a stage is used."""
 
-_ADAMW_BYTES = 28  # moved for an fp32 parameter: weight, gradient and two moments in, weight and moments out
+ADAMW_BYTES = 28
+"""Moved by the update of an fp32 parameter: weight, gradient and two moments in, weight and moments out."""
+
 _FORWARD_SHARE = 1 / 3  # of the time that is not spent in matrix products
 
 
@@ -92,7 +94,7 @@ class Predictor:
     def update_s(self, stage: StageBytes) -> float:
         """The update of one stage; 0 where it is not trained."""
         moved = 2 * (stage.slab + stage.state) + stage.gradient if stage.trained else 0
-        return moved / (self._rates.adamw_params_per_s * _ADAMW_BYTES)
+        return moved / (self._rates.adamw_params_per_s * ADAMW_BYTES)
 
     def missed(self, plan: Plan) -> tuple[int, ...]:
         """Positions in the schedule of a micro-batch at which a stage must be fetched into a slab."""

@@ -21,7 +21,6 @@ from headwater.plan.cluster.types import (
     StoreHosts,
     place,
 )
-from headwater.plan.estimate import estimated_traces
 from headwater.trainer.job import Trainable
 from headwater.trainer.planning import dry_runs, fixed_micro_batch_size, optimizer_of
 
@@ -108,7 +107,7 @@ def simulate(
         ConfigError: if a number of CSXs that was asked for cannot be, or there is no plan for any.
     """
     work = Work(
-        trace_for=estimated_traces(dry_runs(init, trainable)),
+        trace_for=dry_runs(init, trainable),
         precision=init.precision.precision,
         optimizer_state_bytes=optimizer_state_bytes(optimizer_of(init, trainable)),
         device_memory=init.backend.device_memory,

@@ -66,7 +66,7 @@ class Owners:
             moved += held.slab
         if self._plan.gradient_tier == "disk":
             waiting = self._predictor.footprint.held_gradient(self._plan, stage)
-            before = [self._host_disk.read("gradients", stage, waiting, before)]
+            before = [self._host_disk.read("gradients", stage, self._part * waiting, before)]
         if self._on_disk:
             before = [self._disk.read("masters", stage, moved, before)]
         done = self._compute(stage, before)

@@ -110,14 +110,14 @@ class _Replay:
         if self._is_first(use) and not self._owners.need_slabs:
             self._whole[stage] = self._owners.update(stage, after=[])
         self._fetches.append(use)
-        self._fetch_what_can_be(use)
+        self._fetch_what_can_be()
 
     def _is_first(self, use: int) -> bool:
         return use < self._num_forward and self._footprint.first_use[self._schedule[use]] == use
 
-    def _fetch_what_can_be(self, newest: int) -> None:
+    def _fetch_what_can_be(self) -> None:
         """Fetch in the order of uses, as slabs become free."""
-        while self._fetches and self._fetches[0] <= newest:
+        while self._fetches:
             use = self._fetches[0]
             before = self._use_that_frees(use)
             if before is not None and before >= len(self._used):
@@ -177,7 +177,7 @@ class _Replay:
 
     def _use(self, use: int) -> None:
         """Compute one use on every rank, and pass on the gradients that are complete with it."""
-        self._fetch_what_can_be(use)
+        self._fetch_what_can_be()
         position = use % len(self._schedule)
         stage, forward = self._schedule[position], position < self._num_forward
         place = position if forward else 2 * self._num_forward - 1 - position
