@@ -18,7 +18,7 @@ from headwater.appliance.types import Submission
 def folder(tmp_path):
     """A queue with four CSXs, and nothing of it left after the test."""
     folder = QueueFolder(tmp_path / "queue")
-    prepare(folder, num_csx=4, grace_s=20)
+    prepare(folder, num_csx=4, grace_s=600)
     yield folder
     end(processes_of(folder, "supervisor"))
     end(processes_of(folder, "wrapper"))  # and with them their jobs

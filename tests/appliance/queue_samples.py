@@ -28,7 +28,7 @@ def end(processes):
             pass
 
 
-def wait_until(condition, seconds=30):
+def wait_until(condition, seconds=120):
     """What `condition` gives, as soon as it is true."""
     limit = time.monotonic() + seconds
     while not (found := condition()):

@@ -71,7 +71,7 @@ def daemon(place, *command):
             process.wait()
 
 
-def wait_for(condition, process, place, seconds=30):
+def wait_for(condition, process, place, seconds=120):
     limit = time.monotonic() + seconds
     while not condition():
         said = (place / f"{Path(process.args[0]).name}.out").read_text()

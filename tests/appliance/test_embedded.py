@@ -46,7 +46,7 @@ def job_processes(job):
     ],
 )
 def test_how_jobs_end(submit, queue, command, phase, reason, exit_code):
-    job = queue.wait(submit(*command).name, 30)
+    job = queue.wait(submit(*command).name, 120)
     assert (job.phase, job.exit_code) == (phase, exit_code)
     assert (reason is None and job.reason is None) or reason in job.reason
     assert job.created <= job.started <= job.ended
@@ -74,7 +74,7 @@ def test_a_job_has_its_folder_environment_cores_and_log(submit, queue, tmp_path)
 
 def test_a_log_that_cannot_be_written_is_the_reason(submit, queue, tmp_path):
     (tmp_path / "file").touch()
-    job = queue.wait(submit("true", model_dir=tmp_path / "file").name, 30)
+    job = queue.wait(submit("true", model_dir=tmp_path / "file").name, 120)
     assert job.phase == Phase.FAILED and str(tmp_path / "file") in job.reason
 
 
@@ -101,7 +101,7 @@ def test_labels_and_lists(submit, queue):
     assert queue.label(other.name, {"try": None}).labels == {"team": "b"}
     with pytest.raises(QueueError, match="no label 'try'"):
         queue.label(other.name, {"try": None})
-    queue.wait(job.name, 30)
+    queue.wait(job.name, 120)
     assert [one.name for one in queue.jobs()] == [other.name]
     assert [one.name for one in queue.jobs(everything=True)] == [job.name, other.name]
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused(submit, queue, tmp_path):
     for name in ("wsjob-000000000099", "nonsense"):
         with pytest.raises(QueueError, match="there is no job"):
             queue.show(name)
-    over = queue.wait(submit("true").name, 30)
+    over = queue.wait(submit("true").name, 120)
     for change in (
         lambda: queue.cancel(over.name),
         lambda: queue.label(over.name, {"a": "b"}),
@@ -132,8 +132,8 @@ def test_what_cannot_be_is_refused(submit, queue, tmp_path):
     with pytest.raises(QueueError, match="still RUNNING"):
         queue.wait(first.name, 0.01)
     queue.cancel(first.name)
-    queue.wait(first.name, 30)
-    assert queue.wait(submit("true", model_dir=tmp_path / "run").name, 30).phase == Phase.SUCCEEDED
+    queue.wait(first.name, 120)
+    assert queue.wait(submit("true", model_dir=tmp_path / "run").name, 120).phase == Phase.SUCCEEDED
 
 
 def test_a_cancelled_job_is_asked_first(submit, queue, tmp_path):
@@ -142,7 +142,7 @@ def test_a_cancelled_job_is_asked_first(submit, queue, tmp_path):
     )
     wait_until((tmp_path / "up").exists)
     assert queue.cancel(polite.name).phase == Phase.RUNNING
-    job = queue.wait(polite.name, 30)
+    job = queue.wait(polite.name, 120)
     assert (job.phase, job.exit_code) == (Phase.CANCELLED, 5) and "exit code 5" in job.reason
     assert (tmp_path / "saved").exists()
 
@@ -154,8 +154,18 @@ def test_cancelling_twice_ends_a_job_at_once(submit, queue, tmp_path):
     time.sleep(0.7)  # it has been asked
     assert queue.show(deaf.name).phase == Phase.RUNNING
     queue.cancel(deaf.name)
-    job = queue.wait(deaf.name, 15)  # less than the grace
+    job = queue.wait(deaf.name, 120)  # less than the grace
     assert (job.phase, job.exit_code) == (Phase.CANCELLED, -9)
+
+
+def test_a_job_that_does_not_end_in_time_is_ended(submit, queue, folder, tmp_path):
+    database = Database(folder)
+    database.change_settings(None, 0.2)
+    database.close()
+    deaf = submit("sh", "-c", "trap '' TERM; touch up; while :; do sleep 0.02; done")
+    wait_until((tmp_path / "up").exists)
+    queue.cancel(deaf.name)
+    assert queue.wait(deaf.name, 120).exit_code == -9
 
 
 def test_a_job_that_waits_is_cancelled_without_having_run(submit, queue, tmp_path):
@@ -164,14 +174,14 @@ def test_a_job_that_waits_is_cancelled_without_having_run(submit, queue, tmp_pat
     job = queue.cancel(waiting.name)
     assert job.phase == Phase.CANCELLED and job.started is None and "before it ran" in job.reason
     queue.cancel(first.name)
-    queue.wait(first.name, 30)
+    queue.wait(first.name, 120)
     assert not (tmp_path / "ran").exists()
 
 
 def test_nothing_of_a_job_is_left_when_it_is_over(submit, queue):
     """Not even what has left its session, as ranks of a launcher do."""
     job = submit("sh", "-c", "setsid sleep 1000 & setsid sh -c 'sleep 1000 & sleep 1000' & sleep 0.2")
-    assert queue.wait(job.name, 30).phase == Phase.SUCCEEDED
+    assert queue.wait(job.name, 120).phase == Phase.SUCCEEDED
     assert job_processes(job) == []
 
 
@@ -187,10 +197,10 @@ def test_a_job_goes_on_while_the_supervisor_is_dead(submit, queue, supervisor, f
     assert [row["job"] for row in database.rows("SELECT job FROM leases")] == [2]
     ensure_supervisor(folder)
     third = submit("true", num_csx=3)  # the CSX of the other job is not given away
-    assert queue.wait(third.name, 30).systems == ("csx-0", "csx-2", "csx-3")
+    assert queue.wait(third.name, 120).systems == ("csx-0", "csx-2", "csx-3")
     assert queue.show(other.name).phase == Phase.RUNNING
     (tmp_path / "end").touch()
-    assert queue.wait(other.name, 30).phase == Phase.SUCCEEDED
+    assert queue.wait(other.name, 120).phase == Phase.SUCCEEDED
     database.close()
     assert (tmp_path / "starts").read_text() == (tmp_path / "others").read_text() == "start\n"
 
@@ -206,7 +216,7 @@ def test_a_supervisor_killed_before_it_starts_a_job_is_made_good(submit, queue, 
         database.execute("INSERT INTO leases VALUES (2, 2)")
         database.execute("UPDATE jobs SET phase = ?, slots = '[2]' WHERE id = 2", (Phase.INITIALIZING,))
     database.close()
-    assert queue.wait(job.name, 30).systems == ("csx-2",)
+    assert queue.wait(job.name, 120).systems == ("csx-2",)
     assert (tmp_path / "starts").read_text() == "start\n"
 
 
@@ -229,10 +239,10 @@ def test_a_job_that_nobody_watches_over_has_failed(submit, queue, supervisor, fo
     job = submit("sh", "-c", "setsid sleep 1000 & touch up; sleep 1000", num_csx=4)
     wait_until((tmp_path / "up").exists)
     end([supervisor(), *processes_of(folder, "wrapper")])
-    failed = queue.wait(job.name, 30)
+    failed = queue.wait(job.name, 120)
     assert failed.phase == Phase.FAILED and "watched over it" in failed.reason
     assert job_processes(job) == [], "its CSXs would be used twice"
-    assert queue.wait(submit("true", num_csx=4).name, 30).phase == Phase.SUCCEEDED
+    assert queue.wait(submit("true", num_csx=4).name, 120).phase == Phase.SUCCEEDED
 
 
 def test_one_supervisor_and_no_csx_twice(folder, queue, supervisor, submit):
@@ -253,7 +263,7 @@ def test_jobs_for_more_csxs_than_there_still_are_fail(submit, queue, supervisor,
     database = Database(folder)
     database.change_settings(database.slots()[:2], None)
     database.close()
-    assert queue.wait(job.name, 30).reason == "it needs 4 CSXs, and there are 2"
+    assert queue.wait(job.name, 120).reason == "it needs 4 CSXs, and there are 2"
 
 
 def test_a_submission_that_is_sent_twice_is_one_job(queue, submit, tmp_path):

@@ -3,7 +3,7 @@
 import heapq
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.appliance.schedule import Request, choose_slots, schedule
@@ -62,6 +62,7 @@ def first_start(sizes, times, held, *, first):
         free += size
 
 
+@settings(deadline=None)
 @given(SIZES.filter(bool), st.data())
 def test_nobody_keeps_the_first_job_waiting(sizes, data):
     times = data.draw(st.lists(st.integers(1, 50), min_size=len(sizes), max_size=len(sizes)))
@@ -74,6 +75,7 @@ def test_nobody_keeps_the_first_job_waiting(sizes, data):
     assert first_start(sizes, times, held, first=0) == alone
 
 
+@settings(deadline=None)
 @given(SIZES, SIZES, st.data())
 def test_what_is_chosen_fits_and_no_order_is_broken(sizes, held, data):
     free = data.draw(st.integers(0, TOTAL))

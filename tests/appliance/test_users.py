@@ -64,7 +64,7 @@ def folder():
     with tempfile.TemporaryDirectory(prefix="headwater-queue-") as path:
         Path(path).chmod(0o755)
         folder = QueueFolder(Path(path) / "queue")
-        prepare(folder, num_csx=4, grace_s=20, shared=True)
+        prepare(folder, num_csx=4, grace_s=600, shared=True)
         ensure_supervisor(folder)
         wait_until(folder.socket.exists)
         yield folder
@@ -97,7 +97,7 @@ def test_users_share_the_csxs_and_leave_the_jobs_of_others_alone(folder):
     bob, big = ask(folder, BOB, ["submit", ["true"], {}], ["submit", ["true"], {"num_csx": 9}])
     assert "9 CSXs are asked for, and there are 4" in big["error"]
     root = EmbeddedQueue(Database(folder), Caller.myself(), lambda: None)
-    over = root.wait(bob["name"], 30)
+    over = root.wait(bob["name"], 120)
     assert over.phase == Phase.SUCCEEDED and over.systems == ("csx-3",)
 
     for change in (["cancel", name], ["label", name, {"mine": "now"}], ["set_priority", name, "p1"]):
@@ -118,14 +118,14 @@ def test_users_share_the_csxs_and_leave_the_jobs_of_others_alone(folder):
 
     assert ask(folder, ALICE, ["label", name, {"mine": "now"}])[0]["labels"] == {"mine": "now"}
     assert root.cancel(name).phase == Phase.RUNNING
-    assert root.wait(name, 30).phase == Phase.CANCELLED
+    assert root.wait(name, 120).phase == Phase.CANCELLED
 
 
 def test_a_log_without_a_model_dir_is_the_users_own(folder):
     job, other = ask(folder, ALICE, ["submit", ["id", "-u"], {}], ["submit", ["id", "-u"], {"num_csx": 2}])
     root = EmbeddedQueue(Database(folder), Caller.myself(), lambda: None)
     for name in (job["name"], other["name"]):
-        assert root.wait(name, 30).phase == Phase.SUCCEEDED
+        assert root.wait(name, 120).phase == Phase.SUCCEEDED
     log = Path(job["log"])
     assert log.read_text().splitlines()[1] == str(ALICE)
     assert (log.parent.stat().st_uid, log.parent.stat().st_mode & 0o777) == (ALICE, 0o700)

@@ -52,7 +52,7 @@ def control(capsys):
     return run
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=200):
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "it never came"
@@ -151,7 +151,7 @@ def test_an_own_supervisor(headwater, queue_dir):
         code, _, err = headwater("jobs", "serve")
         assert code == 2 and "another supervisor" in err
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=200)
         assert process.returncode == 0 and "jobs that run go on" in out
     assert "csx-0,csx-1,csx-2" in headwater("jobs", "list")[1]
     headwater("jobs", "cancel", NAMES[0])
