@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headwater.core.batches import num_samples, split_batch
+from headwater.core.batches import num_samples, slice_batch
 from headwater.core.errors import ConfigError, DataError, DoesNotFitError, StreamError
 from headwater.core.lazy import LazyTensor
 from headwater.core.units import format_bytes
@@ -21,10 +21,14 @@ Batch = TypeVar("Batch")
 _part_samples: int | None = None  # of the batch that was divided last
 
 
-def take_part(batch: Batch) -> Batch:
+def take_part(batch: Batch, *, equal: bool = True) -> Batch:
     """This rank's part of a batch that all ranks have: samples in order, equally many for each.
 
     Tensors that have another first dimension than the samples are in each part whole.
+
+    Args:
+        batch: tensors in any nesting.
+        equal: whether parts must be equal; otherwise their sizes may differ by one.
 
     Raises:
         DataError: if the batch cannot be divided so.
@@ -33,7 +37,7 @@ def take_part(batch: Batch) -> Batch:
     if fabric.size == 1:
         return batch
     samples = num_samples(batch)
-    if samples % fabric.size:
+    if equal and samples % fabric.size:
         below = samples - samples % fabric.size
         near = f"{below} or {below + fabric.size}" if below else str(fabric.size)
         raise DataError(
@@ -41,7 +45,8 @@ def take_part(batch: Batch) -> Batch:
             where="data loader",
             remedy=f"write a batch size of {near}, and leave out a last batch that is not full (drop_last)",
         )
-    part: Batch = list(split_batch(batch, samples // fabric.size))[fabric.rank]
+    first, last = (samples * rank // fabric.size for rank in (fabric.rank, fabric.rank + 1))
+    part: Batch = slice_batch(batch, first, last)
     note_part(part)
     return part
 

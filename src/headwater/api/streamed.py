@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import logging
 import tempfile
 import weakref
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headwater.api import transaction
 from headwater.api.backend import Backend
+from headwater.api.calls import Call, asked_precision, guard_call, own_randomness, stand_in_loss
 from headwater.api.early import EarlyOptions, check
 from headwater.api.empty import initial_values
 from headwater.api.machine import (
@@ -35,7 +34,6 @@ from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
 from headwater.core.errors import StreamError
 from headwater.core.precision import Precision
-from headwater.core.seeding import derive_seed
 from headwater.core.stage import ParamSpec
 from headwater.core.trees import tensors_in
 from headwater.fabric.fabric import ALONE, Fabric
@@ -51,10 +49,6 @@ from headwater.store.store import WeightStore
 from headwater.stream.engine import Engine, Initial
 
 logger = logging.getLogger(__name__)
-
-_PRECISION_OF = {torch.bfloat16: Precision("bf16"), torch.float16: Precision("fp16")}
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a call of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +97,7 @@ class StreamedModel:
         self._undo_buffers: Callable[[], None] = _nothing
         self._hook = self._hook_forward()
         self._is_planning = False
-        self._unguard = _guard_call(model, self._randomness, self._forget_call)
+        self._unguard = guard_call(model, self._randomness, self._forget_call)
         transaction.register(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -143,7 +137,7 @@ class StreamedModel:
         fabric = current()
         if fabric.size == 1 or self._is_planning or not self.model.training:
             return nullcontext()
-        return _own_randomness(fabric.rank)
+        return own_randomness(fabric.rank)
 
     def _forget_call(self) -> None:
         """A call of the model was interrupted."""
@@ -157,7 +151,7 @@ class StreamedModel:
             for optimizer in live_optimizers(self.model):
                 self._note(optimizer)
         device = device_of(self.backend.config)
-        precision = self.engine.plan.precision if self.engine else self.precision or _precision(device)
+        precision = self.engine.plan.precision if self.engine else self.precision or asked_precision(device)
         self._hook.remove()  # the dry run is no call of the user's
         self._is_planning = True
         try:
@@ -182,7 +176,7 @@ class StreamedModel:
             self.model,
             call,
             precision,
-            loss_function=_stand_in_loss,
+            loss_function=stand_in_loss,
             partition=partition,
             inference=not self._trained,
         )
@@ -270,7 +264,9 @@ class StreamedModel:
         owners[self.engine.store] = self
         self._be_first()
         if before is not None:
-            before.store.share_scalars()
+            if self.fabric.size > 1:
+                before.store.flush()
+                before.store.share_scalars()
             self.engine.store.take_over(before.store)
             before.hand_over(self.engine)
         elif transaction.is_open():
@@ -403,50 +399,6 @@ def _nothing() -> None:
     pass
 
 
-def _guard_call(
-    model: nn.Module, surroundings: Callable[[], AbstractContextManager[None]], clean_up: Callable[[], None]
-) -> Callable[[], None]:
-    """From now on a call of `model` runs within `surroundings`; `clean_up` is called when it is interrupted.
-
-    No hook of torch runs then.
-
-    Returns:
-        What takes that back.
-    """
-    call: Callable[..., Any] = model._call_impl
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with surroundings():
-                return call(*args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                clean_up()
-            raise
-
-    vars(model)["_call_impl"] = guarded
-    return lambda: vars(model).pop("_call_impl", None)
-
-
-_forwards = itertools.count()
-
-
-@contextmanager
-def _own_randomness(rank: int) -> Iterator[None]:
-    """Within it a rank of several draws random numbers of its own; outside all draw the same."""
-    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(derive_seed(state, next(_forwards), rank))
-        yield
-
-
-def _precision(device: str) -> Precision:
-    """What autocast asks for: under it weights travel in its dtype."""
-    if not torch.is_autocast_enabled(device):
-        return Precision()
-    return _PRECISION_OF.get(torch.get_autocast_dtype(device), Precision())
-
-
 def _trained(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, param in model.named_parameters() if param.requires_grad)
 
@@ -462,24 +414,6 @@ def _unfrozen(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     finally:
         for param in frozen:
             param.requires_grad_(False)
-
-
-def _stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:
-    """For the dry run: a loss of whatever the model returns, as expensive as a usual one.
-
-    The user's own is not known before it is called. A scalar is taken for a loss; of anything else the
-    cross-entropy over the last dimension is taken, which saves one tensor of its size.
-    """
-    args, kwargs = call
-    outputs = tensors_in(model(*args, **kwargs))
-    losses = [_loss_of(output) for output in outputs if output.requires_grad or not torch.is_grad_enabled()]
-    return sum(losses, torch.zeros(()))
-
-
-def _loss_of(output: torch.Tensor) -> torch.Tensor:
-    if output.dim() == 0 or not output.is_floating_point():
-        return output.float()
-    return output.float().log_softmax(-1).sum()
 
 
 def live_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from headwater.core.errors import DataError
 from headwater.core.trees import map_tensors, tensors_in
 
@@ -37,9 +35,10 @@ def split_batch(batch: Any, size: int) -> Iterator[Any]:
         yield batch
         return
     for start in range(0, samples, size):
-        part = slice(start, start + size)
+        yield slice_batch(batch, start, start + size)
 
-        def cut(tensor: torch.Tensor, part: slice = part) -> torch.Tensor:
-            return tensor[part] if tensor.dim() and len(tensor) == samples else tensor
 
-        yield map_tensors(cut, batch)
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """The samples [start, stop) of a batch; tensors with another first dimension stay whole."""
+    samples = num_samples(batch)
+    return map_tensors(lambda t: t[start:stop] if t.dim() and len(t) == samples else t, batch)

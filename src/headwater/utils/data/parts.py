@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from headwater.api.ranks import note_part, take_part
+from headwater.core.batches import num_samples
 from headwater.core.errors import DataError
 from headwater.core.trees import tensors_in
 from headwater.fabric.membership import current
@@ -31,10 +32,17 @@ class Parts:
 
     Args:
         are_shares: whether the loader gives each rank other batches; the first batches tell if not given.
+        equal: whether slices must be equal; otherwise sizes may differ by one, and an empty one is left out.
     """
 
-    def __init__(self, are_shares: bool | None = None) -> None:
+    def __init__(self, are_shares: bool | None = None, *, equal: bool = True) -> None:
         self._are_shares = are_shares
+        self._equal = equal
+
+    @property
+    def are_shares(self) -> bool:
+        """Whether ranks get different batches, as far as is known."""
+        return bool(self._are_shares)
 
     def of(self, batches: Iterable[Any]) -> Iterator[Any]:
         """This rank's parts of `batches`, up to where those of the first rank end.
@@ -53,15 +61,26 @@ class Parts:
             if _NONE in marks:
                 _check_end(marks)
                 return
-            if self._are_shares is None:
-                self._are_shares = len(set(marks)) > 1
-                logger.info("each rank %s", "has its own data" if self._are_shares else "takes its slice")
-            if not self._are_shares:
-                _check_alike(marks)
-                batch = take_part(batch)
-            else:
-                note_part(batch)
-            yield batch
+            part = self._part(batch, marks)
+            if num_samples(part):
+                yield part
+
+    def look_at(self, batch: Any) -> None:
+        """Find out with a first batch of each rank whether they are different."""
+        self._note(current().gather(float(_fingerprint(batch))))
+
+    def _note(self, marks: Sequence[float]) -> None:
+        if self._are_shares is None:
+            self._are_shares = len(set(marks)) > 1
+            logger.info("each rank %s", "has its own data" if self._are_shares else "takes its slice")
+
+    def _part(self, batch: Any, marks: Sequence[float]) -> Any:
+        self._note(marks)
+        if self._are_shares:
+            note_part(batch)
+            return batch
+        _check_alike(marks)
+        return take_part(batch, equal=self._equal)
 
 
 def _check_end(marks: Sequence[float]) -> None:

@@ -1,0 +1,176 @@
+"""Scripts with loops of their own on several ranks: equal to plain PyTorch; what ends them is said once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ranks_script
+import torch
+from torch.testing import assert_close
+
+import headwater as hw
+from headwater.core.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
+
+PATIENCE_S = 300
+
+
+def run(*command, **options):
+    """Run a script or a `-c` text with Python; gives exit code, stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=PATIENCE_S, **options
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def loop(text):
+    """A script that trains on two ranks; `text` is its step."""
+    return f"""
+import os, signal, sys, time
+import torch
+import headwater as hw
+backend = hw.backend("CSX", num_csx=2)
+model = hw.compile(torch.nn.Linear(4, 1), backend)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rank = hw.distributed.task_id()
+batches = [torch.ones(6, 4)] * 100000
+def step(x):
+    optimizer.zero_grad()
+    model(x).mean().backward()
+    optimizer.step()
+{text}
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What plain PyTorch gives, and the folder with its checkpoint."""
+    folder = tmp_path_factory.mktemp("plain")
+    return ranks_script.train(hw.backend("CPU"), folder), folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two ranks print, and the folder with what they write."""
+    folder = tmp_path_factory.mktemp("two")
+    code, output, error = run(ranks_script.__file__, 2, folder)
+    assert code == 0, output + error
+    return output, error, folder
+
+
+def test_two_ranks_give_what_plain_pytorch_gives(two, plain):
+    expected, folder = plain
+    ranks = [json.loads((two[2] / f"seen_{rank}.json").read_text()) for rank in range(2)]
+    assert len(expected.closures) == 2 * (ranks_script.STEPS - 1)
+    assert_close(flat(ranks[0]["closures"]), flat(expected.closures), rtol=1e-5, atol=1e-6)
+    assert ranks[1]["closures"] == [], "closures run once"
+    for rank in ranks:
+        assert_close(rank["norms"], expected.norms, rtol=1e-5, atol=1e-6)
+        assert_close(rank["accumulated"], expected.accumulated, rtol=1e-5, atol=1e-6)
+    weights, others = (torch.load(each / "weights.pt") for each in (two[2], folder))
+    assert_close(dict(weights), dict(others), rtol=1e-4, atol=1e-6)
+
+
+def flat(values):
+    return [each for row in values for each in row]
+
+
+def test_what_a_script_prints_is_printed_once(two):
+    output, error, _ = two
+    assert output.splitlines() == ["begun", "trained"]
+    assert error.count("every rank warns") == 1
+
+
+def test_the_same_ranks_give_the_same_bits(two, tmp_path):
+    assert run(ranks_script.__file__, 2, tmp_path)[0] == 0
+    name = "seen_0.json"
+    assert (tmp_path / name).read_text() == (two[2] / name).read_text()
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(two, plain):
+    name = f"checkpoint_{ranks_script.STEPS - 1}.mdl"
+    losses = []
+    for kind, folder in (("CSX", two[2]), ("CPU", plain[1])):
+        model = hw.compile(ranks_script.make_model(), hw.backend(kind))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        inputs, labels = ranks_script.make_data()[:8]
+        with torch.no_grad():
+            model(inputs)
+        state = hw.load(folder / name)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        assert float(optimizer.state_dict()["state"][5]["step"]) == ranks_script.STEPS - 1
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("for x in hw.utils.data.DataExecutor(batches):\n    step(x)\n    if rank: raise ValueError('a bug')",
+         ["rank 1 has failed", "ValueError: a bug"]),
+        ("for x in hw.utils.data.DataExecutor(batches):\n    step(x)\n    if rank: os.kill(os.getpid(), 9)",
+         ["rank 1", "was ended by SIGKILL"]),
+        ("for x in hw.utils.data.DataExecutor([torch.ones(5, 4)]):\n    step(x)",
+         ["a batch of 5 samples cannot be divided among 2 ranks", "4 or 6"]),
+        ("for x in batches:\n    step(x)", ["no batch was divided", "DataExecutor(loader)"]),
+        ("head = torch.nn.Linear(1, 1)\noptimizer.add_param_group({'params': head.parameters()})\n"
+         "for x in hw.utils.data.DataExecutor(batches):\n    head(model(x)).mean().backward()\n"
+         "    optimizer.step()",
+         ["is in no compiled model"]),
+    ],
+    ids=["raises", "killed", "odd", "undivided", "plain parameter"],
+)  # fmt: skip
+def test_what_ends_a_rank_ends_all_and_is_said_once(text, told):
+    code, output, error = run("-c", loop(text))
+    assert code != 0 and output == ""
+    for part in told:
+        assert error.count(part) == 1, error
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("hw.backend('CSX', num_csx=4096)", "4096 CSXs are asked for"),
+        ("hw.backend('CPU', num_csx=2)", "plain PyTorch .CPU. computes on one rank"),
+        ("hw.backend('CPU'); hw.utils.CSConfig(num_csx=2)", "plain PyTorch .CPU. computes on one rank"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_in_the_first_process(text, told):
+    with pytest.raises(ConfigError, match=told):
+        exec(text, {"hw": hw})
+
+
+def test_what_cannot_be_run_again_is_refused(tmp_path):
+    code, _, error = run("-", input="import headwater as hw\nhw.backend('CSX', num_csx=2)")
+    assert code == 1 and "this one came by a pipe" in error
+
+
+def test_no_rank_outlives_the_first_process(tmp_path):
+    text = f"open('{tmp_path}/' + str(os.getpid()), 'w').close()\ntime.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", loop(text)]) as first:
+        end = time.monotonic() + PATIENCE_S
+        while len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < end and first.poll() is None, "the ranks never came"
+            time.sleep(0.1)
+        ranks = [int(path.name) for path in Path(tmp_path).iterdir()]
+        first.send_signal(signal.SIGKILL)
+    while any(is_running(rank) for rank in ranks):
+        assert time.monotonic() < end, "a rank goes on"
+        time.sleep(0.1)
+
+
+def is_running(process):
+    return psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,139 @@
+"""Sums of several ranks that a loop looks at, changes, gives up and takes back: as on one rank."""
+
+import pytest
+import torch
+from thread_fabric import ranks
+
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.store.loop_gradients import LoopGradientSum
+
+SIZE = 3
+STAGES = [
+    StageSpec(stage, f"stage{stage}", tuple(
+        ParamSpec(f"stage{stage}.{name}", (4,), torch.float32, torch.float32) for name in "ab"
+    ))
+    for stage in range(2)
+]  # fmt: skip
+KEYS = [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def gradient(rank, key, micro_batch=0):
+    return torch.full((4,), float(100 * micro_batch + 10 * rank + 2 * key[0] + key[1]))
+
+
+def total(key, micro_batch=0):
+    return sum(gradient(rank, key, micro_batch) for rank in range(SIZE))
+
+
+def backward(sums, rank, micro_batch=0, keys=KEYS):
+    for key in reversed(keys):
+        sums.add(*key, gradient(rank, key, micro_batch), last=True)
+    sums.end_micro_batch()
+
+
+def on_ranks(program):
+    def run(fabric):
+        sums = LoopGradientSum(STAGES, fabric, None)
+        try:
+            return program(sums, fabric.rank)
+        finally:
+            sums.close()
+
+    return ranks(SIZE, run)
+
+
+def test_every_rank_finds_the_sum_of_all_and_more_is_added_to_it():
+    def program(sums, rank):
+        assert sums.expose(0, 0) is None
+        backward(sums, rank)
+        first = [sums.expose(*key).clone() for key in KEYS]
+        backward(sums, rank, 1)
+        backward(sums, rank, 2, KEYS[:1])
+        return first, [sums.expose(*key).clone() for key in KEYS]
+
+    for first, second in on_ranks(program):
+        for key, one, three in zip(KEYS, first, second, strict=True):
+            assert torch.equal(one, total(key))
+            more = total(key, 2) if key == KEYS[0] else 0
+            assert torch.equal(three, total(key) + total(key, 1) + more)
+
+
+def test_what_ranks_change_alike_is_what_counts():
+    def program(sums, rank):
+        backward(sums, rank)
+        sums.expose(0, 0).mul_(0.5)
+        sums.replace(0, 1, torch.ones(4))
+        backward(sums, rank, 1)
+        seen = [sums.expose(*key) for key in KEYS[:2]]
+        seen[0].neg_()
+        sums.complete()
+        norm = sums.norm(KEYS)
+        sums.commit(KEYS)
+        lent = seen[0].clone()
+        taken = [sums.take(stage) for stage in range(2)]
+        taken[0][0].zero_()  # as an update may do
+        assert torch.equal(seen[0], lent)
+        return norm, taken[0][1], taken[1][0]
+
+    expected = [-(total((0, 0)) / 2 + total((0, 0), 1)), 1 + total((0, 1), 1)]
+    expected += [total(key) + total(key, 1) for key in KEYS[2:]]
+    for norm, replaced, untouched in on_ranks(program):
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(torch.cat(expected)))
+        assert torch.equal(replaced, expected[1]) and torch.equal(untouched, expected[2])
+
+
+def test_a_part_may_be_committed_and_the_rest_goes_on():
+    def program(sums, rank):
+        backward(sums, rank)
+        sums.complete()
+        sums.commit(KEYS[:1])
+        sums.spend(KEYS[:1])
+        assert sums.take(1) is None
+        taken = sums.take(0)
+        assert torch.equal(taken[0], total(KEYS[0])) and taken[1] is None
+        backward(sums, rank, 1)  # lost where a step has used the sum, and nobody has forgotten it
+        assert sums.expose(*KEYS[0]) is None
+        sums.drop(*KEYS[0])
+        sums.drop(*KEYS[1])
+        backward(sums, rank, 2)
+        return [sums.expose(*key).clone() for key in KEYS]
+
+    for found in on_ranks(program):
+        assert torch.equal(found[0], total(KEYS[0], 2)) and torch.equal(found[1], total(KEYS[1], 2))
+        assert torch.equal(found[2], sum(total(KEYS[2], number) for number in range(3)))
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_a_step_that_is_undone_leaves_the_sums_of_before(looked):
+    def program(sums, rank):
+        backward(sums, rank, keys=KEYS[:2])
+        if looked:
+            sums.expose(0, 0).mul_(2)
+        sums.remember()
+        assert sums.remembered == {(0, 0), (0, 1)}
+        backward(sums, rank, 1)
+        sums.add(1, 1, gradient(rank, (1, 1), 2), last=True)  # and is broken off
+        sums.restore((), ())
+        before = [sums.expose(*key) for key in KEYS]
+        before = [None if each is None else each.clone() for each in before]
+        backward(sums, rank, 3)
+        sums.complete()
+        return before, [sums.expose(*key).clone() for key in KEYS]
+
+    factor = 2 if looked else 1
+    for before, after in on_ranks(program):
+        assert torch.equal(before[0], factor * total((0, 0))) and torch.equal(before[1], total((0, 1)))
+        assert before[2] is None and before[3] is None
+        assert torch.equal(after[0], factor * total((0, 0)) + total((0, 0), 3))
+        assert torch.equal(after[3], total((1, 1), 3))
+
+
+def test_a_gradient_that_is_not_finite_is_found_by_all():
+    def program(sums, rank):
+        backward(sums, rank)
+        sums.add(1, 0, torch.full((4,), float("nan") if rank == 1 else 1.0), last=True)
+        sums.end_micro_batch()
+        sums.complete()
+        return sums.first_bad, bool(sums.norm(KEYS).isfinite())
+
+    assert on_ranks(program) == [(1, False)] * SIZE

@@ -1,0 +1,86 @@
+"""Ranks that are threads of one process."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from headwater.fabric.fabric import Fabric
+
+
+class _Shared:
+    def __init__(self, size):
+        self.memory, self.lock = [], threading.Lock()
+        self.barrier, self.values = threading.Barrier(size), [None] * size
+
+
+class ThreadFabric(Fabric):
+    """One of `size` ranks; see `ranks`."""
+
+    def __init__(self, rank: int, size: int, shared: _Shared) -> None:
+        self.rank = self.local_rank = rank
+        self.size = self.local_size = size
+        self.hosts: Sequence[int] = [0] * size
+        self._shared, self._allocated = shared, 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        with self._shared.lock:
+            if self._allocated == len(self._shared.memory):
+                self._shared.memory.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        self._allocated += 1
+        return self._shared.memory[self._allocated - 1]
+
+    def connect(self, purpose: str) -> None:
+        return None
+
+    def exclusive(self):
+        return nullcontext()
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end, f"{what} never came"
+            time.sleep(1e-4)
+
+    def barrier(self, what: str) -> None:
+        self._shared.barrier.wait(20)
+
+    def gather(self, value):
+        return self.gather_objects(value)
+
+    def gather_objects(self, value):
+        self._shared.values[self.rank] = value
+        self.barrier("all values")
+        values = list(self._shared.values)
+        self.barrier("all to have read them")
+        return values
+
+    def agree(self, make):
+        return self.gather_objects(make() if self.rank == 0 else None)[0]
+
+    def close(self) -> None:
+        pass
+
+
+def ranks(size: int, program: Callable[[Fabric], object]) -> list[object]:
+    """What `program` gives on each of so many ranks."""
+    shared, results = _Shared(size), [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = program(ThreadFabric(rank, size, shared))
+        except BaseException as error:  # noqa: BLE001 it is raised by whoever has started the ranks
+            errors.append(error)
+            shared.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
