@@ -19,6 +19,9 @@ from headwater.cli.parser import Parser
 from headwater.config import find_params
 from headwater.config.user import UserConfig, load_user_params
 from headwater.core.errors import ConfigError
+from headwater.fabric.fabric import ALONE, Fabric
+from headwater.fabric.membership import join
+from headwater.fabric.script import use_ranks
 from headwater.trainer.base_model import ModelClass, PyTorchBaseModel
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import fit_job
@@ -59,12 +62,13 @@ def run(
         if early.asked_for(config):
             return early.check(config, *user_example(config, model_class, get_train_dataloader))
         evaluations = None if args.mode == "train" else _given(get_eval_dataloader, args.mode)
+        fabric = ALONE if args.mode == "eval" else _ranks(config.init.backend.num_csx)
         console = open_console(config)
         if evaluations is not None and args.mode == "eval":
             validate.print_found(evaluate_user_model(config, model_class, evaluations))
             return 0
-        job = user_job(config, model_class, get_train_dataloader, evaluations)
-        return fit.finish(config, fit_job(job, console=console), console)
+        job = user_job(config, model_class, get_train_dataloader, evaluations, fabric)
+        return fit.finish(config, fit_job(job, console=console, fabric=fabric), console)
 
     if code := guarded(start):
         raise SystemExit(code)
@@ -108,6 +112,13 @@ def _given(get_eval_dataloader: DataFunction | None, mode: str) -> DataFunction:
             remedy="give run a get_eval_dataloader, or write --mode train",
         )
     return get_eval_dataloader
+
+
+def _ranks(num_csx: int) -> Fabric:
+    """The ranks that the params ask for; the script is started anew as each of them."""
+    if num_csx > 1:
+        use_ranks(num_csx, where="trainer.init.backend.cluster_config.num_csx")
+    return join()
 
 
 def _read_user_params(args: argparse.Namespace) -> UserConfig:

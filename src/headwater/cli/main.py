@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Protocol
 
 from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.fabric.report import report
 from headwater.trainer.interrupt import EXIT_CODE
 
 COMMANDS = {
@@ -54,6 +55,8 @@ def guarded(run: Callable[[], int]) -> int:
     try:
         return run()
     except HeadwaterError as error:
+        if report(error):
+            return 1  # the launcher says it, once for all ranks
         return print_error(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -134,7 +134,9 @@ class _LocalBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         position = self.start
         while (stop := self.order.next_position(position)) is not None:
-            yield self.order.local_draws(position, stop).tolist()
+            draws = self.order.local_draws(position, stop).tolist()
+            if draws:  # a last batch may be too small for all ranks to have a part in it
+                yield draws
             position = stop
 
 

@@ -57,7 +57,7 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, "rank lies in range(world_size)"
-        if self.batch_size % self.world_size:
+        if self.repeat and self.batch_size % self.world_size:  # in one pass parts need not be equal
             below = self.batch_size - self.batch_size % self.world_size
             near = " or ".join(str(size) for size in (below, below + self.world_size) if size)
             what = f"batch_size {self.batch_size} cannot be divided evenly among {self.world_size} ranks"

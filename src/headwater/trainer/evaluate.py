@@ -41,18 +41,20 @@ def evaluate(
     Args:
         engine: holds the weights.
         trainable: the model.
-        batches: one pass over the data.
+        batches: one pass over the data; of several ranks each has its parts of the batches.
         max_batches: take no more than these.
         stop: asked before each batch whether to give up.
 
     Returns:
-        `None` if `stop` said so.
+        `None` if `stop` said so, on any rank.
 
     Raises:
         DataError: if there is no batch.
         NonFiniteError: if the loss is not finite.
     """
-    total, weights, count = 0.0, 0.0, 0
+    total, weights, count, stopped = 0.0, 0.0, 0, False
+    if engine.fabric.size > 1:
+        engine.store.flush()  # then each rank reads weights by itself
     for metric in trainable.metrics.values():
         metric.reset()
     training = engine.model.training
@@ -60,7 +62,8 @@ def evaluate(
     try:
         for batch in itertools.islice(batches, max_batches):
             if stop():
-                return None
+                stopped = True
+                break
             size = engine.plan.micro_batch_size if trainable.divisible else num_samples(batch)
             for micro_batch in split_batch(batch, size):
                 weight = trainable.weight(micro_batch)
@@ -69,7 +72,11 @@ def evaluate(
             count += 1
     finally:
         engine.model.train(training)
-    return Evaluation(_checked(total, weights, count), count, metric_values(trainable.metrics))
+    if any(engine.fabric.gather(stopped)):
+        return None
+    count = int(max(engine.fabric.gather(count)))
+    loss = _checked(sum(engine.fabric.gather(total)), sum(engine.fabric.gather(weights)), count)
+    return Evaluation(loss, count, metric_values(trainable.metrics, engine.fabric))
 
 
 def _checked(total: float, weights: float, count: int) -> float:

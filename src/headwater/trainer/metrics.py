@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+
+from headwater.fabric.fabric import ALONE, Fabric
 
 
 @runtime_checkable
@@ -51,12 +54,19 @@ def _metrics_in(value: object) -> Iterator[Metric]:
                 yield candidate
 
 
-def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """What the metrics that have seen a batch say; one with several values gives one entry for each."""
+def metric_values(metrics: Mapping[str, Metric], fabric: Fabric = ALONE) -> dict[str, float]:
+    """What the metrics that have seen a batch say; one with several values gives one entry for each.
+
+    Args:
+        metrics: by name.
+        fabric: the ranks among which the batches were divided.
+    """
     values: dict[str, float] = {}
     for name, metric in metrics.items():
-        if metric.update_count:
-            value = torch.as_tensor(metric.compute())
+        if any(fabric.gather(metric.update_count)):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The ``compute`` method")  # this rank may have seen none
+                value = torch.as_tensor(metric.compute())
             flat = value.flatten().tolist()
             values |= {name: flat[0]} if value.dim() == 0 else {f"{name}/{i}": v for i, v in enumerate(flat)}
     return values

@@ -22,6 +22,7 @@ from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
 from headwater.trainer.interrupt import shielded
 from headwater.trainer.job import Batch
+from headwater.utils.data.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -121,15 +122,23 @@ class RepeatedPasses:
     """Training data: one pass after the other, without end.
 
     A loader that is `Seekable` resumes by itself; of others the batches before are read and left out.
+
+    Args:
+        passes: over the loader.
+        parts: what of each batch is this rank's, of several.
     """
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: Passes, parts: Parts | None = None) -> None:
         self._passes = passes
+        self._parts = parts or Parts()
         self._epoch = 0
         self._position = 0
         self._sought = False
 
     def __iter__(self) -> Iterator[Batch]:
+        return self._parts.of(self._batches())
+
+    def _batches(self) -> Iterator[Batch]:
         while True:
             for batch in self._rest():
                 self._position += 1
@@ -187,13 +196,14 @@ class RepeatedPasses:
 
 
 class RepeatedPass:
-    """Data to evaluate on: each iteration is the same pass."""
+    """Data to evaluate on: each iteration is the same pass, of which each of several ranks has a part."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
+        self._parts = Parts(equal=False)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._passes.over(0)
+        return self._parts.of(self._passes.over(0))
 
 
 def _generators(loader: object) -> list[torch.Generator]:

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from headwater.config.user import UserConfig
+from headwater.fabric.fabric import ALONE, Fabric
 from headwater.trainer.base_model import BaseModelLoss, ModelClass, build_base_model
 from headwater.trainer.batches import num_samples, split_batch
 from headwater.trainer.evaluate import Evaluation
@@ -17,6 +18,7 @@ from headwater.trainer.job import Batch, Job, Trainable
 from headwater.trainer.metrics import find_metrics
 from headwater.trainer.session import evaluate_data
 from headwater.trainer.user_data import Passes, RepeatedPass, RepeatedPasses, seed_everything
+from headwater.utils.data.parts import Parts
 
 DataFunction = Callable[[dict[str, dict[str, Any]]], Any]
 """Makes a data loader from the sections of a params file."""
@@ -64,23 +66,32 @@ def user_job(
     model_class: ModelClass,
     get_train_dataloader: DataFunction,
     get_eval_dataloader: DataFunction | None = None,
+    fabric: Fabric = ALONE,
 ) -> Job:
     """A training run, with evaluations in between if there are data for them.
+
+    Args:
+        config: the params.
+        model_class: makes the model.
+        get_train_dataloader: makes what gives the batches of training.
+        get_eval_dataloader: likewise for evaluations.
+        fabric: the ranks that train together.
 
     Raises:
         ConfigError: if the model is no `PyTorchBaseModel`.
         DataError: if a loader gives no batches.
     """
     train = open_loader(config, get_train_dataloader)
-    first = train.first()
+    first, parts = train.first(), Parts()
+    parts.look_at(first)
     evaluations = (
         [] if get_eval_dataloader is None else [RepeatedPass(open_loader(config, get_eval_dataloader))]
     )
     return Job(
         init=config.init,
         trainable=user_trainable(config, model_class, first),
-        train=RepeatedPasses(train),
-        batch_size=num_samples(first),
+        train=RepeatedPasses(train, parts),
+        batch_size=num_samples(first) * (fabric.size if parts.are_shares else 1),
         evaluations=evaluations,
         steps_per_epoch=train.length,
         checkpoint=config.checkpoint,

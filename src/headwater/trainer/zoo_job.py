@@ -59,7 +59,7 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
 
     Args:
         config: the params.
-        fabric: the ranks that train together; the training data are those of this one.
+        fabric: the ranks that train together; the data are those of this one.
 
     Raises:
         ConfigError: if they have no training data.
@@ -67,7 +67,10 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
     """
     init, section = config.init, fit_section(config)
     train = open_data(section.train_dataloader, init.model, seed=init.seed, repeat=True, fabric=fabric)
-    evaluations = [open_data(d, init.model, seed=init.seed, repeat=False) for d in section.val_dataloader]
+    evaluations = [
+        open_data(each, init.model, seed=init.seed, repeat=False, fabric=fabric)
+        for each in section.val_dataloader
+    ]
 
     def write(run_dir: RunDir) -> None:
         run_dir.write_params(config)
