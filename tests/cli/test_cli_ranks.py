@@ -11,10 +11,10 @@ import pytest
 import torch
 from run_samples import assert_same_checkpoint, history, write_params
 
+from headwater.api.ranks import check_memory
 from headwater.cli.main import main
 from headwater.core.errors import DoesNotFitError
 from headwater.trainer.pretrained import checkpoint_weights
-from headwater.trainer.ranks import check_ranks
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
 
@@ -107,17 +107,15 @@ def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tm
 
 def test_memory_is_counted_for_every_rank():
     parts = {"interpreter": 100, "weight store": 1000, "activations": 50, "gradients": 30}
-    init = SimpleNamespace(sparsity=())
-    trainable, fabric = SimpleNamespace(averages=()), SimpleNamespace(size=3)
+    fabric = SimpleNamespace(size=3)
 
     def plan(budget):
         prediction, resources = SimpleNamespace(host_parts=parts), SimpleNamespace(host_memory=budget)
-        tiers = {"tier": "memory", "gradient_tier": "memory", "device": "cpu"}
-        return SimpleNamespace(prediction=prediction, budget=resources, **tiers)
+        return SimpleNamespace(prediction=prediction, budget=resources)
 
-    check_ranks(init, trainable, plan(1030 + 3 * 150), fabric)
+    check_memory(plan(1030 + 3 * 150), fabric, where="num_csx")
     with pytest.raises(DoesNotFitError, match="3 CSXs need"):
-        check_ranks(init, trainable, plan(1030 + 3 * 150 - 1), fabric)
+        check_memory(plan(1030 + 3 * 150 - 1), fabric, where="num_csx")
 
 
 def wait_for(path, seconds=60):

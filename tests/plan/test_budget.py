@@ -223,3 +223,30 @@ def test_masters_lie_apart_where_there_is_room():
     assert more == pytest.approx(2 * params, rel=0.3), "two bytes a parameter, and the allocator's share"
     assert plan(whole.prediction.host_bytes - 1).masters == "split"
     assert plan(GIB, num_slabs=2).masters == "split", "only where weights are read in place"
+
+
+def test_ranks_share_the_store_and_the_slabs_of_the_disk_tier_and_nothing_else():
+    def plan(ranks, tier, **fixed):
+        choices = Fixed(tier=tier, gradient_tier="memory", micro_batch_size=2, **fixed)
+        resources = Resources(host_memory=1 * GIB, disk=Path("tier"), disk_bytes=1 * GIB)
+        return make_plan(
+            SMALL["fp32"],
+            batch_size=2,
+            precision=Precision(),
+            optimizer_state_bytes=8,
+            resources=resources,
+            fixed=choices,
+            base_bytes=MIB,
+            ranks=ranks,
+        )
+
+    shared = {"memory": {"weight store"}, "disk": {"staging", "snapshot", "slabs"}}
+    for tier, names in shared.items():
+        one, three = (plan(ranks, tier, num_slabs=9).prediction.host_parts for ranks in (1, 3))
+        for name in one.keys() - {"allocator", "activations", "gradients"}:
+            assert three[name] == one[name] * (1 if name in names else 3), name
+        assert three["activations"] > 2 * one["activations"]
+        assert three["gradients"] <= one["gradients"]
+    assert plan(3, "memory", num_slabs=2).slabs == 2, "each rank has its own"
+    with pytest.raises(ConfigError, match="too few"):
+        plan(3, "disk", num_slabs=2)

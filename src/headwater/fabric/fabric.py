@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -62,6 +63,13 @@ class Fabric(abc.ABC):
         """
 
     @abc.abstractmethod
+    def exclusive(self) -> AbstractContextManager[object]:
+        """While it is open no other rank of the host is in one, nor another thread; for moments only.
+
+        What was written within one is seen within the next. It may be nested.
+        """
+
+    @abc.abstractmethod
     def barrier(self, what: str) -> None:
         """Return when every rank has come here; see `wait_until`."""
 
@@ -97,6 +105,9 @@ class Alone(Fabric):
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         assert condition(), f"{what} is waited for, and nobody else is there"
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def barrier(self, what: str) -> None:
         pass

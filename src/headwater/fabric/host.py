@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import mmap
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +69,7 @@ class HostFabric(Fabric):
             self._file = os.open(f"/proc/{leader.pid}/fd/{leader.file}", os.O_RDWR)
             os.ftruncate(self._file, _SPAN_BYTES)  # the leader may not have come to it yet
         self._used = 0
+        self._lock, self._depth = threading.RLock(), 0
         self._arrived = self.allocate(8 * self.local_size).view(torch.int64).numpy()
         self._values = self.allocate(8 * self.size).view(torch.float64).numpy()
         self._barriers = 0
@@ -105,6 +108,27 @@ class HostFabric(Fabric):
                     f"rank {rank} (process {process.pid}) is gone, and rank {self.rank} waits for {what}",
                     remedy="see why it ended; the run goes on from its last complete checkpoint",
                 )
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._lock:
+            if not self._depth:
+                self.wait_until(self._lock_file, "its turn")
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _lock_file(self) -> bool:
+        """Whether the file is this rank's now; the system frees it with the process."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def barrier(self, what: str) -> None:
         self._barriers += 1

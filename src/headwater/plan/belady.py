@@ -53,8 +53,22 @@ class CachePolicy:
             return positions[index] - start
         return positions[0] + len(self.schedule) - start
 
+    def position_of(self, stage: int, position: int) -> int:
+        """The position of a use of `stage` that comes now, after one at `position` or again in its place."""
+        is_here = (
+            position >= 0 and bool(self.schedule) and self.schedule[position % len(self.schedule)] == stage
+        )
+        distance = self.next_use(stage, position)
+        return position if is_here or distance == NEVER else position + distance
+
     def choose_victim(
-        self, stage: int, position: int, candidates: Iterable[int], *, use_at: int | None = None
+        self,
+        stage: int,
+        position: int,
+        candidates: Iterable[int],
+        *,
+        use_at: int | None = None,
+        others: Sequence[int] = (),
     ) -> int | None:
         """The resident stage to evict so that `stage` can have its slab.
 
@@ -63,6 +77,7 @@ class CachePolicy:
             position: the use that runs now.
             candidates: resident stages that are not pinned; those of other classes are skipped.
             use_at: position of the use it is fetched for, if that is later than `position`.
+            others: positions of ranks that use the same slabs; what one of them uses soon stays.
 
         Returns:
             The candidate whose next use is furthest; `None` if there is none, or if all are used
@@ -70,7 +85,8 @@ class CachePolicy:
         """
         wanted = self.slab_class[stage]
         rivals = (other for other in candidates if other != stage and self.slab_class[other] == wanted)
-        distances = ((self.next_use(other, position), other) for other in rivals)
+        positions = (position, *others)
+        distances = ((min(self.next_use(other, each) for each in positions), other) for other in rivals)
         furthest, victim = max(distances, default=(0, None))
         ahead = 0 if use_at is None else use_at - position
         return victim if furthest > ahead else None

@@ -7,7 +7,6 @@ import dataclasses
 from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
 from headwater.plan.estimate import estimated_traces
-from headwater.plan.footprint import minimum_slabs
 from headwater.plan.machine import free_resources, resident_bytes
 from headwater.plan.refusal import UNLIMITED, refusal
 from headwater.plan.search import Budgets, Fixed, Request, TraceFor, best_plan, micro_batch_sizes
@@ -32,6 +31,7 @@ def make_plan(
     base_bytes: int | None = None,
     checkpoints: bool = True,
     share: StoreShare = WHOLE_STORE,
+    ranks: int = 1,
 ) -> Plan:
     """The plan with the shortest predicted step within every budget.
 
@@ -48,6 +48,8 @@ def make_plan(
         base_bytes: host memory of the interpreter and its libraries; by default what this process takes now.
         checkpoints: whether the store is saved while training goes on.
         share: what of the weight store counts against the budgets.
+        ranks: how many of this host's train together, each on batches of this size; the host's memory is that
+            of all of them.
 
     Raises:
         ConfigError: if decisions contradict each other or the batch size.
@@ -67,6 +69,7 @@ def make_plan(
         base_bytes=resident_bytes() if base_bytes is None else base_bytes,
         checkpoints=checkpoints,
         share=share,
+        ranks=ranks,
     )
     check(request)
     plan = _fastest(request)
@@ -117,7 +120,7 @@ def check(request: Request) -> None:
             where="activations",
             remedy="set disk, or write recompute",
         )
-    least = minimum_slabs(request.trace_for(micro_batch_sizes(request)[-1]))
+    least = request.minimum_slabs(request.trace_for(micro_batch_sizes(request)[-1]), fixed.tier)
     if fixed.num_slabs is not None and fixed.num_slabs < least:
         raise ConfigError(
             f"{fixed.num_slabs} slabs are too few for this model",

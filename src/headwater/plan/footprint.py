@@ -90,6 +90,7 @@ class Footprint:
         base_bytes: resident host memory of the interpreter and its libraries.
         checkpoints: whether the store is saved while training goes on.
         share: what of the store counts.
+        ranks: how many of this host's train together; host memory is that of all of them.
     """
 
     def __init__(
@@ -100,15 +101,17 @@ class Footprint:
         base_bytes: int,
         checkpoints: bool = True,
         share: StoreShare = WHOLE_STORE,
+        ranks: int = 1,
     ) -> None:
         self.trace = trace
+        self._ranks = ranks
         self.stages = tuple(
             _stage_bytes(stage, optimizer_state_bytes, trained=not trace.inference) for stage in trace.stages
         )
         self.slab_sizes = tuple(stage.slab for stage in self.stages)
         self.last_use = {stage: position for position, stage in enumerate(trace.uses)}
         self.first_use = {stage: position for position, stage in reversed(list(enumerate(trace.uses)))}
-        self._base_bytes = base_bytes
+        self._base_bytes = ranks * base_bytes
         self._share = share
         self._checkpoints = checkpoints and not trace.inference
         self._peaks: dict[object, Peak] = {}
@@ -117,6 +120,8 @@ class Footprint:
         """Peak bytes of `plan` by where they lie."""
         peak = self.peak(plan)
         slabs = 0 if plan.in_place else _pool_bytes(self.slab_sizes, plan.slabs)
+        if plan.tier == "memory":
+            slabs *= self._ranks  # those of the disk tier are shared
         compute = {"slabs": slabs} | peak.parts
         host, disk = self._store_bytes(plan)
         held, moved = self.held_gradients(plan), self.offloaded_bytes(plan.activations)
@@ -189,7 +194,8 @@ class Footprint:
             moments = zip(self._live(plan.activations), gradients, strict=True)
             keeps_pages = plan.device == "cpu" and plan.memory_is_ample
             self._peaks[key] = max(
-                (Peak(*moment, keeps_pages) for moment in moments), key=lambda peak: peak.total
+                (Peak(self._ranks * live, held, keeps_pages) for live, held in moments),
+                key=lambda peak: peak.total,
             )
         return self._peaks[key]
 
@@ -277,14 +283,20 @@ def recomputable(trace: Trace) -> list[bool]:
     ]
 
 
-def minimum_slabs(trace: Trace) -> int:
-    """Fewest slabs of a size class that hold all stages bound at once, and one more than a lone stage."""
+def minimum_slabs(trace: Trace, ranks: int = 1) -> int:
+    """Fewest slabs of a size class that hold all stages bound at once, and one more than a lone stage.
+
+    Args:
+        trace: the dry run.
+        ranks: how many share the slabs; each may be elsewhere in the model.
+    """
     most = 2
     for site in trace.sites:
         bound = {stage for module in _enclosing(site) for stage in trace.sites.get(module, ())}
         sizes = Counter(trace.stages[stage].slab_bytes for stage in bound)
         most = max(most, *sizes.values())
-    return most
+    alike = max(Counter(stage.slab_bytes for stage in trace.stages).values())
+    return max(most, min(ranks * most, alike))
 
 
 def _enclosing(module: str) -> Iterator[str]:

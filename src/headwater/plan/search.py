@@ -78,6 +78,11 @@ class Request:
     base_bytes: int
     checkpoints: bool = True
     share: StoreShare = WHOLE_STORE
+    ranks: int = 1
+
+    def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
+        """Fewest slabs of a size class; ranks share those of the disk tier."""
+        return minimum_slabs(trace, self.ranks if tier == "disk" else 1)
 
 
 def best_plan(request: Request) -> Plan | None:
@@ -157,6 +162,7 @@ def _footprint(trace: Trace, request: Request) -> Footprint:
         base_bytes=request.base_bytes,
         checkpoints=request.checkpoints,
         share=request.share,
+        ranks=request.ranks,
     )
 
 
@@ -186,10 +192,11 @@ def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
     """Numbers of slabs to try: in steps of about a tenth, up to a slab for each stage."""
     if frame.in_place:
         return (frame.slabs,)
+    least = request.minimum_slabs(frame.trace, frame.tier)
     if request.fixed.num_slabs is not None:
-        return (request.fixed.num_slabs,)
+        return (request.fixed.num_slabs,) if request.fixed.num_slabs >= least else ()
     most = max(Counter(stage.slab_bytes for stage in frame.trace.stages).values())
-    counts = [minimum_slabs(frame.trace)]
+    counts = [least]
     while counts[-1] < most:
         counts.append(min(most, counts[-1] + max(1, counts[-1] // 10)))
     return [*counts[:-1], max(counts[-1], len(frame.trace.stages))]

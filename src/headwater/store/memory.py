@@ -21,6 +21,8 @@ class MemoryTier(Tier):
         fabric: the ranks that share the memory.
     """
 
+    is_shared = True
+
     def __init__(self, layouts: list[StageLayout], *, pin: bool = False, fabric: Fabric = ALONE) -> None:
         super().__init__(layouts)
         shared = fabric.size > 1

@@ -53,7 +53,8 @@ class Sharing:
         self._fabric = fabric
         self._layouts = layouts
         self._stages = [layout.stage for layout in layouts]
-        self._shares = [Shares(layout, fabric.size) for layout in layouts]
+        self._updating = fabric.local_size if tier.is_shared else 1  # ranks of a host, from its first
+        self._shares = [Shares(layout, fabric.size if tier.is_shared else 1) for layout in layouts]
         self._updated = Board(fabric, len(layouts) * fabric.local_size)  # the last commit, by stage and rank
         self._numbers = [0] * len(layouts)  # the last commit that this rank has done its share of
         self._spread = Board(fabric, len(layouts))  # the last commit that has come from all hosts
@@ -64,6 +65,11 @@ class Sharing:
         self._link = fabric.connect("weights")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-broadcast")
         self._sending: list[Future[None]] = []
+
+    @property
+    def updates_here(self) -> bool:
+        """Whether this rank updates anything."""
+        return self._fabric.local_rank < self._updating
 
     def is_mine(self, stage: int, piece: Piece) -> bool:
         """Whether this rank updates a piece."""
@@ -91,13 +97,17 @@ class Sharing:
         if self._link is not None:
             self._sending += [self._thread.submit(self._send_updated, stage, number) for stage in stages]
 
+    def leave(self, stage: int, number: int) -> None:
+        """Say that this rank has no share of an update of a stage; `wait` waits for the others."""
+        self._numbers[stage] = number
+
     def updated(self, stage: int, number: int) -> None:
         """Say that this rank has done its share of the update of a stage."""
         self._updated.post(stage * self._fabric.local_size + self._fabric.local_rank, number)
         self._numbers[stage] = number
 
     def wait(self, stage: int) -> None:
-        """Return when everybody has done the share of the update that this rank has done last."""
+        """Return when everybody has done the share of the update that this rank has done, or left, last."""
         number = self._numbers[stage]
         if self._fabric.num_hosts == 1:
             self._wait_for_host(stage, number)
@@ -106,7 +116,7 @@ class Sharing:
             self._spread.wait(stage, number, f"stage {self._stages[stage].name!r} of all hosts")
 
     def _wait_for_host(self, stage: int, number: int) -> None:
-        for rank in range(self._fabric.local_size):
+        for rank in range(self._updating):
             what = f"its neighbour {rank} to update stage {self._stages[stage].name!r}"
             self._updated.wait(stage * self._fabric.local_size + rank, number, what)
 

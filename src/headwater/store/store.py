@@ -201,11 +201,11 @@ class WeightStore:
             )
         self.num_commits += 1
         factor = update.factor(norm)
+        self.gradients.commit(keys)  # before another thread may see that there is an update
         for key in keys:
             options = update if parts is None else parts[key]
             self._add_pending(key, Part(self.num_commits, options, factor))
             self._taken[key] = self.num_commits
-        self.gradients.commit(keys)
         stages = sorted({stage for stage, _ in keys})
         self._sharing.committed(stages, self.num_commits)
         if self.fabric.num_hosts > 1:  # what others wait for comes at once
@@ -215,10 +215,13 @@ class WeightStore:
     def _add_pending(self, key: ParamKey, part: Part) -> None:
         """Two optimizers may share a stage: then the later commit joins the earlier one."""
         stage, param = key
-        earlier = self._pending[stage].parts if stage in self._pending else {}
-        assert param not in earlier, "a new gradient has made the older update happen"
-        self._pending[stage] = Pending(self.num_commits, {**earlier, param: part})
-        self._versions[stage] += 1
+        if self._sharing.updates_here:
+            earlier = self._pending[stage].parts if stage in self._pending else {}
+            assert param not in earlier, "a new gradient has made the older update happen"
+            self._pending[stage] = Pending(self.num_commits, {**earlier, param: part})
+        else:
+            self._sharing.leave(stage, self.num_commits)
+        self._versions[stage] += 1  # at last: whoever sees it may fetch
 
     # steps that may have to be undone
 
@@ -339,7 +342,7 @@ class WeightStore:
         up_to: int | None = None,
         params: Collection[int] | None = None,
     ) -> Generator[PieceState, None, None]:
-        """Every piece of a stage that is on this host, up to date; valid until the next one is asked for.
+        """Every piece of a stage that this rank reaches, up to date; valid until the next one is asked for.
 
         Args:
             stage: which stage.
@@ -347,6 +350,8 @@ class WeightStore:
             up_to: leave an update committed after this number (see `num_commits`) for later.
             params: only these parameters, by index.
         """
+        if not self._sharing.updates_here:
+            return
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
             pending = self._pending.get(stage)
@@ -409,17 +414,26 @@ class WeightStore:
             stage: its stage.
             param: its index in the stage.
             state: name of the state tensor; the master if not given.
+
+        Raises:
+            StoreError: if this rank does not reach all of it.
         """
         spec = self.stages[stage].params[param]
         shape, dtype = spec.shape, spec.dtype
         if state is not None:
             layout = self.rule.state_layout(spec)[state]
             shape, dtype = spec.shape if layout.shape is None else layout.shape, layout.dtype
-        out = torch.empty(shape, dtype=dtype)
+        out, filled = torch.empty(shape, dtype=dtype), 0
         with closing(self.read(stage, with_states=state is not None, params={param})) as pieces:
             for piece in pieces:
                 value = piece.master if state is None else piece.states[state]
                 out.view(-1)[piece.start : piece.start + value.numel()].copy_(value.view(-1))
+                filled += value.numel()
+        if filled < out.numel():
+            raise StoreError(
+                f"{spec.name} is read by rank {self.fabric.rank}, and other ranks have it",
+                remedy="save a checkpoint, and read it there",
+            )
         return out
 
     def write_param(self, stage: int, param: int, value: torch.Tensor, state: str | None = None) -> None:

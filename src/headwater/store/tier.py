@@ -8,11 +8,18 @@ from contextlib import contextmanager
 
 import torch
 
+from headwater.core.errors import StoreError
 from headwater.store.layout import Group, StageLayout
 
 
 class Tier(abc.ABC):
-    """Keeps the bytes of every stage. One thread at a time works on a stage; the store sees to that."""
+    """Keeps the bytes of every stage. One thread at a time works on a stage; the store sees to that.
+
+    Attributes:
+        is_shared: whether every rank of the host reaches all bytes; otherwise its leader does, alone.
+    """
+
+    is_shared = False
 
     def __init__(self, layouts: list[StageLayout]) -> None:
         self.layouts = layouts
@@ -69,3 +76,30 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Give back memory, threads and files."""
+
+
+class ElsewhereTier(Tier):
+    """What the leader of the host keeps alone, as its other ranks see it: nothing is here."""
+
+    def resident_wire(self, stage: int) -> None:
+        return None
+
+    def read_wire(self, stage: int, into: torch.Tensor) -> None:
+        raise StoreError(
+            f"stage {self.layouts[stage].stage.name!r} is read by a rank that does not have it",
+            remedy="let the first rank of the host read and change weights that are on disk",
+        )
+
+    def write_wire(self, stage: int, image: torch.Tensor) -> None:
+        pass
+
+    def groups(
+        self, stage: int, *, read: bool = True, write: bool, params: Collection[int] | None = None
+    ) -> Iterator[tuple[Group, torch.Tensor]]:
+        return iter(())
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -27,9 +27,10 @@ from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
 from headwater.store.store import PieceState, WeightStore
-from headwater.store.tier import Tier
+from headwater.store.tier import ElsewhereTier, Tier
 from headwater.store.update import Update
 from headwater.stream.binding import Binder
+from headwater.stream.borrowed import BorrowedWeights
 from headwater.stream.buffers import Buffers
 from headwater.stream.compilation import compile_stages
 from headwater.stream.device import Device, make_device
@@ -111,7 +112,7 @@ class Engine:
         order = _parameter_order(model, plan)
         rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
         self.store = _make_store(plan, rule, self._device, order, verify_disk, fabric, own_loop)
-        weights = _make_weights(plan, self.store, self._device)
+        weights = _make_weights(plan, self.store, self._device, fabric)
         self._binder = Binder(
             model,
             self.store,
@@ -317,6 +318,8 @@ def _make_store(
     def make_tier(layouts: list[StageLayout]) -> Tier:
         if plan.tier == "memory":
             return MemoryTier(layouts, pin=not device.reads_host, fabric=fabric)
+        if fabric.local_rank != 0:
+            return ElsewhereTier(layouts)
         return DiskTier(layouts, _folder(plan), verify=verify_disk)
 
     hold: GradientHold = MemoryHold()
@@ -340,7 +343,10 @@ def _folder(plan: Plan) -> Path:
     return plan.disk
 
 
-def _make_weights(plan: Plan, store: WeightStore, device: Device) -> Weights:
+def _make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric) -> Weights:
     if plan.in_place:
         return InPlaceWeights(store)
-    return SlabWeights(store, plan.trace.stages, plan.slabs, device)
+    sharing = fabric if plan.tier == "disk" else ALONE  # what is in memory each rank copies by itself
+    if sharing.local_rank != 0:
+        return BorrowedWeights(store, plan.trace.stages, plan.slabs, sharing)
+    return SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing)

@@ -131,7 +131,7 @@ class Executor:
     def _close(self) -> None:
         """The forward ends."""
         self._packing.close()
-        self._binder.unbind_all()
+        self._let_go()
 
     def _enter(self, stage: int) -> None:
         self._depth[stage] += 1
@@ -226,8 +226,13 @@ class Executor:
 
     def _end_backward(self) -> None:
         self._backward_task = _NO_TASK
-        self._binder.unbind_all()
+        self._let_go()
         self._store.end_micro_batch()
+
+    def _let_go(self) -> None:
+        """No weights are used until another forward or backward begins."""
+        self._binder.unbind_all()
+        self._weights.rest()
 
     # one step
 
@@ -249,7 +254,7 @@ class Executor:
 
     def reset(self) -> None:
         """Forget a forward or backward that was broken off."""
-        self._binder.unbind_all()
+        self._let_go()
         self._depth.clear()
         self._nesting = 0
         self._packing.close()
@@ -268,7 +273,7 @@ class Executor:
             loss.backward()
         finally:
             self._last_micro_batch = True
-            self._binder.unbind_all()
+            self._let_go()
 
     def leave(self) -> None:
         """Take the hooks off; activations that have moved out can still come back."""

@@ -5,17 +5,25 @@ from __future__ import annotations
 import abc
 import dataclasses
 import gc
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
-from headwater.core.errors import StreamError
+from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.stage import StageSpec
 from headwater.core.threads import single_core_pool
-from headwater.plan.belady import NEVER, CachePolicy
+from headwater.fabric.fabric import ALONE, Fabric
+from headwater.plan.belady import CachePolicy
 from headwater.store.store import WeightStore
 from headwater.stream.device import Device
+from headwater.stream.slabs import NO_VERSION, Slab, SlabDirectory, SlabPool, Want
+
+NOTHING = -1
+"""A stage that nobody has asked for."""
+
+_SERVE_EVERY_S = 5e-4
 
 
 @dataclasses.dataclass
@@ -66,6 +74,10 @@ class Weights(abc.ABC):
         """
 
     @abc.abstractmethod
+    def rest(self) -> None:
+        """Say that whoever has asked for a stage has a view of it now, or wants none."""
+
+    @abc.abstractmethod
     def require(self, stage: int) -> torch.Tensor:
         """The wire image of a stage on the device, up to date; waits for it if it must."""
 
@@ -86,6 +98,9 @@ class InPlaceWeights(Weights):
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
         pass
 
+    def rest(self) -> None:
+        pass
+
     def require(self, stage: int) -> torch.Tensor:
         self.statistics.hits += 1
         self._store.fetch(stage)
@@ -97,81 +112,64 @@ class InPlaceWeights(Weights):
         pass
 
 
-_NO_VERSION = -1
-
-
-class _Slab:
-    """Memory for one stage of its class, and whoever still holds a view of it."""
-
-    def __init__(self, buffer: torch.Tensor, slab_class: int) -> None:
-        self.buffer = buffer
-        self.slab_class = slab_class
-        self.stage: int | None = None
-        self.version = _NO_VERSION  # of the stage that it holds
-        self.ready: Future[None] | None = None
-        self._storage = buffer.untyped_storage()
-        self._own_references = self._references()
-
-    def _references(self) -> int:
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)
-        return count
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a bound parameter, a running operator or anybody else holds a view of the slab."""
-        return self._references() > self._own_references
-
-    @property
-    def busy(self) -> bool:
-        return self.ready is not None and not self.ready.done()
-
-
 class SlabWeights(Weights):
     """A pool of slabs per size class: Belady's rule decides what leaves, the schedule what is fetched next.
 
     A slab is given to another stage only when nothing holds a view of it any more; so a weight can never
-    change under somebody's hands, whatever the model does with it.
+    change under somebody's hands, whatever the model does with it. Of ranks that share slabs this is the one
+    that leads their host: it fills slabs for all of them, see [Note: shared slabs].
 
     Args:
         store: where weights come from.
         stages: the stages.
         slabs: slabs of each size class, at most.
         device: where slabs are.
+        fabric: the ranks that share them.
     """
 
-    def __init__(self, store: WeightStore, stages: Sequence[StageSpec], slabs: int, device: Device) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        stages: Sequence[StageSpec],
+        slabs: int,
+        device: Device,
+        fabric: Fabric = ALONE,
+    ) -> None:
         super().__init__()
         self._store = store
         self._stages = stages
         self._device = device
-        self._slab_class = slab_classes(stages)
-        members = {c: [s for s in stages if self._slab_class[s.index] == c] for c in self._slab_class}
-        self._capacity = {c: min(slabs, len(group)) for c, group in members.items()}
-        self.stable = all(self._capacity[c] == len(group) for c, group in members.items())
-        self._slabs = [
-            _Slab(device.allocate_slab(group[0].slab_bytes), c)
-            for c, group in members.items()
-            for _ in range(self._capacity[c])
-        ]
+        self._fabric = fabric
+        self._pool = SlabPool(stages, slabs, shared_slab(fabric, device))
+        self._directory = SlabDirectory(fabric, len(self._pool.slabs))
+        self.stable = self._pool.holds_all
         largest = max(stage.slab_bytes for stage in stages)
         disk = store.resident_wire(stages[0].index) is None
         self._staging = device.allocate_staging(largest) if disk else None
-        self._resident: dict[int, _Slab] = {}
-        self._policy = CachePolicy([], self._slab_class, self._capacity)
+        self._resident: dict[int, Slab] = {}
+        self._policy = CachePolicy([], self._pool.slab_class, self._pool.capacity)
         self._position = 0
         self._repeats = False
-        self._wanted = -1  # the stage that `require` was last asked for; its caller may not hold a view yet
+        self._wanted = NOTHING  # what `require` was last asked for; its caller may not hold a view yet
         # updates run there too: beside a model that computes on the same cores, or with all of them
         pool = single_core_pool if device.reads_host else ThreadPoolExecutor
         self._thread = pool(1, "headwater-fetch")
+        self._closing = threading.Event()
+        self._server = threading.Thread(target=self._serve, name="headwater-serve", daemon=True)
+        if fabric.local_size > 1:
+            self._server.start()
 
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
-        self._repeats = repeats
-        self._policy = CachePolicy(schedule, self._slab_class, self._capacity)
-        self._position = -1
-        for stage in list(self._resident):
-            self._drop_if_stale(stage)
-        self._prefetch()
+        with self._directory.exclusive():
+            self._repeats = repeats
+            self._policy = CachePolicy(schedule, self._pool.slab_class, self._pool.capacity)
+            self._position = -1
+            for stage in list(self._resident):
+                self._drop_if_stale(stage)
+            self._prefetch()
+
+    def rest(self) -> None:
+        self._wanted = NOTHING
 
     def _is_current(self, stage: int) -> bool:
         slab = self._resident.get(stage)
@@ -183,32 +181,25 @@ class SlabWeights(Weights):
             self._resident.pop(stage).stage = None
 
     def require(self, stage: int) -> torch.Tensor:
-        self._wanted = stage
-        self._drop_if_stale(stage)
-        distance = self._policy.next_use(stage, self._position)
-        if distance != NEVER and not self._is_here(stage):
-            self._position += distance
-        if self._is_current(stage):
-            self.statistics.hits += 1
-            slab = self._resident[stage]
-        else:
-            self.statistics.misses += 1
-            slab = self._resident.get(stage) or self._free_slab(stage)
-            self._fetch(stage, slab)
+        with self._directory.exclusive():
+            self._wanted = stage
+            self._position = self._policy.position_of(stage, self._position)
+            if self._is_current(stage):
+                self.statistics.hits += 1
+            else:
+                self.statistics.misses += 1
+        slab = self._place(stage) or self._wait_for_slab(stage)
         self._arrived(slab)
-        self._prefetch()
+        with self._directory.exclusive():
+            self._prefetch()
         return slab.buffer
 
-    def _arrived(self, slab: _Slab) -> None:
+    def _arrived(self, slab: Slab) -> None:
         """Wait for a fetch; after one that failed the next use tries again."""
         assert slab.ready is not None, "a resident stage has been asked for"
         if slab.ready.exception() is not None:
-            slab.version = _NO_VERSION
+            slab.version = NO_VERSION
         slab.ready.result()
-
-    def _is_here(self, stage: int) -> bool:
-        schedule = self._policy.schedule
-        return self._position >= 0 and schedule[self._position % len(schedule)] == stage
 
     def _prefetch(self) -> None:
         """Fetch what comes next in this step, as far as slabs are free or hold what comes later still."""
@@ -218,39 +209,55 @@ class SlabWeights(Weights):
         for distance, stage in self._policy.upcoming(self._position):
             if self._position + distance > last and not self._repeats:
                 return  # beyond the step's end the weights will have changed
-            self._drop_if_stale(stage)
-            if self._is_current(stage):
-                continue
-            slab = self._resident.get(stage) or self._available_slab(stage, self._position + distance)
-            if slab is None:
+            if not self._bring(stage, self._position + distance):
                 return
-            self._fetch(stage, slab)
 
-    def _available_slab(self, stage: int, use_at: int | None) -> _Slab | None:
+    def _bring(self, stage: int, use_at: int | None) -> Slab | None:
+        """The slab that holds a stage, or will; `None` if none is free as `_available_slab` says."""
+        self._drop_if_stale(stage)
+        slab = self._resident.get(stage)
+        if not self._is_current(stage):
+            slab = slab or self._available_slab(stage, use_at)
+            if slab is not None:
+                self._fetch(stage, slab)
+        return slab
+
+    def _available_slab(self, stage: int, use_at: int | None) -> Slab | None:
         """A slab that can be given to `stage` now without hurting a use before `use_at`."""
-        free = [s for s in self._slabs if s.slab_class == self._slab_class[stage] and self._is_free(s)]
+        wanted = {self._wanted, *(want.stage for want in self._directory.wants())}
+        slab_class = self._pool.slab_class[stage]
+        slabs = [slab for slab in self._pool.slabs if slab.slab_class == slab_class]
+        free = [slab for slab in slabs if slab.stage not in wanted and self._is_free(slab)]
         empty = next((slab for slab in free if slab.stage is None), None)
         if empty is not None:
             return empty
         candidates = {slab.stage: slab for slab in free if slab.stage is not None}
-        victim = self._policy.choose_victim(stage, self._position, candidates, use_at=use_at)
+        victim = self._policy.choose_victim(
+            stage, self._position, candidates, use_at=use_at, others=self._directory.positions()
+        )
         return None if victim is None else candidates[victim]
 
-    def _is_free(self, slab: _Slab) -> bool:
-        return slab.stage != self._wanted and not slab.busy and not slab.in_use
+    def _is_free(self, slab: Slab) -> bool:
+        return not slab.busy and not slab.in_use and not self._directory.is_held(slab.index)
 
-    def _free_slab(self, stage: int) -> _Slab:
-        """A slab for a stage that is wanted now."""
-        slab = self._available_slab(stage, None)
-        if slab is None:
-            for other in self._slabs:  # what is still on its way may be taken once it has arrived
-                if other.busy and other.slab_class == self._slab_class[stage]:
-                    assert other.ready is not None
-                    other.ready.result()
-            slab = self._available_slab(stage, None)
+    def _place(self, stage: int) -> Slab | None:
+        """The slab that holds a stage which is wanted now, or will, if one is free."""
+        with self._directory.exclusive():
+            return self._bring(stage, None)
+
+    def _wait_for_slab(self, stage: int) -> Slab:
+        """The same when one has become free."""
+        for other in self._pool.slabs:  # what is still on its way may be taken once it has arrived
+            if other.ready is not None and other.slab_class == self._pool.slab_class[stage]:
+                wait([other.ready])
+        slab = self._place(stage)
         if slab is None:
             gc.collect()  # an error of an earlier step and the graph it failed in may hold each other
-            slab = self._available_slab(stage, None)
+            slab = self._place(stage)
+        if slab is None and self._fabric.local_size > 1:
+            what = f"a slab for stage {self._stages[stage].name!r}"
+            self._fabric.wait_until(lambda: self._place(stage) is not None, what)
+            slab = self._place(stage)
         if slab is None:
             raise StreamError(
                 f"no slab is free for stage {self._stages[stage].name!r}: views of all are still held",
@@ -259,28 +266,49 @@ class SlabWeights(Weights):
             )
         return slab
 
-    def _fetch(self, stage: int, slab: _Slab) -> None:
+    def _fetch(self, stage: int, slab: Slab) -> None:
         if slab.stage is not None:
             self._resident.pop(slab.stage, None)
         slab.stage, slab.version = stage, self._store.version(stage)
         self._resident[stage] = slab
+        self._directory.withdraw(slab.index)
         self.statistics.bytes_in += self._stages[stage].slab_bytes
-        slab.ready = self._thread.submit(self._load, stage, slab.buffer, self._device.compute_mark())
+        slab.ready = self._thread.submit(
+            self._load, slab.index, Want(stage, slab.version), self._device.compute_mark()
+        )
 
-    def _load(self, stage: int, buffer: torch.Tensor, mark: object) -> None:
-        with torch.no_grad(), self._device.copying(mark):
-            if self._staging is None:
-                self._store.fetch(stage, buffer)
-            else:
-                self._store.fetch(stage, self._staging)
-                buffer.copy_(self._staging[: buffer.numel()], non_blocking=True)
+    def _load(self, index: int, want: Want, mark: object) -> None:
+        stage, buffer = want.stage, self._pool.slabs[index].buffer
+        try:
+            with torch.no_grad(), self._device.copying(mark):
+                if self._staging is None:
+                    self._store.fetch(stage, buffer)
+                else:
+                    self._store.fetch(stage, self._staging)
+                    buffer.copy_(self._staging[: buffer.numel()], non_blocking=True)
+        except HeadwaterError as error:
+            self._directory.fail(f"stage {self._stages[stage].name!r} cannot be read: {error.what}")
+            raise
+        self._directory.publish(index, want)
+
+    def _serve(self) -> None:
+        """Bring what other ranks want."""
+        while not self._closing.wait(_SERVE_EVERY_S):
+            if self._directory.wants():
+                with self._directory.exclusive():
+                    for want in self._directory.wants():
+                        if want.version == self._store.version(want.stage):  # or this rank is not so far yet
+                            self._bring(want.stage, None)
 
     def close(self) -> None:
+        self._closing.set()
+        if self._server.is_alive():
+            self._server.join()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._slabs.clear()
+        self._pool.close()
         self._resident.clear()
 
 
-def slab_classes(stages: Sequence[StageSpec]) -> list[int]:
-    """Size class of each stage: stages of equal size share their slabs."""
-    return [stage.slab_bytes for stage in stages]
+def shared_slab(fabric: Fabric, device: Device) -> Callable[[int], torch.Tensor]:
+    """What gives memory for a slab that the ranks of a host share, if there are several."""
+    return device.allocate_slab if fabric.local_size == 1 else fabric.allocate

@@ -37,7 +37,9 @@ def open_engine(
     """The engine for `work`; `blank`: a checkpoint will replace the parameters. The plan is shown first."""
     device = device_of(init.backend)
     plan = fabric.agree(
-        lambda: plan_run(init, trainable, work, disk=disk, calibration=calibrate(device, disk))
+        lambda: plan_run(
+            init, trainable, work, disk=disk, calibration=calibrate(device, disk), ranks=fabric.local_size
+        )
     )
     check_ranks(init, trainable, plan, fabric)
     show(plan)

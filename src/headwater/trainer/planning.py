@@ -97,6 +97,7 @@ def plan_run(
     *,
     disk: Path | None = None,
     calibration: Calibration | None = None,
+    ranks: int = 1,
 ) -> Plan:
     """How `work` is done on this machine within the budgets of the params.
 
@@ -106,11 +107,15 @@ def plan_run(
         work: what is to be computed.
         disk: folder of the disk tier; that of the params if not given.
         calibration: rates of the machine.
+        ranks: how many of this machine's train together, and share its budgets.
 
     Raises:
         ConfigError: if the params ask for what is not there.
         DoesNotFitError: if a budget is too small.
     """
+    fixed = fixed_by(init.backend, work.micro_batch_size)
+    if ranks > 1 and fixed.gradient_tier is None:
+        fixed = dataclasses.replace(fixed, gradient_tier="memory")  # where they add to them in turns
     return make_plan(
         dry_runs(init, trainable, inference=work.optimizer is NO_UPDATES),
         batch_size=work.batch_size,
@@ -119,7 +124,8 @@ def plan_run(
         resources=resources_of(init.backend, disk),
         device=device_of(init.backend),
         calibration=calibration,
-        fixed=fixed_by(init.backend, work.micro_batch_size),
+        fixed=fixed,
+        ranks=ranks,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headwater.api.ranks import check_memory, refuse
+from headwater.api.ranks import refuse
 from headwater.config.run import SetupConfig
 from headwater.core.errors import ConfigError
 from headwater.fabric.fabric import Fabric
@@ -43,13 +43,13 @@ def check_ranks(init: SetupConfig, trainable: Trainable, plan: Plan, fabric: Fab
     if fabric.size == 1:
         return
     refused = {
-        "the disk tier": plan.tier != "memory" or plan.gradient_tier != "memory",
+        "gradients on disk": plan.gradient_tier == "disk",
+        "the disk tier on several hosts": plan.tier == "disk" and fabric.num_hosts > 1,
         "sparsity": bool(init.sparsity),
         "weights that follow others": bool(trainable.averages),
         "an accelerator": plan.device != "cpu",
     }
     refuse([what for what, is_asked in refused.items() if is_asked], where=_KEY)
-    check_memory(plan, fabric, where=_KEY)
 
 
 def check_number(init: SetupConfig, fabric: Fabric) -> None:

@@ -1,0 +1,99 @@
+"""Weights in slabs that another rank fills: the one that leads the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headwater.core.errors import StreamError
+from headwater.core.stage import StageSpec
+from headwater.fabric.fabric import Fabric
+from headwater.plan.belady import CachePolicy
+from headwater.store.store import WeightStore
+from headwater.stream.slabs import Slab, SlabDirectory, SlabPool, Want
+from headwater.stream.weights import NOTHING, Weights
+
+
+class BorrowedWeights(Weights):
+    """Finds stages in the slabs that ranks of a host share, and asks the leader for what is not there.
+
+    See [Note: shared slabs].
+
+    Args:
+        store: knows which version of a stage is wanted.
+        stages: the stages.
+        slabs: slabs of each size class, at most; as the leader has them.
+        fabric: the ranks that share them.
+    """
+
+    def __init__(self, store: WeightStore, stages: Sequence[StageSpec], slabs: int, fabric: Fabric) -> None:
+        super().__init__()
+        self._store = store
+        self._stages = stages
+        self._fabric = fabric
+        self._pool = SlabPool(stages, slabs, fabric.allocate)
+        self._directory = SlabDirectory(fabric, len(self._pool.slabs))
+        self.stable = self._pool.holds_all
+        self._policy = CachePolicy([], self._pool.slab_class, self._pool.capacity)
+        self._position = 0
+        self._wanted = NOTHING  # what `require` was last asked for; its caller may not hold a view yet
+
+    def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
+        self._policy = CachePolicy(schedule, self._pool.slab_class, self._pool.capacity)
+        self._move_to(-1)
+        self.rest()
+
+    def rest(self) -> None:
+        self._wanted = NOTHING
+        with self._directory.exclusive():
+            self._let_go()
+
+    def _move_to(self, position: int) -> None:
+        self._position = position
+        self._directory.move_to(position)
+
+    def _let_go(self) -> None:
+        """Hold no slab any more of which there is no view."""
+        for slab in self._pool.slabs:
+            if slab.stage not in (None, self._wanted) and not slab.in_use:
+                slab.stage = None
+                self._directory.let_go(slab.index)
+
+    def require(self, stage: int) -> torch.Tensor:
+        want = Want(stage, self._store.version(stage))
+        self._move_to(self._policy.position_of(stage, self._position))
+        slab = self._take(want)
+        if slab is not None:
+            self.statistics.hits += 1
+            return slab.buffer
+        self.statistics.misses += 1
+        while slab is None:
+            what = f"rank 0 of this host to bring stage {self._stages[stage].name!r}"
+            self._fabric.wait_until(lambda: self._is_there(want), what)
+            slab = self._take(want)
+        return slab.buffer
+
+    def _take(self, want: Want) -> Slab | None:
+        """Hold the slab in which a stage lies, or say that it is wanted."""
+        with self._directory.exclusive():
+            self._wanted = NOTHING
+            self._let_go()
+            index = self._directory.find(want)
+            self._directory.want(want if index is None else None)
+            if index is None:
+                return None
+            self._directory.hold(index)
+            slab = self._pool.slabs[index]
+            slab.stage = self._wanted = want.stage
+            return slab
+
+    def _is_there(self, want: Want) -> bool:
+        if self._directory.failure:
+            raise StreamError(self._directory.failure, remedy="see what the first rank of the host has met")
+        return self._directory.find(want) is not None
+
+    def close(self) -> None:
+        with self._directory.exclusive():
+            self._directory.want(None)
+        self._pool.close()

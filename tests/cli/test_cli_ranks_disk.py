@@ -1,0 +1,91 @@
+"""Several compute ranks whose weights are on disk: the numbers of the memory tier, checkpoints, kills."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from run_samples import assert_same_checkpoint, history, write_params
+from test_cli_ranks import losses, model_dir, ranks_of, wait_for
+
+from headwater.cli.main import main
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
+
+TWO = "--num_csx=2"
+LAYERS = "--trainer.init.model.num_hidden_layers=6"
+SLABS = "--trainer.init.backend.num_slabs=4"
+
+
+def on_disk(folder):
+    backend = "--trainer.init.backend"
+    return [LAYERS, SLABS, f"{backend}.tier=disk", f"{backend}.disk={{path: {folder}}}"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, data):
+    """The model_dir of an undisturbed run on two ranks with the disk tier."""
+    folder = tmp_path_factory.mktemp("two")
+    assert main(["fit", str(write_params(folder, data)), TWO, *on_disk(folder / "disk")]) == 0
+    assert not list((folder / "disk").iterdir())
+    return folder / "run"
+
+
+def test_the_disk_tier_gives_what_the_memory_tier_gives_and_the_same_each_time(
+    headwater, params, two, tmp_path
+):
+    assert headwater("fit", params, TWO, LAYERS, SLABS, model_dir(tmp_path / "memory"))[0] == 0
+    assert headwater("fit", params, TWO, *on_disk(tmp_path / "disk"), model_dir(tmp_path / "again"))[0] == 0
+    for other in (tmp_path / "memory", tmp_path / "again"):
+        assert history(two) == history(other)
+        assert_same_checkpoint(two / "checkpoint_6", other / "checkpoint_6")
+
+
+@pytest.mark.parametrize("begins_on_disk", [True, False])
+def test_a_checkpoint_goes_on_with_one_rank_in_memory_and_the_other_way_round(
+    headwater, params, two, begins_on_disk, tmp_path
+):
+    disk, memory = [TWO, *on_disk(tmp_path / "disk")], ["--trainer.init.backend.micro_batch_size=4", LAYERS]
+    before, after = (disk, memory) if begins_on_disk else (memory, disk)
+    other = model_dir(tmp_path / "other")
+    assert headwater("fit", params, *before, other, "--trainer.init.loop.max_steps=3")[0] == 0
+    code, output, error = headwater("fit", params, *after, other)
+    assert code == 0, output + error
+    assert losses(tmp_path / "other")[-1] == pytest.approx(losses(two)[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(
+    headwater, params, two, killed, tmp_path
+):
+    folder, setting = tmp_path / "other", [TWO, *on_disk(tmp_path / "disk")]
+    command = [sys.executable, "-m", "headwater", "fit", str(params), *setting, model_dir(folder)]
+    endless = [*command, "--trainer.init.loop.max_steps=100000"]
+    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        wait_for(folder / "checkpoint_3" / "manifest.json")
+        os.kill(sorted(ranks_of(launcher))[killed], signal.SIGKILL)
+        launcher.communicate(timeout=60)
+        assert launcher.returncode != 0
+    for path in folder.glob("checkpoint_*"):
+        if path.name != "checkpoint_3":
+            subprocess.run(["rm", "-r", str(path)], check=True)
+    code, output, error = headwater("fit", params, *setting, model_dir(folder))
+    assert code == 0, output + error
+    assert_same_checkpoint(two / "checkpoint_6", folder / "checkpoint_6")
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("--trainer.init.backend.num_slabs=2", "write 4 or more"),
+        ("--trainer.init.backend.gradient_tier=disk", "gradients on disk on several CSXs"),
+    ],
+)
+def test_what_cannot_be_is_refused(params, key, message, tmp_path):
+    keys = [TWO, *on_disk(tmp_path / "disk"), key]
+    command = [sys.executable, "-m", "headwater", "fit", str(params), *keys]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert message in " ".join((done.stdout + done.stderr).split())
+    assert not (tmp_path / "run/history.jsonl").exists()

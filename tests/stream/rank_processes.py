@@ -1,0 +1,62 @@
+"""Ranks of one host for a test: forked processes that have joined."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+
+import torch
+
+from headwater.fabric.cluster import join_ranks
+
+TIMEOUT_S = 200
+
+
+def run_ranks(function, count=2):
+    """What `function(fabric)` gives on each rank.
+
+    Raises:
+        AssertionError: with the traceback of a rank that has failed.
+    """
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    channels = [context.Pipe(duplex=False) for _ in range(count)]
+    ranks = [
+        context.Process(target=_be_rank, args=(function, rank, count, port, channel[1]), daemon=True)
+        for rank, channel in enumerate(channels)
+    ]
+    for rank in ranks:
+        rank.start()
+    results = []
+    try:
+        for receiving, _ in channels:
+            assert receiving.poll(TIMEOUT_S), "a rank says nothing"
+            results.append(receiving.recv())
+    finally:
+        for rank in ranks:
+            rank.join(0 if len(results) < count else TIMEOUT_S)
+            rank.kill()
+    for failed, _ in results:
+        assert not failed, "\n".join(text for text, _ in results)
+    return [result for _, result in results]
+
+
+def _be_rank(function, rank, count, port, channel):
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": "0",
+    }
+    torch.set_num_threads(1)
+    try:
+        fabric = join_ranks(timeout_s=TIMEOUT_S / 2)
+        channel.send(("", function(fabric)))
+        fabric.barrier("the others")
+    except BaseException:  # noqa: BLE001 - the process that waits raises it
+        channel.send((f"rank {rank}:\n{traceback.format_exc()}", None))
+    finally:
+        os._exit(0)

@@ -1,0 +1,244 @@
+"""Slabs that several ranks share: every rank sees the weights it asks for, whatever the others do."""
+
+import dataclasses
+import functools
+import random
+import time
+
+import pytest
+import torch
+from harness import FP32, SEED, Job
+from rank_processes import run_ranks
+from torch import nn
+
+from headwater.core.errors import DiskFullError, StreamError
+from headwater.core.precision import Precision
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.fabric.fabric import ALONE
+from headwater.plan.partition import find_stages
+from headwater.plan.types import Activations, Plan, StageCost, Trace
+from headwater.stream.borrowed import BorrowedWeights
+from headwater.stream.device import CpuDevice
+from headwater.stream.engine import Engine
+from headwater.stream.weights import SlabWeights
+
+VOCABULARY, WIDTH = 50, 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(model, tokens):
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens(step, index):
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randint(0, VOCABULARY, (4, 9), generator=generator)
+
+
+def job(fabric, micro_batches):
+    """Training on this rank's part of each batch."""
+
+    def part(step, index):
+        return tokens(step, index).chunk(fabric.size)[fabric.rank]
+
+    return Job(Net, part, loss_of, micro_batches=micro_batches)
+
+
+def train(fabric, plan, micro_batches):
+    """Losses and norms, an evaluation after each step, and the weights at the end."""
+    work, told = job(fabric, micro_batches), []
+    with Engine(
+        work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric
+    ) as engine:
+        for step in range(3):
+            report = engine.train_step(work.batches(step), work.update(step))
+            told.append((report.loss, report.gradient_norm, float(engine.evaluate(tokens(99, 0)))))
+        weights = dict(engine.named_masters()) if fabric.rank == 0 else {}
+        fabric.barrier("the weights to be read")
+    return told, {name: value.numpy() for name, value in weights.items()}
+
+
+def plan_of(precision, micro_batches):
+    """Weights in place in memory; each stage is read in the module of its name."""
+    stages = find_stages(Net(), precision).stages
+    nothing = StageCost(flops=0, saved_bytes=1, input_bytes=0, output_bytes=0, transient_bytes=0)
+    trace = Trace(
+        stages,
+        uses=tuple(range(len(stages))),
+        costs=(nothing,) * len(stages),
+        sites={stage.name: (stage.index,) for stage in stages},
+        micro_batch_size=2,
+    )
+    return Plan(
+        trace,
+        precision,
+        device="cpu",
+        tier="memory",
+        in_place=True,
+        slabs=len(stages),
+        activations=(Activations.KEEP,) * len(stages),
+        micro_batch_size=2,
+        num_micro_batches=micro_batches,
+        gradient_tier="memory",
+    )
+
+
+@functools.cache
+def in_memory(precision, micro_batches):
+    """What two ranks give whose weights are in memory."""
+    plan = plan_of(precision, micro_batches)
+    return run_ranks(lambda fabric: train(fabric, plan, micro_batches))
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro_batches", "slabs", "policy"),
+    [
+        (FP32, 1, 8, Activations.KEEP),
+        (FP32, 1, 4, Activations.RECOMPUTE),
+        (Precision("bf16"), 2, 4, Activations.KEEP),
+    ],
+)
+def test_the_disk_tier_gives_the_bits_of_the_memory_tier(precision, micro_batches, slabs, policy, tmp_path):
+    plan = plan_of(precision, micro_batches)
+    activations = tuple(
+        policy if stage.name.startswith("blocks") else Activations.KEEP for stage in plan.trace.stages
+    )
+    changes = {"tier": "disk", "in_place": False, "disk": tmp_path}
+    plan = dataclasses.replace(plan, slabs=slabs, activations=activations, **changes)
+    wanted = in_memory(precision, micro_batches)
+    found = run_ranks(lambda fabric: train(fabric, plan, micro_batches))
+    assert found[0][0] == found[1][0] == wanted[0][0]
+    for name, value in wanted[0][1].items():
+        assert (found[0][1][name] == value).all(), name
+    assert not list(tmp_path.iterdir()), "files of the disk tier have no names"
+
+
+# random schedules
+
+STAGES = [
+    StageSpec(index, f"stage{index}", (ParamSpec("w", (size,), torch.float32, torch.float32),))
+    for index, size in enumerate([64] + 7 * [256] + 4 * [32])
+]
+
+
+class Numbers:
+    """Stands for a store: the image of a stage is its number and version, read with delays."""
+
+    def __init__(self, rank, failing=None):
+        self.versions = [1] * len(STAGES)
+        self._random = random.Random(rank)
+        self._failing = failing
+
+    def version(self, stage):
+        return self.versions[stage]
+
+    def resident_wire(self, stage):
+        return None
+
+    def fetch(self, stage, into):
+        if stage == self._failing:
+            raise DiskFullError("there is no room")
+        into[:128] = 255  # whoever computes with a slab meanwhile sees it
+        time.sleep(self._random.choice([0, 0, 0.001]))
+        into[:128].view(torch.int64)[:] = 1000 * stage + self.versions[stage]
+
+
+def make_weights(fabric, store, slabs):
+    if fabric.local_rank == 0:
+        return SlabWeights(store, STAGES, slabs, CpuDevice(), fabric)
+    return BorrowedWeights(store, STAGES, slabs, fabric)
+
+
+def wander(fabric, seed, slabs):
+    """Go through schedules, each rank leaving out other uses, and holding views for a while."""
+    shared, own = random.Random(seed), random.Random(f"{seed} {fabric.rank}")
+    store = Numbers(fabric.rank)
+    weights = make_weights(fabric, store, slabs)
+    for _ in range(5):
+        there = [shared.randrange(len(STAGES)) for _ in range(10)]
+        weights.begin(there + there[::-1])
+        before = None
+        for stage in there + there[::-1]:
+            if own.random() < 0.3:
+                continue
+            image = weights.require(stage)
+            view, wanted = image[:128].view(torch.int64), 1000 * stage + store.version(stage)
+            time.sleep(own.choice([0, 0, 0, 0.002]))
+            for values, number in filter(None, (before, (view, wanted))):
+                assert (values == number).all(), f"{values[0]} in place of {number}"
+            before = (view, wanted) if own.random() < 0.5 else None
+            del image, view, values
+        before = None
+        weights.rest()
+        fabric.barrier("the end of the step")
+        for stage in range(len(STAGES)):
+            store.versions[stage] += shared.random() < 0.7
+    fabric.barrier("the last step")
+    held = weights._directory._holds[:].sum()
+    fabric.barrier("holds to be looked at")
+    weights.close()
+    return int(held), weights.statistics
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("more", [0, 2])
+def test_nobody_computes_with_a_slab_that_is_filled(ranks, more):
+    for held, _ in run_ranks(lambda fabric: wander(fabric, ranks + more, 2 * ranks + more), ranks):
+        assert held == 0, "a rank at rest holds nothing"
+
+
+def test_a_stage_is_read_once_for_all():
+    def pass_through(fabric):
+        weights = make_weights(fabric, Numbers(fabric.rank), len(STAGES))
+        weights.begin(range(len(STAGES)))
+        for stage in range(len(STAGES)):
+            weights.require(stage)
+        weights.rest()
+        fabric.barrier("the end")
+        weights.close()
+        return weights.statistics.bytes_in
+
+    assert run_ranks(pass_through) == [sum(stage.slab_bytes for stage in STAGES), 0]
+
+
+def test_what_the_leader_cannot_read_is_said_by_the_rank_that_waits_for_it():
+    def ask(fabric):
+        weights = make_weights(fabric, Numbers(fabric.rank, failing=3), 4)
+        message = ""
+        if fabric.rank == 1:
+            with pytest.raises(StreamError) as error:
+                weights.require(3)
+            message = error.value.what
+        fabric.barrier("the error")
+        weights.close()
+        return message
+
+    assert run_ranks(ask)[1] == "stage 'stage3' cannot be read: there is no room"
+
+
+def test_alone_there_is_nobody_to_share_with():
+    assert wander(ALONE, 0, 2)[0] == 0
