@@ -1,4 +1,4 @@
-"""Ranks of one host for a test: forked processes that have joined."""
+"""Ranks for a test: forked processes that have joined."""
 
 import multiprocessing
 import os
@@ -12,8 +12,13 @@ from headwater.fabric.cluster import join_ranks
 TIMEOUT_S = 200
 
 
-def run_ranks(function, count=2):
+def run_ranks(function, count=2, hosts=1):
     """What `function(fabric)` gives on each rank.
+
+    Args:
+        function: called by each.
+        count: how many there are.
+        hosts: among how many they believe to be divided.
 
     Raises:
         AssertionError: with the traceback of a rank that has failed.
@@ -24,7 +29,11 @@ def run_ranks(function, count=2):
         port = probe.getsockname()[1]
     channels = [context.Pipe(duplex=False) for _ in range(count)]
     ranks = [
-        context.Process(target=_be_rank, args=(function, rank, count, port, channel[1]), daemon=True)
+        context.Process(
+            target=_be_rank,
+            args=(function, rank, count, rank * hosts // count, port, channel[1]),
+            daemon=True,
+        )
         for rank, channel in enumerate(channels)
     ]
     for rank in ranks:
@@ -43,13 +52,13 @@ def run_ranks(function, count=2):
     return [result for _, result in results]
 
 
-def _be_rank(function, rank, count, port, channel):
+def _be_rank(function, rank, count, host, port, channel):
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "GROUP_RANK": "0",
+        "GROUP_RANK": str(host),
     }
     torch.set_num_threads(1)
     try:

@@ -7,111 +7,25 @@ import time
 
 import pytest
 import torch
-from harness import FP32, SEED, Job
+from harness import FP32
 from rank_processes import run_ranks
-from torch import nn
+from rank_training import masters, plan_of, train
 
 from headwater.core.errors import DiskFullError, StreamError
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
-from headwater.plan.partition import find_stages
-from headwater.plan.types import Activations, Plan, StageCost, Trace
+from headwater.plan.types import Activations
 from headwater.stream.borrowed import BorrowedWeights
 from headwater.stream.device import CpuDevice
-from headwater.stream.engine import Engine
 from headwater.stream.weights import SlabWeights
-
-VOCABULARY, WIDTH = 50, 16
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def loss_of(model, tokens):
-    logits = model(tokens[:, :-1])
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def tokens(step, index):
-    generator = torch.Generator().manual_seed(100 * step + index)
-    return torch.randint(0, VOCABULARY, (4, 9), generator=generator)
-
-
-def job(fabric, micro_batches):
-    """Training on this rank's part of each batch."""
-
-    def part(step, index):
-        return tokens(step, index).chunk(fabric.size)[fabric.rank]
-
-    return Job(Net, part, loss_of, micro_batches=micro_batches)
-
-
-def train(fabric, plan, micro_batches):
-    """Losses and norms, an evaluation after each step, and the weights at the end."""
-    work, told = job(fabric, micro_batches), []
-    with Engine(
-        work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric
-    ) as engine:
-        for step in range(3):
-            report = engine.train_step(work.batches(step), work.update(step))
-            told.append((report.loss, report.gradient_norm, float(engine.evaluate(tokens(99, 0)))))
-        weights = dict(engine.named_masters()) if fabric.rank == 0 else {}
-        fabric.barrier("the weights to be read")
-    return told, {name: value.numpy() for name, value in weights.items()}
-
-
-def plan_of(precision, micro_batches):
-    """Weights in place in memory; each stage is read in the module of its name."""
-    stages = find_stages(Net(), precision).stages
-    nothing = StageCost(flops=0, saved_bytes=1, input_bytes=0, output_bytes=0, transient_bytes=0)
-    trace = Trace(
-        stages,
-        uses=tuple(range(len(stages))),
-        costs=(nothing,) * len(stages),
-        sites={stage.name: (stage.index,) for stage in stages},
-        micro_batch_size=2,
-    )
-    return Plan(
-        trace,
-        precision,
-        device="cpu",
-        tier="memory",
-        in_place=True,
-        slabs=len(stages),
-        activations=(Activations.KEEP,) * len(stages),
-        micro_batch_size=2,
-        num_micro_batches=micro_batches,
-        gradient_tier="memory",
-    )
 
 
 @functools.cache
 def in_memory(precision, micro_batches):
     """What two ranks give whose weights are in memory."""
     plan = plan_of(precision, micro_batches)
-    return run_ranks(lambda fabric: train(fabric, plan, micro_batches))
+    return run_ranks(lambda fabric: train(fabric, plan, micro_batches, read=masters))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +44,7 @@ def test_the_disk_tier_gives_the_bits_of_the_memory_tier(precision, micro_batche
     changes = {"tier": "disk", "in_place": False, "disk": tmp_path}
     plan = dataclasses.replace(plan, slabs=slabs, activations=activations, **changes)
     wanted = in_memory(precision, micro_batches)
-    found = run_ranks(lambda fabric: train(fabric, plan, micro_batches))
+    found = run_ranks(lambda fabric: train(fabric, plan, micro_batches, read=masters))
     assert found[0][0] == found[1][0] == wanted[0][0]
     for name, value in wanted[0][1].items():
         assert (found[0][1][name] == value).all(), name

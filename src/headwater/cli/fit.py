@@ -21,6 +21,7 @@ from headwater.cli.output import open_console
 from headwater.config import RunConfig
 from headwater.config.user import UserConfig
 from headwater.core.errors import HeadwaterError
+from headwater.fabric.membership import current
 from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.ranks import is_rank, launch, report
 from headwater.trainer.run_dir import RunDir
@@ -97,8 +98,8 @@ def train(config: RunConfig) -> int:
 
 
 def finish(config: RunConfig | UserConfig, result: FitResult, console: Console | None) -> int:
-    """Prints where everything is; returns the exit code."""
-    if console is not None:
+    """Prints where everything is, once for all ranks; returns the exit code."""
+    if console is not None and current().rank == 0:
         for line in summary(config, result):
             console.print(line, markup=False, soft_wrap=True)
     return EXIT_CODE if result.interrupted else 0

@@ -168,6 +168,9 @@ class WeightStore:
 
     def end_micro_batch(self) -> None:
         """Say that no more gradients of this micro-batch will come."""
+        if self.fabric.size > 1:  # others may wait for updates of what this rank has left out
+            for stage in list(self._pending):
+                self._update_ahead(stage)
         self.gradients.end_micro_batch()
 
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:

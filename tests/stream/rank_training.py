@@ -1,0 +1,117 @@
+"""What several ranks train in tests, each on its part of every batch."""
+
+import torch
+from harness import SEED, Job
+from torch import nn
+
+from headwater.plan.partition import find_stages
+from headwater.plan.types import Activations, Plan, StageCost, Trace
+from headwater.stream.engine import Engine
+
+VOCABULARY, WIDTH = 50, 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.chosen(tokens):
+            x = block(x)
+        return self.head(x)
+
+    def chosen(self, tokens):
+        return self.blocks
+
+
+def loss_of(model, tokens):
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens(step, index):
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randint(0, VOCABULARY, (4, 9), generator=generator)
+
+
+def plan_of(precision, micro_batches, net=Net):
+    """Weights in place in memory; each stage is read in the module of its name."""
+    stages = find_stages(net(), precision).stages
+    nothing = StageCost(flops=0, saved_bytes=1, input_bytes=0, output_bytes=0, transient_bytes=0)
+    trace = Trace(
+        stages,
+        uses=tuple(range(len(stages))),
+        costs=(nothing,) * len(stages),
+        sites={stage.name: (stage.index,) for stage in stages},
+        micro_batch_size=2,
+    )
+    return Plan(
+        trace,
+        precision,
+        device="cpu",
+        tier="memory",
+        in_place=True,
+        slabs=len(stages),
+        activations=(Activations.KEEP,) * len(stages),
+        micro_batch_size=2,
+        num_micro_batches=micro_batches,
+        gradient_tier="memory",
+    )
+
+
+def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None):
+    """Losses and norms, an evaluation after each step, and the weights at the end.
+
+    Args:
+        fabric: the ranks.
+        plan: for the micro-batch of one rank.
+        micro_batches: of each rank.
+        net: makes the model.
+        make_batch: gives the batch of a step and micro-batch; by default this rank's part of `tokens`.
+        read: gives the weights; `wire` if not given.
+    """
+
+    def part(step, index):
+        return tokens(step, index).chunk(fabric.size)[fabric.rank]
+
+    work, told = Job(net, make_batch or part, loss_of, micro_batches=micro_batches), []
+    with Engine(
+        work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric
+    ) as engine:
+        for step in range(3):
+            report = engine.train_step(work.batches(step), work.update(step))
+            told.append((report.loss, report.gradient_norm, float(engine.evaluate(tokens(99, 0)))))
+        weights = {name: value.detach().float().numpy() for name, value in (read or wire)(engine)}
+        fabric.barrier("the weights to be read")
+    return told, weights
+
+
+def wire(engine):
+    """All weights in memory, as they travel."""
+    engine.store.flush()
+    return [
+        (spec.name, value.clone())
+        for stage in engine.store.stages
+        for spec, value in zip(
+            stage.params, stage.views(engine.store.resident_wire(stage.index)), strict=True
+        )
+    ]
+
+
+def masters(engine):
+    """All masters, on the first rank of the host that has them."""
+    return engine.named_masters() if engine.fabric.rank == 0 else []

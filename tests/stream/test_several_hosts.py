@@ -1,0 +1,92 @@
+"""Ranks that share memory in groups, and send the rest: the same numbers as ranks of one host."""
+
+import functools
+
+import pytest
+import torch
+from harness import FP32
+from rank_processes import run_ranks
+from rank_training import Net, plan_of, tokens, train
+
+from headwater.core.precision import Precision
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.fabric.fabric import ALONE
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.memory import MemoryTier
+from headwater.store.rule import UpdateRule
+from headwater.store.store import WeightStore
+from headwater.store.update import Update
+
+
+class Choosing(Net):
+    """Leaves out blocks, other ones for other batches."""
+
+    def chosen(self, tokens):
+        return [block for index, block in enumerate(self.blocks) if index != int(tokens.sum()) % 6]
+
+
+def trained(count, hosts, precision=FP32, micro_batches=1, net=Net):
+    """What each of so many ranks gives."""
+    plan = plan_of(precision, micro_batches, net)
+    work = functools.partial(train, plan=plan, micro_batches=micro_batches, net=net)
+    return run_ranks(work, count, hosts)
+
+
+def assert_close(ours, theirs, rel):
+    """Two ranks saw the same to this relative difference; 0 for the same bits."""
+    assert len(ours[0]) == len(theirs[0])
+    for mine, other in zip(ours[0], theirs[0], strict=True):
+        assert mine == pytest.approx(other, rel=rel, abs=0)
+    for name, value in theirs[1].items():
+        assert ours[1][name] == pytest.approx(value, rel=100 * rel, abs=1e-3 * bool(rel)), name
+
+
+@pytest.mark.parametrize(("net", "precision"), [(Choosing, FP32), (Net, Precision("bf16"))])
+def test_two_hosts_of_a_rank_each_give_the_bits_of_two_ranks_of_one_host(net, precision):
+    one, two = trained(2, 1, precision, net=net), trained(2, 2, precision, net=net)
+    for rank in two:
+        assert_close(rank, one[0], rel=0)
+
+
+def test_two_ranks_that_leave_out_blocks_give_what_one_gives():
+    plan = plan_of(FP32, 2, Choosing)
+
+    def halves(step, index):
+        return tokens(step, 0).chunk(2)[index]
+
+    alone = train(ALONE, plan, 2, Choosing, halves)
+    for rank in trained(2, 1, net=Choosing):
+        assert_close(rank, alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_four_ranks_on_several_hosts_repeat_to_the_bit_and_differ_from_one_host_by_rounding(hosts):
+    first, again, one = trained(4, hosts), trained(4, hosts), trained(4, 1)
+    for rank in first:
+        assert_close(rank, again[0], rel=0)
+        assert_close(rank, one[0], rel=1e-5)
+
+
+STAGE = StageSpec(0, "matrix", (ParamSpec("weight", (8,), torch.float32, torch.float32),))
+
+
+def descend(fabric):
+    """One step of descent with two gradients of the same micro-batch."""
+    rule = UpdateRule(OptimizerSpec("SGD", {"lr": 1.0}))
+    store = WeightStore([STAGE], rule, lambda layouts: MemoryTier(layouts, fabric=fabric), fabric=fabric)
+    store.write(0, lambda piece: piece.master.zero_())
+    store.begin_step()
+    for value in (1.0, 10.0):
+        store.add_gradient(0, 0, torch.full((8,), value * (fabric.rank + 1)), last=True)
+    store.end_micro_batch()
+    norm = store.commit(Update(1, {"lr": 1.0})).gradient_norm
+    store.flush()
+    fabric.barrier("the others")
+    return norm, store.resident_wire(0)[:32].view(torch.float32).tolist()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_second_gradient_of_a_micro_batch_reaches_all_hosts(hosts):
+    for norm, weights in run_ranks(descend, 2, hosts):
+        assert weights == [-33.0] * 8
+        assert norm == pytest.approx(33 * 8**0.5)
