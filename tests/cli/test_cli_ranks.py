@@ -107,14 +107,14 @@ def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tm
 
 def test_memory_is_counted_for_every_rank():
     parts = {"interpreter": 100, "weight store": 1000, "activations": 50, "gradients": 30}
-    fabric = SimpleNamespace(size=3)
+    fabric = SimpleNamespace(local_size=3)
 
     def plan(budget):
         prediction, resources = SimpleNamespace(host_parts=parts), SimpleNamespace(host_memory=budget)
         return SimpleNamespace(prediction=prediction, budget=resources)
 
     check_memory(plan(1030 + 3 * 150), fabric, where="num_csx")
-    with pytest.raises(DoesNotFitError, match="3 CSXs need"):
+    with pytest.raises(DoesNotFitError, match="3 CSXs of a host need"):
         check_memory(plan(1030 + 3 * 150 - 1), fabric, where="num_csx")
 
 

@@ -99,7 +99,9 @@ def train(config: RunConfig) -> int:
 
 def finish(config: RunConfig | UserConfig, result: FitResult, console: Console | None) -> int:
     """Prints where everything is, once for all ranks; returns the exit code."""
-    if console is not None and current().rank == 0:
+    if current().rank != 0:
+        return 0  # the launcher ends all ranks as soon as one of them has not ended well
+    if console is not None:
         for line in summary(config, result):
             console.print(line, markup=False, soft_wrap=True)
     return EXIT_CODE if result.interrupted else 0

@@ -28,14 +28,15 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = False  # here, or by a signal that another rank has heard first
+        self._heard = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """A signal handler."""
-        if self.requested:
+        if self._heard:
             _say("stopped; the last complete checkpoint is intact")
             os._exit(EXIT_CODE)
-        self.requested = True
+        self._heard = self.requested = True
         _say("stopping after this step; once more to stop at once")
 
 
