@@ -77,7 +77,7 @@ def test_a_host_that_is_cut_off_ends_the_run_which_goes_on_to_the_same_bits(para
     folder = tmp_path / "hosts"
     with Hosts(2) as hosts:
         launchers = fit(
-            hosts, params, folder, ENDLESS, "--trainer.init.backend.cluster_config.rank_timeout_s=3"
+            hosts, params, folder, ENDLESS, "--trainer.init.backend.cluster_config.rank_timeout_s=10"
         )
         wait_for(folder / "run/checkpoint_3/manifest.json")
         hosts.cut(1)

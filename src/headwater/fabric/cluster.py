@@ -32,7 +32,8 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S) -> Fabric:
     if not torch.distributed.is_initialized():
         _choose_interface()
         try:
-            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            patience_s = max(timeout_s, DEFAULT_TIMEOUT_S)  # others plan, and measure the machine for it
+            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
         except RuntimeError as error:
             raise RankError(
                 f"the ranks do not find each other: {error}",

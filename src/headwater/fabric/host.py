@@ -145,7 +145,8 @@ class HostFabric(Fabric):
 
     def gather_objects(self, value: Value) -> list[Value]:
         values: list[Value | None] = [None] * self.size
-        torch.distributed.all_gather_object(values, value)
+        with self._errors():
+            torch.distributed.all_gather_object(values, value)
         return values  # type: ignore[return-value]
 
     def agree(self, make: Callable[[], Value]) -> Value:
@@ -155,11 +156,22 @@ class HostFabric(Fabric):
                 outcome = [(make(), None)]
             except HeadwaterError as error:
                 outcome = [(None, error)]
-        torch.distributed.broadcast_object_list(outcome, src=0)
+        with self._errors():
+            torch.distributed.broadcast_object_list(outcome, src=0)
         value, failure = outcome[0]
         if failure is not None:
             raise failure
         return value  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} cannot reach the others: {error}",
+                remedy="see what the other ranks say, and why they ended",
+            ) from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
