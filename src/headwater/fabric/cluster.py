@@ -92,7 +92,7 @@ class ClusterFabric(HostFabric):
         super().__init__(processes, rank, timeout_s)
         self._leaders = [self.hosts.index(host) for host in range(self.num_hosts)]
         self._names = [processes[leader].host for leader in self._leaders]
-        self._control = self.connect("a number of every rank")
+        self._control = self.connect("what ranks tell each other")
 
     def connect(self, purpose: str) -> Link | None:
         timeout = timedelta(seconds=self._timeout_s)

@@ -37,11 +37,12 @@ class Link:
         self._group = group
         self._leaders = leaders
         self._names = names
+        self._others = [other for other in range(self.num_hosts) if other != host]
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """The values [n] of every host, [hosts, n]."""
         every = torch.empty(self.num_hosts, *values.shape, dtype=values.dtype)
-        with self._errors("all hosts"):
+        with self._errors(*self._others):
             torch.distributed.all_gather(list(every), values.contiguous(), group=self._group)
         return every
 
@@ -59,14 +60,14 @@ class Link:
 
         Receiving is prepared before sending: over TCP only then both directions are as fast as one.
         """
-        others = [host for host in range(self.num_hosts) if host != self.host]
+        others = self._others
         operations = [self._operation(irecv, piece, host) for host in others for piece in _pieces(into[host])]
         operations += [self._operation(isend, piece, host) for host in others for piece in _pieces(out[host])]
-        with self._errors("all hosts"):
+        with self._errors(*self._others):
             works = batch_isend_irecv(operations) if operations else []
 
         def finish() -> None:
-            with self._errors("all hosts"):
+            with self._errors(*self._others):
                 for work in works:
                     work.wait()
 
@@ -77,21 +78,22 @@ class Link:
 
     def send(self, data: torch.Tensor, host: int) -> None:
         """Send a contiguous tensor to a host, which calls `receive`."""
-        with self._errors(f"host {self._names[host]}"):
+        with self._errors(host):
             torch.distributed.send(data, self._leaders[host], group=self._group)
 
     def receive(self, data: torch.Tensor, host: int) -> None:
         """Fill a contiguous tensor with what a host sends."""
-        with self._errors(f"host {self._names[host]}"):
+        with self._errors(host):
             torch.distributed.recv(data, self._leaders[host], group=self._group)
 
     @contextmanager
-    def _errors(self, other: str) -> Iterator[None]:
+    def _errors(self, *hosts: int) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
+            others = " or ".join(self._names[host] for host in hosts)
             raise RankError(
-                f"host {self._names[self.host]} cannot reach {other} for {self._purpose}: {error}",
+                f"host {self._names[self.host]} cannot reach {others} for {self._purpose}: {error}",
                 remedy="see whether the hosts run and reach each other; "
                 "the run goes on from its last complete checkpoint",
             ) from error
