@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -45,7 +46,8 @@ class Hosts:
         return f"10.77.0.{host + 1}"
 
     def __enter__(self) -> Hosts:
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._remove)
             self._make(self._switch)
             self._ip(self._switch, "link add br0 type bridge")
             self._ip(self._switch, "link set br0 up")
@@ -56,14 +58,15 @@ class Hosts:
                 self._ip(name, "link set eth0 up")
                 self._ip(self._switch, f"link set port{index} master br0 up")
                 self._limit(name)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            undo.pop_all()  # all of it is there
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
         for name in (*self._names, self._switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 

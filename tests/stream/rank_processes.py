@@ -65,7 +65,7 @@ def _be_rank(function, rank, count, host, port, channel):
         fabric = join_ranks(timeout_s=TIMEOUT_S / 2)
         channel.send(("", function(fabric)))
         fabric.barrier("the others")
-    except BaseException:  # noqa: BLE001 - the process that waits raises it
+    except BaseException:  # noqa: BLE001 - of any kind, pytest's own too: the process that waits raises it
         channel.send((f"rank {rank}:\n{traceback.format_exc()}", None))
     finally:
         os._exit(0)

@@ -94,14 +94,9 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing of what is done inside; no other process changes anything meanwhile."""
-        with _errors(self.folder.database):
+        with _errors(self.folder.database), self._connection:  # which commits, or rolls back on any error
             self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._connection.execute("ROLLBACK")
-                raise
-            self._connection.execute("COMMIT")
+            yield
 
     @property
     def changes(self) -> int:
