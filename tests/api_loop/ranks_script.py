@@ -76,6 +76,7 @@ def train(backend, folder):
         with torch.no_grad():
             params["2.weight"].mul_(0.999)
         save(number)
+    optimizer.zero_grad()
     for number, (inputs, labels) in enumerate(hw.utils.data.DataExecutor(loader, num_steps=4)):
         nn.functional.cross_entropy(model(inputs), labels).backward()
         seen.accumulated.append(params["0.weight"].grad.norm().item())

@@ -3,6 +3,10 @@
 import time
 
 import psutil
+import pytest
+
+from headwater.appliance.types import Priority
+from headwater.core.errors import QueueError
 
 
 def processes_of(folder, kind):
@@ -35,3 +39,14 @@ def wait_until(condition, seconds=120):
         assert time.monotonic() < limit, "it never came"
         time.sleep(0.02)
     return found
+
+
+def assert_cannot_be_changed(queue, job):
+    """A job that has succeeded stays as it is."""
+    for change in (
+        lambda: queue.cancel(job.name),
+        lambda: queue.label(job.name, {"a": "b"}),
+        lambda: queue.set_priority(job.name, Priority.P1),
+    ):
+        with pytest.raises(QueueError, match=f"{job.name} is over: SUCCEEDED"):
+            change()

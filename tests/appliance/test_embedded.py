@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from queue_samples import end, processes_of, wait_until
+from queue_samples import assert_cannot_be_changed, end, processes_of, wait_until
 
 from headwater.appliance.database import Database
 from headwater.appliance.folder import QueueFolder
@@ -121,14 +121,7 @@ def test_what_cannot_be_is_refused(submit, queue, tmp_path):
     for name in ("wsjob-000000000099", "nonsense"):
         with pytest.raises(QueueError, match="there is no job"):
             queue.show(name)
-    over = queue.wait(submit("true").name, 120)
-    for change in (
-        lambda: queue.cancel(over.name),
-        lambda: queue.label(over.name, {"a": "b"}),
-        lambda: queue.set_priority(over.name, Priority.P1),
-    ):
-        with pytest.raises(QueueError, match=f"{over.name} is over: SUCCEEDED"):
-            change()
+    assert_cannot_be_changed(queue, queue.wait(submit("true").name, 120))
     with pytest.raises(QueueError, match="still RUNNING"):
         queue.wait(first.name, 0.01)
     queue.cancel(first.name)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
+from queue_samples import assert_cannot_be_changed
 
 from headwater.appliance.open import open_queue
 from headwater.appliance.queue import new_token
@@ -152,14 +153,7 @@ def test_what_cannot_be_is_refused(submit, queue, tmp_path):
         with pytest.raises(QueueError, match="there is no job"):
             queue.show(name)
     assert plain.stdout.strip() not in {job.name for job in queue.jobs(everything=True)}
-    over = queue.wait(submit("true").name, 120)
-    for change in (
-        lambda: queue.cancel(over.name),
-        lambda: queue.label(over.name, {"a": "b"}),
-        lambda: queue.set_priority(over.name, Priority.P1),
-    ):
-        with pytest.raises(QueueError, match=f"{over.name} is over: SUCCEEDED"):
-            change()
+    assert_cannot_be_changed(queue, queue.wait(submit("true").name, 120))
 
 
 def test_a_submission_that_is_sent_twice_is_one_job(queue, submit, tmp_path):

@@ -5,15 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from run_samples import assert_same_checkpoint, history, write_params
 
-from headwater.api.ranks import check_memory
 from headwater.cli.main import main
-from headwater.core.errors import DoesNotFitError
 from headwater.trainer.pretrained import checkpoint_weights
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
@@ -103,19 +100,6 @@ def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tm
     assert "stopped after step" in output
     code, output, error = headwater("fit", params, TWO, model_dir(folder), "--num_steps=1")
     assert code == 0, output + error
-
-
-def test_memory_is_counted_for_every_rank():
-    parts = {"interpreter": 100, "weight store": 1000, "activations": 50, "gradients": 30}
-    fabric = SimpleNamespace(local_size=3)
-
-    def plan(budget):
-        prediction, resources = SimpleNamespace(host_parts=parts), SimpleNamespace(host_memory=budget)
-        return SimpleNamespace(prediction=prediction, budget=resources)
-
-    check_memory(plan(1030 + 3 * 150), fabric, where="num_csx")
-    with pytest.raises(DoesNotFitError, match="3 CSXs of a host need"):
-        check_memory(plan(1030 + 3 * 150 - 1), fabric, where="num_csx")
 
 
 def wait_for(path, seconds=60):

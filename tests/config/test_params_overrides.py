@@ -113,6 +113,8 @@ def test_every_short_name_leads_to_a_key_that_exists(newer):
         "eval_frequency": 10,
         "disk": "x",
         "checkpoint_path": "x",
+        "job_labels": "kind=try",
+        "job_priority": "p1",
     }
     for name in SHORT_NAMES:
         assert load_params(newer, {name: values.get(name, 4096)}) != load_params(newer)

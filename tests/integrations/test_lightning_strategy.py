@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:.*have overridden .* in your LightningModule"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),
 ]
 ROWS = text_rows(110, 20)
 

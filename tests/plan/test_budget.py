@@ -250,3 +250,23 @@ def test_ranks_share_the_store_and_the_slabs_of_the_disk_tier_and_nothing_else()
     assert plan(3, "memory", num_slabs=2).slabs == 2, "each rank has its own"
     with pytest.raises(ConfigError, match="too few"):
         plan(3, "disk", num_slabs=2)
+
+
+def test_a_host_that_has_room_for_one_rank_and_not_for_three_is_refused():
+    def plan(ranks, memory):
+        return make_plan(
+            SMALL["fp32"],
+            batch_size=2,
+            precision=Precision(),
+            optimizer_state_bytes=8,
+            resources=Resources(host_memory=memory),
+            base_bytes=100 * MIB,
+            ranks=ranks,
+        )
+
+    one = sum(plan(1, GIB).prediction.host_parts.values())
+    three = sum(plan(3, GIB).prediction.host_parts.values())
+    assert three - one > 200 * MIB
+    with pytest.raises(DoesNotFitError):
+        plan(3, one)
+    assert sum(plan(3, three).prediction.host_parts.values()) <= three

@@ -8,12 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from headwater.core.batches import num_samples, slice_batch
-from headwater.core.errors import ConfigError, DataError, DoesNotFitError, StreamError
+from headwater.core.errors import ConfigError, DataError, StreamError
 from headwater.core.lazy import LazyTensor
-from headwater.core.units import format_bytes
-from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import current
-from headwater.plan.types import Plan
 from headwater.stream.at_rest import AtRest
 
 Batch = TypeVar("Batch")
@@ -98,25 +95,3 @@ def refuse(asked: Sequence[str], *, where: str) -> None:
     """Raise `ConfigError` if anything is asked for that several ranks cannot do."""
     for what in asked:
         raise ConfigError(f"{what} on several CSXs is not in this version", where=where, remedy="write 1")
-
-
-def check_memory(plan: Plan, fabric: Fabric, *, where: str) -> None:
-    """Check that what all ranks of a host need is within the budget.
-
-    The plan is that of one: all but the weight store and the gradients each of them takes anew.
-
-    Raises:
-        DoesNotFitError: if it is not.
-    """
-    if plan.prediction is None or plan.budget is None or plan.budget.host_memory is None:
-        return
-    parts = plan.prediction.host_parts
-    shared = sum(parts.get(name, 0) for name in ("weight store", "gradients"))
-    needed = shared + fabric.local_size * (sum(parts.values()) - shared)
-    if needed > plan.budget.host_memory:
-        raise DoesNotFitError(
-            f"{fabric.local_size} CSXs of a host need {format_bytes(needed)} of its memory together, "
-            f"and the run may take {format_bytes(plan.budget.host_memory)}",
-            where=where,
-            remedy="write a smaller num_csx or batch_size, or a larger host_memory",
-        )

@@ -29,7 +29,7 @@ from headwater.api.machine import (
     optimizer_state_bytes,
     resources_of,
 )
-from headwater.api.ranks import check_memory, refuse
+from headwater.api.ranks import refuse
 from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
 from headwater.core.errors import StreamError
@@ -212,6 +212,7 @@ class StreamedModel:
                 device=device,
                 calibration=calibrate(device, disk),
                 fixed=fixed_by(self.backend.config, trace.micro_batch_size),
+                ranks=self.fabric.local_size,
             )
 
         plan = self.fabric.agree(make)
@@ -222,7 +223,6 @@ class StreamedModel:
                 "a loop of one's own on several hosts": self.fabric.num_hosts > 1,
             }
             refuse([what for what, is_asked in refused.items() if is_asked], where="num_csx")
-            check_memory(plan, self.fabric, where="num_csx")
         return plan
 
     def _state_bytes(self) -> int:

@@ -29,6 +29,7 @@ from headwater.appliance.server import serving
 from headwater.appliance.types import Phase, Priority
 from headwater.appliance.wrapper import try_lock
 from headwater.core.errors import QueueError
+from headwater.core.signals import handled
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +83,8 @@ class _Stop:
 @contextmanager
 def _stopping() -> Iterator[_Stop]:
     stop = _Stop()
-    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), stop.handle)):
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _take(folder: QueueFolder) -> int:

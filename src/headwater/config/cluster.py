@@ -8,8 +8,9 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from headwater.config.base import Bytes, Section, nearest
+from headwater.config.base import Bytes, Section
 from headwater.config.document import read_document
+from headwater.config.files import find_file
 from headwater.config.run import read_section
 from headwater.core.errors import ConfigError
 from headwater.core.units import parse_rate
@@ -172,19 +173,7 @@ def find_cluster(name_or_path: str | Path) -> Path:
     Raises:
         ConfigError: if there is neither.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_file():
-        return path
-    shipped = shipped_clusters()
-    if str(name_or_path) in shipped:
-        return shipped[str(name_or_path)]
-    close = nearest(str(name_or_path), shipped)
-    listed = f"a path, or one of: {', '.join(shipped)}"
-    raise ConfigError(
-        f"there is no cluster file {str(name_or_path)!r}",
-        where="--cluster",
-        remedy=f"write {close!r}, or {listed}" if close else f"write {listed}",
-    )
+    return find_file(name_or_path, shipped_clusters(), "cluster file", where="--cluster")
 
 
 def load_cluster(name_or_path: str | Path) -> ClusterFile:

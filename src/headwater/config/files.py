@@ -30,17 +30,34 @@ def find_params(name_or_path: str | Path) -> Path:
     Raises:
         ConfigError: if there is neither.
     """
+    return find_file(name_or_path, shipped_params(), "params file")
+
+
+def find_file(
+    name_or_path: str | Path, shipped: Mapping[str, Path], kind: str, *, where: str | None = None
+) -> Path:
+    """The file that `name_or_path` means: a path, or the name of one that ships.
+
+    Args:
+        name_or_path: as somebody has written it.
+        shipped: what ships, by name.
+        kind: of the file; for the error.
+        where: it was written; for the error.
+
+    Raises:
+        ConfigError: if there is neither.
+    """
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
-    shipped = shipped_params()
     name = path.as_posix().removesuffix(".yaml")
     if name in shipped:
         return shipped[name]
     close = nearest(name, shipped)
     listed = f"a path, or one of: {', '.join(shipped)}"
     raise ConfigError(
-        f"there is no params file {str(name_or_path)!r}",
+        f"there is no {kind} {str(name_or_path)!r}",
+        where=where,
         remedy=f"write {close!r}, or {listed}" if close else f"write {listed}",
     )
 

@@ -7,13 +7,11 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import FrameType
 
 import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -21,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from headwater.core.errors import RankError
 from headwater.core.exit_codes import INTERRUPTED
+from headwater.core.signals import handled
 from headwater.fabric.membership import check_cores, num_cores
 from headwater.fabric.report import read_report, told_error
 
@@ -59,7 +58,7 @@ def launch(num_csx: int, command: Sequence[str], *, where: str) -> int:
             _pass_on(passed_on, told)
     failure = done.exception()
     if isinstance(failure, ChildFailedError):
-        first = min(failure.failures.values(), key=_time_s)
+        first = min(failure.failures.values(), key=_order)
         return 128 - first.exitcode if -first.exitcode in passed_on else _exit_code(first)
     done.result()
     return 0
@@ -72,22 +71,11 @@ def _signals_for_ranks() -> Iterator[list[int]]:
     Gives the signals that were.
     """
     passed_on: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
+    with handled({
+        signal.SIGINT: lambda number, frame: None,
+        signal.SIGTERM: lambda number, frame: passed_on.append(number),
+    }):  # fmt: skip
         yield passed_on
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        passed_on.append(number)
-
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, note),
-    }
-    try:
-        yield passed_on
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _pass_on(numbers: Sequence[int], told: set[tuple[int, int]]) -> None:
@@ -100,10 +88,13 @@ def _pass_on(numbers: Sequence[int], told: set[tuple[int, int]]) -> None:
                     process.send_signal(number)
 
 
-def _time_s(failure: ProcessFailure) -> float:
-    """When a rank failed; the agent's own time is in whole seconds."""
-    time_s: float = read_report(failure.error_file).get("time_s", failure.timestamp)
-    return time_s
+def _order(failure: ProcessFailure) -> tuple[bool, float]:
+    """The first that failed is the least. What the agent has ended, it has ended because of another.
+
+    The agent's own time is in whole seconds.
+    """
+    told = read_report(failure.error_file)
+    return not told and failure.exitcode == -signal.SIGTERM, told.get("time_s", failure.timestamp)
 
 
 def _exit_code(first: ProcessFailure) -> int:

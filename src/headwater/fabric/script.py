@@ -78,10 +78,8 @@ def _check_size(num_csx: int, size: int, where: str) -> None:
 
 def _check_command(num_csx: int, where: str) -> None:
     """Refuse what cannot be started again."""
-    main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
     remedy = f"write the loop into a file, and run it with python; or write num_csx=1 in place of {num_csx}"
-    if hasattr(sys, "ps1") or sys.flags.interactive or hasattr(main, "get_ipython"):
+    if hasattr(sys, "ps1") or sys.flags.interactive or hasattr(sys.modules["__main__"], "get_ipython"):
         raise ConfigError(
             "ranks run a script, and this is an interactive session", where=where, remedy=remedy
         )
@@ -91,9 +89,9 @@ def _check_command(num_csx: int, where: str) -> None:
             where=where,
             remedy='say num_csx below if __name__ == "__main__"',
         )
-    if file is None and "-c" not in sys.orig_argv:
+    if sys.argv[0] in ("", "-"):
         raise ConfigError("ranks run a script, and this one came by a pipe", where=where, remedy=remedy)
-    if file is not None and not Path(sys.argv[0]).exists():
+    if sys.argv[0] != "-c" and not Path(sys.argv[0]).exists():
         raise ConfigError(
             f"ranks run {sys.argv[0]} again, and it is not to be found in {Path.cwd()}",
             where=where,

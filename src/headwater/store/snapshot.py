@@ -152,8 +152,7 @@ class Snapshot:
         return StageEntry(stage.name, weights.path.name, optimizer.path.name, list(entries))
 
     def _pieces_of_others(self, stage: int) -> Iterator[PieceState]:
-        count = sum(1 for _ in self._store.pieces_elsewhere(stage))
-        return itertools.islice(self._received, count)
+        return itertools.islice(self._received, len(self._store.pieces_elsewhere(stage)))
 
     def _param_entry(self, param: ParamSpec, scalars: Scalars | None) -> ParamEntry:
         states = state_entries(self._store.rule, param)
@@ -198,9 +197,10 @@ def _receive_pieces(store: WeightStore) -> Iterator[PieceState]:
     if link is not None:
         for stage in store.stages:
             for host, piece in store.pieces_elsewhere(stage.index):
-                for tensor in (piece.master, *piece.states.values()):
+                state = store.empty_piece(stage.index, piece)
+                for tensor in (state.master, *state.states.values()):
                     link.receive(tensor, host)
-                yield piece
+                yield state
 
 
 class SnapshotElsewhere:

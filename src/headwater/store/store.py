@@ -370,17 +370,19 @@ class WeightStore:
                             continue
                         yield self._piece_state(stage, piece, wires[piece.param], rest, with_states)
 
-    def pieces_elsewhere(self, stage: int) -> Iterator[tuple[int, PieceState]]:
-        """Every piece of a stage that is on another host: the host, and memory for what it has."""
-        for group in self.layouts[stage].groups:
-            for piece in group.pieces:
-                host = self._sharing.host_of(stage, piece)
-                if host != self.fabric.host:
-                    rest = torch.empty(group.num_bytes, dtype=torch.uint8)
-                    fields, spec = piece.views(rest), self.stages[stage].params[piece.param]
-                    states = {name: fields[name] for name in self.rule.state_layout(spec)}
-                    master = torch.empty(piece.stop - piece.start, dtype=spec.dtype)
-                    yield host, PieceState(piece.param, piece.start, master, states)
+    def pieces_elsewhere(self, stage: int) -> list[tuple[int, Piece]]:
+        """Every piece of a stage that is on another host: the host, and the piece."""
+        pieces = (piece for group in self.layouts[stage].groups for piece in group.pieces)
+        hosts = ((self._sharing.host_of(stage, piece), piece) for piece in pieces)
+        return [(host, piece) for host, piece in hosts if host != self.fabric.host]
+
+    def empty_piece(self, stage: int, piece: Piece) -> PieceState:
+        """Memory for what another host has of a piece."""
+        spec = self.stages[stage].params[piece.param]
+        names = self.rule.state_layout(spec)
+        states = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in piece.fields if f.name in names}
+        master = torch.empty(piece.stop - piece.start, dtype=spec.dtype)
+        return PieceState(piece.param, piece.start, master, states)
 
     def _piece_state(
         self, stage: int, piece: Piece, wire: torch.Tensor, rest: torch.Tensor, with_states: bool

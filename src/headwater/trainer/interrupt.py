@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -14,6 +13,7 @@ from types import FrameType
 from typing import TypeVar
 
 from headwater.core.exit_codes import INTERRUPTED
+from headwater.core.signals import handled
 
 Item = TypeVar("Item")
 
@@ -49,15 +49,8 @@ def _say(text: str) -> None:
 def interrupts() -> Iterator[Interrupt]:
     """Turns SIGINT and SIGTERM into requests; outside of the main thread there are none to turn."""
     interrupt = Interrupt()
-    if threading.current_thread() is not threading.main_thread():
+    with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), interrupt.handle)):
         yield interrupt
-        return
-    before = {number: signal.signal(number, interrupt.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interrupt
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def shielded(items: Iterable[Item]) -> Iterator[Item]:
