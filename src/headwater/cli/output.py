@@ -39,15 +39,17 @@ def print_error(error: HeadwaterError) -> int:
 def _log_to(console: Console | None, level: str) -> None:
     logger = logging.getLogger("headwater")
     logger.setLevel(level)
-    logger.handlers = [_ConsoleHandler(console or Console(stderr=True, highlight=False))]
+    logger.handlers = [_ConsoleHandler(console)]
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints messages above a progress bar, if there is one, and without decoration."""
+    """Prints messages above a progress bar, if there is one, and without decoration; warnings to stderr."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console | None) -> None:
         super().__init__()
-        self._console = console
+        self._errors = Console(stderr=True, highlight=False)
+        self._console = console or self._errors
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), markup=False, soft_wrap=True)
+        console = self._errors if record.levelno >= logging.WARNING else self._console
+        console.print(self.format(record), markup=False, soft_wrap=True)
