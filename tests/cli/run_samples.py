@@ -1,6 +1,8 @@
 """A run of a very small model, and what to compare of two runs."""
 
 import json
+import subprocess
+import time
 
 import torch
 
@@ -66,3 +68,22 @@ def assert_same_checkpoint(first, second):
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
+
+
+def losses(model_dir):
+    """The training losses of a run, step after step."""
+    return [record["loss"] for record in history(model_dir) if record["kind"] == "train"]
+
+
+def ranks_of(launcher):
+    """The processes of the ranks that a launcher has started, in their order."""
+    found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
+    return sorted(int(word) for word in found.stdout.split())
+
+
+def wait_for(path, seconds=90):
+    """Return when there is such a file."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} never came"
+        time.sleep(0.05)

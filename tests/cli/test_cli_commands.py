@@ -62,6 +62,15 @@ def test_plan_of_a_model_far_larger_than_the_machine(headwater, tmp_path):
     assert "does not fit" in err and "disk" in err
 
 
+def test_plan_of_several_ranks(headwater, params):
+    code, output, _ = headwater("plan", params, "--num_csx=2", "--num_memx=1")
+    assert code == 0
+    assert "2 CSXs × 1 × 4 samples" in output and "masters are updated by rank 2," in output
+    for keys, told in ((["--batch_size=7"], "write 6 or 8"), (["--num_csx=4096"], "4096 CSXs are asked for")):
+        code, _, error = headwater("plan", params, "--num_csx=2", *keys)
+        assert code == 2 and told in error
+
+
 def test_generate_continues_the_prompt(headwater, trained):
     words = ("generate", "--model_dir", trained, "--prompt", "Pip", "--max_new_tokens", 5)
     code, out, _ = headwater(*words, "--seed", 1)

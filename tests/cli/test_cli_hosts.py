@@ -2,12 +2,11 @@
 
 import os
 import signal
-import subprocess
 import time
 
 import pytest
 from benchmarks.namespaces import Hosts, available
-from run_samples import assert_same_checkpoint, history, write_params
+from run_samples import assert_same_checkpoint, history, losses, ranks_of, wait_for, write_params
 
 from headwater.cli.main import main
 
@@ -33,13 +32,6 @@ def wait(launchers, folder, timeout=120):
             if launcher.poll() is None:
                 os.killpg(launcher.pid, signal.SIGKILL)
     return codes, [(folder / f"host{host}.log").read_text() for host in range(len(launchers))]
-
-
-def wait_for(path, seconds=90):
-    limit = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < limit, f"{path} does not appear"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +81,7 @@ def test_a_host_that_is_cut_off_ends_the_run_which_goes_on_to_the_same_bits(para
         last = 3 * (len(list((folder / "run").glob("checkpoint_*"))) + 1)
         codes, logs = wait(fit(hosts, params, folder, f"--trainer.init.loop.max_steps={last}"), folder)
     assert codes == [0, 0], logs
-    losses = [record["loss"] for record in history(folder / "run") if record["kind"] == "train"]
-    assert losses[:6] == [record["loss"] for record in history(alone) if record["kind"] == "train"]
-
-
-def ranks_of(launcher):
-    found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
-    return [int(word) for word in found.stdout.split()]
+    assert losses(folder / "run")[:6] == losses(alone)
 
 
 def test_a_rank_that_stands_still_for_a_while_changes_nothing(params, alone, tmp_path):

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from run_samples import assert_same_checkpoint, history, write_params
+from run_samples import assert_same_checkpoint, history, ranks_of, wait_for, write_params
 
 from headwater.cli.main import main
 from headwater.trainer.pretrained import checkpoint_weights
@@ -59,12 +58,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(headwater, params, tw
     assert losses(tmp_path / "other")[-1] == pytest.approx(losses(two)[-1], rel=1e-5)
 
 
-def ranks_of(launcher):
-    """The processes that compute."""
-    found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
-    return [int(word) for word in found.stdout.split()]
-
-
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(
     headwater, params, two, killed, tmp_path
@@ -75,7 +68,7 @@ def test_a_rank_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(
     endless = [*command, "--trainer.init.loop.max_steps=100000"]
     with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         wait_for(folder / "checkpoint_3" / "manifest.json")
-        ranks = sorted(ranks_of(launcher))
+        ranks = ranks_of(launcher)
         assert len(ranks) >= 2
         os.kill(ranks[killed], signal.SIGKILL)
         launcher.communicate(timeout=60)
@@ -100,13 +93,6 @@ def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tm
     assert "stopped after step" in output
     code, output, error = headwater("fit", params, TWO, model_dir(folder), "--num_steps=1")
     assert code == 0, output + error
-
-
-def wait_for(path, seconds=60):
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} never came"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A plan is shown with its stages collapsed, its memories against budgets, and as a picture."""
 
+import dataclasses
 import io
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from rich.console import Console
 from synthetic import gpt
 
 from headwater.core.errors import ConfigError
+from headwater.core.placement import Placement
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
 from headwater.plan.budget import make_plan
@@ -69,3 +71,9 @@ def test_drawing_without_matplotlib_says_what_to_install(streamed, tmp_path, mon
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="headwater\\[plot\\]"):
         draw_plan(streamed, tmp_path / "plan.png")
+
+
+def test_ranks_and_who_updates_are_shown():
+    text = printed(dataclasses.replace(plan_for(GIB), placement=Placement(2, 2)))
+    assert "batch: 8 = 2 CSXs × 1 × 4 samples" in text
+    assert "masters are updated by ranks 2 to 3, 4.79 M parameters each" in text

@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     for key in ("job_labels", "job_priority"):
         if key in config.init.backend.cluster_config.model_fields_set and JOB not in os.environ:
             print(f"note: {key} has no effect without {_SUBMIT}", file=sys.stderr)
-    num_csx = config.init.backend.num_csx
-    if num_csx > 1 and not is_rank() and not early.asked_for(config):
-        return launch(num_csx, args.words)
+    placement = config.init.backend.placement
+    if placement.size > 1 and not is_rank() and not early.asked_for(config):
+        return launch(placement, args.words)
     try:
         return train(config)
     except HeadwaterError as error:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from headwater.api.machine import device_of, resources_of
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.cluster import add_cluster_arguments, check_cluster_arguments, run_cluster
 from headwater.cli.output import open_console
+from headwater.core.batches import equal_share
 from headwater.core.errors import ConfigError
+from headwater.fabric.membership import check_cores, num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
 from headwater.trainer.machine_file import write_machine
@@ -52,9 +56,13 @@ def run(args: argparse.Namespace) -> int:
     batch_size = config.fit.train_dataloader.batch_size
     if args.cluster is not None:
         return run_cluster(args, config, trainable, batch_size)
+    placement = init.backend.placement
+    check_cores(placement.num_csx, where="num_csx")
+    if placement.num_csx > 1 and device_of(init.backend) == "cpu":
+        torch.set_num_threads(num_cores() // placement.num_csx)  # as in a run
     rates = calibrate(device_of(init.backend), resources_of(init.backend).disk, recalibrate=args.recalibrate)
-    work = training_workload(init, trainable, batch_size)
-    plan = plan_run(init, trainable, work, calibration=rates)
+    work = training_workload(init, trainable, equal_share(batch_size, placement.num_csx))
+    plan = plan_run(init, trainable, work, calibration=rates, placement=placement)
     describe(plan, drawing=args.png)
     if args.write_cluster is not None:
         assert plan.budget is not None, "a plan that was made has its budgets"

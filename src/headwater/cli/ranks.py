@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from headwater.cli.main import guarded
+from headwater.core.placement import Placement
 from headwater.fabric.launch import launch
 from headwater.fabric.script import LAUNCHER, STDIN, STDOUT, silence
 
@@ -21,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     os.dup2(STDOUT, STDIN)  # ranks inherit three open files alone
     silence(STDOUT)
-    return guarded(lambda: launch(int(num_csx), command, where=where))
+    return guarded(lambda: launch(Placement(int(num_csx)), command, where=where))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from headwater.config.overrides import apply_overrides
 from headwater.core.errors import ConfigError
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "params"
+_FEW_NAMES = 12
+"""So many names are listed one by one."""
 
 
 def shipped_params() -> dict[str, Path]:
@@ -54,12 +56,19 @@ def find_file(
     if name in shipped:
         return shipped[name]
     close = nearest(name, shipped)
-    listed = f"a path, or one of: {', '.join(shipped)}"
+    listed = f"a path, or one of: {', '.join(_in_short(shipped))}"
     raise ConfigError(
         f"there is no {kind} {str(name_or_path)!r}",
         where=where,
         remedy=f"write {close!r}, or {listed}" if close else f"write {listed}",
     )
+
+
+def _in_short(names: Collection[str]) -> list[str]:
+    """Names to choose from; of many those in a folder together."""
+    if len(names) <= _FEW_NAMES:
+        return list(names)
+    return [f"{folder}/…" for folder in dict.fromkeys(name.partition("/")[0] for name in names)]
 
 
 def read_params(path: Path, overrides: Mapping[str, Any], above: tuple[Path, ...] = ()) -> Document:

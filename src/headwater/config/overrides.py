@@ -18,6 +18,7 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
     "model_dir": ("trainer.init.model_dir",),
     "seed": ("trainer.init.seed",),
     "num_csx": ("trainer.init.backend.cluster_config.num_csx",),
+    "num_memx": ("trainer.init.backend.cluster_config.num_memx",),
     "target_device": ("trainer.init.backend.backend_type",),
     "device_memory": ("trainer.init.backend.device_memory",),
     "host_memory": ("trainer.init.backend.host_memory",),

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from headwater.config.base import Bytes, Choice, FilePath, NoEffect, OneOrMore, Section
 from headwater.config.data import AnyData
+from headwater.core.placement import Placement
 from headwater.core.precision import Precision
 
 _Cluster = NoEffect("it tells a wafer-scale cluster how to divide its servers")
@@ -22,12 +23,15 @@ class ClusterConfig(Section):
 
     Attributes:
         num_csx: compute ranks.
+        num_memx: store ranks, which keep masters and optimizer state and update them; with none the compute
+            ranks do.
         rank_timeout_s: how long a rank waits for another before the run ends.
         job_labels: `name=value` each, to find a job by that is submitted to the queue.
         job_priority: of a job that is submitted to the queue.
     """
 
     num_csx: int = Field(default=1, ge=1)
+    num_memx: int = Field(default=0, ge=0)
     rank_timeout_s: float = Field(default=600.0, gt=0)
     num_workers_per_csx: Annotated[int | None, _Cluster] = None
     max_wgt_servers: Annotated[int | None, _Cluster] = None
@@ -102,6 +106,11 @@ class BackendConfig(Section):
     def num_csx(self) -> int:
         """Compute ranks."""
         return self.cluster_config.num_csx
+
+    @property
+    def placement(self) -> Placement:
+        """Compute ranks and store ranks."""
+        return Placement(self.cluster_config.num_csx, self.cluster_config.num_memx)
 
 
 _DynamicScale = NoEffect("the dynamic loss scale follows fixed rules")

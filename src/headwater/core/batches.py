@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from headwater.core.errors import DataError
+from headwater.core.errors import ConfigError, DataError
 from headwater.core.trees import map_tensors, tensors_in
 
 
@@ -42,3 +42,20 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """The samples [start, stop) of a batch; tensors with another first dimension stay whole."""
     samples = num_samples(batch)
     return map_tensors(lambda t: t[start:stop] if t.dim() and len(t) == samples else t, batch)
+
+
+def equal_share(batch_size: int, num_ranks: int) -> int:
+    """The samples of a batch that each of so many ranks computes.
+
+    Raises:
+        ConfigError: if it cannot be divided so.
+    """
+    if batch_size % num_ranks:
+        below = batch_size - batch_size % num_ranks
+        near = " or ".join(str(size) for size in (below, below + num_ranks) if size)
+        raise ConfigError(
+            f"batch_size {batch_size} cannot be divided evenly among {num_ranks} ranks",
+            where="batch_size",
+            remedy=f"write {near}",
+        )
+    return batch_size // num_ranks

@@ -8,7 +8,8 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from headwater.core.errors import ConfigError, DataError
+from headwater.core.batches import equal_share
+from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
 
 Indices = npt.NDArray[np.int64]
@@ -57,11 +58,8 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, "rank lies in range(world_size)"
-        if self.repeat and self.batch_size % self.world_size:  # in one pass parts need not be equal
-            below = self.batch_size - self.batch_size % self.world_size
-            near = " or ".join(str(size) for size in (below, below + self.world_size) if size)
-            what = f"batch_size {self.batch_size} cannot be divided evenly among {self.world_size} ranks"
-            raise ConfigError(what, where="batch_size", remedy=f"write {near}")
+        if self.repeat:  # in one pass parts need not be equal
+            equal_share(self.batch_size, self.world_size)
         if self.num_samples < self.batch_size and (self.repeat or self.drop_last):
             what = f"too few samples for one batch: {self.num_samples}, and batch_size is {self.batch_size}"
             remedy = f"write a batch_size of at most {self.num_samples}, or prepare more text"

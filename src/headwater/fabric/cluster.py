@@ -12,7 +12,7 @@ import psutil
 import torch
 import torch.distributed
 
-from headwater.core.errors import RankError
+from headwater.core.errors import ConfigError, RankError
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.host import HostFabric, Process
 from headwater.fabric.link import Link
@@ -20,13 +20,15 @@ from headwater.fabric.link import Link
 DEFAULT_TIMEOUT_S = 600.0
 
 
-def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S) -> Fabric:
+def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
     """The ranks that a launcher has started, of which this process is one.
 
     Args:
         timeout_s: how long another rank may keep this one waiting.
+        num_memx: how many of the ranks, the last ones, are store ranks.
 
     Raises:
+        ConfigError: if no rank is left to compute.
         RankError: if the others cannot be reached, or hosts do not have ranks one after the other.
     """
     if not torch.distributed.is_initialized():
@@ -42,19 +44,25 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S) -> Fabric:
                 "right and free, and whether GLOO_SOCKET_IFNAME names the network between the hosts",
             ) from error
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if num_memx >= size:
+        raise ConfigError(
+            f"{num_memx} of {size} ranks are to be store ranks, and none is left to compute",
+            where="num_memx",
+            remedy=f"start {num_memx + 1} ranks or more: as many as num_csx and num_memx together",
+        )
     processes: list[Process] = [Process("", 0, 0)] * size
     torch.distributed.all_gather_object(
         processes, Process(_host_name(), os.getpid(), os.memfd_create("headwater"))
     )
     names = [process.host for process in processes]
     if len(set(names)) == 1:
-        return HostFabric(processes, rank, timeout_s)
+        return HostFabric(processes, rank, timeout_s, num_memx)
     if any(a != b and b in names[:i] for i, (a, b) in enumerate(itertools.pairwise(names), 1)):
         raise RankError(
             f"ranks of one host are not numbered one after the other: {', '.join(names)}",
             remedy="start them host by host, as torchrun does; with srun: --distribution=block",
         )
-    return ClusterFabric(processes, rank, timeout_s)
+    return ClusterFabric(processes, rank, timeout_s, num_memx)
 
 
 def _host_name() -> str:
@@ -86,10 +94,11 @@ class ClusterFabric(HostFabric):
         processes: by rank; those of a host follow each other.
         rank: this one.
         timeout_s: how long another rank may keep this one waiting.
+        num_memx: how many of them, the last ones, are store ranks.
     """
 
-    def __init__(self, processes: Sequence[Process], rank: int, timeout_s: float) -> None:
-        super().__init__(processes, rank, timeout_s)
+    def __init__(self, processes: Sequence[Process], rank: int, timeout_s: float, num_memx: int = 0) -> None:
+        super().__init__(processes, rank, timeout_s, num_memx)
         self._leaders = [self.hosts.index(host) for host in range(self.num_hosts)]
         self._names = [processes[leader].host for leader in self._leaders]
         self._control = self.connect("what ranks tell each other")

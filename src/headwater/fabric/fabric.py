@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from headwater.core.buffers import aligned_empty
+from headwater.core.placement import ONE_RANK, Placement
 from headwater.fabric.link import Link
 
 Value = TypeVar("Value")
@@ -20,14 +21,14 @@ class Fabric(abc.ABC):
 
     Attributes:
         rank: which one this is, from 0.
-        size: how many there are.
+        placement: how many there are, and which of them compute.
         local_rank: which one of its host; 0 leads the host.
         local_size: how many its host has.
         hosts: the host of each rank, from 0; those of a host follow each other.
     """
 
     rank: int
-    size: int
+    placement: Placement
     local_rank: int
     local_size: int
     hosts: Sequence[int]
@@ -36,6 +37,21 @@ class Fabric(abc.ABC):
     def host(self) -> int:
         """The host of this rank."""
         return self.hosts[self.rank]
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.placement.size
+
+    @property
+    def num_csx(self) -> int:
+        """How many of them compute."""
+        return self.placement.num_csx
+
+    @property
+    def computes(self) -> bool:
+        """Whether this rank computes; otherwise it keeps masters and optimizer state, and updates them."""
+        return self.rank < self.num_csx
 
     @property
     def num_hosts(self) -> int:
@@ -94,7 +110,8 @@ class Alone(Fabric):
     """One rank."""
 
     rank = local_rank = 0
-    size = local_size = 1
+    local_size = 1
+    placement = ONE_RANK
     hosts = (0,)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch.distributed
 
 from headwater.core.buffers import PAGE_BYTES, round_up
 from headwater.core.errors import HeadwaterError, RankError
+from headwater.core.placement import Placement
 from headwater.fabric.fabric import Fabric, Value
 from headwater.fabric.link import Link
 
@@ -50,11 +51,12 @@ class HostFabric(Fabric):
         processes: by rank; those of a host follow each other.
         rank: this one.
         timeout_s: how long another rank may keep this one waiting.
+        num_memx: how many of them, the last ones, are store ranks.
     """
 
-    def __init__(self, processes: Sequence[Process], rank: int, timeout_s: float) -> None:
+    def __init__(self, processes: Sequence[Process], rank: int, timeout_s: float, num_memx: int = 0) -> None:
         names = list(dict.fromkeys(process.host for process in processes))
-        self.rank, self.size = rank, len(processes)
+        self.rank, self.placement = rank, Placement(len(processes) - num_memx, num_memx)
         self.hosts = [names.index(process.host) for process in processes]
         first = self.hosts.index(self.host)
         self._neighbours = [p for p in processes if p.host == processes[rank].host]

@@ -19,16 +19,17 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from headwater.core.errors import RankError
 from headwater.core.exit_codes import INTERRUPTED
+from headwater.core.placement import Placement
 from headwater.core.signals import handled
 from headwater.fabric.membership import check_cores, num_cores
 from headwater.fabric.report import read_report, told_error
 
 
-def launch(num_csx: int, command: Sequence[str], *, where: str) -> int:
+def launch(placement: Placement, command: Sequence[str], *, where: str) -> int:
     """Run a command of Python as several ranks on this machine; returns its exit code.
 
     Args:
-        num_csx: how many.
+        placement: how many; store ranks need no core of their own.
         command: what follows the interpreter.
         where: the number was written; for errors.
 
@@ -36,13 +37,13 @@ def launch(num_csx: int, command: Sequence[str], *, where: str) -> int:
         ConfigError: if there are not so many cores.
         HeadwaterError: what the first rank that failed has met.
     """
-    check_cores(num_csx, where=where)
+    check_cores(placement.num_csx, where=where)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks speak for themselves
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_cores() // num_csx))
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_cores() // placement.num_csx))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_csx,
+        nproc_per_node=placement.size,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",

@@ -49,16 +49,17 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def join(timeout_s: float = DEFAULT_TIMEOUT_S) -> Fabric:
+def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
     """The ranks of this run, of which this process is one.
 
     Args:
         timeout_s: how long another rank may keep this one waiting.
+        num_memx: how many of the ranks, the last ones, are store ranks.
     """
     global _joined
     if _joined is ALONE and is_rank():
         end_with_launcher()
-        _joined = join_ranks(timeout_s)
+        _joined = join_ranks(timeout_s, num_memx)
     return _joined
 
 

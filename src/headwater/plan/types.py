@@ -7,6 +7,7 @@ import enum
 from pathlib import Path
 from typing import Literal
 
+from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.precision import Precision, PrecisionName
 from headwater.core.stage import StageSpec
 
@@ -222,6 +223,7 @@ class Plan:
         prediction: what this costs.
         disk: folder of the disk tier.
         budget: what the run may take; every budget is set that applies.
+        placement: the ranks that do it, each on its part of the batch.
     """
 
     trace: Trace
@@ -237,6 +239,7 @@ class Plan:
     prediction: Prediction | None = None
     disk: Path | None = None
     budget: Resources | None = None
+    placement: Placement = ONE_RANK
 
     @property
     def masters(self) -> Masters:

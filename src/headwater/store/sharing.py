@@ -11,14 +11,14 @@ from headwater.store.tier import Tier
 
 
 class Shares:
-    """Who updates which pieces of a stage: about equally many elements for each rank, in the ranks' order.
+    """Who updates which pieces of a stage: about equally many elements for each owner, in their order.
 
     Args:
         layout: of the stage.
-        size: number of ranks.
+        owners: the ranks that update.
     """
 
-    def __init__(self, layout: StageLayout, size: int) -> None:
+    def __init__(self, layout: StageLayout, owners: range) -> None:
         total = max(sum(param.numel for param in layout.stage.params), 1)
         self._owners: dict[tuple[int, int], int] = {}
         before = 0
@@ -26,7 +26,9 @@ class Shares:
             for piece in group.pieces:
                 middle = before + (piece.stop - piece.start) // 2
                 before += piece.stop - piece.start
-                self._owners[piece.param, piece.start] = min(middle * size // total, size - 1)
+                self._owners[piece.param, piece.start] = owners[
+                    min(middle * len(owners) // total, len(owners) - 1)
+                ]
 
     def owner(self, piece: Piece) -> int:
         """The rank that updates a piece."""
@@ -43,6 +45,9 @@ class Sharing:
     Within a host all see each other's updates at once. Between hosts the leaders send what their host has
     updated, stage after stage in the order of the commit, on a thread of their own.
 
+    Attributes:
+        updates_here: whether this rank updates anything.
+
     Args:
         fabric: the ranks.
         layouts: of the stages.
@@ -53,8 +58,11 @@ class Sharing:
         self._fabric = fabric
         self._layouts = layouts
         self._stages = [layout.stage for layout in layouts]
-        self._updating = fabric.local_size if tier.is_shared else 1  # ranks of a host, from its first
-        self._shares = [Shares(layout, fabric.size if tier.is_shared else 1) for layout in layouts]
+        owners = fabric.placement.owners if tier.is_shared else range(1)
+        first = fabric.rank - fabric.local_rank
+        self._neighbours = [r for r in range(first, first + fabric.local_size) if r in owners]
+        self.updates_here = fabric.rank in owners
+        self._shares = [Shares(layout, owners) for layout in layouts]
         self._updated = Board(fabric, len(layouts) * fabric.local_size)  # the last commit, by stage and rank
         self._numbers = [0] * len(layouts)  # the last commit that this rank has done its share of
         self._spread = Board(fabric, len(layouts))  # the last commit that has come from all hosts
@@ -65,11 +73,6 @@ class Sharing:
         self._link = fabric.connect("weights")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-broadcast")
         self._sending: list[Future[None]] = []
-
-    @property
-    def updates_here(self) -> bool:
-        """Whether this rank updates anything."""
-        return self._fabric.local_rank < self._updating
 
     def is_mine(self, stage: int, piece: Piece) -> bool:
         """Whether this rank updates a piece."""
@@ -116,9 +119,10 @@ class Sharing:
             self._spread.wait(stage, number, f"stage {self._stages[stage].name!r} of all hosts")
 
     def _wait_for_host(self, stage: int, number: int) -> None:
-        for rank in range(self._updating):
-            what = f"its neighbour {rank} to update stage {self._stages[stage].name!r}"
-            self._updated.wait(stage * self._fabric.local_size + rank, number, what)
+        first = self._fabric.rank - self._fabric.local_rank
+        for rank in self._neighbours:
+            what = f"rank {rank} to update stage {self._stages[stage].name!r}"
+            self._updated.wait(stage * self._fabric.local_size + rank - first, number, what)
 
     def _send_updated(self, stage: int, number: int) -> None:
         self._wait_for_host(stage, number)

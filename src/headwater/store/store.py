@@ -211,7 +211,7 @@ class WeightStore:
             self._taken[key] = self.num_commits
         stages = sorted({stage for stage, _ in keys})
         self._sharing.committed(stages, self.num_commits)
-        if self.fabric.num_hosts > 1:  # what others wait for comes at once
+        if self.fabric.num_hosts > 1 or not self.fabric.computes:  # what others wait for comes at once
             self._ahead = [self._updates.submit(self._update_ahead, stage) for stage in stages]
         return Committed(float(norm), applied=True, params=keys)
 
@@ -353,7 +353,7 @@ class WeightStore:
             up_to: leave an update committed after this number (see `num_commits`) for later.
             params: only these parameters, by index.
         """
-        if not self._sharing.updates_here:
+        if not self.tier.is_here:
             return
         with self._whole(stage):
             buffer = self._wire_buffer(stage)

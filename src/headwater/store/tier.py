@@ -17,9 +17,11 @@ class Tier(abc.ABC):
 
     Attributes:
         is_shared: whether every rank of the host reaches all bytes; otherwise its leader does, alone.
+        is_here: whether this rank reaches them.
     """
 
     is_shared = False
+    is_here = True
 
     def __init__(self, layouts: list[StageLayout]) -> None:
         self.layouts = layouts
@@ -80,6 +82,8 @@ class Tier(abc.ABC):
 
 class ElsewhereTier(Tier):
     """What the leader of the host keeps alone, as its other ranks see it: nothing is here."""
+
+    is_here = False
 
     def resident_wire(self, stage: int) -> None:
         return None

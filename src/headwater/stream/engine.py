@@ -154,7 +154,7 @@ class Engine:
         """One optimizer step; the loss is the mean over its micro-batches.
 
         Args:
-            micro_batches: what the loss function takes, one after the other.
+            micro_batches: what the loss function takes, one after the other; of a store rank as many `None`.
             update: step number, learning rate, clipping.
             amend: called when all gradients are there and before they are measured; it may change them, and
                 the weights, through the store.
@@ -174,14 +174,14 @@ class Engine:
                 share = None if shares is None else shares[index]
                 with self._matmul():
                     loss = self._micro_batch(batch, update, index, count, share)
-                total += loss if share is None else loss * share * count * self.fabric.size
+                total += loss if share is None else loss * share * count * self.fabric.num_csx
             losses = self.fabric.gather(total / count)
             amend(update)
             committed = self.store.commit(update)
             if not committed.applied:
                 undo()
         return StepReport(
-            loss=sum(losses) / len(losses),
+            loss=sum(losses) / self.fabric.num_csx,
             gradient_norm=committed.gradient_norm,
             applied=committed.applied,
             statistics=statistics,
@@ -189,12 +189,15 @@ class Engine:
         )
 
     def _micro_batch(self, batch: Any, update: Update, index: int, count: int, share: float | None) -> float:
-        """Forward and backward of one micro-batch of `count` on this rank; gives its loss."""
+        """Forward and backward of one micro-batch of `count` on this rank; gives its loss, a store rank 0."""
+        if not self.fabric.computes:
+            self.store.end_micro_batch()
+            return 0.0
         loss = self._forward(batch, update.step, index)
         value = self._checked(loss, batch, update, index)
         if update.loss_scale != 1.0:
             loss = loss * update.loss_scale
-        parts = count * self.fabric.size
+        parts = count * self.fabric.num_csx
         if share is not None:
             loss = loss * share
         elif parts > 1:

@@ -63,7 +63,7 @@ def open_data(
         model: the model that will read the data.
         seed: of the order and of all that is random in samples, where the section has no `shuffle_seed`.
         repeat: endless passes, for training; otherwise each iteration is one pass.
-        fabric: the ranks among which each batch is divided.
+        fabric: the ranks; each batch is divided among those that compute.
 
     Raises:
         ConfigError: if the data are not for this model, or a package that reads them is not installed.
@@ -97,8 +97,8 @@ def open_data(
         persistent_workers=config.persistent_workers,
         drop_last=config.leaves_out_last,
         repeat=repeat,
-        rank=fabric.rank,
-        world_size=fabric.size,
+        rank=fabric.rank % fabric.num_csx,  # a store rank reads nothing of it
+        world_size=fabric.num_csx,
     )
 
 

@@ -38,7 +38,13 @@ def open_engine(
     device = device_of(init.backend)
     plan = fabric.agree(
         lambda: plan_run(
-            init, trainable, work, disk=disk, calibration=calibrate(device, disk), ranks=fabric.local_size
+            init,
+            trainable,
+            work,
+            disk=disk,
+            calibration=calibrate(device, disk),
+            placement=fabric.placement,
+            ranks=fabric.local_size,
         )
     )
     check_ranks(init, trainable, plan, fabric)

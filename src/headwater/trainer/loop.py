@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +78,7 @@ class Trainer:
         """
         self._tell(lambda c: c.on_fit_start(FitStart(self.state.step, self.end_step, self._engine.plan)))
         try:
-            batches = shielded(self._job.train)
+            batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
             while self._between_steps(interrupt):
                 self._step(batches)
         except NonFiniteError:
@@ -107,7 +108,8 @@ class Trainer:
         start = time.perf_counter()
         batch = next(batches)
         update = self._update()
-        parts = equal_parts(batch, self._engine.plan.num_micro_batches)
+        count = self._engine.plan.num_micro_batches
+        parts = [None] * count if batch is None else equal_parts(batch, count)
         report = self._engine.train_step(parts, update, self._amend, self._shares(parts))
         if report.applied:
             self._averages.after_update(update.step)
@@ -131,7 +133,7 @@ class Trainer:
             bytes_out=report.statistics.bytes_out,
             hit_rate=report.statistics.hit_rate,
             wait_s=report.statistics.wait_s,
-            samples=fabric.size * num_samples(batch),
+            samples=0 if batch is None else fabric.num_csx * num_samples(batch),
         )
         self._tell(lambda callback: callback.on_step_end(event))
 
@@ -140,9 +142,9 @@ class Trainer:
         fabric = self._engine.fabric
         if len(parts) * fabric.size == 1:
             return None
-        weights = [self._job.trainable.weight(part) for part in parts]
+        weights = [0.0 if part is None else self._job.trainable.weight(part) for part in parts]
         total = sum(fabric.gather(sum(weights)))
-        if total == 0 or all(weight * len(parts) * fabric.size == total for weight in weights):
+        if total == 0 or all(weight * len(parts) * fabric.num_csx == total for weight in weights):
             return None
         return [weight / total for weight in weights]
 
@@ -182,7 +184,7 @@ class Trainer:
             found = evaluate(
                 self._engine,
                 self._job.trainable,
-                shielded(loader),
+                shielded(loader) if self._engine.fabric.computes else (),
                 max_batches=self._init.loop.eval_steps,
                 stop=lambda: interrupt.requested,
             )

@@ -17,6 +17,7 @@ from headwater.api.machine import (
 )
 from headwater.config.run import SetupConfig
 from headwater.core.errors import ConfigError
+from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
@@ -97,7 +98,8 @@ def plan_run(
     *,
     disk: Path | None = None,
     calibration: Calibration | None = None,
-    ranks: int = 1,
+    placement: Placement = ONE_RANK,
+    ranks: int | None = None,
 ) -> Plan:
     """How `work` is done on this machine within the budgets of the params.
 
@@ -107,16 +109,18 @@ def plan_run(
         work: what is to be computed.
         disk: folder of the disk tier; that of the params if not given.
         calibration: rates of the machine.
-        ranks: how many of this machine's train together, and share its budgets.
+        placement: the ranks that train together.
+        ranks: how many of them share this machine's budgets; all if not given.
 
     Raises:
         ConfigError: if the params ask for what is not there.
         DoesNotFitError: if a budget is too small.
     """
     fixed = fixed_by(init.backend, work.micro_batch_size)
+    ranks = ranks or placement.size
     if ranks > 1 and fixed.gradient_tier is None:
         fixed = dataclasses.replace(fixed, gradient_tier="memory")  # where they add to them in turns
-    return make_plan(
+    plan = make_plan(
         dry_runs(init, trainable, inference=work.optimizer is NO_UPDATES),
         batch_size=work.batch_size,
         precision=init.precision.precision,
@@ -127,6 +131,7 @@ def plan_run(
         fixed=fixed,
         ranks=ranks,
     )
+    return dataclasses.replace(plan, placement=placement)
 
 
 def dry_runs(init: SetupConfig, trainable: Trainable, *, inference: bool = False) -> TraceFor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from headwater.api.ranks import refuse
 from headwater.config.run import SetupConfig
 from headwater.core.errors import ConfigError
+from headwater.core.placement import Placement
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import is_rank, join
 from headwater.fabric.report import report
@@ -16,13 +17,14 @@ from headwater.trainer.job import Trainable
 __all__ = ["check_number", "check_ranks", "is_rank", "join", "launch", "report"]
 
 _KEY = "trainer.init.backend.cluster_config.num_csx"
+_MEMX = "trainer.init.backend.cluster_config.num_memx"
 
 
-def launch(num_csx: int, arguments: Sequence[str]) -> int:
+def launch(placement: Placement, arguments: Sequence[str]) -> int:
     """Run a command of this program as several ranks on this machine; returns its exit code.
 
     Args:
-        num_csx: how many.
+        placement: how many.
         arguments: of the command line.
 
     Raises:
@@ -31,7 +33,7 @@ def launch(num_csx: int, arguments: Sequence[str]) -> int:
     """
     from headwater.fabric.launch import launch as launch_ranks  # it takes a while to import
 
-    return launch_ranks(num_csx, ("-m", "headwater", *arguments), where=_KEY)
+    return launch_ranks(placement, ("-m", "headwater", *arguments), where=_KEY)
 
 
 def check_ranks(init: SetupConfig, trainable: Trainable, plan: Plan, fabric: Fabric) -> None:
@@ -50,6 +52,12 @@ def check_ranks(init: SetupConfig, trainable: Trainable, plan: Plan, fabric: Fab
         "an accelerator": plan.device != "cpu",
     }
     refuse([what for what, is_asked in refused.items() if is_asked], where=_KEY)
+    if plan.tier == "disk" and fabric.placement.num_memx:
+        raise ConfigError(
+            "store ranks keep weights in memory, and the plan puts them on disk",
+            where=_MEMX,
+            remedy="write num_memx: 0, or let the run take more memory",
+        )
 
 
 def check_number(init: SetupConfig, fabric: Fabric) -> None:
@@ -58,10 +66,13 @@ def check_number(init: SetupConfig, fabric: Fabric) -> None:
     Raises:
         ConfigError: if it is another one.
     """
-    asked = init.backend.num_csx
-    if asked == fabric.size:
+    placement = init.backend.placement
+    if placement.size == fabric.size:
         return
-    remedy = f"write {fabric.size}"
+    asked = f"num_csx is {placement.num_csx}"
+    if placement.num_memx:
+        asked += f" and num_memx {placement.num_memx}"
+    remedy = f"write {fabric.size - placement.num_memx}"
     if fabric.size == 1:
-        remedy += ", or start it with `headwater fit`, which trains models of the package on several"
-    raise ConfigError(f"num_csx is {asked}, and there is {fabric.size}", where=_KEY, remedy=remedy)
+        remedy = "write 1, or start it with `headwater fit`, which trains models of the package on several"
+    raise ConfigError(f"{asked}, and there is {fabric.size}", where=_KEY, remedy=remedy)

@@ -61,7 +61,8 @@ def fit(config: RunConfig, *, console: Console | None = None) -> FitResult:
     Raises:
         HeadwaterError: if something is wrong; the last complete checkpoint is then intact.
     """
-    fabric = join(config.init.backend.cluster_config.rank_timeout_s)
+    cluster = config.init.backend.cluster_config
+    fabric = join(cluster.rank_timeout_s, cluster.num_memx)
     return fit_job(zoo_job(config, fabric), console=console, fabric=fabric)
 
 
@@ -86,7 +87,7 @@ def fit_job(job: Job, *, console: Console | None = None, fabric: Fabric = ALONE)
         strict = not init.checkpoint.disable_strict_checkpoint_loading
         start = fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints))
         resumed = start.state.micro_batch_size if start.state else None
-        work = training_workload(init, job.trainable, job.batch_size // fabric.size, resumed)
+        work = training_workload(init, job.trainable, job.batch_size // fabric.num_csx, resumed)
         blank = strict and start.path is not None
 
         def show(plan: Plan) -> None:

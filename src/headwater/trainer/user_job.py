@@ -91,7 +91,7 @@ def user_job(
         init=config.init,
         trainable=user_trainable(config, model_class, first),
         train=RepeatedPasses(train, parts),
-        batch_size=num_samples(first) * (fabric.size if parts.are_shares else 1),
+        batch_size=num_samples(first) * (fabric.num_csx if parts.are_shares else 1),
         evaluations=evaluations,
         steps_per_epoch=train.length,
         checkpoint=config.checkpoint,

@@ -1,0 +1,93 @@
+"""Store ranks, which do not compute: the bits of runs without them, for any placement, and kills."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from benchmarks.namespaces import Hosts, available
+from run_samples import assert_same_checkpoint, history, losses, ranks_of, wait_for, write_params
+
+from headwater.cli.main import main
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
+
+COMPUTE, STORE = "--num_csx=2", "--num_memx=1"
+
+
+def model_dir(folder):
+    return f"--trainer.init.model_dir={folder}"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, data):
+    """The model_dir of a run on two ranks that keep the weights themselves."""
+    folder = tmp_path_factory.mktemp("two")
+    assert main(["fit", str(write_params(folder, data)), COMPUTE]) == 0
+    return folder / "run"
+
+
+def test_a_store_rank_changes_no_bit(headwater, params, two, tmp_path):
+    code, output, error = headwater("fit", params, COMPUTE, STORE, model_dir(tmp_path))
+    assert code == 0, output + error
+    assert history(tmp_path) == history(two)
+    assert_same_checkpoint(tmp_path / "checkpoint_6", two / "checkpoint_6")
+
+
+@pytest.mark.parametrize("placements", [([STORE], ["--num_memx=2"]), ([], [STORE]), ([STORE], [])])
+def test_a_checkpoint_goes_on_with_another_placement(headwater, params, two, placements, tmp_path):
+    for placement, steps in zip(placements, (3, 6), strict=True):
+        options = (*placement, model_dir(tmp_path), f"--trainer.init.loop.max_steps={steps}")
+        assert headwater("fit", params, COMPUTE, *options)[0] == 0
+    assert losses(tmp_path) == losses(two)
+    assert_same_checkpoint(tmp_path / "checkpoint_6", two / "checkpoint_6")
+
+
+def test_one_rank_computes_and_one_stores(headwater, params, tmp_path):
+    runs = [tmp_path / "alone", tmp_path / "store"]
+    assert headwater("fit", params, model_dir(runs[0]))[0] == 0
+    assert headwater("fit", params, STORE, model_dir(runs[1]))[0] == 0
+    assert losses(runs[0]) == losses(runs[1])
+
+
+def test_a_store_rank_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(
+    headwater, params, two, tmp_path
+):
+    endless = [sys.executable, "-m", "headwater", "fit", str(params), COMPUTE, STORE, model_dir(tmp_path)]
+    endless.append("--trainer.init.loop.max_steps=100000")
+    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        wait_for(tmp_path / "checkpoint_3/manifest.json")
+        os.kill(ranks_of(launcher)[2], signal.SIGKILL)
+        output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode != 0
+    assert "rank 2" in output and "SIGKILL" in output, output
+    for path in tmp_path.glob("checkpoint_*"):
+        if path.name != "checkpoint_3":
+            shutil.rmtree(path)
+    code, output, error = headwater("fit", params, COMPUTE, STORE, model_dir(tmp_path))
+    assert code == 0, output + error
+    assert_same_checkpoint(tmp_path / "checkpoint_6", two / "checkpoint_6")
+
+
+@pytest.mark.skipif(available() is not None, reason=str(available()))
+def test_a_host_of_store_ranks_changes_no_bit(params, two, tmp_path):
+    arguments = ["fit", str(params), COMPUTE, "--num_memx=2", model_dir(tmp_path / "run")]
+    with Hosts(2) as hosts:
+        launchers = hosts.start_ranks(arguments, 2, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
+        codes = [launcher.wait(120) for launcher in launchers]
+    assert codes == [0, 0], [(tmp_path / f"host{host}.log").read_text() for host in range(2)]
+    assert losses(tmp_path / "run") == losses(two)
+    assert_same_checkpoint(tmp_path / "run/checkpoint_6", two / "checkpoint_6")
+
+
+def test_store_ranks_keep_weights_in_memory(params, tmp_path):
+    disk = [f"--disk={tmp_path}/disk", "--trainer.init.backend.tier=disk"]
+    done = subprocess.run(
+        [sys.executable, "-m", "headwater", "fit", str(params), STORE, model_dir(tmp_path / "run"), *disk],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "store ranks keep weights in memory" in " ".join(done.stderr.split())
