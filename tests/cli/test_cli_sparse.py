@@ -3,7 +3,7 @@
 import pytest
 import torch
 import yaml
-from run_samples import assert_same_checkpoint, history
+from run_samples import assert_same_checkpoint, history, losses
 
 from headwater.trainer.pretrained import checkpoint_weights
 
@@ -45,6 +45,21 @@ def test_a_resumed_run_has_the_masks_of_an_undisturbed_one(headwater, sparse_par
         else:
             assert not masked.any()
     assert not all(torch.equal(early[name], late[name]) for name in late)
+
+
+def test_ranks_change_masks_alike(headwater, sparse_params, tmp_path):
+    runs = {"one": "--trainer.init.backend.micro_batch_size=4", "two": "--num_csx=2", "store": "--num_memx=1"}
+    for name, option in runs.items():
+        options = [option, "--num_csx=2"] if name == "store" else [option]
+        code, output, error = headwater(
+            "fit", sparse_params, *options, f"--trainer.init.model_dir={tmp_path / name}"
+        )
+        assert code == 0, output + error
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    theirs = zeros(tmp_path / "one", 6)
+    for name, masked in zeros(tmp_path / "two", 6).items():
+        assert torch.equal(masked, theirs[name]), name
+    assert_same_checkpoint(tmp_path / "two/checkpoint_6", tmp_path / "store/checkpoint_6")
 
 
 @pytest.mark.parametrize(

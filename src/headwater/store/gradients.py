@@ -210,6 +210,9 @@ class GradientSum:
                     self._exposed.setdefault((stage, index), gradient.detach())
         return self._exposed[key]
 
+    def changed(self, stage: int, param: int, gradient: torch.Tensor) -> None:
+        """Say that what `expose` gave has been changed in place."""
+
     def replace(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         """Let this be the sum of one parameter."""
         self._arriving_at(stage).gradients[param] = gradient.detach()

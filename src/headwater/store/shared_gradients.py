@@ -119,9 +119,12 @@ class SharedGradientSum(GradientSum):
     def _measure_all(self) -> None:
         """Let every rank know the norm of each sum."""
         for key, slot in self._slots.items():
-            if self._written.read(slot) == self._step and slot % self._fabric.size == self._fabric.rank:
+            if self._written.read(slot) == self._step and self._is_measured_here(slot):
                 self._measured[slot] = gradient_norm(self._totals[key])
         self._fabric.barrier("the norms of the gradients")
+
+    def _is_measured_here(self, slot: int) -> bool:
+        return slot % self._fabric.size == self._fabric.rank
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
         norms = [self._norms[key] for key in keys]
@@ -163,10 +166,21 @@ class SharedGradientSum(GradientSum):
         self._totals.clear()
         super().close()
 
-    # what a loop of one's own would need
+    # sums that are changed before they are used
 
     def expose(self, stage: int, param: int) -> torch.Tensor | None:
-        raise _not_with_ranks()
+        """A copy of the sum of one parameter, after `complete`; `changed` puts it back."""
+        if self._fabric.num_hosts > 1:
+            raise _not_with_ranks()  # it is whole on the host alone that updates with it
+        return self._totals[stage, param].clone() if (stage, param) in self.present else None
+
+    def changed(self, stage: int, param: int, gradient: torch.Tensor) -> None:
+        """Every rank says the same, and calls `complete` anew."""
+        self._fabric.barrier("a gradient to be changed")  # others may still copy what it was
+        if self._is_measured_here(self._slots[stage, param]):
+            self._totals[stage, param].copy_(gradient)
+
+    # what a loop of one's own would need
 
     def replace(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         raise _not_with_ranks()

@@ -47,7 +47,8 @@ def check_ranks(init: SetupConfig, trainable: Trainable, plan: Plan, fabric: Fab
     refused = {
         "gradients on disk": plan.gradient_tier == "disk",
         "the disk tier on several hosts": plan.tier == "disk" and fabric.num_hosts > 1,
-        "sparsity": bool(init.sparsity),
+        "sparsity in the disk tier": bool(init.sparsity) and plan.tier == "disk",
+        "sparsity over several hosts": bool(init.sparsity) and fabric.num_hosts > 1,
         "weights that follow others": bool(trainable.averages),
         "an accelerator": plan.device != "cpu",
     }

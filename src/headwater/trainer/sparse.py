@@ -37,17 +37,16 @@ class SparseTraining:
         Args:
             step: number of the step, from 1.
         """
-        if self._sparsifier.changes(step) and not self._all_finite():
-            return  # the step will be refused, and leaves no trace
-        for name in self._sparsifier.names:
-            gradient = self._store.gradients.expose(*self.weights.places[name])
-            if gradient is not None:
-                self._sparsifier.mask(name, gradient, step, self.weights)
-
-    def _all_finite(self) -> bool:
         gradients = self._store.gradients
         gradients.complete()
-        return bool(gradients.norm(sorted(gradients.present)).isfinite())
+        if self._sparsifier.changes(step) and not gradients.norm(sorted(gradients.present)).isfinite():
+            return  # the step will be refused, and leaves no trace
+        for name in self._sparsifier.names:
+            place = self.weights.places[name]
+            gradient = gradients.expose(*place)
+            if gradient is not None:
+                self._sparsifier.mask(name, gradient, step, self.weights)
+                gradients.changed(*place, gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """The masks."""
