@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.config.models import InitializerConfig
+from headwater.config.models import InitializerConfig, QuestionAnsweringConfig
 from headwater.models.layers.initializers import draw
+from headwater.models.registry import build_model
 
 
 def quantile_error(sample, reference):
@@ -64,3 +65,21 @@ def test_name_and_seed_key_the_stream_and_nothing_else_does():
     assert not torch.equal(first, draw("a", (4, 4), config, 1))
     with torch.device("meta"):
         assert torch.equal(first, draw("a", (4, 4), config, 0))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_queries_may_begin_as_keys(symmetric):
+    """Then what a token attends to most is nearly always its like, and otherwise anything."""
+    config = QuestionAnsweringConfig(
+        name="bert/qa", vocab_size=64, hidden_size=32, num_heads=2, num_hidden_layers=2, filter_size=32,
+        initializer_range=0.2, symmetric_attention_init=symmetric,
+    )  # fmt: skip
+    model = build_model(config)
+    tokens = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    for block in model.encoder.blocks:
+        query, key, value = block.attention.qkv.weight.detach().split(32)
+        assert not torch.equal(key, value)
+        scores = (tokens @ query.T) @ (tokens @ key.T).T
+        of_itself = (scores.argmax(1) == torch.arange(20)).float().mean()
+        assert of_itself > 0.8 if symmetric else of_itself < 0.4
+        assert torch.equal(query, key) == symmetric

@@ -331,8 +331,11 @@ def init_parameter(name: str, shape: Sequence[int], config: EncoderSection | DPR
     if initializer is None and re.fullmatch(_HEADS, below):
         initializer = encoder.matrix_init
     assert initializer is not None, f"no initializer for parameter {name}"
-    rows = (encoder.hidden_size,) * 3 if ".qkv." in name else ()
-    return draw(name, shape, initializer, seed, rows=rows)
+    width = encoder.hidden_size
+    value = draw(name, shape, initializer, seed, rows=(width,) * 3 if ".qkv." in name else ())
+    if encoder.symmetric_attention_init and ".qkv." in name:
+        value[width : 2 * width] = value[:width]
+    return value
 
 
 def learning_rate_scale(name: str, config: EncoderSection | DPRConfig) -> float:

@@ -50,6 +50,8 @@ class EncoderSection(Section):
         mask_token_id: the masked token of `token_dropout`.
         encoder_nonlinearity: of the feed-forward parts.
         initializer_range: standard deviation of every matrix without an initializer.
+        symmetric_attention_init: queries and keys begin with the same weights, so that each token attends to
+            those like it from the start (after arXiv:2305.09828): small models soon compare two texts then.
         mup_base_hidden_size: width at which the hyperparameters were tuned; turns on maximal update
             parametrization (muP, arXiv:2203.03466). Needs `mup_base_filter_size` too.
         mup_base_filter_size: likewise of the feed-forward part.
@@ -89,6 +91,7 @@ class EncoderSection(Section):
 
     initializer_range: float = Field(default=0.02, gt=0)
     initializer: InitializerConfig | None = None
+    symmetric_attention_init: bool = False
 
     mup_base_hidden_size: float | None = Field(default=None, gt=0)
     mup_base_filter_size: float | None = Field(default=None, gt=0)

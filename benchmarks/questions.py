@@ -1,0 +1,153 @@
+"""Questions about texts that were not trained on: `python -m benchmarks.questions --data DIR --folder DIR`.
+
+An encoder from scratch learns cloze questions that are made of running text (`bert/tiny_cloze`), then real
+ones (`bert/tiny_questions`), and answers those of XQuAD's last six articles. No sentence of these is in
+a text that was trained on. What is done is not done again: the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.runner import print_table, save
+from headwater.config import find_params, load_params
+from headwater.data.text.cloze import ClozeSettings, sentences, write_cloze_questions
+from headwater.data.text.squad import Scores, read_questions, score
+from headwater.models.registry import build_model
+from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.datasets import open_data
+from headwater.trainer.pretrained import checkpoint_weights
+
+TRAINED = ("xquad_en_train", "squad_v1.1_dev_questions")
+ASKED = "xquad_en_dev.json.gz"
+
+
+def lines(path: Path) -> Iterator[str]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        yield from file
+
+
+def paragraphs(data: Path) -> Iterator[str]:
+    """Running text: encyclopedia, web pages, papers, the texts of the training questions, books."""
+    for article in lines(data / "text/wikipedia_sample.txt.gz"):  # whose paragraphs follow without a space
+        yield from re.sub(r"(?<=[a-z)\"])([.!?])(?=[A-Z])", r"\1\n", article).splitlines()
+    for part in ("valid", "test"):
+        for paragraph in lines(data / f"text/wikitext-2/{part}.txt.gz"):
+            if not paragraph.startswith(" ="):
+                yield joined(paragraph)
+    for record in lines(data / "text/c4_sample.jsonl.gz"):
+        yield from json.loads(record)["text"].splitlines()
+    for name in (*TRAINED, "covid_qa_long_context"):
+        for context in {
+            question.context: None for question in read_questions(data / f"squad/{name}.json.gz")
+        }:
+            yield from context.splitlines()
+    for book in sorted((data / "text/books").glob("*.txt.gz")):
+        for paragraph in "".join(lines(book)).split("\n\n")[::16]:
+            yield " ".join(paragraph.replace("_", "").split())
+
+
+def joined(paragraph: str) -> str:
+    """A paragraph of WikiText as it was before it was cut into words."""
+    text = re.sub(r" @(.)@ ", r"\1", paragraph.replace("<unk>", ""))
+    text = re.sub(r"\s+([,.;:!?%)']|n't)", r"\1", re.sub(r"\(\s+", "(", text))
+    return " ".join(re.sub(r'" ([^"]*) "', r'"\1"', text).split())
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Write what both trainings read; how many cloze questions there are."""
+    real = args.folder / "real"
+    real.mkdir(parents=True, exist_ok=True)
+    for name in TRAINED:
+        shutil.copyfile(args.data / f"squad/{name}.json.gz", real / f"{name}.json.gz")
+    held_out = sorted({question.context for question in read_questions(args.data / "squad" / ASKED)})
+    cloze = args.folder / "cloze.json"
+    if not cloze.exists():
+        write_cloze_questions(paragraphs(args.data), cloze, ClozeSettings(), held_out)
+    return len(read_questions(cloze))
+
+
+def train(args: argparse.Namespace, params: str, data: Path, *more: str) -> Path:
+    """A run of shipped params with the command; its last checkpoint."""
+    model_dir = args.folder / params.replace("/", "_")
+    asked = args.data / "squad" / ASKED
+    keys = {
+        "init.model_dir": model_dir,
+        "fit.train_dataloader.data_dir": data,
+        "fit.train_dataloader.held_out_dir": asked,
+        "fit.val_dataloader.data_dir": asked,
+        "validate.val_dataloader.data_dir": asked,
+    } | {
+        f"{loader}.vocab_file": args.data / "vocab/bert/bert-base-uncased-vocab.txt"
+        for loader in ("fit.train_dataloader", "fit.val_dataloader", "validate.val_dataloader")
+    }
+    words = [f"trainer.{key}={value}" for key, value in keys.items()]
+    command = [sys.executable, "-m", "headwater", "fit", params, *words, *more]
+    subprocess.run(command, check=True)
+    return complete_checkpoints(model_dir)[-1]
+
+
+def evaluate(args: argparse.Namespace, params: str, checkpoint: Path) -> Scores:
+    """How well the weights of a checkpoint answer the questions."""
+    vocabulary = args.data / "vocab/bert/bert-base-uncased-vocab.txt"
+    loader = "trainer.fit.val_dataloader"
+    keys = {f"{loader}.data_dir": str(args.data / "squad" / ASKED), f"{loader}.vocab_file": str(vocabulary)}
+    config = load_params(find_params(params), keys)
+    model = build_model(config.init.model).eval()
+    model.load_state_dict(dict(checkpoint_weights(checkpoint)))
+    windows = open_data(config.fit.val_dataloader[0], config.init.model, seed=0, repeat=False).samples
+    with torch.no_grad():
+        parts = [model.answers(windows.__getitems__(part)) for part in torch.arange(len(windows)).split(32)]
+    scores, begins, ends = (torch.cat(each).tolist() for each in zip(*parts, strict=True))
+    return score(windows.answers(scores, begins, ends), windows.questions)
+
+
+def first_sentences(data: Path) -> Scores:
+    """What answers that do not read the question reach."""
+    questions = read_questions(data / "squad" / ASKED)
+    answers = {each.identifier: each.context[slice(*sentences(each.context)[0])] for each in questions}
+    return score(answers, questions)
+
+
+def row(name: str, scores: Scores, seconds: float | None = None) -> dict[str, object]:
+    return {
+        "answers": name,
+        "exact_match": round(scores.exact_match, 3),
+        "f1": round(scores.f1, 3),
+        "seconds": "–" if seconds is None else round(seconds),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder with squad, text and vocab")
+    parser.add_argument("--folder", type=Path, required=True, help="for data and runs")
+    args = parser.parse_args()
+    print(f"{prepare(args):,} cloze questions")
+    start = time.monotonic()
+    cloze = train(args, "bert/tiny_cloze", args.folder / "cloze.json")
+    between = time.monotonic()
+    real = train(args, "bert/tiny_questions", args.folder / "real", f"trainer.fit.ckpt_path={cloze}")
+    end = time.monotonic()
+    rows = [
+        row("first sentence", first_sentences(args.data)),
+        row("after cloze questions", evaluate(args, "bert/tiny_questions", cloze), between - start),
+        row("after real ones too", evaluate(args, "bert/tiny_questions", real), end - between),
+    ]
+    print_table(rows)
+    print(save("questions", rows))
+
+
+if __name__ == "__main__":
+    main()
