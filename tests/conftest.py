@@ -6,12 +6,12 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 
+from shared_data import SHARED
+
 _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
-_SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[1].parent / "shared")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -20,7 +20,7 @@ def pytest_runtest_makereport(item, call) -> Generator[None, pytest.TestReport, 
     report = yield
     if report.skipped and os.environ.get("HEADWATER_NO_SKIPS") and not hasattr(report, "wasxfail"):
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-        without_data = not _SHARED.is_dir() and " here" in reason
+        without_data = not SHARED.is_dir() and " here" in reason
         if not without_data and not any(allowed in reason for allowed in _ALLOWED_SKIPS):
             report.outcome = "failed"
             report.longrepr = f"nothing may be skipped here, but: {reason}"

@@ -1,10 +1,8 @@
 """The commands beside fit and validate."""
 
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +13,14 @@ from headwater.cli.main import COMMANDS
 from headwater.config import load_params
 from headwater.models.registry import build_model
 from headwater.trainer.pretrained import checkpoint_weights
+from shared_data import SHARED
 
 
 def shared(name):
     """A folder of public files, where this machine has it."""
-    here = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[3] / "shared"))
-    if not (here / name).is_dir():
+    if not (SHARED / name).is_dir():
         pytest.skip(f"no {name} here")
-    return here / name
+    return SHARED / name
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 """A small params file in each form, and where the public ones are."""
 
-import os
-from pathlib import Path
-
 import pytest
+
+from shared_data import SHARED
 
 NEWER = """\
 trainer:
@@ -135,8 +134,7 @@ def write(folder, text, name="params.yaml"):
 
 def public_params(*parts):
     """The folder of the public params files; where it is missing, the test is skipped."""
-    shared = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
-    folder = shared.joinpath("public_params", *parts)
+    folder = SHARED.joinpath("public_params", *parts)
     if not folder.exists():
         pytest.skip("the public params files are not here")
     return folder

@@ -1,14 +1,11 @@
 """Params of LLaVA that come with the package against the public ones."""
 
-import os
-from pathlib import Path
-
 import pytest
 
 from headwater.config import find_params, load_params
 from headwater.convert.formats import LLAVA
+from shared_data import SHARED
 
-SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[2].parent / "shared")
 FOLDER = SHARED / "public_params" / "multimodal" / "llava" / "configs"
 
 

@@ -1,12 +1,12 @@
 """Inputs that the data tests share."""
 
 import gzip
-import os
 from pathlib import Path
 
 import pytest
 
 from headwater.data.assets import sample_text
+from shared_data import SHARED
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def book() -> str:
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Folder of real data, where this machine has it."""
-    folder = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data"
+    folder = SHARED / "data"
     if not folder.is_dir():
         pytest.skip("no shared data here")
     return folder

@@ -1,6 +1,5 @@
 """Images: transforms against PyTorch's own functions, folders of classes, and classes of pixels."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from headwater.config.models import UNetConfig, ViTConfig
 from headwater.config.transforms import Transforms
 from headwater.core.errors import ConfigError, DataError
 from headwater.trainer.datasets import open_data
+from shared_data import SHARED
 
 Image = pytest.importorskip("PIL.Image")
 from headwater.data.image.transforms import transform  # noqa: E402
@@ -260,8 +260,7 @@ def test_pairs_with_something_wrong(pairs):
 
 
 def test_public_files_load():
-    shared = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
-    folder = shared / "public_params" / "vision" / "vision_transformer" / "configs"
+    folder = SHARED / "public_params" / "vision" / "vision_transformer" / "configs"
     if not folder.exists():
         pytest.skip("the public params files are not here")
     for path in folder.glob("*.yaml"):
@@ -282,8 +281,7 @@ def test_public_files_load():
 
 
 def test_the_public_file_of_dinov2s_classifier_loads():
-    shared = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
-    path = shared / "public_params" / "vision" / "dino" / "configs" / "params_dinov2_large_eval_linear.yaml"
+    path = SHARED / "public_params" / "vision" / "dino" / "configs" / "params_dinov2_large_eval_linear.yaml"
     if not path.exists():
         pytest.skip("the public params files are not here")
     run = load_params(path)

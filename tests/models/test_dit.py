@@ -1,8 +1,5 @@
 """The diffusion transformer against diffusers' own, its noise against diffusers' schedulers, and images."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -13,6 +10,7 @@ from headwater.core.errors import ConfigError
 from headwater.models.diffusion import add_noise, generate_images, noise_variances
 from headwater.models.layers.attention import Seen
 from headwater.models.registry import build_model, meta_batch
+from shared_data import SHARED
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -225,8 +223,7 @@ def test_sizes_are_those_of_the_paper(sizes, millions):
 
 @pytest.mark.parametrize("size", ["small", "base", "large", "xlarge"])
 def test_shipped_sizes_are_the_public_ones(size):
-    shared = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
-    path = shared / f"public_params/vision/dit/configs/params_dit_{size}_patchsize_2x2.yaml"
+    path = SHARED / f"public_params/vision/dit/configs/params_dit_{size}_patchsize_2x2.yaml"
     if not path.exists():
         pytest.skip("the public params files are not here")
     public, own = load_params(path), load_params(shipped_params()[f"dit/{size}_2"])

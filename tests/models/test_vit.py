@@ -1,8 +1,5 @@
 """The vision transformer against one made of PyTorch's own layers, and what its section may say."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import yaml
@@ -12,6 +9,7 @@ from torch import nn
 from headwater.config.models import ViTConfig
 from headwater.core.errors import ConfigError, DataError
 from headwater.models.registry import build_model, meta_batch
+from shared_data import SHARED
 
 SIZES = {
     "name": "vision_transformer",
@@ -173,8 +171,7 @@ def test_freeze_names_parameters(pattern, message):
     ],
 )
 def test_models_of_public_files_build(file, parameters, trained):
-    shared = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
-    path = shared / "public_params" / "vision" / file
+    path = SHARED / "public_params" / "vision" / file
     if not path.exists():
         pytest.skip("the public params files are not here")
     config = ViTConfig.model_validate(yaml.safe_load(path.read_text())["trainer"]["init"]["model"])

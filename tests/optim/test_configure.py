@@ -1,8 +1,5 @@
 """Optimizers, groups and schedulers in the spellings of public params files, of which real ones are read."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import yaml
@@ -17,8 +14,8 @@ from headwater.optim import (
 )
 from headwater.optim.lr_scheduler import ChainedLR, ConstantLR, LRScheduler, ScalePerParamLR, SequentialLR
 from headwater.optim.weight_decay_scheduler import CosineDecayWD
+from shared_data import SHARED
 
-SHARED = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
 PUBLIC = SHARED / "public_params"
 
 

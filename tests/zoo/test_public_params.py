@@ -1,15 +1,12 @@
 """The public Model Zoo's params files are understood, and their models traced at full size."""
 
-import os
-from pathlib import Path
-
 import pytest
 
 from headwater.config import load_params
 from headwater.plan.trace import trace_step
 from headwater.trainer.zoo_job import zoo_trainable
+from shared_data import SHARED
 
-SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[2].parent / "shared")
 ROOT = SHARED / "public_params"
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.yaml"))
 

@@ -1,8 +1,6 @@
 """Every params file of the public Model Zoo trains: two steps, its sizes shrunk, all else as it says."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +10,8 @@ from headwater.config import load_params
 from headwater.trainer.job import Job
 from headwater.trainer.session import fit_job
 from headwater.trainer.zoo_job import zoo_trainable
+from shared_data import SHARED
 
-SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[2].parent / "shared")
 ROOT = SHARED / "public_params"
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.yaml"))
 

@@ -1,7 +1,6 @@
 """LLaVA learns real captions of real photographs by looking at them."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,8 @@ from headwater.models.registry import build_model
 from headwater.trainer.datasets import open_data
 from headwater.trainer.pretrained import checkpoint_weights
 from headwater.trainer.session import fit
+from shared_data import SHARED
 
-SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[2].parent / "shared")
 COCO = SHARED / "data" / "image_text" / "coco"
 IMAGES = 81
 TRAINED = 4

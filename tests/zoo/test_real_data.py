@@ -1,14 +1,11 @@
 """Models of the package learn from real data what a broken one could not."""
 
-import os
-from pathlib import Path
-
 import pytest
 
 from headwater.config import find_params, load_params
 from headwater.trainer.session import fit
+from shared_data import SHARED
 
-SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[2].parent / "shared")
 DATA = SHARED / "data"
 
 

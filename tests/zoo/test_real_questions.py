@@ -1,6 +1,5 @@
 """A small model learns real questions by heart, and its answers are the right ones to the letter."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from headwater.models.registry import build_model
 from headwater.trainer.datasets import open_data
 from headwater.trainer.pretrained import checkpoint_weights
 from headwater.trainer.session import fit
+from shared_data import SHARED
 
-SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[2].parent / "shared")
 QUESTIONS = SHARED / "data/squad/xquad_en_dev.json.gz"
 STEPS = 100
 

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import os
 from pathlib import Path
 
 import h5py
@@ -19,8 +18,8 @@ from headwater.data.tokenizer import TrainBPE
 from headwater.models.registry import build_model
 from headwater.trainer.pretrained import checkpoint_weights
 from headwater.trainer.session import fit
+from shared_data import SHARED
 
-SHARED = Path(os.environ.get("HEADWATER_SHARED") or Path(__file__).resolve().parents[2].parent / "shared")
 PAPERS = SHARED / "data/summarization/scitldr"
 VOCABULARY = SHARED / "data/vocab/bert/bert-base-uncased-vocab.txt"
 LENGTH = 256
