@@ -93,14 +93,18 @@ class Trainer:
     def _between_steps(self, interrupt: Interrupt) -> bool:
         """Evaluate and save where it is time to; whether to go on."""
         self._checkpoints.check()
-        if self._validation_is_due() and not interrupt.requested:
+        if self._validation_is_due() and not self._asked_to_stop(interrupt):
             self._validate(interrupt)
-        if any(self._engine.fabric.gather(float(interrupt.requested))):
-            interrupt.requested = True
-        stop = interrupt.requested or self.state.step >= self.end_step
+        stop = self._asked_to_stop(interrupt) or self.state.step >= self.end_step
         if stop or self._checkpoint_is_due():
             self._save()
         return not stop
+
+    def _asked_to_stop(self, interrupt: Interrupt) -> bool:
+        """Whether any rank was; all come to the same, also where one hears of it a moment later."""
+        agreed = any(self._engine.fabric.gather(float(interrupt.requested)))
+        interrupt.requested |= agreed
+        return agreed
 
     # training
 

@@ -1,0 +1,30 @@
+"""Ranks that hear a signal at different moments end after the same step."""
+
+from types import SimpleNamespace
+
+from headwater.trainer.interrupt import Interrupt
+from headwater.trainer.loop import Trainer
+
+
+def asked_to_stop(interrupt, others, meanwhile=lambda: None):
+    """What one rank finds when the others say this, and something happens while it waits for them."""
+
+    def gather(value):
+        meanwhile()
+        return [value, *others]
+
+    trainer = SimpleNamespace(_engine=SimpleNamespace(fabric=SimpleNamespace(gather=gather)))
+    return Trainer._asked_to_stop(trainer, interrupt)
+
+
+def test_a_signal_that_comes_while_ranks_agree_counts_after_the_next_step():
+    interrupt = Interrupt()
+    assert not asked_to_stop(interrupt, [0.0], lambda: setattr(interrupt, "requested", True))
+    assert asked_to_stop(interrupt, [0.0])
+
+
+def test_a_signal_that_another_rank_has_heard_counts_here():
+    interrupt = Interrupt()
+    assert not asked_to_stop(interrupt, [0.0])
+    assert asked_to_stop(interrupt, [1.0])
+    assert interrupt.requested
