@@ -14,6 +14,11 @@ from shared_data import SHARED
 _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests come first, so that at the end no worker waits for one of them."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """With HEADWATER_NO_SKIPS set, a test that skips for want of data or of a tool has failed."""

@@ -81,7 +81,7 @@ def ranks_of(launcher):
     return sorted(int(word) for word in found.stdout.split())
 
 
-def wait_for(path, seconds=90):
+def wait_for(path, seconds=200):
     """Return when there is such a file."""
     end = time.monotonic() + seconds
     while not path.exists():

@@ -117,15 +117,17 @@ def test_a_start_from_an_older_checkpoint_sets_later_ones_aside(headwater, param
     run = tmp_path / "run"
     assert headwater("fit", params)[0] == 0
     for name in ("checkpoint_6.superseded", "checkpoint_6.superseded2"):
-        code, out, _ = headwater("fit", params, f"--checkpoint_path={run / 'checkpoint_3'}", "--max_steps=5")
+        code, _, error = headwater(
+            "fit", params, f"--checkpoint_path={run / 'checkpoint_3'}", "--max_steps=5"
+        )
         assert code == 0
-        assert f"set aside: {run / name}" in out
+        assert f"set aside: {run / name}" in error
         assert {path.name for path in run.glob("checkpoint_?")} == {"checkpoint_3", "checkpoint_5"}
         assert (run / name / "manifest.json").is_file()
         (run / "checkpoint_5").rename(run / "checkpoint_6")
     (run / "checkpoint_6").rename(run / "checkpoint_5")
-    code, out, _ = headwater("fit", params)
-    assert (code, "set aside" in out) == (0, False)
+    code, _, error = headwater("fit", params)
+    assert (code, "set aside" in error) == (0, False)
     assert [r["step"] for r in history(run) if r["kind"] == "train"] == [*range(1, 7)]
 
 
@@ -138,8 +140,8 @@ def test_a_run_that_has_nothing_to_do_sets_nothing_aside(headwater, params, tmp_
 
 def test_a_finished_run_says_so(headwater, params):
     assert headwater("fit", params, "--max_steps", 1)[0] == 0
-    code, out, _ = headwater("fit", params, "--max_steps", 1)
-    assert code == 0 and "nothing to do" in out
+    code, _, error = headwater("fit", params, "--max_steps", 1)
+    assert code == 0 and "nothing to do" in error
 
 
 def test_weights_alone_can_be_the_start(headwater, data, tmp_path):

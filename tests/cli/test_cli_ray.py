@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from benchmarks.namespaces import Hosts, available
 from run_samples import assert_same_checkpoint, history, write_params
@@ -19,16 +20,21 @@ from headwater.cli.main import main
 needs_hosts = pytest.mark.skipif(available() is not None, reason=str(available()))
 
 TWO = "--num_csx=2"
-SPREAD = "--ranks_per_node=1"
 ENDLESS = "--trainer.init.loop.max_steps=100000"
 
 
 class Cluster:
-    """A Ray cluster, and runs on it."""
+    """A Ray cluster, and runs on it.
+
+    Args:
+        hosts: two, of which each becomes a node with two CPUs.
+        folder: for what Ray writes.
+    """
 
     def __init__(self, hosts, folder):
         self.hosts, self.folder = hosts, folder
         self.address = f"{hosts.address(0)}:6379"
+        self._nodes = []
         quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
         self._environment = {**os.environ, **quiet, "RAY_TMPDIR": str(folder)}
 
@@ -43,7 +49,10 @@ class Cluster:
         own = [f"--node-ip-address={self.hosts.address(host)}", "--num-cpus=2", "--block"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *own]
         with (self.folder / f"host{host}.log").open("w") as log:
-            self.hosts.start(host, command, env=self._environment, stdout=log, stderr=log, cwd=self.folder)
+            node = self.hosts.start(
+                host, command, env=self._environment, stdout=log, stderr=log, cwd=self.folder
+            )
+        self._nodes.append(node)
 
     def start(self, *words):
         """Start a run from the first node."""
@@ -63,18 +72,16 @@ class Cluster:
         return driver.returncode, output
 
     def ranks(self):
-        """The processes of all ranks and the hosts on which they are, by number."""
+        """The processes of all ranks, by number."""
         found = {}
-        for host in range(2):
-            for process in self.hosts.processes(host):
-                with contextlib.suppress(OSError):
-                    folder = Path(f"/proc/{process}")
-                    words = (folder / "cmdline").read_bytes().split(b"\0")
-                    variables = dict(
-                        word.split(b"=", 1) for word in (folder / "environ").read_bytes().split(b"\0")[:-1]
-                    )
-                    if b"fit" in words and b"ray" not in words and b"RANK" in variables:
-                        found[int(variables[b"RANK"])] = process, host
+        for process in (*self.hosts.processes(0), *self.hosts.processes(1)):
+            with contextlib.suppress(OSError):
+                words, variables = (
+                    Path(f"/proc/{process}/{name}").read_text().split("\0") for name in ("cmdline", "environ")
+                )
+                numbers = [each.removeprefix("RANK=") for each in variables if each.startswith("RANK=")]
+                if "headwater" in words and numbers:
+                    found[int(numbers[0])] = process
         return found
 
     def end(self):
@@ -83,6 +90,8 @@ class Cluster:
             for process in self.hosts.processes(host):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
+        for node in self._nodes:
+            node.wait()
 
 
 def wait_for(condition, seconds=120):
@@ -113,86 +122,53 @@ def alone(tmp_path_factory, data):
     return folder / "run"
 
 
-def exact(model_dir):
-    """The history without norms of all weights, which hosts add up in another order."""
-    return [{k: v for k, v in record.items() if k != "weight_norm"} for record in history(model_dir)]
-
-
 @needs_hosts
-def test_actors_on_one_node_and_on_two_give_the_bits_of_ranks_that_headwater_fit_starts(
+def test_actors_on_one_node_and_on_two_give_the_bits_of_other_ranks_and_an_interrupt_ends_their_step(
     cluster, alone, params, tmp_path
 ):
+    run = tmp_path / "run"
     code, output = cluster.fit(params, TWO, "--trainer.init.loop.max_steps=3")
     assert code == 0, output
     assert "done: step 3" in output
     assert output.count("validation loss") == 1, "it is printed once"
-    run = tmp_path / "run"
     assert history(run) == [record for record in history(alone) if record["step"] <= 3]
-    assert_same_checkpoint(run / "checkpoint_3", alone / "checkpoint_3")
 
-    code, output = cluster.fit(params, TWO, SPREAD)
-    assert code == 0, output
-    assert exact(run) == exact(alone)
-    assert_same_checkpoint(run / "checkpoint_6", alone / "checkpoint_6")
-
-
-@needs_hosts
-def test_a_run_that_is_interrupted_goes_on_and_a_rank_that_is_killed_ends_it(cluster, params, tmp_path):
-    checkpoint = tmp_path / "run/checkpoint_3/manifest.json"
-    driver = cluster.start(params, TWO, SPREAD, ENDLESS)
-    wait_for(checkpoint.exists)
+    driver = cluster.start(params, TWO, "--ranks_per_node=1", ENDLESS)
+    wait_for((run / "checkpoint_6/manifest.json").exists)
     driver.send_signal(signal.SIGINT)
     output, _ = driver.communicate(timeout=60)
     assert driver.returncode == 130, output
     assert "stopped after step" in output
     assert "Traceback" not in output
-
-    steps = len(history(tmp_path / "run"))
-    driver = cluster.start(params, TWO, SPREAD, ENDLESS)
-    wait_for(lambda: len(history(tmp_path / "run")) > steps)
-    ranks = cluster.ranks()
-    process, host = ranks[1]
-    assert ranks[0][1] != host
-    os.kill(process, signal.SIGKILL)
-    output, _ = driver.communicate(timeout=60)
-    assert driver.returncode == 2, output
-    place = f"process {process} on {os.uname().nodename}, {cluster.hosts.address(host)}"
-    assert f"error: rank 1 ({place}) was ended by SIGKILL" in output
-    assert output.count("error:") == 1, output
-    wait_for(lambda: not cluster.ranks(), seconds=10)
+    losses = [[r["loss"] for r in history(each) if r["kind"] == "train"][:6] for each in (run, alone)]
+    assert losses[0] == losses[1]
+    assert_same_checkpoint(run / "checkpoint_6", alone / "checkpoint_6")
 
 
 @needs_hosts
-def test_an_actor_that_is_killed_is_named(cluster, params, tmp_path):
+def test_a_rank_whose_actor_is_killed_is_named_and_ends_the_run(cluster, params, tmp_path):
     driver = cluster.start(params, TWO, ENDLESS)
     wait_for((tmp_path / "run/checkpoint_3/manifest.json").exists)
-    process, _ = cluster.ranks()[0]
-    (parent,) = (
-        int(line.split()[1])
-        for line in Path(f"/proc/{process}/status").read_text().splitlines()
-        if line.startswith("PPid:")
-    )
-    os.kill(parent, signal.SIGKILL)
+    process = cluster.ranks()[1]
+    os.kill(psutil.Process(process).ppid(), signal.SIGKILL)
     output, _ = driver.communicate(timeout=60)
     assert driver.returncode == 2, output
-    assert f"error: rank 0 (process {process} on {os.uname().nodename}" in output
+    assert f"error: rank 1 (process {process} on {os.uname().nodename}, 10.77.0." in output
     assert "is gone" in output
+    assert output.count("error:") == 1, output
     wait_for(lambda: not cluster.ranks(), seconds=10)
 
 
 @needs_hosts
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (["--trainer.fit.train_dataloader.batch_size=7"], "error: batch_size 7 cannot be divided"),
-        (["--cpus_per_rank=3", "--wait=1"], "error: the Ray cluster has no place for 2 times 3 CPUs"),
-    ],
-)
-def test_what_cannot_be_is_said_once(cluster, params, keys, message):
-    code, output = cluster.fit(params, TWO, *keys)
+def test_what_ranks_cannot_do_is_said_once_and_what_the_cluster_has_not_is_refused(cluster, params):
+    code, output = cluster.fit(params, TWO, "--trainer.fit.train_dataloader.batch_size=7")
     assert code == 2, output
-    assert message in output
+    assert "error: batch_size 7 cannot be divided" in output
     assert output.count("error:") == 1, output
+
+    code, output = cluster.fit(params, TWO, "--cpus_per_rank=3", "--wait=1")
+    assert code == 2, output
+    assert "error: the Ray cluster has no place for 2 times 3 CPUs: its nodes have 2, 2" in output
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,146 @@
+"""`headwater plan --cluster`: tables, pictures, a trace and numbers, and what it refuses."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import yaml
+
+from headwater.cli.cluster import NUMBERS_FILE, SCALING_FILE, TIMELINE_FILE, TRACE_FILE
+
+TINY = ("plan", "gpt/tiny", "--batch_size", 16)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    from headwater.cli.main import main
+
+    folder = tmp_path_factory.mktemp("cluster") / "new" / "folder"
+    words = (*TINY, "--cluster", "two_cores", "--counts", "4,1,8", "--out", folder)
+    assert main([str(word) for word in words]) == 0
+    return folder
+
+
+def test_a_row_for_each_number(headwater):
+    code, text, _ = headwater(*TINY, "--cluster", "8xh100", "--counts", "1,4")
+    assert code == 0
+    assert "strong scaling" in text
+    rows = [line.split() for line in text.splitlines() if line.split() and line.split()[0] in ("1", "4")]
+    assert [row[0] for row in rows] == ["1", "4"] * 2  # one table of speed, one of parts
+    assert rows[0][-1] == "100.0%"
+
+
+def test_by_default_powers_of_two_as_far_as_the_batch_goes(headwater):
+    _, text, _ = headwater(*TINY, "--cluster", "two_cores")
+    assert "16 CSXs" not in text
+    assert "32 CSXs: 32 CSXs do not divide a batch of 16" in text
+    assert "1024 CSXs" in text
+
+
+def test_weak_scaling_keeps_the_batch_of_each(headwater):
+    _, text, _ = headwater(*TINY, "--cluster", "two_cores", "--counts", "32", "--scaling", "weak")
+    assert " 512 " in text
+
+
+def test_pictures(out):
+    for name in (SCALING_FILE, TIMELINE_FILE):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_trace_is_one_that_viewers_read(out):
+    trace = json.loads((out / TRACE_FILE).read_text())
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"host"}
+    rows = {}
+    for event in events:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 <= event["ts"]
+            assert event["cat"] in ("compute", "broadcast", "reduce", "update", "disk", "offload")
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
+    assert set(rows) <= set(names)
+    assert {"rank 0", "rank 1", "memory", "network out", "network in"} <= {names[row] for row in rows}
+    for row in rows.values():
+        row.sort()
+        assert all(start >= before + lasted - 1e-3 for (before, lasted), (start, _) in pairwise(row))
+
+
+def test_the_numbers(out):
+    numbers = json.loads((out / NUMBERS_FILE).read_text())
+    assert [point["num_csx"] for point in numbers["points"]] == [1, 4, 8]
+    assert numbers["cluster"] == "two_cores"
+    trace = json.loads((out / TRACE_FILE).read_text())
+    for point in numbers["points"]:
+        assert sum(point["parts_s"].values()) == pytest.approx(point["step_s"])
+        assert point["samples_per_s"] == pytest.approx(16 / point["step_s"])
+    ends = [event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert max(ends) / 1e6 == pytest.approx(numbers["points"][-1]["step_s"], rel=5e-2)
+
+
+def test_a_file_of_this_machine_agrees_with_its_plan(headwater, tmp_path):
+    file, folder = tmp_path / "here.yaml", tmp_path / "out"
+    code, text, _ = headwater(*TINY, "--write_cluster", file)
+    assert code == 0
+    predicted = next(float(line.split()[1]) for line in text.splitlines() if line.startswith("step "))
+    headwater(*TINY, "--cluster", file, "--counts", "1", "--out", folder)
+    (point,) = json.loads((folder / NUMBERS_FILE).read_text())["points"]
+    assert point["step_s"] == pytest.approx(predicted, rel=0.02)  # printed with three digits
+
+    code, _, err = headwater(*TINY, "--write_cluster", file)
+    assert code == 2
+    assert "File exists" in err
+
+    wider = yaml.safe_load(file.read_text()) | {
+        "hosts": 4,
+        "network": {"bytes_per_s": 1e8, "latency_s": 1e-4},
+    }
+    file.write_text(yaml.safe_dump(wider))
+    code, text, _ = headwater(*TINY, "--cluster", file)
+    assert code == 0
+    assert "broadcast" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--cluster", "nowhere"), "there is no cluster file 'nowhere'"),
+        (("--counts", "2"), "--counts goes with --cluster"),
+        (("--out", "x"), "--out goes with --cluster"),
+        (("--scaling", "weak"), "--scaling goes with --cluster"),
+        (("--cluster", "cs2", "--scaling", "none"), "invalid choice"),
+        (("--cluster", "cs2", "--counts", "1,two"), "'1,two' is no list of numbers of CSXs"),
+        (("--cluster", "cs2", "--counts", "0"), "'0' is no list of numbers of CSXs"),
+        (("--cluster", "cs2", "--counts", "193"), "193 CSXs are asked for, and cs2 has 192"),
+        (("--cluster", "cs2", "--counts", "3"), "3 CSXs do not divide a batch of 16"),
+        (("--cluster", "8xh100", "--counts", "12"), "12 CSXs do not divide a batch of 16"),
+        (("--cluster", "cs2", "--num_csx", "2"), "write --counts in its place"),
+        (("--cluster", "cs2", "--png", "x.png"), "--png is about this machine"),
+        (("--cluster", "cs2", "--recalibrate"), "--recalibrate is about this machine"),
+        (("--cluster", "cs2", "--counts", "1", "--out", "/dev/null/x"), "the simulation cannot be written"),
+    ],
+)
+def test_what_it_refuses(headwater, words, message):
+    code, _, err = headwater(*TINY, *words)
+    assert code == 2
+    assert message in err
+
+
+def test_a_model_that_no_number_of_csxs_can_train(headwater, tmp_path):
+    file = tmp_path / "small.yaml"
+    document = yaml.safe_load(
+        """
+        description: a very small box
+        hosts: 1
+        host:
+          ranks: 1
+          memory: {size: 600MiB, bytes_per_s: 1 GB/s, adamw_params_per_s: 1.0e+8}
+          flops_per_s: {fp32: 1.0e+9, bf16: 1.0e+9, fp16: 1.0e+9}
+          saved_bytes_per_s: {fp32: 1 GB/s, bf16: 1 GB/s, fp16: 1 GB/s}
+        """
+    )
+    file.write_text(yaml.safe_dump(document))
+    code, _, err = headwater("plan", "gpt/gpt2_small", "--batch_size", 1, "--cluster", file)
+    assert code == 2
+    assert "no number of CSXs can train this" in err
+    assert "600 MiB of host memory" in err

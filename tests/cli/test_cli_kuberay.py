@@ -1,0 +1,118 @@
+"""The manifest for KubeRay, checked against the `RayJob` of ray.io/v1 by its documentation."""
+
+import shlex
+
+import pytest
+import yaml
+
+from headwater.config import load_params
+
+WORDS = (
+    *("--num_csx=6", "--num_memx=2", "--model_dir=/data/runs/first", "--image=registry/headwater:1"),
+    *("--memory=48GiB", "--volume=shared=/data", "--ranks_per_node=4", "--cpus_per_rank=3"),
+)
+
+
+@pytest.fixture
+def write(headwater, params):
+    """Writes a manifest: exit code, its documents by kind, and what else was said."""
+
+    def run(*words):
+        code, output, error = headwater("ray", "manifest", params, *WORDS, *words)
+        return code, {each["kind"]: each for each in yaml.safe_load_all(output)}, error
+
+    return run
+
+
+def pods(job):
+    """The pod templates: of the head, and of those that compute."""
+    spec = job["spec"]["rayClusterSpec"]
+    return [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+
+
+def test_there_are_as_many_pods_as_the_ranks_need_and_they_end_with_the_job(write):
+    code, documents, _ = write("--retries=5", "--name=first")
+    assert code == 0
+    job = documents["RayJob"]
+    assert job["apiVersion"] == "ray.io/v1"
+    assert job["metadata"]["name"] == "first"
+    assert job["spec"]["shutdownAfterJobFinishes"] is True
+    assert job["spec"]["backoffLimit"] == 5
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0", "no rank is placed on the head"
+    (group,) = cluster["workerGroupSpecs"]
+    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == 2
+    assert group["rayStartParams"]["num-cpus"] == "12"
+    for pod in pods(job):
+        assert pod["restartPolicy"] == "Never"
+        assert [each["image"] for each in pod["containers"]] == ["registry/headwater:1"]
+    resources = pods(job)[1]["containers"][0]["resources"]
+    assert resources["limits"] == resources["requests"] == {"cpu": "12", "memory": "49152Mi"}
+
+
+def test_all_start_parameters_are_text_as_the_schema_wants_it(write):
+    cluster = write()[1]["RayJob"]["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert all(type(value) is str for value in group["rayStartParams"].values())
+
+
+def test_every_pod_has_the_volumes_and_the_params(write):
+    code, documents, _ = write("--volume=corpus=/corpus")
+    assert code == 0
+    job, map_name = documents["RayJob"], documents["ConfigMap"]["metadata"]["name"]
+    for pod in pods(job):
+        sources = {each.pop("name"): each for each in pod["volumes"]}
+        (container,) = pod["containers"]
+        found = {each["mountPath"]: sources[each["name"]] for each in container["volumeMounts"]}
+        assert found == {
+            "/data": {"persistentVolumeClaim": {"claimName": "shared"}},
+            "/corpus": {"persistentVolumeClaim": {"claimName": "corpus"}},
+            "/etc/headwater": {"configMap": {"name": map_name}},
+        }
+
+
+def test_the_command_trains_by_the_same_params(write, headwater, params, tmp_path):
+    _, documents, _ = write("trainer.init.seed=17")
+    words = shlex.split(documents["RayJob"]["spec"]["entrypoint"])
+    assert words[:4] == ["headwater", "ray", "fit", "/etc/headwater/params.yaml"]
+    ((name, text),) = documents["ConfigMap"]["data"].items()
+    assert name == "params.yaml"
+    path = tmp_path / name
+    path.write_text(text)
+    config = load_params(path)
+    assert config == load_params(params, ["model_dir=/data/runs/first", "num_csx=6", "num_memx=2", "seed=17"])
+    _, _, error = headwater("ray", "fit", path, *words[4:], "--address=127.0.0.1:1")
+    assert "nothing answers at 127.0.0.1:1" in error, "all but the cluster is there"
+
+
+def test_it_is_said_what_the_image_must_have(write, data):
+    assert f"note: {data}/train is in no volume, so the image must have it" in write()[2]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--model_dir=/elsewhere/run", "model_dir /elsewhere/run is in no volume"),
+        ("--model_dir=/database/run", "model_dir /database/run is in no volume"),
+        ("--model_dir=runs/first", "runs/first is in no volume"),
+        ("--name=First", "'First' is no name for a job"),
+        ("--name=" + 48 * "a", "is no name for a job"),
+        ("--volume=/data", "'/data' names no volume"),
+        ("--volume=shared=data", "'shared=data' names no volume"),
+        ("--memory=much", "'much' is not a size"),
+        ("--ranks_per_node=3", "8 ranks cannot be divided into 3 for each node"),
+        ("--retries=-1", "--retries is -1"),
+    ],
+)
+def test_what_cannot_be_is_refused(write, word, message):
+    code, documents, error = write(word)
+    assert code == 2
+    assert message in error
+    assert not documents
+
+
+def test_what_must_be_said_is_asked_for(headwater, params):
+    code, _, error = headwater("ray", "manifest", params)
+    assert code == 2
+    for option in ("--image", "--memory", "--volume", "--ranks_per_node"):
+        assert option in error
