@@ -96,6 +96,11 @@ class Hosts:
         words = ["ip", "netns", "exec", self._names[host], *command]
         return subprocess.Popen(words, text=True, start_new_session=True, **options)
 
+    def processes(self, host: int) -> list[int]:
+        """What runs on a host."""
+        words = ["ip", "netns", "pids", self._names[host]]
+        return [int(word) for word in subprocess.run(words, capture_output=True, text=True).stdout.split()]
+
     def start_ranks(
         self, arguments: Sequence[str], ranks: int, log: Path, environment: Mapping[str, str] | None = None
     ) -> list[subprocess.Popen[str]]:

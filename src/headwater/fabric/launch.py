@@ -17,12 +17,11 @@ import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from headwater.core.errors import RankError
-from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.placement import Placement
 from headwater.core.signals import handled
 from headwater.fabric.membership import check_cores, num_cores
-from headwater.fabric.report import read_report, told_error
+from headwater.fabric.outcome import Failure, exit_code
+from headwater.fabric.report import read_report
 
 
 def launch(placement: Placement, command: Sequence[str], *, where: str) -> int:
@@ -59,8 +58,7 @@ def launch(placement: Placement, command: Sequence[str], *, where: str) -> int:
             _pass_on(passed_on, told)
     failure = done.exception()
     if isinstance(failure, ChildFailedError):
-        first = min(failure.failures.values(), key=_order)
-        return 128 - first.exitcode if -first.exitcode in passed_on else _exit_code(first)
+        return exit_code(map(_failure, failure.failures.values()), passed_on)
     done.result()
     return 0
 
@@ -89,33 +87,12 @@ def _pass_on(numbers: Sequence[int], told: set[tuple[int, int]]) -> None:
                     process.send_signal(number)
 
 
-def _order(failure: ProcessFailure) -> tuple[bool, float]:
-    """The first that failed is the least. What the agent has ended, it has ended because of another.
-
-    The agent's own time is in whole seconds.
-    """
-    told = read_report(failure.error_file)
-    return not told and failure.exitcode == -signal.SIGTERM, told.get("time_s", failure.timestamp)
-
-
-def _exit_code(first: ProcessFailure) -> int:
-    """The exit code of ranks of which one has failed first; says why if it has not said so itself.
-
-    Raises:
-        HeadwaterError: what that one has met.
-    """
-    told = read_report(first.error_file)
-    if "traceback" in told:
-        print(f"rank {first.local_rank} has failed:\n{told['traceback']}", end="", file=sys.stderr)
-        return first.exitcode
-    if told:
-        raise told_error(told)
-    if first.exitcode == INTERRUPTED or (first.exitcode > 0 and first.local_rank == 0):
-        return first.exitcode
-    ended = f"ended with exit code {first.exitcode}"
-    if first.exitcode < 0:
-        ended = f"was ended by {signal.Signals(-first.exitcode).name}"
-    raise RankError(
-        f"rank {first.local_rank} (process {first.pid}) {ended}",
-        remedy="see why; the same command goes on from the last complete checkpoint, if it has written one",
+def _failure(told: ProcessFailure) -> Failure:
+    """What the agent says of a rank. Its time is in whole seconds."""
+    return Failure(
+        rank=told.local_rank,
+        place=f"process {told.pid}",
+        exit_code=told.exitcode,
+        told=read_report(told.error_file),
+        time_s=told.timestamp,
     )

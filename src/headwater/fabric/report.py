@@ -11,7 +11,7 @@ from typing import Any
 from headwater.core import errors
 from headwater.core.errors import HeadwaterError
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def report(error: HeadwaterError) -> bool:
@@ -26,7 +26,7 @@ def report_traceback(text: str) -> bool:
 
 
 def _write(text: str, told: dict[str, Any]) -> bool:
-    path = os.environ.get(_ERROR_FILE)
+    path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
     now = time.time()

@@ -1,0 +1,74 @@
+"""Which of several ranks that failed was the cause, and what the command that started them says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from headwater.core.errors import RankError
+from headwater.core.exit_codes import INTERRUPTED
+from headwater.fabric.report import told_error
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A rank that has not ended well.
+
+    Attributes:
+        rank: its number.
+        place: its process, and its host where there are several.
+        exit_code: of its process; negative: the signal that ended it; `None`: it is gone with its process.
+        told: what it has told its launcher; see `read_report`.
+        time_s: when it ended, as far as its launcher knows.
+    """
+
+    rank: int
+    place: str
+    exit_code: int | None
+    told: dict[str, Any]
+    time_s: float
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The least is the cause. Clocks of several hosts differ, so time alone does not tell."""
+        time_s = self.told.get("time_s", self.time_s)
+        if self.told.get("kind") == RankError.__name__:
+            return 1, time_s  # it misses another rank
+        if not self.told and self.exit_code == -signal.SIGTERM:
+            return 2, time_s  # the launcher has ended it
+        return 0, time_s
+
+
+def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> int:
+    """The exit code of ranks that have failed; says why the first did if it has not said so itself.
+
+    Args:
+        failures: of all that have not ended well.
+        passed_on: signals that the launcher has passed on to them.
+
+    Raises:
+        HeadwaterError: what the first one has met.
+    """
+    first = min(failures, key=lambda each: each.order)
+    if "traceback" in first.told:
+        print(f"rank {first.rank} has failed:\n{first.told['traceback']}", end="", file=sys.stderr)
+        return 1
+    if first.told:
+        raise told_error(first.told)
+    if first.exit_code is None:
+        ended = "is gone"
+    elif first.exit_code < 0:
+        if -first.exit_code in passed_on:
+            return 128 - first.exit_code
+        ended = f"was ended by {signal.Signals(-first.exit_code).name}"
+    else:
+        if first.exit_code == INTERRUPTED or first.rank == 0:
+            return first.exit_code
+        ended = f"ended with exit code {first.exit_code}"
+    raise RankError(
+        f"rank {first.rank} ({first.place}) {ended}",
+        remedy="see why; the same command goes on from the last complete checkpoint, if it has written one",
+    )
