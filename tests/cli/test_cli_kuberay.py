@@ -1,6 +1,8 @@
 """The manifest for KubeRay, checked against the `RayJob` of ray.io/v1 by its documentation."""
 
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
@@ -100,6 +102,7 @@ def test_it_is_said_what_the_image_must_have(write, data):
         ("--volume=/data", "'/data' names no volume"),
         ("--volume=shared=data", "'shared=data' names no volume"),
         ("--memory=much", "'much' is not a size"),
+        ("--memory=64", "64 B of memory are too few for 4 ranks"),
         ("--ranks_per_node=3", "8 ranks cannot be divided into 3 for each node"),
         ("--retries=-1", "--retries is -1"),
     ],
@@ -116,3 +119,14 @@ def test_what_must_be_said_is_asked_for(headwater, params):
     assert code == 2
     for option in ("--image", "--memory", "--volume", "--ranks_per_node"):
         assert option in error
+
+
+@pytest.mark.parametrize(("command", "code"), [("fit", 2), ("manifest", 0)])
+def test_the_commands_of_the_page(headwater, params, command, code, monkeypatch):
+    page = (Path(__file__).resolve().parents[2] / "docs/ray.md").read_text()
+    (line, *_) = re.findall(rf"^headwater (ray {command} .*?[^\\])$", page, re.MULTILINE | re.DOTALL)
+    words = shlex.split(line.replace("\\\n", " ").partition(">")[0], comments=True)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    found, output, error = headwater(*(str(params) if word == "my_params.yaml" else word for word in words))
+    assert found == code, error
+    assert output if code == 0 else "nothing answers at 127.0.0.1:1" in error

@@ -122,6 +122,7 @@ def alone(tmp_path_factory, data):
     return folder / "run"
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_actors_on_one_node_and_on_two_give_the_bits_of_other_ranks_and_an_interrupt_ends_their_step(
     cluster, alone, params, tmp_path
@@ -145,6 +146,7 @@ def test_actors_on_one_node_and_on_two_give_the_bits_of_other_ranks_and_an_inter
     assert_same_checkpoint(run / "checkpoint_6", alone / "checkpoint_6")
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_a_rank_whose_actor_is_killed_is_named_and_ends_the_run(cluster, params, tmp_path):
     driver = cluster.start(params, TWO, ENDLESS)
@@ -159,6 +161,7 @@ def test_a_rank_whose_actor_is_killed_is_named_and_ends_the_run(cluster, params,
     wait_for(lambda: not cluster.ranks(), seconds=10)
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_what_ranks_cannot_do_is_said_once_and_what_the_cluster_has_not_is_refused(cluster, params):
     code, output = cluster.fit(params, TWO, "--trainer.fit.train_dataloader.batch_size=7")

@@ -34,6 +34,14 @@ def test_what_the_launcher_has_ended_comes_last():
         exit_code([ended])
 
 
+def test_who_has_asked_to_stop_is_not_told_which_rank_stopped_first_but_what_went_wrong():
+    stopped = failure(0, -signal.SIGTERM)
+    missed = failure(1, 1, {**MISSED, "time_s": 3.0})
+    assert exit_code([missed, stopped], passed_on=[signal.SIGTERM]) == 143
+    with pytest.raises(DataError):
+        exit_code([missed, stopped, failure(2, 1, {**DATA, "time_s": 4.0})], passed_on=[signal.SIGTERM])
+
+
 def test_the_first_of_two_errors_is_the_cause():
     with pytest.raises(DataError, match="first"):
         exit_code([

@@ -17,7 +17,7 @@ from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.parser import Parser
 from headwater.config import RunConfig
 from headwater.core.errors import ConfigError
-from headwater.core.units import parse_bytes
+from headwater.core.units import GIB, format_bytes, parse_bytes
 from headwater.fabric.kuberay import PARAMS, Pods, manifest
 from headwater.trainer.run_dir import resolved_params
 
@@ -134,10 +134,17 @@ def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
         *("headwater", "ray", "fit", str(PARAMS)),
         *("--cpus_per_rank", str(args.cpus_per_rank), "--ranks_per_node", str(args.ranks_per_node)),
     ]
+    memory_bytes = parse_bytes(args.memory)
+    if memory_bytes < args.ranks_per_node * GIB:
+        raise ConfigError(
+            f"{format_bytes(memory_bytes)} of memory are too few for {args.ranks_per_node} ranks",
+            where="--memory",
+            remedy=f"write {args.ranks_per_node}GiB or more; `headwater plan` says what a run takes",
+        )
     pods = Pods(
         count=config.init.backend.placement.size // args.ranks_per_node,
         cpus=args.cpus_per_rank * args.ranks_per_node,
-        memory_bytes=parse_bytes(args.memory),
+        memory_bytes=memory_bytes,
         image=args.image,
         volumes=volumes,
     )

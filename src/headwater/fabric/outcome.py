@@ -31,14 +31,13 @@ class Failure:
     told: dict[str, Any]
     time_s: float
 
-    @property
-    def order(self) -> tuple[int, float]:
+    def order(self, passed_on: Collection[int]) -> tuple[int, float]:
         """The least is the cause. Clocks of several hosts differ, so time alone does not tell."""
         time_s = self.told.get("time_s", self.time_s)
         if self.told.get("kind") == RankError.__name__:
-            return 1, time_s  # it misses another rank
+            return 2, time_s  # it misses another rank
         if not self.told and self.exit_code == -signal.SIGTERM:
-            return 2, time_s  # the launcher has ended it
+            return 1 if signal.SIGTERM in passed_on else 3, time_s  # 3: the launcher has ended it
         return 0, time_s
 
 
@@ -52,7 +51,7 @@ def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> i
     Raises:
         HeadwaterError: what the first one has met.
     """
-    first = min(failures, key=lambda each: each.order)
+    first = min(failures, key=lambda each: each.order(passed_on))
     if "traceback" in first.told:
         print(f"rank {first.rank} has failed:\n{first.told['traceback']}", end="", file=sys.stderr)
         return 1

@@ -194,7 +194,7 @@ def _connected(address: str) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"there is no Ray cluster: {error}",
+            f"this machine is in no Ray cluster: {error}",
             where=address,
             remedy="run `ray start --head` here, or `ray start --address=HOST:PORT`, or submit the command "
             "to the cluster: `ray job submit -- headwater ray fit …`",
