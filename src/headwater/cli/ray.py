@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         )
     for name, least in {"cpus_per_rank": 1, "ranks_per_node": 1, "wait": 0, "retries": 0}.items():
         value = getattr(args, name, None)
-        if value is not None and not value >= least:
+        if value is not None and not least <= value < float("inf"):
             raise ConfigError(f"--{name} is {value:g}", where="command line", remedy=f"write {least} or more")
     num_ranks = config.init.backend.placement.size
     if args.ranks_per_node is not None and num_ranks % args.ranks_per_node:
