@@ -1,4 +1,4 @@
-"""Several compute ranks on this machine: the same numbers, checkpoints for any number of them, and kills."""
+"""Several compute ranks on this machine: the same numbers, checkpoints for any number of them, and a stop."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from run_samples import assert_same_checkpoint, history, ranks_of, wait_for, write_params
+from run_samples import assert_same_checkpoint, history, wait_for, write_params
 
 from headwater.cli.main import main
 from headwater.trainer.pretrained import checkpoint_weights
@@ -56,29 +56,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(headwater, params, tw
     code, output, error = headwater("fit", params, after, other)
     assert code == 0, output + error
     assert losses(tmp_path / "other")[-1] == pytest.approx(losses(two)[-1], rel=1e-5)
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(
-    headwater, params, two, killed, tmp_path
-):
-    folder = tmp_path / "other"
-    steps = "--trainer.init.loop.max_steps=6"
-    command = [sys.executable, "-m", "headwater", "fit", str(params), TWO, model_dir(folder)]
-    endless = [*command, "--trainer.init.loop.max_steps=100000"]
-    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
-        wait_for(folder / "checkpoint_3" / "manifest.json")
-        ranks = ranks_of(launcher)
-        assert len(ranks) >= 2
-        os.kill(ranks[killed], signal.SIGKILL)
-        launcher.communicate(timeout=60)
-        assert launcher.returncode != 0
-    for path in folder.glob("checkpoint_*"):
-        if path.name != "checkpoint_3":
-            subprocess.run(["rm", "-r", str(path)], check=True)
-    code, output, error = headwater("fit", params, TWO, model_dir(folder), steps)
-    assert code == 0, output + error
-    assert_same_checkpoint(two / "checkpoint_6", folder / "checkpoint_6")
 
 
 def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tmp_path):

@@ -1,13 +1,12 @@
-"""Several compute ranks whose weights are on disk: the numbers of the memory tier, checkpoints, kills."""
+"""Several compute ranks whose weights are on disk: the numbers of the memory tier, and checkpoints."""
 
 import os
-import signal
 import subprocess
 import sys
 
 import pytest
 from run_samples import assert_same_checkpoint, history, write_params
-from test_cli_ranks import losses, model_dir, ranks_of, wait_for
+from test_cli_ranks import losses, model_dir
 
 from headwater.cli.main import main
 
@@ -53,26 +52,6 @@ def test_a_checkpoint_goes_on_with_one_rank_in_memory_and_the_other_way_round(
     code, output, error = headwater("fit", params, *after, other)
     assert code == 0, output + error
     assert losses(tmp_path / "other")[-1] == pytest.approx(losses(two)[-1], rel=1e-5)
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(
-    headwater, params, two, killed, tmp_path
-):
-    folder, setting = tmp_path / "other", [TWO, *on_disk(tmp_path / "disk")]
-    command = [sys.executable, "-m", "headwater", "fit", str(params), *setting, model_dir(folder)]
-    endless = [*command, "--trainer.init.loop.max_steps=100000"]
-    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
-        wait_for(folder / "checkpoint_3" / "manifest.json")
-        os.kill(sorted(ranks_of(launcher))[killed], signal.SIGKILL)
-        launcher.communicate(timeout=60)
-        assert launcher.returncode != 0
-    for path in folder.glob("checkpoint_*"):
-        if path.name != "checkpoint_3":
-            subprocess.run(["rm", "-r", str(path)], check=True)
-    code, output, error = headwater("fit", params, *setting, model_dir(folder))
-    assert code == 0, output + error
-    assert_same_checkpoint(two / "checkpoint_6", folder / "checkpoint_6")
 
 
 @pytest.mark.parametrize(

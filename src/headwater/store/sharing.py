@@ -109,6 +109,10 @@ class Sharing:
         self._updated.post(stage * self._fabric.local_size + self._fabric.local_rank, number)
         self._numbers[stage] = number
 
+    def number(self, stage: int) -> int:
+        """The last commit of which this rank has done its share of the update of a stage, or left it."""
+        return self._numbers[stage]
+
     def wait(self, stage: int) -> None:
         """Return when everybody has done the share of the update that this rank has done, or left, last."""
         number = self._numbers[stage]

@@ -357,8 +357,7 @@ class WeightStore:
             return
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
-            pending = self._pending.get(stage)
-            if pending is None or up_to is None or pending.number <= up_to:
+            if up_to is None or self._newest_commit(stage) <= up_to:
                 self._bring_up_to_date(stage, buffer)
             with self.tier.wire(stage, buffer, write=False) as image:
                 wires = self.stages[stage].views(image)
@@ -369,6 +368,11 @@ class WeightStore:
                         if self._sharing.host_of(stage, piece) != self.fabric.host:
                             continue
                         yield self._piece_state(stage, piece, wires[piece.param], rest, with_states)
+
+    def _newest_commit(self, stage: int) -> int:
+        """The last one that updates a stage, whether this rank has a share of it or not."""
+        pending = self._pending.get(stage)
+        return self._sharing.number(stage) if pending is None else pending.number
 
     def pieces_elsewhere(self, stage: int) -> list[tuple[int, Piece]]:
         """Every piece of a stage that is on another host: the host, and the piece."""

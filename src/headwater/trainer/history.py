@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from headwater.core.files import disk_errors
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 
 _MAX_LINE_BYTES = 4096
@@ -29,9 +30,10 @@ class History(Callback):
     def on_fit_start(self, event: FitStart) -> None:
         kept = [record for record in read_history(self._path) if record["step"] <= event.start_step]
         fresh = self._path.with_suffix(".partial")
-        fresh.write_text("".join(_line(record) for record in kept) if event.start_step else "")
-        fresh.replace(self._path)
-        self._file = self._path.open("a")
+        with disk_errors(self._path):
+            fresh.write_text("".join(_line(record) for record in kept) if event.start_step else "")
+            fresh.replace(self._path)
+            self._file = self._path.open("a")
 
     def on_step_end(self, event: StepEnd) -> None:
         self._write({"kind": "train", **dataclasses.asdict(event)})
@@ -41,12 +43,14 @@ class History(Callback):
 
     def on_fit_end(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with disk_errors(self._path):
+                self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None, "a run starts before its first step"
-        self._file.write(_line(record))
-        self._file.flush()
+        with disk_errors(self._path):
+            self._file.write(_line(record))
+            self._file.flush()
 
 
 def read_last_steps(path: Path, count: int) -> list[StepEnd]:

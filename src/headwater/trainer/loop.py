@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 
-from headwater.core.errors import NonFiniteError
+from headwater.core.errors import NonFiniteError, StoreError
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.averages import MovingAverages
@@ -23,6 +25,8 @@ from headwater.trainer.job import Batch, Job
 from headwater.trainer.options import options_by_name
 from headwater.trainer.sparse import start_sparse
 from headwater.trainer.state import RunState
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -83,12 +87,22 @@ class Trainer:
                 self._step(batches)
         except NonFiniteError:
             self._save()
+            self._end()
             raise
-        finally:
+        except BaseException:
             try:
-                self._checkpoints.wait()
-            finally:
-                self._tell(lambda c: c.on_fit_end())
+                self._end()
+            except StoreError as error:  # what has ended the run is said at last
+                logger.warning("%s", error)
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        """Wait for the checkpoint, and let every callback come to its end, whatever becomes of another."""
+        with ExitStack() as ends:
+            for callback in reversed(self._callbacks):
+                ends.callback(callback.on_fit_end)
+            self._checkpoints.wait()
 
     def _between_steps(self, interrupt: Interrupt) -> bool:
         """Evaluate and save where it is time to; whether to go on."""

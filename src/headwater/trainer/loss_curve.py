@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwater.core.files import disk_errors
 from headwater.trainer.callback import Callback
 from headwater.trainer.history import read_history
 
@@ -45,7 +46,8 @@ def draw_loss_curve(history: Path, path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, format="png", dpi=120)
+    with disk_errors(path):
+        figure.savefig(path, format="png", dpi=120)
 
 
 def _plot(axes: Axes, records: list[dict[str, float]], **style: Any) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from headwater.config.run import RunConfig
 from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError
+from headwater.core.files import disk_errors
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 
@@ -65,17 +66,19 @@ class RunDir:
         self._write_params({**config.params, "runconfig": keys})
 
     def _write_params(self, tree: dict[str, Any]) -> None:
-        self.params.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+        with disk_errors(self.params):
+            self.params.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
     def write_plan(self, plan: Plan) -> None:
         """Write the plan as `headwater plan` prints it."""
-        with self.plan.open("w") as file:
+        with disk_errors(self.plan), self.plan.open("w") as file:
             Console(file=file, width=120).print(render_plan(plan))
 
     def keep_tokenizer(self, source: Path | None) -> None:
         """Copy the tokenizer of the training data, so that text can be generated without the data."""
         if source is not None and source.absolute() != self.tokenizer.absolute():
-            shutil.copyfile(source, self.tokenizer)
+            with disk_errors(self.tokenizer):
+                shutil.copyfile(source, self.tokenizer)
 
     def require_params(self) -> Path:
         """The params file.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwater.core.files import disk_errors
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class TensorBoard(Callback):
         from torch.utils.tensorboard import SummaryWriter
 
         # What a killed run logged after its last checkpoint happens again; the first time is forgotten.
-        self._writer = SummaryWriter(str(self._folder), purge_step=event.start_step + 1)
+        with disk_errors(self._folder):
+            self._writer = SummaryWriter(str(self._folder), purge_step=event.start_step + 1)
 
     def on_step_end(self, event: StepEnd) -> None:
         if event.step % self._log_steps:
@@ -55,9 +57,11 @@ class TensorBoard(Callback):
 
     def on_fit_end(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with disk_errors(self._folder):
+                self._writer.close()
 
     def _add(self, step: int, values: dict[str, float]) -> None:
         assert self._writer is not None, "a run starts before its first step"
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        with disk_errors(self._folder):
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)

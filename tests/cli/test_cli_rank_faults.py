@@ -1,0 +1,137 @@
+"""What befalls several ranks while they write checkpoints: afterwards the run goes on to the same bits."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from run_samples import assert_same_checkpoint, losses, ranks_of, wait_for, write_params
+
+from headwater.cli.main import main
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
+
+STEPS = 30
+ALWAYS_SAVING = ["--num_csx=2", "--checkpoint_steps=1", "--trainer.init.model.num_hidden_layers=6"]
+"""There is hardly a moment in which no checkpoint is written."""
+
+
+def memory(folder):
+    return ALWAYS_SAVING
+
+
+def disk(folder):
+    backend = "--trainer.init.backend"
+    tier = [f"{backend}.num_slabs=4", f"{backend}.tier=disk", f"{backend}.disk={{path: {folder}/disk}}"]
+    return [*ALWAYS_SAVING, *tier]
+
+
+def store_rank(folder):
+    return [*ALWAYS_SAVING, "--num_memx=1"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, data):
+    """The model_dir of a run to which nothing happens; where its weights are changes no bit."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert main(["fit", str(write_params(folder, data)), *memory(folder), f"--max_steps={STEPS}"]) == 0
+    return folder / "run"
+
+
+@contextlib.contextmanager
+def running(params, options, model_dir, steps=1_000_000):
+    """A run that is writing a checkpoint now, and has written some."""
+    words = [*options, f"--max_steps={steps}", f"--trainer.init.model_dir={model_dir}"]
+    command = [sys.executable, "-m", "headwater", "fit", str(params), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        wait_for(model_dir / "checkpoint_2/manifest.json")
+        while not list(model_dir.glob("*.partial")):
+            assert launcher.poll() is None, launcher.communicate()
+            time.sleep(0.001)
+        yield launcher
+
+
+def assert_goes_on(headwater, params, options, model_dir, undisturbed):
+    """The same command brings the run to the same end."""
+    before = len(losses(model_dir))
+    assert 2 <= before < STEPS, "it was disturbed in between"
+    code, output, error = headwater(
+        "fit", params, *options, f"--max_steps={STEPS}", f"--trainer.init.model_dir={model_dir}"
+    )
+    assert code == 0, output + error
+    assert losses(model_dir) == losses(undisturbed)
+    assert_same_checkpoint(model_dir / f"checkpoint_{STEPS}", undisturbed / f"checkpoint_{STEPS}")
+
+
+@pytest.mark.parametrize(("kind", "rank"), [(memory, 0), (memory, 1), (disk, 0), (disk, 1), (store_rank, 2)])
+def test_a_rank_is_killed(headwater, params, kind, rank, undisturbed, tmp_path):
+    options, run = kind(tmp_path), tmp_path / "run"
+    with running(params, options, run) as launcher:
+        os.kill(ranks_of(launcher)[rank], signal.SIGKILL)
+        output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode != 0
+    assert f"rank {rank}" in output and output.count("error:") == 1, output
+    assert_goes_on(headwater, params, options, run, undisturbed)
+
+
+def test_the_launcher_is_killed(headwater, params, undisturbed, tmp_path):
+    options, run = memory(tmp_path), tmp_path / "run"
+    with running(params, options, run) as launcher:
+        ranks = [psutil.Process(rank) for rank in ranks_of(launcher)]
+        launcher.kill()
+    psutil.wait_procs(ranks, timeout=60)
+    assert not any(rank.is_running() for rank in ranks), "ranks end with their launcher"
+    assert_goes_on(headwater, params, options, run, undisturbed)
+
+
+def test_a_rank_stands_still_for_a_while(params, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    with running(params, memory(tmp_path), run, STEPS) as launcher:
+        rank = psutil.Process(ranks_of(launcher)[1])
+        rank.suspend()
+        time.sleep(3)
+        rank.resume()
+        output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, output
+    assert losses(run) == losses(undisturbed)
+    assert_same_checkpoint(run / f"checkpoint_{STEPS}", undisturbed / f"checkpoint_{STEPS}")
+
+
+@contextlib.contextmanager
+def small_disk(folder, size):
+    """A file system of so many bytes at a folder."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("full", ["checkpoints", "store"])
+def test_a_disk_is_full(headwater, params, full, undisturbed, tmp_path):
+    options, run = disk(tmp_path), tmp_path / "run"
+    folder = run if full == "checkpoints" else tmp_path / "disk"
+    with small_disk(folder, 64 << 20):
+        with running(params, options, run) as launcher:
+            fill = folder / "fill"
+            with fill.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(4096)):  # until there is no room
+                    pass
+            if full == "store":  # what it needs there it has taken at the start
+                steps = len(losses(run))
+                wait_for(run / f"checkpoint_{steps + 3}/manifest.json")
+                launcher.send_signal(signal.SIGTERM)
+            output, _ = launcher.communicate(timeout=120)
+        fill.unlink()
+        if full == "store":
+            assert launcher.returncode == 130, output
+        else:
+            assert launcher.returncode != 0 and output.count("error:") == 1, output
+            assert str(run) in output and "space" in output, output
+        assert_goes_on(headwater, params, options, run, undisturbed)
