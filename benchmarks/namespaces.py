@@ -30,12 +30,16 @@ def available() -> str | None:
 class Hosts:
     """So many hosts, each with an address, that reach each other and nobody else.
 
+    Attributes:
+        count: how many.
+
     Args:
         count: how many.
         megabits: what each may send in a second; as fast as it goes if not given.
     """
 
     def __init__(self, count: int, megabits: float | None = None) -> None:
+        self.count = count
         self._id = uuid.uuid4().hex[:6]
         self._switch = f"hw{self._id}s"
         self._names = [f"hw{self._id}h{index}" for index in range(count)]

@@ -1,0 +1,182 @@
+"""Several hosts on one machine, measured and simulated: `python -m benchmarks.hosts --hosts 2`.
+
+Each host is a network namespace and a core, which two may have to share; `tc` limits what it may send. The
+simulator gets what a calibration says: rates of all hosts measured at once, and of the link as the engine
+uses it. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.namespaces import Hosts, available
+from benchmarks.ranks import params, write_data
+from benchmarks.runner import print_table, save
+from benchmarks.workload import Workload, add_workload_arguments, workload_of
+
+RATES = (100.0, 1000.0, None)
+"""Megabits a second; unlimited at last."""
+EXCHANGES, EXCHANGED_BYTES = 5, 32 << 20
+
+
+def on_core(host: int) -> list[str]:
+    """The beginning of a command that runs on the core of a host."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ["taskset", "-c", str(cores[host % len(cores)])]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(hosts: Hosts, words: Sequence[str]) -> list[list[str]]:
+    """The command of each host."""
+    return [
+        [*on_core(host), sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts.count}",
+         f"--node_rank={host}", "--nproc_per_node=1", f"--master_addr={hosts.address(0)}",
+         "--master_port=29500", "-m", *words]
+        for host in range(hosts.count)
+    ]  # fmt: skip
+
+
+def at_once(hosts: Hosts, commands: Sequence[Sequence[str]]) -> list[str]:
+    """Run a command on each host; gives what they print.
+
+    Raises:
+        RuntimeError: if one fails.
+    """
+    started = [
+        hosts.start(host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+        for host, command in enumerate(commands)
+    ]
+    printed = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise RuntimeError("\n".join(printed)[-3000:])
+    return printed
+
+
+def exchange() -> None:
+    """Be a host that exchanges bytes with all others; the first prints how many a second, and the latency."""
+    from headwater.fabric.membership import join
+
+    fabric = join()
+    link = fabric.connect("a measurement")
+    assert link is not None, "a rank for each host"
+
+    def seconds(num_bytes: int, count: int) -> float:
+        out, into = (torch.zeros(fabric.num_hosts, num_bytes, dtype=torch.uint8) for _ in range(2))
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            link.exchange(list(out), list(into))
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    latency_s = seconds(1, 50)
+    each = EXCHANGED_BYTES // (fabric.num_hosts - 1)
+    rate = EXCHANGED_BYTES / (seconds(each, EXCHANGES) - latency_s)
+    if fabric.rank == 0:
+        print("link", json.dumps({"bytes_per_s": rate, "latency_s": latency_s}))
+
+
+def calibrated(hosts: Hosts, file: Path, folder: Path) -> dict[str, Any]:
+    """The cluster: hosts as they are measured beside each other."""
+    paths = [folder / f"host{host}.yaml" for host in range(hosts.count)]
+    words = ["-m", "headwater", "plan", str(file), "--recalibrate", "--write_cluster"]
+    at_once(hosts, [[*on_core(h), sys.executable, *words, str(path)] for h, path in enumerate(paths)])
+    found = [yaml.safe_load(path.read_text()) for path in paths]
+    return {**found[0], "hosts": hosts.count, "host": _mean([each["host"] for each in found])}
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {key: _mean([value[key] for value in values]) for key in values[0]}
+    return statistics.mean(values) if isinstance(values[0], float) else values[0]
+
+
+def measured(hosts: Hosts, file: Path, folder: Path, workload: Workload) -> float:
+    """Seconds of a step, the median."""
+    words = ["headwater", "fit", str(file), "--num_csx", str(hosts.count), "--model_dir", str(folder / "run")]
+    at_once(hosts, torchrun(hosts, words))
+    lines = (folder / "run/history.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if record["kind"] == "train"][workload.warmup :]
+    return float(statistics.median(step["step_s"] for step in steps))
+
+
+def simulated(file: Path, cluster: dict[str, Any], folder: Path) -> float:
+    """Seconds of a step, as `headwater plan --cluster` has them."""
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump(cluster))
+    command = [sys.executable, "-m", "headwater", "plan", str(file), "--cluster", str(path)]
+    subprocess.run(
+        [*command, "--counts", str(cluster["hosts"]), "--out", str(folder)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    found: float = json.loads((folder / "simulation.json").read_text())["points"][0]["step_s"]
+    return found
+
+
+def compare(count: int, megabits: float | None, file: Path, workload: Workload) -> dict[str, object]:
+    """A row of the table."""
+    with tempfile.TemporaryDirectory(prefix="headwater-bench-") as name, Hosts(count, megabits) as hosts:
+        folder = Path(name)
+        cluster = calibrated(hosts, file, folder)
+        (line,) = [
+            line
+            for text in at_once(hosts, torchrun(hosts, ["benchmarks.hosts", "--exchange"]))
+            for line in text.splitlines()
+            if line.startswith("link ")
+        ]
+        network = json.loads(line.removeprefix("link "))
+        ours = measured(hosts, file, folder, workload)
+        theirs = simulated(file, {**cluster, "network": network}, folder)
+    return {
+        "hosts": count,
+        "link": "unlimited" if megabits is None else f"{megabits:.0f} Mbit/s",
+        "measured_bytes_per_s": f"{network['bytes_per_s'] / 1e6:.0f} MB/s",
+        "step_s": round(ours, 3),
+        "simulated_s": round(theirs, 3),
+        "simulated/measured": round(theirs / ours, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_workload_arguments(parser)
+    parser.add_argument("--hosts", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--exchange", action="store_true", help="be a host whose link is measured")
+    args = parser.parse_args()
+    if args.exchange:
+        exchange()
+        return
+    if why := available():
+        parser.error(why)
+    workload = workload_of(args)
+    with tempfile.TemporaryDirectory(prefix="headwater-bench-") as name:
+        folder = Path(name)
+        write_data(folder, workload)
+        file = folder / "params.yaml"
+        file.write_text(json.dumps(params(workload, folder, workload.batch, {})))
+        rows = []
+        for megabits in RATES:
+            rows.append(compare(args.hosts, megabits, file, workload))
+            print(rows[-1], flush=True)
+    print_table(rows)
+    print(save(f"hosts_{args.hosts}", rows))
+
+
+if __name__ == "__main__":
+    main()
