@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from headwater.core.batches import fingerprint
 from headwater.core.errors import DataError
 from headwater.data.loader import Batch, BatchLoader
 from headwater.data.order import SampleOrder
@@ -88,6 +89,13 @@ class SampleSource:
     def sequence_length(self) -> int | None:
         """Tokens of a sample; `None` where it is not made of tokens."""
         return self.samples.sequence_length
+
+    def fingerprint(self) -> str:
+        """Tells data sets apart: how many samples there are, and what some of them hold."""
+        last = len(self.samples) - 1
+        some = self.samples.__getitems__([0, last // 2, last])
+        mark = 0 if isinstance(some, DataError) else fingerprint(some)
+        return f"{len(self.samples)} samples ({mark:08x})"
 
     def create_dataloader(self) -> BatchLoader:
         """Batches of `batch_size / world_size` samples."""

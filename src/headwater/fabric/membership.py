@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -61,6 +62,13 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
         end_with_launcher()
         _joined = join_ranks(timeout_s, num_memx)
     return _joined
+
+
+@atexit.register
+def _leave() -> None:
+    """End the threads of the process group, or they end this process badly."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def current() -> Fabric:

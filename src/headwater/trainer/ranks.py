@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import torch
+
+import headwater
 from headwater.api.ranks import refuse
-from headwater.config.run import SetupConfig
+from headwater.config.run import RunConfig, SetupConfig
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.fabric.fabric import Fabric
@@ -13,9 +19,20 @@ from headwater.fabric.membership import is_rank, join
 from headwater.fabric.report import report
 from headwater.plan.types import Plan
 from headwater.trainer.job import Trainable
+from headwater.trainer.run_dir import given_params
 
-__all__ = ["check_number", "check_ranks", "is_rank", "join", "launch", "report"]
+__all__ = [
+    "check_alike",
+    "check_number",
+    "check_ranks",
+    "is_rank",
+    "join",
+    "launch",
+    "program_and_params",
+    "report",
+]
 
+_PACKAGE = Path(headwater.__file__).parent
 _KEY = "trainer.init.backend.cluster_config.num_csx"
 _MEMX = "trainer.init.backend.cluster_config.num_memx"
 
@@ -59,6 +76,46 @@ def check_ranks(init: SetupConfig, trainable: Trainable, plan: Plan, fabric: Fab
             where=_MEMX,
             remedy="write num_memx: 0, or let the run take more memory",
         )
+
+
+def check_alike(fabric: Fabric, told: Mapping[str, str]) -> None:
+    """Refuse ranks that are not of the same run.
+
+    Args:
+        fabric: the ranks.
+        told: by name, what this one would do it with.
+
+    Raises:
+        ConfigError: if another rank would do it with something else.
+    """
+    first, *others = fabric.gather_objects(dict(told))
+    for rank, other in enumerate(others, start=1):
+        for name in sorted({*first, *other}):
+            if first.get(name) != other.get(name):
+                raise ConfigError(
+                    f"rank {rank} has another {name} than rank 0: {other.get(name)}, and {first.get(name)}",
+                    remedy="start the same command with the same files on every host",
+                )
+
+
+def program_and_params(config: RunConfig) -> dict[str, str]:
+    """What ranks must have in common before they do anything together."""
+    files = sorted(_PACKAGE.rglob("*.py"))
+    code = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=6).hexdigest()
+    versions = {
+        "version of Headwater": f"{headwater.__version__} ({code})",
+        "version of torch": torch.__version__,
+    }
+    return versions | dict(_keys_of(given_params(config)))
+
+
+def _keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every key and value; files may lie elsewhere on another host."""
+    if isinstance(tree, dict | list | tuple) and tree:
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _keys_of(value, f"{name}.{key}" if name else str(key))
+    elif not isinstance(tree, Path):
+        yield name, str(tree)
 
 
 def check_number(init: SetupConfig, fabric: Fabric) -> None:

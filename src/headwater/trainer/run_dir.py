@@ -96,10 +96,16 @@ class RunDir:
 
 
 def resolved_params(config: RunConfig) -> dict[str, Any]:
-    """What was given in all files and on the command line, as one tree in the newer form.
+    """What was given in all files and on the command line, as plain values.
 
     Paths are absolute, so that the tree means the same wherever it is read.
     """
+    plain: dict[str, Any] = _plain(given_params(config))
+    return plain
+
+
+def given_params(config: RunConfig) -> dict[str, Any]:
+    """What was given in all files and on the command line, as one tree in the newer form."""
     sections = {
         "init": config.init,
         "fit": config.fit,
@@ -108,7 +114,7 @@ def resolved_params(config: RunConfig) -> dict[str, Any]:
     }
     return {
         "trainer": {
-            key: _plain(section.model_dump(by_alias=True, exclude_unset=True))
+            key: section.model_dump(by_alias=True, exclude_unset=True)
             for key, section in sections.items()
             if section is not None
         }

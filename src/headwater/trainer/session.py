@@ -26,7 +26,7 @@ from headwater.trainer.job import Batch, Job, Trainable
 from headwater.trainer.logs import make_callbacks
 from headwater.trainer.loop import Trainer
 from headwater.trainer.planning import Workload, training_workload
-from headwater.trainer.ranks import check_number, join
+from headwater.trainer.ranks import check_alike, check_number, join, program_and_params
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import Start, find_start
 from headwater.trainer.zoo_job import zoo_job, zoo_trainable
@@ -63,6 +63,8 @@ def fit(config: RunConfig, *, console: Console | None = None) -> FitResult:
     """
     cluster = config.init.backend.cluster_config
     fabric = join(cluster.rank_timeout_s, cluster.num_memx)
+    if fabric.size > 1:
+        check_alike(fabric, program_and_params(config))
     return fit_job(zoo_job(config, fabric), console=console, fabric=fabric)
 
 

@@ -15,6 +15,7 @@ from headwater.trainer.batches import num_samples
 from headwater.trainer.datasets import find_tokenizer, open_data
 from headwater.trainer.job import Average, Batch, Job, Trainable
 from headwater.trainer.metrics import find_metrics
+from headwater.trainer.ranks import check_alike
 from headwater.trainer.run_dir import RunDir
 
 
@@ -67,6 +68,8 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
     """
     init, section = config.init, fit_section(config)
     train = open_data(section.train_dataloader, init.model, seed=init.seed, repeat=True, fabric=fabric)
+    if fabric.size > 1:
+        check_alike(fabric, {"training set": train.fingerprint()})
     evaluations = [
         open_data(each, init.model, seed=init.seed, repeat=False, fabric=fabric)
         for each in section.val_dataloader

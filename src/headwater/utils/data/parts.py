@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from headwater.api.ranks import note_part, take_part
-from headwater.core.batches import num_samples
+from headwater.core.batches import fingerprint, num_samples
 from headwater.core.errors import DataError
-from headwater.core.trees import tensors_in
 from headwater.fabric.membership import current
 
 logger = logging.getLogger(__name__)
 
 _END = object()
 _NONE = -1.0
-_LOOKED_AT_BYTES = 1 << 16
-"""So much of each tensor tells batches apart."""
 
 
 class Parts:
@@ -57,7 +51,7 @@ class Parts:
         own = iter(batches)
         while True:
             batch = next(own, _END)
-            marks = fabric.gather(_NONE if batch is _END else float(_fingerprint(batch)))
+            marks = fabric.gather(_NONE if batch is _END else float(fingerprint(batch)))
             if _NONE in marks:
                 _check_end(marks)
                 return
@@ -67,7 +61,7 @@ class Parts:
 
     def look_at(self, batch: Any) -> None:
         """Find out with a first batch of each rank whether they are different."""
-        self._note(current().gather(float(_fingerprint(batch))))
+        self._note(current().gather(float(fingerprint(batch))))
 
     def _note(self, marks: Sequence[float]) -> None:
         if self._are_shares is None:
@@ -90,16 +84,6 @@ def _check_end(marks: Sequence[float]) -> None:
             "the data of rank %d end first: what others have left of this pass is left out",
             marks.index(_NONE),
         )
-
-
-def _fingerprint(batch: Any) -> int:
-    """Tells batches apart, by the beginning of each of their tensors."""
-    mark = 0
-    for tensor in tensors_in(batch):
-        count = max(_LOOKED_AT_BYTES // max(tensor.element_size(), 1), 1)
-        begin = tensor.detach().cpu().reshape(-1)[:count].contiguous()
-        mark = zlib.crc32(begin.view(torch.uint8).numpy().tobytes(), mark)
-    return mark
 
 
 def _check_alike(marks: Sequence[float]) -> None:
