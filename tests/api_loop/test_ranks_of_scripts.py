@@ -116,6 +116,37 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(two, plain):
     assert losses[:3] == pytest.approx(losses[3:], rel=1e-5)
 
 
+SPARSE = """
+import json, torch
+import headwater as hw
+backend = hw.backend("CSX", num_csx={num_csx})
+torch.manual_seed(0)
+model = hw.compile(torch.nn.Linear(16, 8), backend)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+masks = hw.sparse.RigLSparsityOptimizer(model.named_parameters(), sparsity=0.5, schedule=2)
+generator = torch.Generator().manual_seed(1)
+for x in hw.utils.data.DataExecutor([torch.randn(8, 16, generator=generator) for _ in range(6)]):
+    optimizer.zero_grad()
+    masks.apply_sparsity()
+    model(x).square().mean().backward()
+    optimizer.step()
+    masks.step()
+print(json.dumps([masks.sparsity_of("weight"), model.weight.tolist()]))
+"""
+
+
+def test_masks_of_two_ranks_are_those_of_one():
+    found = []
+    for num_csx in (1, 2):
+        code, output, error = run("-c", SPARSE.format(num_csx=num_csx))
+        assert code == 0, error
+        found.append(json.loads(output))
+    assert found[0][0] == found[1][0] == 0.5
+    one, two = (torch.tensor(weights) for _, weights in found)
+    assert_close(two, one, rtol=1e-4, atol=1e-6)
+    assert torch.equal(one == 0, two == 0)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

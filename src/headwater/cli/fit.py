@@ -118,7 +118,7 @@ def summary(config: RunConfig | UserConfig, result: FitResult) -> list[str]:
     lines = [f"{name}: {path}" for name, path in files.items() if path is not None and path.exists()]
     if result.interrupted:
         again = "the same command"
-        if isinstance(config, RunConfig):
+        if isinstance(config, RunConfig) and current().size == 1:  # ranks may have another launcher
             again = shlex.join(["headwater", "fit", str(config.init.model_dir)])
         return [f"stopped after step {result.step}", *lines, f"go on with: {again}"]
     return [f"done: step {result.step}", *lines]
