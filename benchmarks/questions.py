@@ -3,6 +3,10 @@
 An encoder from scratch learns cloze questions that are made of running text (`bert/tiny_cloze`), then real
 ones (`bert/tiny_questions`), and answers those of XQuAD's last six articles. No sentence of these is in
 a text that was trained on. What is done is not done again: the same command goes on where it was.
+
+The folder of data holds questions (`squad/`: `xquad_en_train`, `xquad_en_dev`, `squad_v1.1_dev_questions` and
+`covid_qa_long_context`, each .json.gz), texts (`text/wikipedia_sample.txt.gz`, `text/wikitext-2/`,
+`text/c4_sample.jsonl.gz`, `text/books/`) and `vocab/bert/bert-base-uncased-vocab.txt`.
 """
 
 from __future__ import annotations
@@ -74,7 +78,9 @@ def prepare(args: argparse.Namespace) -> int:
     held_out = sorted({question.context for question in read_questions(args.data / "squad" / ASKED)})
     cloze = args.folder / "cloze.json"
     if not cloze.exists():
-        write_cloze_questions(paragraphs(args.data), cloze, ClozeSettings(), held_out)
+        unfinished = cloze.with_suffix(".partial")
+        write_cloze_questions(paragraphs(args.data), unfinished, ClozeSettings(), held_out)
+        unfinished.rename(cloze)
     return len(read_questions(cloze))
 
 

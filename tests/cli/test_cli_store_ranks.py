@@ -50,6 +50,15 @@ def test_one_rank_computes_and_one_stores(headwater, params, tmp_path):
     assert losses(runs[0]) == losses(runs[1])
 
 
+def test_a_loss_that_is_not_finite_is_said_and_what_was_before_is_saved(headwater, params, tmp_path):
+    """Only the rank that computes it knows where it began; the store rank hears of it in time."""
+    steep = "--trainer.init.schedulers=[{ConstantLR: {learning_rate: 1e30}}]"
+    code, output, error = headwater("fit", params, STORE, model_dir(tmp_path), steep)
+    assert code != 0, output
+    assert "the loss of step" in error and error.count("error:") == 1, error
+    assert (tmp_path / f"checkpoint_{len(losses(tmp_path))}/manifest.json").is_file()
+
+
 @pytest.mark.skipif(available() is not None, reason=str(available()))
 def test_a_host_of_store_ranks_changes_no_bit(params, two, tmp_path):
     arguments = ["fit", str(params), COMPUTE, "--num_memx=2", model_dir(tmp_path / "run")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from headwater.metrics import AccuracyMetric, MeanMetric
 from headwater.run import PyTorchBaseModel, run
 from headwater.trainer.pretrained import checkpoint_weights
-from shared_data import SHARED
 
+SHARED = Path(os.environ.get("HEADWATER_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
 MNIST = SHARED / "data" / "mnist"
 
 PARAMS = """\

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
+from headwater.core.placement import Placement
 from headwater.fabric.fabric import Fabric
 
 
@@ -21,7 +22,7 @@ class ThreadFabric(Fabric):
 
     def __init__(self, rank: int, size: int, shared: _Shared) -> None:
         self.rank = self.local_rank = rank
-        self.size = self.local_size = size
+        self.placement, self.local_size = Placement(size), size
         self.hosts: Sequence[int] = [0] * size
         self._shared, self._allocated = shared, 0
 

@@ -123,6 +123,12 @@ def backend(
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])
         raise ConfigError(problem["msg"], where=f"backend, option {place}" if place else "backend") from error
+    if config.placement.num_memx:
+        raise ConfigError(
+            "store ranks are for `headwater fit`; in a loop of one's own all ranks compute",
+            where="backend, option cluster_config.num_memx",
+            remedy="leave it out",
+        )
     made = Backend(config, Path(compile_dir), compile_only=compile_only, validate_only=validate_only)
     if made.num_csx > 1 and not (compile_only or validate_only):
         start_ranks(made.num_csx, made.kind, where=_NUM_CSX)

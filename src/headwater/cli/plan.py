@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from headwater.cli.cluster import add_cluster_arguments, check_cluster_arguments
 from headwater.cli.output import open_console
 from headwater.core.batches import equal_share
 from headwater.core.errors import ConfigError
-from headwater.fabric.membership import check_cores, num_cores
+from headwater.fabric.membership import num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
 from headwater.trainer.machine_file import write_machine
@@ -57,12 +58,18 @@ def run(args: argparse.Namespace) -> int:
     if args.cluster is not None:
         return run_cluster(args, config, trainable, batch_size)
     placement = init.backend.placement
-    check_cores(placement.num_csx, where="num_csx")
-    if placement.num_csx > 1 and device_of(init.backend) == "cpu":
-        torch.set_num_threads(num_cores() // placement.num_csx)  # as in a run
+    ranks = placement.size
+    if placement.num_csx > num_cores():
+        ranks = num_cores()
+        print(
+            f"note: {placement.num_csx} CSXs take several hosts; this one has {ranks} of them",
+            file=sys.stderr,
+        )
+    if ranks > 1 and device_of(init.backend) == "cpu":
+        torch.set_num_threads(num_cores() // min(placement.num_csx, num_cores()))  # as in a run
     rates = calibrate(device_of(init.backend), resources_of(init.backend).disk, recalibrate=args.recalibrate)
     work = training_workload(init, trainable, equal_share(batch_size, placement.num_csx))
-    plan = plan_run(init, trainable, work, calibration=rates, placement=placement)
+    plan = plan_run(init, trainable, work, calibration=rates, placement=placement, ranks=ranks)
     describe(plan, drawing=args.png)
     if args.write_cluster is not None:
         assert plan.budget is not None, "a plan that was made has its budgets"

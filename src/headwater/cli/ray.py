@@ -119,6 +119,8 @@ def run_fit(args: argparse.Namespace, config: RunConfig) -> int:
 def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
     """Writes a manifest; returns the exit code."""
     volumes = dict(map(_volume, args.volume))
+    if len(volumes) < len(args.volume):
+        raise ConfigError("a claim is mounted twice", where="--volume", remedy="name each claim once")
     params = resolved_params(config)
     model_dir = str(config.init.model_dir.absolute())
     outside = [path for path in {model_dir: None, **_paths(params)} if not _is_below(path, volumes)]

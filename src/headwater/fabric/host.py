@@ -25,6 +25,7 @@ from headwater.fabric.link import Link
 _SPAN_BYTES = 1 << 45  # addresses of the shared file, of which only what is touched takes memory
 _LONGEST_PAUSE_S = 1e-3
 _LIVENESS_S = 0.5
+_STORE_TIMEOUT_S = 7 * 24 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,8 @@ class HostFabric(Fabric):
         first = self.hosts.index(self.host)
         self._neighbours = [p for p in processes if p.host == processes[rank].host]
         self.local_rank, self.local_size = rank - first, len(self._neighbours)
-        self._timeout_s = timeout_s
+        # A store rank waits for all that the others do beside: evaluations, long steps.
+        self._timeout_s = timeout_s if self.computes else _STORE_TIMEOUT_S
         self._file = processes[rank].file
         if self.local_rank == 0:
             os.ftruncate(self._file, _SPAN_BYTES)

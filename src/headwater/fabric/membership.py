@@ -67,7 +67,7 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
 @atexit.register
 def _leave() -> None:
     """End the threads of the process group, or they end this process badly."""
-    if torch.distributed.is_initialized():
+    if _joined is not ALONE and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

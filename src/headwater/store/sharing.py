@@ -109,13 +109,14 @@ class Sharing:
         self._updated.post(stage * self._fabric.local_size + self._fabric.local_rank, number)
         self._numbers[stage] = number
 
-    def number(self, stage: int) -> int:
-        """The last commit of which this rank has done its share of the update of a stage, or left it."""
-        return self._numbers[stage]
+    def wait(self, stage: int, up_to: int | None = None) -> None:
+        """Return when everybody has done the share of the update that this rank has done, or left, last.
 
-    def wait(self, stage: int) -> None:
-        """Return when everybody has done the share of the update that this rank has done, or left, last."""
+        Where that is of a commit after `up_to`, at once: those before it were waited for.
+        """
         number = self._numbers[stage]
+        if up_to is not None and number > up_to:
+            return
         if self._fabric.num_hosts == 1:
             self._wait_for_host(stage, number)
         elif self._spread.read(stage) < number:

@@ -278,12 +278,16 @@ class WeightStore:
             if stage in self._pending:
                 self._update(stage, None)
 
-    def _bring_up_to_date(self, stage: int, buffer: torch.Tensor | None) -> bool:
-        """Apply the update that waits for a stage, if one does; the stage is whole then."""
-        updated = stage in self._pending
+    def _bring_up_to_date(self, stage: int, buffer: torch.Tensor | None, up_to: int | None = None) -> bool:
+        """Apply the update that waits for a stage, if one does; the stage is whole then.
+
+        With `up_to` an update committed after this number is left for later, here and elsewhere.
+        """
+        pending = self._pending.get(stage)
+        updated = pending is not None and (up_to is None or pending.number <= up_to)
         if updated:
             self._update(stage, self._wire_buffer(stage) if buffer is None else buffer)
-        self._sharing.wait(stage)
+        self._sharing.wait(stage, up_to)
         return updated
 
     def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
@@ -357,8 +361,7 @@ class WeightStore:
             return
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
-            if up_to is None or self._newest_commit(stage) <= up_to:
-                self._bring_up_to_date(stage, buffer)
+            self._bring_up_to_date(stage, buffer, up_to)
             with self.tier.wire(stage, buffer, write=False) as image:
                 wires = self.stages[stage].views(image)
                 for group, rest in self.tier.groups(stage, write=False, params=params):
@@ -368,11 +371,6 @@ class WeightStore:
                         if self._sharing.host_of(stage, piece) != self.fabric.host:
                             continue
                         yield self._piece_state(stage, piece, wires[piece.param], rest, with_states)
-
-    def _newest_commit(self, stage: int) -> int:
-        """The last one that updates a stage, whether this rank has a share of it or not."""
-        pending = self._pending.get(stage)
-        return self._sharing.number(stage) if pending is None else pending.number
 
     def pieces_elsewhere(self, stage: int) -> list[tuple[int, Piece]]:
         """Every piece of a stage that is on another host: the host, and the piece."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -169,13 +170,26 @@ class Engine:
         self.store.begin_step()
         statistics = self.executor.begin(len(micro_batches))
         total, count = 0.0, len(micro_batches)
+        refused: NonFiniteError | None = None
         with self.buffers.transaction() as undo:
             for index, batch in enumerate(micro_batches):
                 share = None if shares is None else shares[index]
-                with self._matmul():
-                    loss = self._micro_batch(batch, update, index, count, share)
+                if refused is not None:
+                    self.store.end_micro_batch()
+                    continue
+                try:
+                    with self._matmul():
+                        loss = self._micro_batch(batch, update, index, count, share)
+                except NonFiniteError as error:
+                    if self.fabric.size == 1:
+                        raise
+                    refused = error  # the other ranks must hear of it where they listen
+                    self.store.end_micro_batch()
+                    continue
                 total += loss if share is None else loss * share * count * self.fabric.num_csx
-            losses = self.fabric.gather(total / count)
+            losses = self.fabric.gather(total / count if refused is None else math.nan)
+            if not (update.skip_non_finite or all(map(math.isfinite, losses))):
+                raise next(error for error in self.fabric.gather_objects(refused) if error is not None)
             amend(update)
             committed = self.store.commit(update)
             if not committed.applied:

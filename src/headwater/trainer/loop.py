@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import torch
 
-from headwater.core.errors import NonFiniteError, StoreError
+from headwater.core.errors import HeadwaterError, NonFiniteError
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.averages import MovingAverages
@@ -85,15 +85,14 @@ class Trainer:
             batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
             while self._between_steps(interrupt):
                 self._step(batches)
-        except NonFiniteError:
-            self._save()
-            self._end()
-            raise
-        except BaseException:
+        except BaseException as error:
             try:
-                self._end()
-            except StoreError as error:  # what has ended the run is said at last
-                logger.warning("%s", error)
+                with ExitStack() as last:
+                    last.callback(self._end)
+                    if isinstance(error, NonFiniteError):
+                        self._save()
+            except HeadwaterError as later:  # what has ended the run is said at last
+                logger.warning("%s", later)
             raise
         self._end()
 

@@ -25,7 +25,7 @@ from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import Calibration
 from headwater.plan.search import TraceFor
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Plan, Trace
+from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 from headwater.stream.engine import Engine
 from headwater.trainer.job import Trainable
 
@@ -100,6 +100,7 @@ def plan_run(
     calibration: Calibration | None = None,
     placement: Placement = ONE_RANK,
     ranks: int | None = None,
+    share: StoreShare = WHOLE_STORE,
 ) -> Plan:
     """How `work` is done on this machine within the budgets of the params.
 
@@ -111,6 +112,7 @@ def plan_run(
         calibration: rates of the machine.
         placement: the ranks that train together.
         ranks: how many of them share this machine's budgets; all if not given.
+        share: what of the weight store is on this machine.
 
     Raises:
         ConfigError: if the params ask for what is not there.
@@ -130,6 +132,7 @@ def plan_run(
         calibration=calibration,
         fixed=fixed,
         ranks=ranks,
+        share=share,
     )
     return dataclasses.replace(plan, placement=placement)
 

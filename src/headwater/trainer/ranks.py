@@ -114,8 +114,8 @@ def _keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(tree, dict | list | tuple) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from _keys_of(value, f"{name}.{key}" if name else str(key))
-    elif not isinstance(tree, Path):
-        yield name, str(tree)
+    else:
+        yield name, "a path" if isinstance(tree, Path) else str(tree)
 
 
 def check_number(init: SetupConfig, fabric: Fabric) -> None:
@@ -131,6 +131,8 @@ def check_number(init: SetupConfig, fabric: Fabric) -> None:
     if placement.num_memx:
         asked += f" and num_memx {placement.num_memx}"
     remedy = f"write {fabric.size - placement.num_memx}"
+    if placement.num_memx and not fabric.placement.num_memx:
+        remedy = "write num_memx: 0; store ranks are for `headwater fit`"
     if fabric.size == 1:
         remedy = "write 1, or start it with `headwater fit`, which trains models of the package on several"
     raise ConfigError(f"{asked}, and there is {fabric.size}", where=_KEY, remedy=remedy)
