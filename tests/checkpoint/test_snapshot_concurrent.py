@@ -68,6 +68,15 @@ def test_pending_updates_of_both_ages(tmp_path, used, order):
     assert_same(store, reference)
 
 
+def test_a_weight_that_is_replaced_meanwhile_is_saved_as_it_was(tmp_path):
+    """As a mask or a moving average replaces it, between two updates."""
+    store = trained(None, 2)
+    snapshot = Snapshot(store, tmp_path / "c", 2)
+    store.write_param(1, 0, torch.zeros(store.stages[1].params[0].shape))
+    assert_is_step(snapshot.run(), 2)
+    assert not store.read_param(1, 0).any()
+
+
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_threads(tmp_path, tier):
     """A save at every step, in the background of the next ones."""

@@ -16,6 +16,7 @@ from headwater.core.errors import ConfigError
 from headwater.fabric import slurm
 from headwater.fabric.cluster import DEFAULT_TIMEOUT_S, join_ranks
 from headwater.fabric.fabric import ALONE, Fabric
+from headwater.fabric.report import ERROR_FILE
 
 _PR_SET_PDEATHSIG = 1
 
@@ -58,6 +59,8 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
         num_memx: how many of the ranks, the last ones, are store ranks.
     """
     global _joined
+    if ERROR_FILE in os.environ:  # somebody has started this process and waits for it, if it is alone too
+        end_with_launcher()
     if _joined is ALONE and is_rank():
         end_with_launcher()
         _joined = join_ranks(timeout_s, num_memx)

@@ -70,8 +70,8 @@ class WeightStore:
         num_commits: updates committed so far; the first has number 1.
         snapshots: by stage, one more than the number of commits of which a snapshot has saved it.
         snapshot_link: by which hosts send what they have for a snapshot.
-        before_update: called with (stage, number of the commit) just before that update changes the stage, by
-            the thread that holds the stage; for snapshots.
+        before_update: called with (stage, number of the commit) just before that update changes the stage, or
+            what comes before it, by the thread that holds the stage; for snapshots.
 
     Args:
         stages: the stages.
@@ -450,6 +450,7 @@ class WeightStore:
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
             self._bring_up_to_date(stage, buffer)
+            self.before_update(stage, self.num_commits + 1)
             self._versions[stage] += 1
             with self.tier.wire(stage, buffer, write=True) as image:
                 wire = self.stages[stage].views(image)[param]
