@@ -108,7 +108,8 @@ PUBLISHED = {
 
 UNPUBLISHED = {
     "bert/base_mnli", "bert/base_ner", "bert/base_sst2", "bert/base_summarization", "bert/large_mnli",
-    "bert/large_sst2", "bert/large_summarization",  # BERT with another head
+    "bert/large_sst2", "bert/large_summarization",
+    "bert/base_squad", "bert/large_squad",  # BERT with another head
     "btlm/btlm_3b_8k", "mnist/fc_mnist", "transformer/base", "unet/isbi",
     "roberta/linformer_base",  # RoBERTa with another attention
 }  # fmt: skip
@@ -149,6 +150,20 @@ def test_every_file_has_a_known_size():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_models_have_the_published_number_of_parameters(name):
     assert size(name) == pytest.approx(PUBLISHED[name][0], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("small", 22_056_576), ("base", 86_580_480), ("large", 304_368_640), ("giant", 1_136_480_768)],
+)
+def test_encoders_of_dinov2_have_the_parameters_of_the_public_checkpoints(name, published):
+    """Those have positions for images of 518 x 518."""
+    config = params(f"dino/dinov2_{name}").init.model
+    model = meta_model(config)
+    width = model.image_model_trunks.model[0].class_token.weight.shape[-1]
+    more_positions = ((518 // 14) ** 2 - (224 // 14) ** 2) * width
+    for trunk in model.image_model_trunks.model:
+        assert count(trunk) + more_positions == published
 
 
 def test_the_first_transformer_has_the_layers_of_torch():

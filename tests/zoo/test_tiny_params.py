@@ -138,3 +138,5 @@ def test_a_small_model_of_images_learns(tmp_path):
                 pixels = np.full((32, 32, 3), 25 * label + number, dtype=np.uint8)
                 image.fromarray(pixels).save(folder / f"{number}.png")
     assert_learns(losses("vit/tiny", tmp_path / "run", **loader(data_dir=str(tmp_path / "images"))))
+    root = {"trainer.fit.train_dataloader.dataset.root": str(tmp_path / "images")}
+    assert_learns(losses("dino/tiny", tmp_path / "dino", **root))
