@@ -93,7 +93,8 @@ def test_shipped_files_load_without_notice(name):
     assert run.notices == ()
     assert run.fit is not None
     assert run.fit.train_dataloader.shuffle
-    assert not run.fit.val_dataloader[0].shuffle
+    assert run.fit.val_dataloader or run.init.model.name == "dino", "views of images have nothing to guess"
+    assert not any(loader.shuffle for loader in run.fit.val_dataloader)
 
 
 @pytest.mark.parametrize("size", SIZES)
