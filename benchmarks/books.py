@@ -1,4 +1,4 @@
-"""The tiny GPT on whole books: `python -m benchmarks.books --books FOLDER --folder DIR --steps 600 9000`.
+"""The tiny GPT on whole books: `python -m benchmarks.books --books FOLDER --folder DIR --steps 200 1600`.
 
 Of each book the last part is held out. A run of each length of `gpt/tiny` learns the rest; its losses stand
 beside what the frequencies of the same tokens, and of pairs of them, reach on what was held out.
@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--books", type=Path, required=True, help="folder of txt.gz files")
     parser.add_argument("--folder", type=Path, required=True, help="for data and runs")
-    parser.add_argument("--steps", type=int, nargs="+", default=[600, 9000], help="of each run (%(default)s)")
+    parser.add_argument("--steps", type=int, nargs="+", default=[200, 1600], help="of each run (%(default)s)")
     args = parser.parse_args()
     divided(args.books, args.folder)
     prepared(args.folder)
