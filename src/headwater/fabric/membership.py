@@ -59,10 +59,10 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
         num_memx: how many of the ranks, the last ones, are store ranks.
     """
     global _joined
-    if ERROR_FILE in os.environ:  # somebody has started this process and waits for it, if it is alone too
+    is_one_of_several = is_rank()
+    if is_one_of_several or ERROR_FILE in os.environ:  # somebody waits for this process, if it is alone too
         end_with_launcher()
-    if _joined is ALONE and is_rank():
-        end_with_launcher()
+    if _joined is ALONE and is_one_of_several:
         _joined = join_ranks(timeout_s, num_memx)
     return _joined
 

@@ -14,7 +14,7 @@ from headwater.config.run import SetupConfig
 from headwater.core.buffers import tune_allocator
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import calibrate
-from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
+from headwater.plan.types import Plan, StoreShare
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.job import Trainable
@@ -60,7 +60,7 @@ def _store_share(fabric: Fabric) -> StoreShare:
     """What of the weight store is on this host: all weights, and what its ranks update."""
     owners = fabric.placement.owners
     here = sum(fabric.hosts[rank] == fabric.host for rank in owners)
-    return WHOLE_STORE if here == len(owners) else StoreShare(state=here / len(owners))
+    return StoreShare(state=here / len(owners))
 
 
 @contextmanager
