@@ -9,7 +9,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from headwater.core.version import __version__
 
 # Threads of one operation that wait for each other spin for about 20 µs and then give their core away. By
 # default they spin 30 times as long, and beside other work keep the core that the one they wait for needs: a

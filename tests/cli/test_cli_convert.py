@@ -60,7 +60,11 @@ def test_halves(tmp_path, llama):
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("hf", "headwater", "hf", "out"), {"model": "gptj"}, "the config is of a llama, and not of a gptj"),
+        (
+            ("hf", "headwater", "hf", "out"),
+            {"model": "gptj"},
+            "the config is of a LlamaForCausalLM, and not of a GPTJForCausalLM",
+        ),
         (("hf", "headwater", "hf", "out"), {"model": "lama"}, "write llama; models are"),
         (("hf", "hf", "hf", "out"), {}, "both formats are hf"),
         (("hf", "headwater", "none", "out"), {}, "no such folder"),

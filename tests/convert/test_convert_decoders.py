@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from conversions import losses_of_a_step, stored
 from safetensors.torch import load_file
 
 from headwater.config.models import DecoderConfig
 from headwater.convert.checkpoint import export_hf, import_hf
-from headwater.convert.formats import FORMATS
+from headwater.convert.formats import CONVERTERS, FORMATS
 from headwater.convert.formats.base import REQUIRED
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.models.decoder import Decoder
@@ -107,10 +108,6 @@ def case(request, tmp_path):
     return theirs, tmp_path
 
 
-def stored(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
 def test_logits_are_those_of_transformers(case):
     theirs, folder = case
     with torch.no_grad():
@@ -152,11 +149,7 @@ def test_a_step_of_training_gives_the_same_loss(case):
         (model, lambda: model(batch)),
         (theirs, lambda: theirs(tokens(), labels=their_labels).loss),
     ):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
-        first = loss()
-        first.backward()
-        optimizer.step()
-        losses.append(torch.stack([first.detach(), loss().detach()]))
+        losses.append(losses_of_a_step(module, loss))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
     assert losses[0][1] < losses[0][0]
 
@@ -231,3 +224,50 @@ def test_a_missing_expert_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"missing: model.layers.0.block_sparse_moe.experts.5.w1"):
         list(import_hf(tmp_path)[1])
+
+
+HEADLESS = ["gpt2", "gptj", "gpt-neox", "llama", "mixtral", "falcon-7b", "bloom", "mpt", "starcoder"]
+
+
+@pytest.mark.parametrize("case", HEADLESS)
+def test_the_model_without_its_head(case, tmp_path):
+    name = case.partition("-7b")[0]
+    format, _ = CONVERTERS[f"{name}-headless"]
+    theirs = their_model(case).base_model
+    theirs.config.architectures = None
+    theirs.save_pretrained(tmp_path / "theirs")
+    config, tensors = import_hf(tmp_path / "theirs", format=format)
+    model = Decoder(config).eval()
+    model.load_state_dict(dict(tensors), strict=not config.share_embedding_weights)
+    head = model.embedding if config.share_embedding_weights else model.head
+    with torch.no_grad():
+        hidden = theirs(tokens()).last_hidden_state
+        expected = torch.nn.functional.linear(hidden, head.weight, getattr(head, "bias", None))
+        torch.testing.assert_close(model.logits(tokens()), expected, rtol=1e-5, atol=1e-5)
+
+    export_hf(model.named_parameters(), config, tmp_path / "ours", format=format)
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    again, info = transformers.AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert type(again) is type(theirs)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(tokens()).last_hidden_state, hidden, rtol=1e-5, atol=1e-5)
+
+
+def test_with_and_without_a_head_are_told_apart(tmp_path):
+    theirs = their_model("llama")
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.model.save_pretrained(tmp_path / "headless")
+    with pytest.raises(ConfigError, match=r"(?s)LlamaForCausalLM, and not of a LlamaModel.*--model llama"):
+        import_hf(tmp_path / "whole", format=CONVERTERS["llama-headless"][0])
+    torch.manual_seed(0)
+    bert = transformers.BertConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40
+    )
+    transformers.BertModel(bert).save_pretrained(tmp_path / "bert")
+    with pytest.raises(CheckpointError, match=r"tensors are missing: classifier\.bias"):
+        dict(import_hf(tmp_path / "bert", format=CONVERTERS["bert-sequence-classifier"][0])[1])
+    with pytest.raises(CheckpointError, match=r"(?s)no head: lm_head\.weight.*--model llama-headless"):
+        dict(import_hf(tmp_path / "headless")[1])

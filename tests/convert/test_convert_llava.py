@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conversions import losses_of_a_step, stored
 from safetensors.torch import load_file, save_file
 
 from headwater.config.models import LlavaConfig, MultimodalSimpleConfig
@@ -105,14 +106,7 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
     theirs, folder = case
     model = loaded(folder / "theirs")
     export_hf(model.named_parameters(), model.config, folder / "ours", max_shard_bytes=20_000)
-    before, after = (
-        {
-            name: tensor
-            for path in (folder / kind).glob("*.safetensors")
-            for name, tensor in load_file(path).items()
-        }
-        for kind in ("theirs", "ours")
-    )
+    before, after = (stored(folder / kind) for kind in ("theirs", "ours"))
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in after)
     again, info = type(theirs).from_pretrained(folder / "ours", output_loading_info=True)
@@ -155,11 +149,7 @@ def test_a_step_of_training_gives_the_same_loss(case):
         (model, lambda: model(ours)),
         (theirs, lambda: theirs(input_ids=ids, pixel_values=pixels.flatten(0, 1), labels=labels).loss),
     ):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
-        first = loss()
-        first.backward()
-        optimizer.step()
-        losses.append(torch.stack([first.detach(), loss().detach()]))
+        losses.append(losses_of_a_step(module, loss))
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
     assert losses[0][1] < losses[0][0]
 

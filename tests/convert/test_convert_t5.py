@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from conversions import losses_of_a_step, stored
 
 from headwater.config.models import Seq2SeqConfig
 from headwater.convert.checkpoint import export_hf, import_hf
@@ -82,14 +82,7 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
     theirs, folder = case
     model, (batch, _) = loaded(folder / "theirs"), inputs()
     export_hf(model.named_parameters(), model.config, folder / "ours", max_shard_bytes=20_000)
-    before, after = (
-        {
-            name: tensor
-            for path in (folder / kind).glob("*.safetensors")
-            for name, tensor in load_file(path).items()
-        }
-        for kind in ("theirs", "ours")
-    )
+    before, after = (stored(folder / kind) for kind in ("theirs", "ours"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in after)
     again, info = type(theirs).from_pretrained(folder / "ours", output_loading_info=True)
@@ -107,11 +100,7 @@ def test_a_step_of_training_gives_the_same_loss(case):
         (model, lambda: model({**batch, "labels": labels})),
         (theirs, lambda: theirs(**batch, labels=labels).loss),
     ):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
-        first = loss()
-        first.backward()
-        optimizer.step()
-        losses.append(torch.stack([first.detach(), loss().detach()]))
+        losses.append(losses_of_a_step(module, loss))
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
     assert losses[0][1] < losses[0][0]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from conversions import losses_of_a_step, stored
 
 from headwater.config.models import ViTConfig
 from headwater.convert.checkpoint import export_hf, import_hf
@@ -69,14 +69,7 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
     theirs, folder = case
     model = loaded(folder / "theirs")
     export_hf(model.named_parameters(), model.config, folder / "ours", max_shard_bytes=20_000)
-    before, after = (
-        {
-            name: tensor
-            for path in (folder / kind).glob("*.safetensors")
-            for name, tensor in load_file(path).items()
-        }
-        for kind in ("theirs", "ours")
-    )
+    before, after = (stored(folder / kind) for kind in ("theirs", "ours"))
     before = {name: tensor for name, tensor in before.items() if "mask_token" not in name}  # not read here
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in after)
@@ -95,11 +88,7 @@ def test_a_step_of_training_gives_the_same_loss(case):
         (model, lambda: model({"inputs": inputs, "labels": labels})),
         (theirs, lambda: theirs(inputs, labels=labels).loss),
     ):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
-        first = loss()
-        first.backward()
-        optimizer.step()
-        losses.append(torch.stack([first.detach(), loss().detach()]))
+        losses.append(losses_of_a_step(module, loss))
     # The gradient of the key biases is zero but for rounding, and Adam makes a whole step of its sign.
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
     assert losses[0][1] < losses[0][0]

@@ -28,6 +28,8 @@ def converters_table():
     yield "| `--model` | class of the transformers library | model here |"
     yield "|---|---|---|"
     for name, (format, model) in CONVERTERS.items():
+        if name.endswith("-headless"):
+            continue
         yield f"| `{name}` | `{format.architecture}` | `{model}` |"
 
 

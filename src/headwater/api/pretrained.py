@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import os
 import re
 import tempfile
@@ -24,7 +23,7 @@ from headwater.convert.shards import (
     has_weights,
     plan_shards,
     weight_files,
-    weight_index,
+    write_index,
 )
 from headwater.core.errors import CheckpointError
 from headwater.core.files import disk_errors
@@ -267,9 +266,7 @@ def _save(model: nn.Module, directory: Path, max_shard_bytes: int, dtype: torch.
             with TensorFileWriter(unfinished / shard.file, shard.tensors) as file:
                 for name in shard.tensors:
                     file.write_pieces(name, pieces_of(tensors[name]))
-        if len(shards) > 1:
-            text = json.dumps(weight_index(shards), indent=2, sort_keys=True) + "\n"
-            (unfinished / INDEX_FILE).write_text(text)
+        write_index(unfinished, shards)
         floating = (kind[0] for kind in layout.values() if kind[0].is_floating_point)
         huggingface.save_config(model, unfinished, next(floating, torch.get_default_dtype()))
         _replace_files(unfinished, directory)

@@ -75,7 +75,7 @@ def run_convert(args: argparse.Namespace) -> int:
         write_folder(tensors, parameter_shapes(config), config, args.output, dtype=DTYPES[args.dtype])
     else:
         config, tensors = _own(folder, args.config, format, model)
-        export_hf(tensors, config, args.output, dtype=DTYPES[args.dtype])
+        export_hf(tensors, config, args.output, format=format, dtype=DTYPES[args.dtype])
     print(f"{folder} converted to {args.output}")
     return 0
 

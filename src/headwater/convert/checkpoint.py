@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -14,15 +15,15 @@ import torch
 from torch import Tensor
 
 from headwater.config.models import DecoderConfig, DPOConfig, ModelConfig
-from headwater.convert.formats import format_of_config, format_of_hf
+from headwater.convert.formats import CONVERTERS, FORMATS, converter_of, format_of_config, format_of_hf
 from headwater.convert.formats.base import Format
 from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
-from headwater.convert.shards import INDEX_FILE, ShardWriter, plan_shards, weight_files, weight_index
+from headwater.convert.shards import ShardWriter, plan_shards, weight_files, write_index
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.safetensors import TensorFile
 from headwater.models.decoder import public_parts
 from headwater.models.lora import is_adapter, merge_adapters
-from headwater.models.registry import build_model
+from headwater.models.registry import build_model, init_parameter
 
 CONFIG_FILE = "config.json"
 
@@ -35,12 +36,13 @@ def export_hf(
     config: ModelConfig,
     out_dir: Path,
     *,
+    format: Format | None = None,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = 5 * 10**9,
     tokenizer_files: Sequence[Path] = (),
     end_of_text: int | None = None,
 ) -> None:
-    """Write a checkpoint that `AutoModelForCausalLM.from_pretrained(out_dir)` loads.
+    """Write a checkpoint as `save_pretrained` of the transformers library does.
 
     One tensor is in memory at a time. The folder appears when everything is in it.
 
@@ -48,6 +50,7 @@ def export_hf(
         source: all parameters by name, in any order; read one at a time.
         config: the model they belong to.
         out_dir: a folder that does not exist yet, or is empty.
+        format: which; the one for this model if not given.
         dtype: dtype in the files: fp32, bf16 or fp16.
         max_shard_bytes: size at which a further weight file begins.
         tokenizer_files: files to copy beside the weights.
@@ -59,8 +62,8 @@ def export_hf(
     """
     pairs = source.items() if isinstance(source, Mapping) else source
     config, pairs = _what_is_used(config, pairs)
-    format = format_of_config(config)
-    hf = format.config_to_hf(config, end_of_text=end_of_text) | {"dtype": str(dtype).removeprefix("torch.")}
+    format = format or format_of_config(config)
+    hf = format.config_to_hf(config, end_of_text=end_of_text)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise CheckpointError(
             "the export folder is not empty", where=str(out_dir), remedy="name a new folder"
@@ -70,10 +73,15 @@ def export_hf(
         partial = Path(scratch) / out_dir.name
         partial.mkdir()
         try:
+            for name in format.folders:
+                (partial / name).mkdir()
             _write_weights(pairs, config, format, partial, dtype, max_shard_bytes)
-            (partial / CONFIG_FILE).write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
-            for file in tokenizer_files:
-                shutil.copy(file, partial / file.name)
+            for name, content in format.by_folder(hf).items():
+                content["dtype"] = str(dtype).removeprefix("torch.")
+                text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+                (partial / name / CONFIG_FILE).write_text(text)
+                for file in tokenizer_files:
+                    shutil.copy(file, partial / name / file.name)
             partial.replace(out_dir)
         except OSError as error:
             raise CheckpointError(
@@ -116,6 +124,20 @@ def import_hf(
         CheckpointError: while iterating, if a file is damaged, or a tensor is missing, unknown or misshapen.
     """
     path = config_file or folder / CONFIG_FILE
+    hf = _read_config(path) if path.is_file() or config_file else _read_configs(folder)
+    found = format_of_hf(hf, where=str(path))
+    if format is not None and not _is_of(hf, format, found):
+        raise ConfigError(
+            f"the config is of a {found.architecture}, and not of a {format.architecture}",
+            where=str(path),
+            remedy=f"convert it with --model {converter_of(found)}",
+        )
+    format = format or found
+    config = format.config_from_hf(hf, where=str(path))
+    return config, _read_weights(config, format, folder)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         hf: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -124,16 +146,25 @@ def import_hf(
             where=str(path),
             remedy="name a folder that save_pretrained has written",
         ) from error
-    found = format_of_hf(hf, where=str(path))
-    if format is not None and format.model_type != found.model_type:
-        raise ConfigError(
-            f"the config is of a {found.model_type}, and not of a {format.model_type}",
-            where=str(path),
-            remedy=f"convert it with --model {found.models[0]}",
-        )
-    format = format or found
-    config = format.config_from_hf(hf, where=str(path))
-    return config, _read_weights(config, format, folder)
+    return hf
+
+
+def _read_configs(folder: Path) -> dict[str, Any]:
+    """One content for the configs of a model that lies in several folders; that of `folder` otherwise."""
+    for format in FORMATS:
+        files = {name: folder / name / CONFIG_FILE for name in format.folders}
+        if files and all(file.is_file() for file in files.values()):
+            parts = {name: _read_config(file) for name, file in files.items()}
+            return {"model_type": format.model_type, "architectures": [format.architecture], **parts}
+    return _read_config(folder / CONFIG_FILE)
+
+
+def _is_of(hf: Mapping[str, Any], format: Format, found: Format) -> bool:
+    """Whether a config can be read as `format`, where `found` is what it says by itself."""
+    names_it = found.architecture in (hf.get("architectures") or ())
+    return format.model_type == found.model_type and (
+        not names_it or format.architecture == found.architecture
+    )
 
 
 def _write_weights(
@@ -150,15 +181,23 @@ def _write_weights(
         for each in mapped.values()
         for name, shape in zip(each.theirs, each.their_shapes(), strict=True)
     }
-    shards = plan_shards(layout, max_shard_bytes)
+    planned = {
+        part: plan_shards({n: kind for n, kind in layout.items() if n.startswith(part)}, max_shard_bytes)
+        for part in format.folders or ("",)
+    }
+    below = [
+        dataclasses.replace(shard, file=str(Path(part) / shard.file))
+        for part, shards in planned.items()
+        for shard in shards
+    ]
     # A state_dict names a shared weight twice; the second name holds nothing new.
     own = (pair for pair in pairs if pair[0] in mapped or pair[0] not in _SHARED)
-    with ShardWriter(folder, shards) as writer:
+    with ShardWriter(folder, below) as writer:
         for each, tensor in _checked(own, mapped):
-            for name, part in zip(each.theirs, each.rule.split(tensor), strict=True):
-                writer.write(name, part)
-    if len(shards) > 1:
-        (folder / INDEX_FILE).write_text(json.dumps(weight_index(shards), indent=2) + "\n")
+            for name, value in zip(each.theirs, each.rule.split(tensor), strict=True):
+                writer.write(name, value)
+    for part, shards in planned.items():
+        write_index(folder / part, shards)
 
 
 def _checked(
@@ -187,8 +226,18 @@ def _read_weights(config: ModelConfig, format: Format, folder: Path) -> Iterator
     if unknown is not None:
         raise unexpected(unknown, expected, where)
     if absent := [name for name in expected if name not in places]:
+        headless = f"{converter_of(format)}-headless"
+        if headless in CONVERTERS and all(name.startswith(f"{format.head}.") for name in absent):
+            raise CheckpointError(
+                f"the checkpoint has no head: {', '.join(absent)} is missing",
+                where=where,
+                remedy=f"convert it with --model {headless}, which draws one",
+            )
         raise missing(absent, where)
     for each in mapped.values():
+        if not each.theirs:
+            yield each.name, init_parameter(each.name, each.shape, config, seed=0)
+            continue
         tensors = []
         for name, shape in zip(each.theirs, each.their_shapes(), strict=True):
             file, own_name = places[name]
@@ -204,7 +253,8 @@ def _places(
     """Where each tensor lies, by its full name: without what is not expected and carries no weight."""
     head, tied = f"{format.head}.weight", getattr(config, "share_embedding_weights", False)
     places = {}
-    for file in map(TensorFile, weight_files(folder)):
+    files = (path for part in format.folders or ("",) for path in weight_files(folder / part))
+    for file in map(TensorFile, files):
         for name in file.places:
             if name not in expected and (name.endswith(format.ignored) or (name == head and tied)):
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from headwater.config.models import AnyModel, ModelConfig
-from headwater.convert.shards import INDEX_FILE, ShardWriter, plan_shards, read_tensors, weight_index
+from headwater.convert.shards import ShardWriter, plan_shards, read_tensors, write_index
 from headwater.core.errors import CheckpointError, ConfigError
 
 MODEL_FILE = "model.yaml"
@@ -53,8 +52,7 @@ def write_folder(
             with ShardWriter(partial, shards) as writer:
                 for name, tensor in tensors:
                     writer.write(name, tensor)
-            if len(shards) > 1:
-                (partial / INDEX_FILE).write_text(json.dumps(weight_index(shards), indent=2) + "\n")
+            write_index(partial, shards)
             section = config.model_dump(mode="json", exclude_unset=True) | {"name": config.name}
             (partial / MODEL_FILE).write_text(yaml.safe_dump(section, sort_keys=False))
             partial.replace(out_dir)

@@ -28,7 +28,7 @@ class Rule:
 
     Attributes:
         ours: its name here; `{}` stands for the number of a layer.
-        theirs: names there, each with as many `{}`.
+        theirs: names there, each with as many `{}`; none of a parameter that is not stored there.
         split: from the parameter to the tensors; on the meta device it gives their shapes.
         join: back, to the same bits.
     """

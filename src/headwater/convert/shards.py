@@ -61,14 +61,18 @@ def plan_shards(tensors: Layout, max_shard_bytes: int) -> list[Shard]:
     ]
 
 
-def weight_index(shards: list[Shard]) -> dict[str, object]:
-    """The index file's content: which shard holds which tensor."""
+def write_index(folder: Path, shards: list[Shard]) -> None:
+    """Write beside several shards the file that says which of them holds which tensor."""
+    if len(shards) == 1:
+        return
     tensors = [tensor for shard in shards for tensor in shard.tensors.values()]
     metadata = {
         "total_parameters": sum(math.prod(shape) for _, shape in tensors),
         "total_size": sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors),
     }
-    return {"metadata": metadata, "weight_map": {n: shard.file for shard in shards for n in shard.tensors}}
+    places = {name: shard.file for shard in shards for name in shard.tensors}
+    text = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True)
+    (folder / INDEX_FILE).write_text(f"{text}\n")
 
 
 class ShardWriter:

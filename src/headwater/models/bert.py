@@ -18,6 +18,7 @@ from headwater.config.models import (
     Nonlinearity,
     TokenClassifierConfig,
 )
+from headwater.core import whole_batch
 from headwater.models.encoder import Encoder, encoder_initializer, encoder_learning_rate_scale
 from headwater.models.evaluation import F1, Scored
 from headwater.models.layers.feed_forward import NONLINEARITIES
@@ -288,10 +289,10 @@ class DPR(nn.Module):
         """Of every passage for every question, fp32: [batch, batch · passages]."""
         names = ("input_ids", "attention_mask", "token_type_ids")
         of = {name: batch[f"questions_{name}"] for name in names if f"questions_{name}" in batch}
-        questions = self.questions(**of)[:, 0].float()
+        questions = whole_batch.rows(self.questions(**of)[:, 0].float())
         of = {name: batch[f"ctx_{name}"].flatten(0, 1) for name in names if f"ctx_{name}" in batch}
-        passages = self.contexts(**of)[:, 0].float()
-        return questions @ passages.mT / self.config.softmax_temperature  # type: ignore[no-any-return]
+        passages = whole_batch.rows(self.contexts(**of)[:, 0].float())
+        return questions @ passages.mT / self.config.softmax_temperature
 
 
 def _counted(config: TokenClassifierConfig, batch: Mapping[str, Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from headwater.config.models.encoder import (
     ExtractiveSummarizationConfig,
     QuestionAnsweringConfig,
     TokenClassifierConfig,
+    TowerConfig,
 )
 from headwater.config.models.multimodal import (
     ImageModelConfig,
@@ -93,6 +94,7 @@ __all__ = [
     "QuestionAnsweringConfig",
     "Seq2SeqConfig",
     "TokenClassifierConfig",
+    "TowerConfig",
     "UNetConfig",
     "ViTConfig",
 ]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headwater.config.models import BertConfig, ModelConfig, ViTConfig
+from headwater.config.models import BertConfig, DecoderConfig, ModelConfig, ViTConfig
 from headwater.convert.formats.alibi import BLOOM, MPT
-from headwater.convert.formats.base import Format
+from headwater.convert.formats.base import Format, headless
 from headwater.convert.formats.bert import (
     BERT,
     BERT_CLASSIFIER,
     BERT_QA,
     BERT_TOKEN_CLASSIFIER,
+    DPR,
     ESM,
     ROBERTA,
 )
@@ -29,7 +30,7 @@ from headwater.core.errors import ConfigError
 
 FORMATS: tuple[Format, ...] = (
     GPT2, GPTJ, GPT_NEOX, CODEGEN, LLAMA, MISTRAL, MIXTRAL, GEMMA2, FALCON, BLOOM, MPT, GPT_BIGCODE,
-    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, T5, VIT, DINOV2, LLAVA,
+    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, DPR, T5, VIT, DINOV2, LLAVA,
 )  # fmt: skip
 """All of them; of several for one type the first is meant where a `config.json` names no class."""
 
@@ -53,8 +54,18 @@ _NAMES: dict[str, tuple[Format, str]] = {
     "ul2": (T5, "t5"),
     "flan-ul2": (T5, "t5"),
 }
-CONVERTERS: dict[str, tuple[Format, str]] = dict(sorted(_NAMES.items()))
+_HEADLESS = {
+    f"{name}-headless": (headless(format), model)
+    for name, (format, model) in _NAMES.items()
+    if format.schema is DecoderConfig
+}
+CONVERTERS: dict[str, tuple[Format, str]] = dict(sorted({**_NAMES, **_HEADLESS}.items()))
 """Formats by the names that users give models, with the name of the model here."""
+
+
+def converter_of(format: Format) -> str:
+    """The first name that users give a format."""
+    return next(name for name, (other, _) in _NAMES.items() if other is format)
 
 
 def format_of_hf(hf: Mapping[str, Any], *, where: str) -> Format:

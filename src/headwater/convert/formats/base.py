@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class Format:
     Attributes:
         model_type: `model_type` in `config.json`.
         architecture: the class with the language-model head.
-        models: names of the models here that are stored so; an imported one gets the first.
+        models: names of the models here that are stored so; an imported one gets the first. None of a part.
         keys: values that mean the same on both sides, by their key in the model section.
         rules: the tensors of a model.
         section: what else the model section says for a `config.json`.
@@ -53,6 +54,8 @@ class Format:
         others: what names of further tensors begin with.
         head: name of the head's weight, which is stored again in some checkpoints where it is shared.
         ignored: what the names of tensors that hold no weight end in.
+        folders: where the model lies in several: their names, with which the names of their tensors begin,
+            and under which the content of each one's `config.json` is here.
     """
 
     model_type: str
@@ -69,6 +72,16 @@ class Format:
     others: tuple[str, ...] = ()
     head: str = "lm_head"
     ignored: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+    @property
+    def has_initializer(self) -> bool:
+        """Whether the model section says how matrices begin; where it does not, its parts do."""
+        return "initializer" in self.schema.model_fields
+
+    def by_folder(self, hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """The content of each `config.json`, by the folder below the model's that it lies in."""
+        return {name: hf[name] for name in self.folders} or {"": hf}
 
     def config_from_hf(self, hf: Mapping[str, Any], *, where: str) -> Any:
         """The model section for the content of a `config.json`.
@@ -83,13 +96,14 @@ class Format:
                     where=where,
                     remedy="import another model",
                 )
-        section: dict[str, Any] = {"name": self.models[0]}
+        section: dict[str, Any] = {"name": self.models[0] if self.models else None}
         for ours, key in self.keys.items():
             value = hf.get(key.name, key.default)
             if value is REQUIRED or (value is None and key.default is REQUIRED):
                 raise ConfigError(f"{key.name} is missing", where=where, remedy="copy the file again")
             section[ours] = value
-        section["initializer"] = {"name": "normal", "std": hf.get("initializer_range", 0.02)}
+        if self.has_initializer:
+            section["initializer"] = {"name": "normal", "std": hf.get("initializer_range", 0.02)}
         try:
             section |= self.section(hf)
             return self.schema.model_validate({key: v for key, v in section.items() if v is not None})
@@ -112,8 +126,9 @@ class Format:
             ConfigError: if the format cannot express the model.
         """
         hf: dict[str, Any] = {key.name: getattr(config, key.value or ours) for ours, key in self.keys.items()}
+        if self.has_initializer:
+            hf["initializer_range"] = config.matrix_init.std
         hf |= {
-            "initializer_range": config.matrix_init.std,
             "bos_token_id": end_of_text,
             "eos_token_id": end_of_text,
             "architectures": [self.architecture],
@@ -130,6 +145,26 @@ class Format:
                     remedy=f"only a model with {key} = {back[key]} can be exported",
                 )
         return hf
+
+
+def headless(format: Format) -> Format:
+    """The same model without its head: the class below it, whose tensors have no prefix.
+
+    An import draws the head's weights as a run would that begins with none.
+    """
+
+    def without_head(rule: Rule) -> Rule:
+        if rule.theirs[0].startswith(f"{format.head}."):
+            return Rule(rule.ours, (), split=lambda tensor: ())
+        below = tuple(name.removeprefix(format.prefix) for name in rule.theirs)
+        return dataclasses.replace(rule, theirs=below)
+
+    return dataclasses.replace(
+        format,
+        architecture=re.sub("(ForCausalLM|LMHeadModel)$", "Model", format.architecture),
+        rules=lambda config: [without_head(rule) for rule in format.rules(config)],
+        prefix="",
+    )
 
 
 def decoder_meaning(config: DecoderConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""BERT and its fine-tunings, RoBERTa and ESM-2."""
+"""BERT and its fine-tunings, RoBERTa, ESM-2 and the two encoders of DPR."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 from headwater.config.models import (
     BertConfig,
     ClassifierConfig,
+    DPRConfig,
     EncoderSection,
     QuestionAnsweringConfig,
     TokenClassifierConfig,
+    TowerConfig,
 )
 from headwater.convert.formats.base import Format, Key, function, their_function
 from headwater.convert.rules import Rule, both, repeated, same, stacked
+from headwater.core.errors import ConfigError
 
 _KEYS = {
     "vocab_size": Key("vocab_size", 30522),
@@ -30,7 +33,9 @@ _BERT_KEYS = {**_KEYS, "max_position_embeddings": Key("max_position_embeddings",
 _ENCODERS_ONLY = {"is_decoder": False, "add_cross_attention": False}
 
 
-def _encoder_rules(config: EncoderSection, base: str, *, pre_norm: bool = False) -> tuple[Rule, ...]:
+def _encoder_rules(
+    config: EncoderSection, base: str, *, ours: str = "encoder", pre_norm: bool = False
+) -> tuple[Rule, ...]:
     layer, embeddings = f"{base}.encoder.layer.{{}}", f"{base}.embeddings"
     norms = (
         ("attention.LayerNorm", "LayerNorm")
@@ -38,22 +43,22 @@ def _encoder_rules(config: EncoderSection, base: str, *, pre_norm: bool = False)
         else ("attention.output.LayerNorm", "output.LayerNorm")
     )
     return (
-        same("encoder.embedding.weight", f"{embeddings}.word_embeddings.weight"),
-        same("encoder.position_embedding.weight", f"{embeddings}.position_embeddings.weight"),
-        same("encoder.segment_embedding.weight", f"{embeddings}.token_type_embeddings.weight"),
-        *both(same, "encoder.embedding_norm", f"{embeddings}.LayerNorm"),
+        same(f"{ours}.embedding.weight", f"{embeddings}.word_embeddings.weight"),
+        same(f"{ours}.position_embedding.weight", f"{embeddings}.position_embeddings.weight"),
+        same(f"{ours}.segment_embedding.weight", f"{embeddings}.token_type_embeddings.weight"),
+        *both(same, f"{ours}.embedding_norm", f"{embeddings}.LayerNorm"),
         *both(
             stacked,
-            "encoder.blocks.{}.attention.qkv",
+            f"{ours}.blocks.{{}}.attention.qkv",
             [f"{layer}.attention.self.{name}" for name in ("query", "key", "value")],
             (config.hidden_size,) * 3,
         ),
-        *both(same, "encoder.blocks.{}.attention.output", f"{layer}.attention.output.dense"),
-        *both(same, "encoder.blocks.{}.attention_norm", f"{layer}.{norms[0]}"),
-        *both(same, "encoder.blocks.{}.ffn.input", f"{layer}.intermediate.dense"),
-        *both(same, "encoder.blocks.{}.ffn.output", f"{layer}.output.dense"),
-        *both(same, "encoder.blocks.{}.ffn_norm", f"{layer}.{norms[1]}"),
-        *both(same, "encoder.norm", f"{base}.encoder.emb_layer_norm_after"),
+        *both(same, f"{ours}.blocks.{{}}.attention.output", f"{layer}.attention.output.dense"),
+        *both(same, f"{ours}.blocks.{{}}.attention_norm", f"{layer}.{norms[0]}"),
+        *both(same, f"{ours}.blocks.{{}}.ffn.input", f"{layer}.intermediate.dense"),
+        *both(same, f"{ours}.blocks.{{}}.ffn.output", f"{layer}.output.dense"),
+        *both(same, f"{ours}.blocks.{{}}.ffn_norm", f"{layer}.{norms[1]}"),
+        *both(same, f"{ours}.norm", f"{base}.encoder.emb_layer_norm_after"),
         *both(same, "pooler.dense", f"{base}.pooler.dense"),
     )
 
@@ -260,3 +265,66 @@ ESM = Format(
         "contact_head.regression.weight", "contact_head.regression.bias",
     ),
 )  # fmt: skip
+
+
+def _tower(architecture: str) -> Format:
+    """One of DPR's encoders, for its config alone."""
+    return Format(
+        model_type="dpr",
+        architecture=architecture,
+        models=(),
+        schema=TowerConfig,
+        meaning=_meaning,
+        keys=_BERT_KEYS,
+        section=_function,
+        config=_their_function,
+        refused={**_ENCODERS_ONLY, "projection_dim": 0},
+        rules=lambda config: (),
+    )
+
+
+_TOWERS = {
+    "question_encoder": ("q_encoder", "questions", _tower("DPRQuestionEncoder")),
+    "ctx_encoder": ("ctx_encoder", "contexts", _tower("DPRContextEncoder")),
+}
+"""Of each encoder of DPR, by its name there: key of the model section, module here, format of its config."""
+
+
+def _towers_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if not hf.keys() >= _TOWERS.keys():
+        raise ConfigError(
+            "the config is of one encoder, and the model has two",
+            where="config.json",
+            remedy=f"put both into one folder, called {' and '.join(_TOWERS)}, and name that",
+        )
+    return {
+        ours: format.config_from_hf(hf[theirs], where=f"{theirs}/config.json")
+        for theirs, (ours, _, format) in _TOWERS.items()
+    }
+
+
+DPR = Format(
+    model_type="dpr",
+    architecture="DPRQuestionEncoder and DPRContextEncoder",
+    models=("dpr",),
+    schema=DPRConfig,
+    meaning=lambda config: {
+        f"{ours}.{key}": value
+        for ours, _, _ in _TOWERS.values()
+        for key, value in _meaning(getattr(config, ours)).items()
+    },
+    keys={},
+    section=_towers_from_hf,
+    config=lambda config: {
+        theirs: format.config_to_hf(getattr(config, ours)) for theirs, (ours, _, format) in _TOWERS.items()
+    },
+    rules=lambda config: [
+        rule
+        for theirs, (ours, module, _) in _TOWERS.items()
+        for rule in _encoder_rules(getattr(config, ours), f"{theirs}.bert_model", ours=module)
+    ],
+    prefix="question_encoder.",
+    others=("ctx_encoder.",),
+    ignored=("embeddings.position_ids", ".pooler.dense.weight", ".pooler.dense.bias"),
+    folders=tuple(_TOWERS),
+)

@@ -1,0 +1,74 @@
+"""What ranks ask of a batch of which each computes a part: sums, and rows with the gradient of the whole."""
+
+import torch
+from torch.testing import assert_close
+
+from headwater.config.models import DPRConfig
+from headwater.core.whole_batch import part_of_batch, rows, total
+from headwater.models.bert import DPR
+
+BATCH = torch.arange(24.0).view(6, 4).sin()
+
+
+def spread(x):
+    """A loss that is no mean over samples."""
+    return torch.pdist(x).log().mean() + x.std(0).square().sum()
+
+
+def test_the_mean_over_ranks_of_gradients_is_that_of_the_whole():
+    whole = BATCH.clone().requires_grad_()
+    expected = spread(whole)
+    expected.backward()
+    parts = [part.clone().requires_grad_() for part in BATCH.chunk(3)]
+    for rank, part in enumerate(parts):
+        with part_of_batch(lambda own: [each.detach() for each in parts], rank):
+            loss = spread(rows(part))
+        assert_close(loss, expected)
+        (loss / len(parts)).backward()
+    assert_close(torch.cat([part.grad for part in parts]), whole.grad)
+
+
+def test_rows_are_those_that_the_others_see_to_the_bit():
+    parts = BATCH.bfloat16().chunk(3)
+    for rank, part in enumerate(parts):
+        with part_of_batch(lambda own: list(parts), rank):
+            assert torch.equal(rows(part.clone().requires_grad_()), BATCH.bfloat16())
+
+
+def test_totals_have_no_gradient_and_alone_a_part_is_the_whole():
+    own = BATCH.clone().requires_grad_()
+    with part_of_batch(lambda own: [own, 2 * own], 0):
+        assert_close(total(own), 3 * BATCH)
+        assert not total(own).requires_grad
+    assert_close(total(own), BATCH)
+    assert rows(own) is own
+
+
+def test_questions_of_every_rank_choose_from_the_passages_of_all():
+    tower = {"hidden_size": 8, "num_hidden_layers": 1, "num_heads": 2, "filter_size": 8, "vocab_size": 20}
+    tower |= {"max_position_embeddings": 6, "dropout_rate": 0.0}
+    model = DPR(DPRConfig(name="dpr", q_encoder=tower, ctx_encoder=tower))
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "questions_input_ids": torch.randint(20, (6, 6), generator=generator),
+        "ctx_input_ids": torch.randint(20, (6, 2, 6), generator=generator),
+    }
+    batch |= {
+        name.replace("input_ids", "attention_mask"): torch.ones_like(ids) for name, ids in batch.items()
+    }
+    parts = [{name: value.chunk(3)[rank] for name, value in batch.items()} for rank in range(3)]
+    given = [[] for _ in parts]
+    for part, own in zip(parts, given, strict=True):
+        with part_of_batch(lambda value, own=own: own.append(value) or [value] * 3, 0):
+            model(part)
+    expected = model(batch)
+    expected.backward()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    model.zero_grad()
+    for rank, part in enumerate(parts):
+        asked = iter(list(zip(*given, strict=True)))
+        with part_of_batch(lambda value, asked=asked: list(next(asked)), rank):
+            loss = model(part)
+        assert_close(loss, expected)
+        (loss / 3).backward()
+    assert_close({name: param.grad for name, param in model.named_parameters()}, gradients)
