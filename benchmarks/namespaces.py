@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
@@ -105,23 +106,49 @@ class Hosts:
         words = ["ip", "netns", "pids", self._names[host]]
         return [int(word) for word in subprocess.run(words, capture_output=True, text=True).stdout.split()]
 
-    def start_ranks(
-        self, arguments: Sequence[str], ranks: int, log: Path, environment: Mapping[str, str] | None = None
-    ) -> list[subprocess.Popen[str]]:
-        """Start `headwater` with these arguments as so many ranks on every host, under `torchrun`.
+    @staticmethod
+    def wait(
+        launchers: Sequence[subprocess.Popen[str]], log: Path, timeout_s: float
+    ) -> tuple[list[int], list[str]]:
+        """The exit codes of what `start_ranks` has started, and what each host has printed; none outlives it.
 
         Args:
-            arguments: of `headwater`.
+            launchers: as `start_ranks` gives them.
+            log: the folder that it was given.
+            timeout_s: how long each may take.
+        """
+        try:
+            codes = [launcher.wait(timeout_s) for launcher in launchers]
+        finally:
+            for launcher in launchers:
+                if launcher.poll() is None:
+                    os.killpg(launcher.pid, signal.SIGKILL)
+        return codes, [(log / f"host{host}.log").read_text() for host in range(len(launchers))]
+
+    def start_ranks(
+        self,
+        arguments: Sequence[str],
+        ranks: int,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "headwater"),
+    ) -> list[subprocess.Popen[str]]:
+        """Start a program with these arguments as so many ranks on every host, under `torchrun`.
+
+        Args:
+            arguments: of the program.
             ranks: of each host.
             log: a folder for what the hosts print: `host0.log`, …
             environment: in place of this process's.
+            program: what `torchrun` is to run; `headwater` if not given.
         """
         started = []
         for host in range(len(self._names)):
             command = [
                 *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self._names)}"),
                 *(f"--node_rank={host}", f"--nproc_per_node={ranks}"),
-                *(f"--master_addr={self.address(0)}", "--master_port=29500", "-m", "headwater"),
+                *(f"--master_addr={self.address(0)}", "--master_port=29500"),
+                *program,
                 *arguments,
             ]
             with (log / f"host{host}.log").open("w") as out:

@@ -23,6 +23,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.fabric.membership import join
 from headwater.fabric.script import use_ranks
 from headwater.trainer.base_model import ModelClass, PyTorchBaseModel
+from headwater.trainer.ranks import check_alike, keys_of
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import fit_job
 from headwater.trainer.user_job import DataFunction, evaluate_user_model, user_example, user_job
@@ -62,7 +63,7 @@ def run(
         if early.asked_for(config):
             return early.check(config, *user_example(config, model_class, get_train_dataloader))
         evaluations = None if args.mode == "train" else _given(get_eval_dataloader, args.mode)
-        fabric = ALONE if args.mode == "eval" else _ranks(config.init.backend.num_csx)
+        fabric = ALONE if args.mode == "eval" else _ranks(config)
         console = open_console(config)
         if evaluations is not None and args.mode == "eval":
             validate.print_found(evaluate_user_model(config, model_class, evaluations))
@@ -114,11 +115,16 @@ def _given(get_eval_dataloader: DataFunction | None, mode: str) -> DataFunction:
     return get_eval_dataloader
 
 
-def _ranks(num_csx: int) -> Fabric:
-    """The ranks that the params ask for; the script is started anew as each of them."""
-    if num_csx > 1:
-        use_ranks(num_csx, where="trainer.init.backend.cluster_config.num_csx")
-    return join()
+def _ranks(config: UserConfig) -> Fabric:
+    """The ranks that the params ask for; without a launcher the script is started anew as each of them."""
+    cluster = config.init.backend.cluster_config
+    if cluster.num_csx > 1:
+        where = "trainer.init.backend.cluster_config.num_csx"
+        use_ranks(cluster.num_csx, where=where, timeout_s=cluster.rank_timeout_s)
+    fabric = join(cluster.rank_timeout_s)
+    if fabric.num_hosts > 1:
+        check_alike(fabric, dict(keys_of(config.params)))
+    return fabric
 
 
 def _read_user_params(args: argparse.Namespace) -> UserConfig:

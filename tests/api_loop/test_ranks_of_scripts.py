@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ import psutil
 import pytest
 import ranks_script
 import torch
+from benchmarks.namespaces import available
+from script_hosts import run_on_hosts
 from torch.testing import assert_close
 
 import headwater as hw
@@ -56,25 +59,44 @@ def plain(tmp_path_factory):
     return ranks_script.train(hw.backend("CPU"), folder), folder
 
 
+@pytest.fixture(scope="module", params=["python", "torchrun", "hosts"])
+def train(request):
+    """Trains on two ranks, started by the script itself, by `torchrun`, or on two hosts."""
+
+    if request.param == "hosts" and (missing := available()):
+        pytest.skip(missing)
+
+    def start(folder):
+        """What they print, and the folder with what they write."""
+        if request.param == "hosts":
+            codes, logs = run_on_hosts(ranks_script.__file__, (2, folder), folder)
+            assert codes == [0, 0], logs
+            return "".join(logs), folder
+        torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2")
+        launcher = torchrun if request.param == "torchrun" else ()
+        code, output, error = run(*launcher, ranks_script.__file__, 2, folder)
+        assert code == 0, output + error
+        return output + error, folder
+
+    return start
+
+
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two(train, tmp_path_factory):
     """What two ranks print, and the folder with what they write."""
-    folder = tmp_path_factory.mktemp("two")
-    code, output, error = run(ranks_script.__file__, 2, folder)
-    assert code == 0, output + error
-    return output, error, folder
+    return train(tmp_path_factory.mktemp("two"))
 
 
 def test_two_ranks_give_what_plain_pytorch_gives(two, plain):
     expected, folder = plain
-    ranks = [json.loads((two[2] / f"seen_{rank}.json").read_text()) for rank in range(2)]
+    ranks = [json.loads((two[1] / f"seen_{rank}.json").read_text()) for rank in range(2)]
     assert len(expected.closures) == 2 * (ranks_script.STEPS - 1)
     assert_close(flat(ranks[0]["closures"]), flat(expected.closures), rtol=1e-5, atol=1e-6)
     assert ranks[1]["closures"] == [], "closures run once"
     for rank in ranks:
         assert_close(rank["norms"], expected.norms, rtol=1e-5, atol=1e-6)
         assert_close(rank["accumulated"], expected.accumulated, rtol=1e-5, atol=1e-6)
-    weights, others = (torch.load(each / "weights.pt") for each in (two[2], folder))
+    weights, others = (torch.load(each / "weights.pt") for each in (two[1], folder))
     assert_close(dict(weights), dict(others), rtol=1e-4, atol=1e-6)
 
 
@@ -82,22 +104,21 @@ def flat(values):
     return [each for row in values for each in row]
 
 
-def test_what_a_script_prints_is_printed_once(two):
-    output, error, _ = two
-    assert output.splitlines() == ["begun", "trained"]
-    assert error.count("every rank warns") == 1
+def test_what_a_script_prints_is_printed_once(two, request):
+    begun = 1 if "python" in request.node.name else 2  # each rank comes to where the number is said
+    assert [two[0].count(words) for words in ("begun", "trained", "every rank warns")] == [begun, 1, 1]
 
 
-def test_the_same_ranks_give_the_same_bits(two, tmp_path):
-    assert run(ranks_script.__file__, 2, tmp_path)[0] == 0
+def test_the_same_ranks_give_the_same_bits(two, train, tmp_path):
+    train(tmp_path)
     name = "seen_0.json"
-    assert (tmp_path / name).read_text() == (two[2] / name).read_text()
+    assert (tmp_path / name).read_text() == (two[1] / name).read_text()
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(two, plain):
     name = f"checkpoint_{ranks_script.STEPS - 1}.mdl"
     losses = []
-    for kind, folder in (("CSX", two[2]), ("CPU", plain[1])):
+    for kind, folder in (("CSX", two[1]), ("CPU", plain[1])):
         model = hw.compile(ranks_script.make_model(), hw.backend(kind))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         inputs, labels = ranks_script.make_data()[:8]
@@ -184,20 +205,51 @@ def test_a_number_that_cannot_be_is_refused_in_the_first_process(text, told):
         exec(text, {"hw": hw})
 
 
+def test_tasks_of_srun_are_ranks_and_the_one_that_fails_says_which_it_is():
+    text = loop(
+        "for x in hw.utils.data.DataExecutor(batches):\n    step(x)\n    if rank: raise ValueError('a bug')"
+    )
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
+    step |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    tasks = []
+    for task in "01":
+        environment = {**os.environ, **step, "SLURM_PROCID": task, "SLURM_LOCALID": task}
+        command = [sys.executable, "-c", text]
+        tasks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [task.communicate(timeout=PATIENCE_S)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [1, 1]
+    assert "rank 1 (process" in errors[0] and "is gone" in errors[0], errors[0]
+    assert "rank 1 on " in errors[1] and "ValueError: a bug" in errors[1], errors[1]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_ranks_that_train_by_themselves_are_told(monkeypatch, caplog):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    hw.backend("CSX")
+    assert "num_csx is 1: each of them trains by itself" in caplog.text
+
+
 def test_what_cannot_be_run_again_is_refused(tmp_path):
     code, _, error = run("-", input="import headwater as hw\nhw.backend('CSX', num_csx=2)")
     assert code == 1 and "this one came by a pipe" in error
 
 
-def test_no_rank_outlives_the_first_process(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_first_process(tmp_path, number):
     text = f"open('{tmp_path}/' + str(os.getpid()), 'w').close()\ntime.sleep(1000)"
-    with subprocess.Popen([sys.executable, "-c", loop(text)]) as first:
+    with subprocess.Popen([sys.executable, "-c", loop(text)], start_new_session=True) as first:
         end = time.monotonic() + PATIENCE_S
         while len(list(tmp_path.iterdir())) < 2:
             assert time.monotonic() < end and first.poll() is None, "the ranks never came"
             time.sleep(0.1)
         ranks = [int(path.name) for path in Path(tmp_path).iterdir()]
-        first.send_signal(signal.SIGKILL)
+        os.killpg(first.pid, number)  # Ctrl-C as a terminal does it
+    assert first.returncode == (130 if number == signal.SIGINT else -number)
     while any(is_running(rank) for rank in ranks):
         assert time.monotonic() < end, "a rank goes on"
         time.sleep(0.1)

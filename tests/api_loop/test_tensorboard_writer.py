@@ -7,6 +7,8 @@ import torch
 
 from headwater.api.step import step_closure, trace
 from headwater.core.errors import ConfigError
+from headwater.fabric import membership
+from headwater.fabric.fabric import Alone
 from headwater.utils import tensorboard
 
 
@@ -28,3 +30,28 @@ def test_what_is_missing_is_named(monkeypatch):
         tensorboard.SummaryWriter  # noqa: B018
     with pytest.raises(AttributeError):
         tensorboard.Writer  # noqa: B018
+
+
+class SecondRank(Alone):
+    rank = 1
+
+
+def test_only_the_first_rank_opens_a_file(tmp_path, monkeypatch):
+    writers = tensorboard.SummaryWriter
+    monkeypatch.setattr(membership, "_joined", SecondRank())
+    with writers(str(tmp_path / "second")) as writer:
+        writer.add_scalar("loss", 1.0, 1)
+        writer.flush()
+
+    class Twice(writers):
+        def add_twice(self, value):
+            self.add_scalar("value", 2 * value)
+
+    other = Twice(log_dir=tmp_path / "second")
+    other.add_twice(1.0)
+    assert isinstance(other, Twice) and other.log_dir == other.get_logdir() == str(tmp_path / "second")
+    assert isinstance(writer, writers) and not (tmp_path / "second").exists()
+    monkeypatch.undo()
+    with writers(str(tmp_path / "first")) as writer:
+        writer.add_scalar("loss", 1.0, 1)
+    assert list((tmp_path / "first").iterdir())

@@ -14,8 +14,9 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.store.disk import DiskTier
 from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
+from headwater.store.pieces import PieceState
 from headwater.store.rule import UpdateRule
-from headwater.store.store import PieceState, Update, WeightStore
+from headwater.store.store import Update, WeightStore
 from headwater.store.tier import Tier
 
 ADAMW = OptimizerSpec("AdamW", {"lr": 0.01, "weight_decay": 0.1})

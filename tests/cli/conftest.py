@@ -51,3 +51,21 @@ def headwater(capsys):
         return code, output.out, "".join(map(_quiet, output.err.splitlines(keepends=True)))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory, data):
+    """The model_dir of an undisturbed run on two ranks of this machine."""
+    folder = tmp_path_factory.mktemp("two")
+    assert main(["fit", str(write_params(folder, data)), "--num_csx=2"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory, data):
+    """The same with a thread each, as ranks of several hosts have them."""
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        assert main(["fit", str(write_params(folder, data)), "--num_csx=2"]) == 0
+    return folder / "run"

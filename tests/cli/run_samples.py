@@ -56,6 +56,11 @@ def write_params(folder, data, name="run"):
     return path
 
 
+def model_dir(folder):
+    """The option that lets a run work in `folder`."""
+    return f"--trainer.init.model_dir={folder}"
+
+
 def history(model_dir):
     """What is exact in the history of a run."""
     lines = (model_dir / "history.jsonl").read_text().splitlines()

@@ -6,9 +6,7 @@ import time
 
 import pytest
 from benchmarks.namespaces import Hosts, available
-from run_samples import assert_same_checkpoint, history, losses, ranks_of, wait_for, write_params
-
-from headwater.cli.main import main
+from run_samples import assert_same_checkpoint, history, losses, model_dir, ranks_of, wait_for
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
@@ -19,27 +17,13 @@ ENDLESS = "--trainer.init.loop.max_steps=100000"
 def fit(hosts, params, folder, *options, ranks=1):
     """Start a run on all hosts; it works in `folder / "run"`."""
     folder.mkdir(exist_ok=True)
-    arguments = ["fit", str(params), f"--trainer.init.model_dir={folder}/run", TWO, *options]
+    arguments = ["fit", str(params), model_dir(folder / "run"), TWO, *options]
     return hosts.start_ranks(arguments, ranks, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def wait(launchers, folder, timeout=120):
+def wait(launchers, folder):
     """The exit codes of a run, and what its hosts have printed."""
-    try:
-        codes = [launcher.wait(timeout) for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            if launcher.poll() is None:
-                os.killpg(launcher.pid, signal.SIGKILL)
-    return codes, [(folder / f"host{host}.log").read_text() for host in range(len(launchers))]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory, data):
-    """The model_dir of the same run on two ranks of one host."""
-    folder = tmp_path_factory.mktemp("alone")
-    assert main(["fit", str(write_params(folder, data)), TWO]) == 0
-    return folder / "run"
+    return Hosts.wait(launchers, folder, timeout_s=120)
 
 
 def exact(model_dir):
@@ -59,18 +43,16 @@ def test_two_hosts_give_the_bits_of_two_ranks_of_one_host_and_checkpoints_for_an
     assert norms[0] == pytest.approx(norms[1], rel=1e-9)
     for step in (3, 6):
         assert_same_checkpoint(run / f"checkpoint_{step}", alone / f"checkpoint_{step}")
-    assert (
-        headwater("fit", params, f"--trainer.init.model_dir={run}", "--trainer.init.loop.max_steps=7")[0] == 0
-    )
+    assert headwater("fit", params, model_dir(run), "--trainer.init.loop.max_steps=7")[0] == 0
     assert history(run)[-1]["step"] == 7
 
 
-def test_a_host_that_is_cut_off_ends_the_run_which_goes_on_to_the_same_bits(params, alone, tmp_path):
-    folder = tmp_path / "hosts"
+@pytest.mark.parametrize("every", [3, 1], ids=["between checkpoints", "while one is written"])
+def test_a_host_that_is_cut_off_ends_the_run_which_goes_on_to_the_same_bits(params, alone, tmp_path, every):
+    folder, saves = tmp_path / "hosts", f"--trainer.init.checkpoint.steps={every}"
+    patience = "--trainer.init.backend.cluster_config.rank_timeout_s=10"
     with Hosts(2) as hosts:
-        launchers = fit(
-            hosts, params, folder, ENDLESS, "--trainer.init.backend.cluster_config.rank_timeout_s=10"
-        )
+        launchers = fit(hosts, params, folder, ENDLESS, patience, saves)
         wait_for(folder / "run/checkpoint_3/manifest.json")
         hosts.cut(1)
         codes, logs = wait(launchers, folder)
@@ -78,8 +60,8 @@ def test_a_host_that_is_cut_off_ends_the_run_which_goes_on_to_the_same_bits(para
         assert "cannot reach" in logs[0], logs[0]
         assert "(node 1)" in logs[0], logs[0]
         hosts.restore(1)
-        last = 3 * (len(list((folder / "run").glob("checkpoint_*"))) + 1)
-        codes, logs = wait(fit(hosts, params, folder, f"--trainer.init.loop.max_steps={last}"), folder)
+        last = max(6, every * (len(list((folder / "run").glob("checkpoint_*"))) + 1))
+        codes, logs = wait(fit(hosts, params, folder, f"--trainer.init.loop.max_steps={last}", saves), folder)
     assert codes == [0, 0], logs
     assert losses(folder / "run")[:6] == losses(alone)
 
@@ -96,3 +78,39 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(params, alone, tmp
         codes, logs = wait(launchers, folder)
     assert codes == [0, 0], logs
     assert exact(folder / "run") == exact(alone)
+
+
+def on_disk(folder):
+    """Options for weights on the disks of the hosts."""
+    return ("--trainer.init.backend.tier=disk", f"--disk={folder}/disk")
+
+
+def test_disks_of_two_hosts_give_the_same_bits_after_a_rank_was_killed_too(
+    headwater, params, alone, tmp_path
+):
+    folder = tmp_path / "hosts"
+    with Hosts(2) as hosts:
+        launchers = fit(hosts, params, folder, ENDLESS, *on_disk(tmp_path))
+        wait_for(folder / "run/checkpoint_3/manifest.json")
+        os.kill(ranks_of(launchers[1])[0], signal.SIGKILL)
+        codes, logs = wait(launchers, folder)
+        assert 0 not in codes, logs
+        last = 3 * (len(list((folder / "run").glob("checkpoint_*"))) + 1)
+        steps = f"--trainer.init.loop.max_steps={last}"
+        codes, logs = wait(fit(hosts, params, folder, *on_disk(tmp_path), steps), folder)
+    assert codes == [0, 0], logs
+    assert losses(folder / "run")[:6] == losses(alone)
+    assert_same_checkpoint(folder / "run/checkpoint_3", alone / "checkpoint_3")
+    assert not list((tmp_path / "disk").iterdir())
+    goes_on = (model_dir(folder / "run"), f"--trainer.init.loop.max_steps={last + 1}")
+    assert headwater("fit", params, *goes_on)[0] == 0
+    assert history(folder / "run")[-1]["step"] == last + 1
+
+
+def test_a_host_of_store_ranks_keeps_masters_on_its_disk(params, alone, tmp_path):
+    with Hosts(2) as hosts:
+        launchers = fit(hosts, params, tmp_path / "hosts", "--num_memx=2", *on_disk(tmp_path), ranks=2)
+        codes, logs = wait(launchers, tmp_path / "hosts")
+    assert codes == [0, 0], logs
+    assert exact(tmp_path / "hosts/run") == exact(alone)
+    assert_same_checkpoint(tmp_path / "hosts/run/checkpoint_6", alone / "checkpoint_6")

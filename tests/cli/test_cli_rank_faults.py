@@ -34,6 +34,10 @@ def store_rank(folder):
     return [*ALWAYS_SAVING, "--num_memx=1"]
 
 
+def store_rank_with_disk(folder):
+    return [*disk(folder), "--num_memx=1"]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, data):
     """The model_dir of a run to which nothing happens; where its weights are changes no bit."""
@@ -67,7 +71,10 @@ def assert_goes_on(headwater, params, options, model_dir, undisturbed):
     assert_same_checkpoint(model_dir / f"checkpoint_{STEPS}", undisturbed / f"checkpoint_{STEPS}")
 
 
-@pytest.mark.parametrize(("kind", "rank"), [(memory, 0), (memory, 1), (disk, 0), (disk, 1), (store_rank, 2)])
+@pytest.mark.parametrize(
+    ("kind", "rank"),
+    [(memory, 0), (memory, 1), (disk, 0), (disk, 1), (store_rank, 2), (store_rank_with_disk, 2)],
+)
 def test_a_rank_is_killed(headwater, params, kind, rank, undisturbed, tmp_path):
     options, run = kind(tmp_path), tmp_path / "run"
     with running(params, options, run) as launcher:

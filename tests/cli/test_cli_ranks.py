@@ -7,9 +7,8 @@ import sys
 
 import pytest
 import torch
-from run_samples import assert_same_checkpoint, history, wait_for, write_params
+from run_samples import assert_same_checkpoint, history, losses, model_dir, wait_for
 
-from headwater.cli.main import main
 from headwater.trainer.pretrained import checkpoint_weights
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
@@ -17,22 +16,6 @@ pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this m
 TWO = "--num_csx=2"
 ONE = "--trainer.init.backend.micro_batch_size=4"
 """One rank that computes what two do: a batch of 8 in two parts."""
-
-
-def losses(model_dir):
-    return [record["loss"] for record in history(model_dir)]
-
-
-def model_dir(folder):
-    return f"--trainer.init.model_dir={folder}"
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory, data):
-    """The model_dir of an undisturbed run on two ranks."""
-    folder = tmp_path_factory.mktemp("two")
-    assert main(["fit", str(write_params(folder, data)), TWO]) == 0
-    return folder / "run"
 
 
 def test_two_ranks_give_what_one_gives_and_the_same_each_time(headwater, params, two, tmp_path):
@@ -58,16 +41,20 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(headwater, params, tw
     assert losses(tmp_path / "other")[-1] == pytest.approx(losses(two)[-1], rel=1e-5)
 
 
-def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tmp_path, number):
     folder = tmp_path / "other"
     command = [sys.executable, "-m", "headwater", "fit", str(params), TWO, model_dir(folder)]
     endless = [*command, "--trainer.init.loop.max_steps=100000"]
-    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+    with subprocess.Popen(
+        endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as launcher:
         wait_for(folder / "checkpoint_3" / "manifest.json")
-        launcher.send_signal(signal.SIGTERM)
+        os.killpg(launcher.pid, number)  # as a terminal does it
         output, _ = launcher.communicate(timeout=100)
     assert launcher.returncode == 130, output
     assert "stopped after step" in output
+    assert output.count("stopping after this step") == 1
     code, output, error = headwater("fit", params, TWO, model_dir(folder), "--num_steps=1")
     assert code == 0, output + error
 

@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from run_samples import assert_same_checkpoint, history, write_params
-from test_cli_ranks import losses, model_dir
+from run_samples import assert_same_checkpoint, history, losses, model_dir, write_params
 
 from headwater.cli.main import main
 

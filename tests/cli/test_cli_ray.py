@@ -13,9 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from benchmarks.namespaces import Hosts, available
-from run_samples import assert_same_checkpoint, history, write_params
-
-from headwater.cli.main import main
+from run_samples import assert_same_checkpoint, history
 
 needs_hosts = pytest.mark.skipif(available() is not None, reason=str(available()))
 
@@ -112,16 +110,6 @@ def cluster():
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory, data):
-    """The model_dir of the same run, which `headwater fit` has started."""
-    folder = tmp_path_factory.mktemp("alone")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        assert main(["fit", str(write_params(folder, data)), TWO]) == 0
-    return folder / "run"
-
-
 @pytest.mark.slow
 @needs_hosts
 def test_actors_on_one_node_and_on_two_give_the_bits_of_other_ranks_and_an_interrupt_ends_their_step(
@@ -144,6 +132,18 @@ def test_actors_on_one_node_and_on_two_give_the_bits_of_other_ranks_and_an_inter
     losses = [[r["loss"] for r in history(each) if r["kind"] == "train"][:6] for each in (run, alone)]
     assert losses[0] == losses[1]
     assert_same_checkpoint(run / "checkpoint_6", alone / "checkpoint_6")
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_an_interrupt_before_training_begins_ends_the_run(cluster, params, tmp_path):
+    driver = cluster.start(params, TWO, ENDLESS)
+    wait_for(lambda: len(cluster.ranks()) == 2)
+    driver.send_signal(signal.SIGINT)
+    output, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 130, output
+    assert not (tmp_path / "run/history.jsonl").exists()
+    wait_for(lambda: not cluster.ranks(), seconds=10)
 
 
 @pytest.mark.slow

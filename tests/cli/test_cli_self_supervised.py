@@ -1,6 +1,7 @@
 """Models that make images, or learn from them without classes: runs by command line, and where they go on."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -53,6 +54,23 @@ DINO = {
     "ema": [{**pair, **MOMENTUM} for pair in PAIRS],
     "freeze": ["image_model_trunks.model.0.*", "heads.model.0.*"],
 }
+PATCHES = "image_model_trunks.output({},0,0)"
+OF_WHOLE_BATCHES = {
+    **DINO,
+    "heads": [
+        {**head, "forward_args": [*head["forward_args"], [PATCHES.format(number)]]}
+        for number, head in enumerate(DINO["heads"])
+    ],
+    "losses": [
+        *DINO["losses"],
+        {
+            "loss": {"name": "iBOTPatchLoss", "input_size": 20},
+            "forward_args": [["heads.output(0,1,0)", "heads.output(1,2,0)", MASKS]],
+        },
+        {"loss": {"name": "KoLeoLoss"}, "forward_args": [["image_model_trunks.output(1,0,1)"]]},
+    ],
+}
+"""Centers are of all samples, and each sample looks for its nearest among all others."""
 DIT = {
     "name": "dit",
     "num_classes": 2,
@@ -96,22 +114,28 @@ def latents(folder):
     return {"data_processor": "DiffusionLatentImageNet1KProcessor", "data_dir": str(folder)}
 
 
+def run_params(path, model, section, folder, steps, *, every=10):
+    """Write the params file of a run."""
+    init = {
+        "model_dir": str(folder),
+        "seed": 1,
+        "model": model,
+        "optimizer": {"AdamW": {"learning_rate": 3e-3, "weight_decay": 0.01}},
+        "loop": {"max_steps": steps},
+        "checkpoint": {"steps": every},
+        "logging": {"log_steps": 1},
+    }
+    path.write_text(yaml.safe_dump({"trainer": {"init": init, "fit": {"train_dataloader": section}}}))
+    return path
+
+
 @pytest.mark.parametrize(("model", "data"), [(DINO, pictures), (DIT, latents)], ids=["dino", "dit"])
 def test_a_run_goes_on_where_it_stopped(headwater, tmp_path, model, data):
     section = {**data(tmp_path / "data"), "batch_size": 4, "shuffle": True}
     params = tmp_path / "params.yaml"
 
     def fit(folder, steps):
-        init = {
-            "model_dir": str(tmp_path / folder),
-            "seed": 1,
-            "model": model,
-            "optimizer": {"AdamW": {"learning_rate": 3e-3, "weight_decay": 0.01}},
-            "loop": {"max_steps": steps},
-            "checkpoint": {"steps": 10},
-            "logging": {"log_steps": 1},
-        }
-        params.write_text(yaml.safe_dump({"trainer": {"init": init, "fit": {"train_dataloader": section}}}))
+        run_params(params, model, section, tmp_path / folder, steps)
         code, _, err = headwater("fit", params)
         assert (code, err) == (0, "")
 
@@ -132,3 +156,25 @@ def test_a_run_goes_on_where_it_stopped(headwater, tmp_path, model, data):
         first = dict(checkpoint_weights(tmp_path / "parts" / "checkpoint_10"))
         teacher, before, student = whole[name.format(0)], first[name.format(0)], whole[name.format(1)]
         assert not torch.equal(teacher, student) and (teacher - student).norm() < (before - student).norm()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
+def test_centers_neighbours_and_teacher_of_two_ranks_are_those_of_one(headwater, tmp_path):
+    section = {**pictures(tmp_path / "data"), "batch_size": 4, "shuffle": True}
+    runs = {"one": (), "two": ("--num_csx=2",), "store": ("--num_csx=2", "--num_memx=1")}
+    for name, options in runs.items():
+        folder = tmp_path / name
+        params = run_params(tmp_path / "run.yaml", OF_WHOLE_BATCHES, section, folder, 4, every=4)
+        assert headwater("fit", params, *options)[0] == 0
+    one, two, store = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "history.jsonl").read_text().splitlines()]
+        for name in runs
+    )
+    assert two == pytest.approx(one, rel=1e-5)
+    assert store == two
+    weights = [dict(checkpoint_weights(tmp_path / name / "checkpoint_4")) for name in ("one", "two")]
+    # Where a true gradient is zero, as of the keys' bias, Adam makes much of rounding.
+    teacher = [name for name, value in weights[0].items() if ".model.0." in name and value.dim() > 1]
+    assert teacher
+    for name in teacher:
+        torch.testing.assert_close(weights[1][name], weights[0][name], rtol=1e-3, atol=1e-5)

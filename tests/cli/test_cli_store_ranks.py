@@ -1,30 +1,14 @@
 """Store ranks, which do not compute: the bits of runs without them, for any placement."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 from benchmarks.namespaces import Hosts, available
-from run_samples import assert_same_checkpoint, history, losses, write_params
-
-from headwater.cli.main import main
+from run_samples import assert_same_checkpoint, history, losses, model_dir
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
 
 COMPUTE, STORE = "--num_csx=2", "--num_memx=1"
-
-
-def model_dir(folder):
-    return f"--trainer.init.model_dir={folder}"
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory, data):
-    """The model_dir of a run on two ranks that keep the weights themselves."""
-    folder = tmp_path_factory.mktemp("two")
-    assert main(["fit", str(write_params(folder, data)), COMPUTE]) == 0
-    return folder / "run"
 
 
 def test_a_store_rank_changes_no_bit(headwater, params, two, tmp_path):
@@ -70,12 +54,14 @@ def test_a_host_of_store_ranks_changes_no_bit(params, two, tmp_path):
     assert_same_checkpoint(tmp_path / "run/checkpoint_6", two / "checkpoint_6")
 
 
-def test_store_ranks_keep_weights_in_memory(params, tmp_path):
-    disk = [f"--disk={tmp_path}/disk", "--trainer.init.backend.tier=disk"]
-    done = subprocess.run(
-        [sys.executable, "-m", "headwater", "fit", str(params), STORE, model_dir(tmp_path / "run"), *disk],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode != 0
-    assert "store ranks keep weights in memory" in " ".join(done.stderr.split())
+@pytest.mark.parametrize("store", [STORE, "--num_memx=2"])
+def test_store_ranks_that_keep_weights_on_disk_change_no_bit_and_go_on_in_memory(
+    headwater, params, two, store, tmp_path
+):
+    disk = (f"--disk={tmp_path}/disk", "--trainer.init.backend.tier=disk")
+    for options in ((store, *disk, "--trainer.init.loop.max_steps=3"), (STORE,), (store, *disk)):
+        code, output, error = headwater("fit", params, COMPUTE, model_dir(tmp_path / "run"), *options)
+        assert code == 0, output + error
+    assert losses(tmp_path / "run") == losses(two)
+    assert_same_checkpoint(tmp_path / "run/checkpoint_6", two / "checkpoint_6")
+    assert not list((tmp_path / "disk").iterdir())

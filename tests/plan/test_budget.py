@@ -16,7 +16,7 @@ from headwater.plan.budget import Fixed, make_plan
 from headwater.plan.predict import NOMINAL
 from headwater.plan.refusal import UNLIMITED, enough, other_settings
 from headwater.plan.search import Budgets, Request, best_plan, fits, micro_batch_sizes
-from headwater.plan.types import Activations, Resources
+from headwater.plan.types import Activations, Resources, StoreShare
 
 SMALL = {"fp32": gpt(precision="fp32"), "bf16": gpt(), "fp16": gpt(precision="fp16", tied=False)}
 
@@ -246,10 +246,28 @@ def test_ranks_share_the_store_and_the_slabs_of_the_disk_tier_and_nothing_else()
         for name in one.keys() - {"allocator", "activations", "gradients"}:
             assert three[name] == one[name] * (1 if name in names else 3), name
         assert three["activations"] > 2 * one["activations"]
-        assert three["gradients"] <= one["gradients"]
+        sums = sum(p.wire_bytes for s in SMALL["fp32"](2).stages for p in s.params if p.requires_grad)
+        assert three["gradients"] >= sums, "they stay where they are added up"
     assert plan(3, "memory", num_slabs=2).slabs == 2, "each rank has its own"
     with pytest.raises(ConfigError, match="too few"):
         plan(3, "disk", num_slabs=2)
+
+
+def test_sums_of_gradients_that_hosts_exchange_stay_in_memory():
+    held = [
+        make_plan(
+            SMALL["fp32"],
+            batch_size=2,
+            precision=Precision(),
+            optimizer_state_bytes=8,
+            resources=Resources(host_memory=1 * GIB),
+            fixed=Fixed(micro_batch_size=2),
+            share=share,
+        ).prediction.host_parts["gradients"]
+        for share in (StoreShare(), StoreShare(sums_stay=True))
+    ]
+    sums = sum(p.wire_bytes for s in SMALL["fp32"](2).stages for p in s.params if p.requires_grad)
+    assert held[0] < sums <= held[1]
 
 
 def test_a_host_that_has_room_for_one_rank_and_not_for_three_is_refused():

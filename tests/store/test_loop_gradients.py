@@ -1,10 +1,17 @@
-"""Sums of several ranks that a loop looks at, changes, gives up and takes back: as on one rank."""
+"""Sums of several ranks that a loop looks at, changes, gives up and takes back: as on one rank.
 
+The ranks are threads of one process, or processes that believe to be on two hosts.
+"""
+
+import numpy as np
 import pytest
 import torch
+from tests.stream.rank_processes import run_ranks
 from thread_fabric import ranks
+from torch.utils._pytree import tree_map_only
 
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.store.hosts_loop_gradients import HostsLoopGradientSum
 from headwater.store.loop_gradients import LoopGradientSum
 
 SIZE = 3
@@ -31,18 +38,26 @@ def backward(sums, rank, micro_batch=0, keys=KEYS):
     sums.end_micro_batch()
 
 
-def on_ranks(program):
-    def run(fabric):
-        sums = LoopGradientSum(STAGES, fabric, None)
-        try:
-            return program(sums, fabric.rank)
-        finally:
-            sums.close()
+@pytest.fixture(params=[1, 2], ids=["one host", "two hosts"])
+def on_ranks(request):
+    """Calls a program with the sums and the rank, on each rank; gives what they give."""
 
-    return ranks(SIZE, run)
+    def start(program):
+        def run(fabric):
+            kind = LoopGradientSum if fabric.num_hosts == 1 else HostsLoopGradientSum
+            sums = kind(STAGES, fabric, None)
+            try:
+                return tree_map_only(torch.Tensor, torch.Tensor.numpy, program(sums, fabric.rank))
+            finally:
+                sums.close()
+
+        found = ranks(SIZE, run) if request.param == 1 else run_ranks(run, SIZE, request.param)
+        return tree_map_only(np.ndarray, torch.tensor, found)
+
+    return start
 
 
-def test_every_rank_finds_the_sum_of_all_and_more_is_added_to_it():
+def test_every_rank_finds_the_sum_of_all_and_more_is_added_to_it(on_ranks):
     def program(sums, rank):
         assert sums.expose(0, 0) is None
         backward(sums, rank)
@@ -58,7 +73,7 @@ def test_every_rank_finds_the_sum_of_all_and_more_is_added_to_it():
             assert torch.equal(three, total(key) + total(key, 1) + more)
 
 
-def test_what_ranks_change_alike_is_what_counts():
+def test_what_ranks_change_alike_is_what_counts(on_ranks):
     def program(sums, rank):
         backward(sums, rank)
         sums.expose(0, 0).mul_(0.5)
@@ -82,7 +97,7 @@ def test_what_ranks_change_alike_is_what_counts():
         assert torch.equal(replaced, expected[1]) and torch.equal(untouched, expected[2])
 
 
-def test_a_part_may_be_committed_and_the_rest_goes_on():
+def test_a_part_may_be_committed_and_the_rest_goes_on(on_ranks):
     def program(sums, rank):
         backward(sums, rank)
         sums.complete()
@@ -104,7 +119,7 @@ def test_a_part_may_be_committed_and_the_rest_goes_on():
 
 
 @pytest.mark.parametrize("looked", [False, True])
-def test_a_step_that_is_undone_leaves_the_sums_of_before(looked):
+def test_a_step_that_is_undone_leaves_the_sums_of_before(on_ranks, looked):
     def program(sums, rank):
         backward(sums, rank, keys=KEYS[:2])
         if looked:
@@ -128,7 +143,7 @@ def test_a_step_that_is_undone_leaves_the_sums_of_before(looked):
         assert torch.equal(after[3], total((1, 1), 3))
 
 
-def test_a_gradient_that_is_not_finite_is_found_by_all():
+def test_a_gradient_that_is_not_finite_is_found_by_all(on_ranks):
     def program(sums, rank):
         backward(sums, rank)
         sums.add(1, 0, torch.full((4,), float("nan") if rank == 1 else 1.0), last=True)
@@ -137,3 +152,16 @@ def test_a_gradient_that_is_not_finite_is_found_by_all():
         return sums.first_bad, bool(sums.norm(KEYS).isfinite())
 
     assert on_ranks(program) == [(1, False)] * SIZE
+
+
+def test_what_one_rank_alone_has_is_found_by_all(on_ranks):
+    def program(sums, rank):
+        backward(sums, rank, keys=KEYS[:1] if rank == SIZE - 1 else [])
+        found = sums.expose(*KEYS[0]).clone()
+        backward(sums, rank, 1, keys=KEYS[:1] if rank == 0 else [])
+        return found, sums.expose(*KEYS[0]).clone(), sums.expose(*KEYS[1])
+
+    for first, both, other in on_ranks(program):
+        assert torch.equal(first, gradient(SIZE - 1, KEYS[0]))
+        assert torch.equal(both, first + gradient(0, KEYS[0], 1))
+        assert other is None

@@ -101,7 +101,11 @@ def test_without_verification_nothing_is_noticed(tmp_path):
 
 
 def test_a_write_that_fails_is_not_taken_for_written(tmp_path):
-    file = BlockFile(tmp_path / "f", PAGE_BYTES, checksums=Checksums(tmp_path / "f", "it"))
+    file = BlockFile(
+        tmp_path / "f",
+        PAGE_BYTES,
+        checksums=Checksums(tmp_path / "f", "it", torch.zeros(8, dtype=torch.uint8)),
+    )
     ones, zeros = (torch.full((PAGE_BYTES,), value, dtype=torch.uint8) for value in (1, 0))
     first, second = aligned_empty(PAGE_BYTES).copy_(ones), aligned_empty(PAGE_BYTES).copy_(zeros)
     file.write(0, first)

@@ -58,6 +58,9 @@ class ThreadFabric(Fabric):
         self.barrier("all to have read them")
         return values
 
+    def gather_tensors(self, value):
+        return self.gather_objects(value)
+
     def agree(self, make):
         return self.gather_objects(make() if self.rank == 0 else None)[0]
 

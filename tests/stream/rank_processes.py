@@ -12,13 +12,14 @@ from headwater.fabric.cluster import join_ranks
 TIMEOUT_S = 200
 
 
-def run_ranks(function, count=2, hosts=1):
+def run_ranks(function, count=2, hosts=1, num_memx=0):
     """What `function(fabric)` gives on each rank.
 
     Args:
         function: called by each.
         count: how many there are.
         hosts: among how many they believe to be divided.
+        num_memx: how many of them, the last ones, are store ranks.
 
     Raises:
         AssertionError: with the traceback of a rank that has failed.
@@ -31,7 +32,7 @@ def run_ranks(function, count=2, hosts=1):
     ranks = [
         context.Process(
             target=_be_rank,
-            args=(function, rank, count, rank * hosts // count, port, channel[1]),
+            args=(function, rank, count, rank * hosts // count, num_memx, port, channel[1]),
             daemon=True,
         )
         for rank, channel in enumerate(channels)
@@ -52,7 +53,7 @@ def run_ranks(function, count=2, hosts=1):
     return [result for _, result in results]
 
 
-def _be_rank(function, rank, count, host, port, channel):
+def _be_rank(function, rank, count, host, num_memx, port, channel):
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -62,7 +63,7 @@ def _be_rank(function, rank, count, host, port, channel):
     }
     torch.set_num_threads(1)
     try:
-        fabric = join_ranks(timeout_s=TIMEOUT_S / 2)
+        fabric = join_ranks(timeout_s=TIMEOUT_S / 2, num_memx=num_memx)
         channel.send(("", function(fabric)))
         fabric.barrier("the others")
     except BaseException:  # noqa: BLE001 - of any kind, pytest's own too: the process that waits raises it

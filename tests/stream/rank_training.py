@@ -73,8 +73,10 @@ def plan_of(precision, micro_batches, net=Net):
     )
 
 
-def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None):
+def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, **options):
     """Losses and norms, an evaluation after each step, and the weights at the end.
+
+    A store rank evaluates nothing.
 
     Args:
         fabric: the ranks.
@@ -83,18 +85,20 @@ def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None):
         net: makes the model.
         make_batch: gives the batch of a step and micro-batch; by default this rank's part of `tokens`.
         read: gives the weights; `wire` if not given.
+        options: of the engine.
     """
 
     def part(step, index):
-        return tokens(step, index).chunk(fabric.size)[fabric.rank]
+        return tokens(step, index).chunk(fabric.num_csx)[fabric.rank] if fabric.computes else None
 
     work, told = Job(net, make_batch or part, loss_of, micro_batches=micro_batches), []
     with Engine(
-        work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric
+        work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric, **options
     ) as engine:
         for step in range(3):
             report = engine.train_step(work.batches(step), work.update(step))
-            told.append((report.loss, report.gradient_norm, float(engine.evaluate(tokens(99, 0)))))
+            loss = float(engine.evaluate(tokens(99, 0))) if fabric.computes else None
+            told.append((report.loss, report.gradient_norm, loss))
         weights = {name: value.detach().float().numpy() for name, value in (read or wire)(engine)}
         fabric.barrier("the weights to be read")
     return told, weights

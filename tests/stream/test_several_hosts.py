@@ -1,6 +1,7 @@
 """Ranks that share memory in groups, and send the rest: the same numbers as ranks of one host."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +91,37 @@ def test_a_second_gradient_of_a_micro_batch_reaches_all_hosts(hosts):
     for norm, weights in run_ranks(descend, 2, hosts):
         assert weights == [-33.0] * 8
         assert norm == pytest.approx(33 * 8**0.5)
+
+
+def shared_bytes():
+    """How much of what ranks share this process has mapped."""
+    spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+             if "memfd:headwater" in line]  # fmt: skip
+    return sum(int(end, 16) - int(start, 16) for start, end in spans)
+
+
+def allocate_again(fabric):
+    """What the second rank finds in memory of the first, and how much more is in use at the end."""
+    before, found = shared_bytes(), []
+    for number in range(1, 4):
+        memory = fabric.allocate(1 << 20)
+        assert not memory.any(), "new memory is zero"
+        fabric.barrier("all to have looked")
+        if fabric.rank == 0:
+            memory.fill_(number)
+        fabric.barrier("it to be filled")
+        found.append(int(memory[-1]))
+        assert shared_bytes() == before + (1 << 20)
+        del memory
+    return found, shared_bytes() - before
+
+
+def test_memory_that_no_rank_uses_any_more_is_given_back():
+    assert run_ranks(allocate_again, 2) == [([1, 2, 3], 0)] * 2
+
+
+def test_hosts_with_different_numbers_of_ranks_ask_their_own():
+    def told(fabric):
+        return fabric.neighbours.gather_objects(fabric.rank), fabric.neighbours.gather(float(fabric.rank))
+
+    assert run_ranks(told, 3, 2) == [([0, 1], [0.0, 1.0]), ([0, 1], [0.0, 1.0]), ([2], [2.0])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,11 +16,15 @@ from headwater.config.base import nearest
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
 from headwater.distributed import check_num_csx
+from headwater.fabric.cluster import DEFAULT_TIMEOUT_S
+from headwater.fabric.membership import current, is_rank
 from headwater.fabric.script import use_ranks
 
 Kind = Literal["CSX", "CPU", "GPU"]
 
 _NUM_CSX = "backend, option num_csx"
+
+logger = logging.getLogger(__name__)
 
 _current: Backend | None = None
 
@@ -131,18 +136,25 @@ def backend(
         )
     made = Backend(config, Path(compile_dir), compile_only=compile_only, validate_only=validate_only)
     if made.num_csx > 1 and not (compile_only or validate_only):
-        start_ranks(made.num_csx, made.kind, where=_NUM_CSX)
+        timeout_s = config.cluster_config.rank_timeout_s
+        start_ranks(made.num_csx, made.kind, where=_NUM_CSX, timeout_s=timeout_s)
+    elif made.kind == "CSX" and made.num_csx == 1 and is_rank() and current().size == 1:
+        logger.warning(
+            "a launcher has started %s ranks, and num_csx is 1: each of them trains by itself",
+            os.environ["WORLD_SIZE"],
+        )
     _current = made
     return _current
 
 
-def start_ranks(num_csx: int, kind: Kind, *, where: str) -> None:
+def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Let the script run on so many ranks from here on.
 
     Args:
         num_csx: how many, at least 2.
         kind: of the backend.
         where: the number was written; for errors.
+        timeout_s: how long another rank may keep one waiting.
 
     Raises:
         ConfigError: if they cannot be started.
@@ -153,7 +165,7 @@ def start_ranks(num_csx: int, kind: Kind, *, where: str) -> None:
             where=where,
             remedy='write "CSX", or num_csx=1',
         )
-    use_ranks(num_csx, where=where)
+    use_ranks(num_csx, where=where, timeout_s=timeout_s)
 
 
 def current_backend() -> Backend | None:

@@ -43,9 +43,11 @@ from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Plan, Trace
+from headwater.plan.types import Plan, StoreShare, Trace
+from headwater.store.replicas import take_from_first_host
 from headwater.store.rule import SeveralRules, UpdateRule
 from headwater.store.store import WeightStore
+from headwater.store.takeover import take_over
 from headwater.stream.engine import Engine, Initial
 
 logger = logging.getLogger(__name__)
@@ -213,6 +215,7 @@ class StreamedModel:
                 calibration=calibrate(device, disk),
                 fixed=fixed_by(self.backend.config, trace.micro_batch_size),
                 ranks=self.fabric.local_size,
+                share=StoreShare(sums_stay=self.fabric.num_hosts > 1),
             )
 
         plan = self.fabric.agree(make)
@@ -220,7 +223,6 @@ class StreamedModel:
             refused = {
                 "the disk tier": plan.tier != "memory" or plan.gradient_tier != "memory",
                 "an accelerator": plan.device != "cpu",
-                "a loop of one's own on several hosts": self.fabric.num_hosts > 1,
             }
             refuse([what for what, is_asked in refused.items() if is_asked], where="num_csx")
         return plan
@@ -267,9 +269,12 @@ class StreamedModel:
             if self.fabric.size > 1:
                 before.store.flush()
                 before.store.share_scalars()
-            self.engine.store.take_over(before.store)
+            take_over(self.engine.store, before.store)
             before.hand_over(self.engine)
-        elif transaction.is_open():
+            return
+        if self.fabric.num_hosts > 1:
+            take_from_first_host(self.engine.store, self.fabric)
+        if transaction.is_open():
             self.begin_step()
 
     def _initial(self) -> Initial | None:

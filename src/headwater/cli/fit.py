@@ -20,10 +20,9 @@ from headwater.cli.jobs import current_umask, submit_job
 from headwater.cli.output import open_console
 from headwater.config import RunConfig
 from headwater.config.user import UserConfig
-from headwater.core.errors import HeadwaterError
 from headwater.fabric.membership import current
 from headwater.trainer.interrupt import EXIT_CODE
-from headwater.trainer.ranks import is_rank, launch, report
+from headwater.trainer.ranks import is_rank, launch
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import FitResult, fit
 from headwater.trainer.zoo_job import fit_section, zoo_trainable
@@ -57,13 +56,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"note: {key} has no effect without {_SUBMIT}", file=sys.stderr)
     placement = config.init.backend.placement
     if placement.size > 1 and not is_rank() and not early.asked_for(config):
-        return launch(placement, args.words)
-    try:
-        return train(config)
-    except HeadwaterError as error:
-        if report(error):
-            return 1  # the launcher says it, once for all ranks
-        raise
+        return launch(placement, ("-m", "headwater", *args.words))
+    return train(config)
 
 
 def submit(config: RunConfig, words: Sequence[str]) -> int:

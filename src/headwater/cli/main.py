@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Protocol
 
 from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.signals import speaks_for_all
 from headwater.fabric.report import report
 from headwater.trainer.interrupt import EXIT_CODE
 
@@ -60,7 +61,8 @@ def guarded(run: Callable[[], int]) -> int:
             return 1  # the launcher says it, once for all ranks
         return print_error(error)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if speaks_for_all():
+            print("interrupted", file=sys.stderr)
         return EXIT_CODE
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

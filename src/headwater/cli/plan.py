@@ -18,7 +18,7 @@ from headwater.fabric.membership import num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
 from headwater.trainer.machine_file import write_machine
-from headwater.trainer.planning import plan_run, training_workload
+from headwater.trainer.planning import host_share, plan_run, training_workload
 from headwater.trainer.zoo_job import zoo_trainable
 
 
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(num_cores() // min(placement.num_csx, num_cores()))  # as in a run
     rates = calibrate(device_of(init.backend), resources_of(init.backend).disk, recalibrate=args.recalibrate)
     work = training_workload(init, trainable, equal_share(batch_size, placement.num_csx))
-    plan = plan_run(init, trainable, work, calibration=rates, placement=placement, ranks=ranks)
+    share = host_share(placement, [rank // ranks for rank in range(placement.size)], 0)
+    plan = plan_run(init, trainable, work, calibration=rates, placement=placement, ranks=ranks, share=share)
     describe(plan, drawing=args.png)
     if args.write_cluster is not None:
         assert plan.budget is not None, "a plan that was made has its budgets"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], None]
+
+
+def speaks_for_all() -> bool:
+    """Whether this process is the one of all ranks that says what all of them hear."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import psutil
@@ -13,7 +15,8 @@ import torch
 import torch.distributed
 
 from headwater.core.errors import ConfigError, RankError
-from headwater.fabric.fabric import Fabric
+from headwater.core.placement import Placement
+from headwater.fabric.fabric import ALONE, Fabric, Value
 from headwater.fabric.host import HostFabric, Process
 from headwater.fabric.link import Link
 
@@ -52,7 +55,7 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabri
         )
     processes: list[Process] = [Process("", 0, 0)] * size
     torch.distributed.all_gather_object(
-        processes, Process(_host_name(), os.getpid(), os.memfd_create("headwater"))
+        processes, Process(host_name(), os.getpid(), os.memfd_create("headwater"))
     )
     names = [process.host for process in processes]
     if len(set(names)) == 1:
@@ -65,7 +68,7 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabri
     return ClusterFabric(processes, rank, timeout_s, num_memx)
 
 
-def _host_name() -> str:
+def host_name() -> str:
     """What tells hosts apart: the machine, and the node of the launcher, of which one machine may run two."""
     node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
     return os.uname().nodename if node is None else f"{os.uname().nodename} (node {node})"
@@ -99,16 +102,26 @@ class ClusterFabric(HostFabric):
 
     def __init__(self, processes: Sequence[Process], rank: int, timeout_s: float, num_memx: int = 0) -> None:
         super().__init__(processes, rank, timeout_s, num_memx)
+        names = list(dict.fromkeys(process.host for process in processes))
         self._leaders = [self.hosts.index(host) for host in range(self.num_hosts)]
-        self._names = [processes[leader].host for leader in self._leaders]
+        self._names = [_with_ranks(name, self.hosts, host) for host, name in enumerate(names)]
+        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
         self._control = self.connect("what ranks tell each other")
+        # Either all hosts ask their ranks or none does: what one asks goes through all of them.
+        self._of_host = ALONE if self.num_hosts == self.size else _OfHost(self)
+
+    @property
+    def neighbours(self) -> Fabric:
+        return self._of_host
 
     def connect(self, purpose: str) -> Link | None:
         timeout = timedelta(seconds=self._timeout_s)
         group = torch.distributed.new_group(self._leaders, timeout=timeout, backend="gloo")
         if self.local_rank != 0:
             return None
-        return Link(purpose, group, self._leaders, self._names, self.host)
+        link = Link(purpose, group, self._leaders, self._names, self.host)
+        self._links.add(link)
+        return link
 
     def barrier(self, what: str) -> None:
         super().barrier(what)
@@ -127,3 +140,63 @@ class ClusterFabric(HostFabric):
         values: list[float] = self._values[: self.size].tolist()
         super().barrier("all to have read it")
         return values
+
+    def close(self) -> None:
+        for link in list(self._links):
+            link.close()
+        super().close()
+
+
+def _with_ranks(name: str, hosts: Sequence[int], host: int) -> str:
+    """The name of a host with its ranks, for messages."""
+    ranks = [rank for rank, its in enumerate(hosts) if its == host]
+    return f"{name}, rank {ranks[0]}" if len(ranks) == 1 else f"{name}, ranks {ranks[0]} to {ranks[-1]}"
+
+
+class _OfHost(Fabric):
+    """The ranks of one host of a cluster. What needs no other host is theirs; values come by way of all.
+
+    Args:
+        cluster: the ranks of all hosts, as this one sees them.
+    """
+
+    def __init__(self, cluster: ClusterFabric) -> None:
+        self._cluster = cluster
+        self.rank = self.local_rank = cluster.local_rank
+        self.local_size = cluster.local_size
+        self.placement = Placement(self.local_size)
+        self.hosts = [0] * self.local_size
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return self._cluster.allocate(num_bytes)
+
+    def connect(self, purpose: str) -> Link | None:
+        return None
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        self._cluster.wait_until(condition, what)
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        return self._cluster.exclusive()
+
+    def barrier(self, what: str) -> None:
+        HostFabric.barrier(self._cluster, what)
+
+    def gather(self, value: float) -> list[float]:
+        return self._here(self._cluster.gather(value))
+
+    def gather_objects(self, value: Value) -> list[Value]:
+        return self._here(self._cluster.gather_objects(value))
+
+    def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
+        return self._here(self._cluster.gather_tensors(value))
+
+    def _here(self, values: list[Value]) -> list[Value]:
+        first = self._cluster.rank - self.local_rank
+        return values[first : first + self.local_size]
+
+    def agree(self, make: Callable[[], Value]) -> Value:
+        return self._cluster.agree(make)
+
+    def close(self) -> None:
+        """Nothing: it is the cluster's."""

@@ -58,6 +58,11 @@ class Fabric(abc.ABC):
         """How many hosts there are."""
         return self.hosts[-1] + 1
 
+    @property
+    def neighbours(self) -> Fabric:
+        """The ranks of this host, as if there were no other host."""
+        return self
+
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory that the ranks of a host see: page-aligned uint8, zero; the n-th call gives all the same."""
@@ -98,6 +103,10 @@ class Fabric(abc.ABC):
         """The same of any value that can be pickled; slower."""
 
     @abc.abstractmethod
+    def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """The same of tensors of one shape and dtype, of the ranks that compute; only these ask."""
+
+    @abc.abstractmethod
     def agree(self, make: Callable[[], Value]) -> Value:
         """What `make` gives on rank 0, or raises there."""
 
@@ -133,6 +142,9 @@ class Alone(Fabric):
         return [value]
 
     def gather_objects(self, value: Value) -> list[Value]:
+        return [value]
+
+    def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
         return [value]
 
     def agree(self, make: Callable[[], Value]) -> Value:

@@ -22,7 +22,6 @@ from headwater.core.placement import Placement
 from headwater.fabric.fabric import Fabric, Value
 from headwater.fabric.link import Link
 
-_SPAN_BYTES = 1 << 45  # addresses of the shared file, of which only what is touched takes memory
 _LONGEST_PAUSE_S = 1e-3
 _LIVENESS_S = 0.5
 _STORE_TIMEOUT_S = 7 * 24 * 3600.0
@@ -46,7 +45,7 @@ class Process:
 class HostFabric(Fabric):
     """Ranks of one host, processes that `torch.distributed` has started.
 
-    What is shared lies in a file without a name, which the system frees with its last process.
+    What is shared lies in files without names; the system frees each when no process uses it any more.
 
     Args:
         processes: by rank; those of a host follow each other.
@@ -64,26 +63,43 @@ class HostFabric(Fabric):
         self.local_rank, self.local_size = rank - first, len(self._neighbours)
         # A store rank waits for all that the others do beside: evaluations, long steps.
         self._timeout_s = timeout_s if self.computes else _STORE_TIMEOUT_S
-        self._file = processes[rank].file
-        if self.local_rank == 0:
-            os.ftruncate(self._file, _SPAN_BYTES)
-        else:
-            os.close(self._file)
-            leader = self._neighbours[0]
-            self._file = os.open(f"/proc/{leader.pid}/fd/{leader.file}", os.O_RDWR)
-            os.ftruncate(self._file, _SPAN_BYTES)  # the leader may not have come to it yet
-        self._used = 0
         self._lock, self._depth = threading.RLock(), 0
-        self._arrived = self.allocate(8 * self.local_size).view(torch.int64).numpy()
-        self._values = self.allocate(8 * self.size).view(torch.float64).numpy()
-        self._barriers = 0
+        self._file = processes[rank].file
+        if self.local_rank != 0:
+            os.close(self._file)
+            self._file = self._file_of_leader(self._neighbours[0].file)
+        sizes = [2, self.local_size, self.local_size, self.size]
+        os.ftruncate(self._file, round_up(8 * sum(sizes)))  # the leader may not have come to it yet
+        numbers = torch.frombuffer(mmap.mmap(self._file, 8 * sum(sizes)), dtype=torch.int64)
+        offered, taken, arrived, values = numbers.split(sizes)
+        self._offered = offered.numpy()  # the leader's file of an allocation, and the allocation's number
+        self._taken = taken.numpy()  # the last allocation of each rank
+        self._arrived, self._values = arrived.numpy(), values.view(torch.float64).numpy()
+        self._allocations = self._barriers = 0
+        ranks = range(self.num_csx)
+        self._computing = torch.distributed.new_group(list(ranks)) if self.placement.num_memx else None
         torch.distributed.barrier()  # the file is as long as it is to be, and everybody has it open
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         size = max(round_up(num_bytes), PAGE_BYTES)
-        pages = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, offset=self._used)
-        self._used += size
+        self._allocations = number = self._allocations + 1
+        if self.local_rank == 0:
+            file = os.memfd_create("headwater")
+            os.ftruncate(file, size)
+            self._offered[:] = file, number
+        else:
+            self.wait_until(lambda: bool(self._offered[1] >= number), "memory that is shared")
+            file = self._file_of_leader(int(self._offered[0]))
+        pages = mmap.mmap(file, size)
+        self._taken[self.local_rank] = number
+        if self.local_rank == 0:
+            self.wait_until(lambda: bool((self._taken >= number).all()), "all to have the memory")
+        os.close(file)
         return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def _file_of_leader(self, number: int) -> int:
+        """What the first rank of the host calls so."""
+        return os.open(f"/proc/{self._neighbours[0].pid}/fd/{number}", os.O_RDWR)
 
     def connect(self, purpose: str) -> Link | None:
         return None
@@ -152,6 +168,12 @@ class HostFabric(Fabric):
         with self._errors():
             torch.distributed.all_gather_object(values, value)
         return values  # type: ignore[return-value]
+
+    def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
+        values = [torch.empty_like(value) for _ in range(self.num_csx)]
+        with self._errors():
+            torch.distributed.all_gather(values, value.contiguous(), group=self._computing)
+        return values
 
     def agree(self, make: Callable[[], Value]) -> Value:
         outcome: list[tuple[Value | None, HeadwaterError | None]] = [(None, None)]

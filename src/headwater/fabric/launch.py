@@ -23,6 +23,8 @@ from headwater.fabric.membership import check_cores, num_cores
 from headwater.fabric.outcome import Failure, exit_code
 from headwater.fabric.report import read_report
 
+_NUM_THREADS = "OMP_NUM_THREADS"
+
 
 def launch(placement: Placement, command: Sequence[str], *, where: str) -> int:
     """Run a command of Python as several ranks on this machine; returns its exit code.
@@ -37,8 +39,25 @@ def launch(placement: Placement, command: Sequence[str], *, where: str) -> int:
         HeadwaterError: what the first rank that failed has met.
     """
     check_cores(placement.num_csx, where=where)
+    with _threads_of_a_rank(num_cores() // placement.num_csx):
+        return _launch(placement, command)
+
+
+@contextmanager
+def _threads_of_a_rank(number: int) -> Iterator[None]:
+    """Within it processes that start compute with so many threads, unless the user has said how many."""
+    if _NUM_THREADS in os.environ:
+        yield
+        return
+    os.environ[_NUM_THREADS] = str(number)
+    try:
+        yield
+    finally:
+        del os.environ[_NUM_THREADS]
+
+
+def _launch(placement: Placement, command: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks speak for themselves
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_cores() // placement.num_csx))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -52,7 +71,7 @@ def launch(placement: Placement, command: Sequence[str], *, where: str) -> int:
     # On another thread the agent leaves signals alone: it would end the ranks in the middle of a step.
     with ThreadPoolExecutor(1) as pool, _signals_for_ranks() as passed_on:
         done = pool.submit(elastic_launch(config, sys.executable), *command)
-        told: set[tuple[int, int]] = set()
+        told: dict[int, int] = {}
         while not done.done():
             time.sleep(0.05)
             _pass_on(passed_on, told)
@@ -65,26 +84,24 @@ def launch(placement: Placement, command: Sequence[str], *, where: str) -> int:
 
 @contextmanager
 def _signals_for_ranks() -> Iterator[list[int]]:
-    """Ctrl-C reaches the ranks by itself, as they belong to the same job; SIGTERM is passed on.
+    """Gives the signals that the ranks are to get.
 
-    Gives the signals that were.
+    A terminal's Ctrl-C does not reach them, as each is of a session of its own: so it hears everything once.
     """
-    passed_on: list[int] = []
-    with handled({
-        signal.SIGINT: lambda number, frame: None,
-        signal.SIGTERM: lambda number, frame: passed_on.append(number),
-    }):  # fmt: skip
-        yield passed_on
+    heard: list[int] = []
+    with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, frame: heard.append(number))):
+        yield heard
 
 
-def _pass_on(numbers: Sequence[int], told: set[tuple[int, int]]) -> None:
+def _pass_on(numbers: Sequence[int], told: dict[int, int]) -> None:
     """Send every rank what it has not got yet: a signal may come before there are ranks."""
-    for number in numbers:
-        for process in psutil.Process().children():
-            if (process.pid, number) not in told:
-                told.add((process.pid, number))
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
+    for process in psutil.Process().children() if numbers else ():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(process.pid) != process.pid:
+                continue  # a copy of this process, for a moment, which would take it for the launcher's
+            for number in numbers[told.get(process.pid, 0) :]:
+                process.send_signal(number)
+            told[process.pid] = len(numbers)
 
 
 def _failure(told: ProcessFailure) -> Failure:

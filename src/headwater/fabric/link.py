@@ -34,7 +34,7 @@ class Link:
         self.host = host
         self.num_hosts = len(leaders)
         self._purpose = purpose
-        self._group = group
+        self._group: ProcessGroup | None = group
         self._leaders = leaders
         self._names = names
         self._others = [other for other in range(self.num_hosts) if other != host]
@@ -85,6 +85,12 @@ class Link:
         """Fill a contiguous tensor with what a host sends."""
         with self._errors(host):
             torch.distributed.recv(data, self._leaders[host], group=self._group)
+
+    def close(self) -> None:
+        """Give back the connections."""
+        group, self._group = self._group, None
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
 
     @contextmanager
     def _errors(self, *hosts: int) -> Iterator[None]:

@@ -70,13 +70,19 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
 @atexit.register
 def _leave() -> None:
     """End the threads of the process group, or they end this process badly."""
+    _joined.close()
     if _joined is not ALONE and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def current() -> Fabric:
     """The ranks that make the calls which come now: those that were joined, or this one."""
-    return ALONE if _is_alone.get() else _joined
+    return ALONE if is_alone() else _joined
+
+
+def is_alone() -> bool:
+    """Whether this rank does something now that the others do not."""
+    return _is_alone.get()
 
 
 @contextmanager

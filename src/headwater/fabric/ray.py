@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import ConfigError, HeadwaterError, RankError
+from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.signals import handled
 from headwater.fabric.outcome import Failure, exit_code
 from headwater.fabric.report import ERROR_FILE, read_report
@@ -36,6 +37,8 @@ try:
 except ImportError as _error:
     raise ConfigError(f"ranks on Ray need {_error.name}", remedy="pip install 'headwater[ray]'") from _error
 
+_STOP = signal.SIGTERM
+"""What a rank gets for Ctrl-C, too: then it ends without a word if it has not begun."""
 _WATCH_S = 0.2
 _GRACE_S = 10.0
 _CONNECT_S = 10.0
@@ -138,9 +141,9 @@ class RankActor:
         self._read[index] += len(new)
         return new
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the rank."""
-        self._process.send_signal(number)
+    def stop(self) -> None:
+        """Let the rank stop after its step, or at once if it has been told before."""
+        self._process.send_signal(_STOP)
 
 
 @dataclasses.dataclass
@@ -172,17 +175,14 @@ def launch(request: Request, arguments: Sequence[str]) -> int:
         RankError: if an actor cannot start.
         HeadwaterError: what the first rank that failed has met.
     """
-    passed_on: list[int] = []
+    heard: list[int] = []
     with _connected(request.address):
         ranks = _place(request)
-        # A rank stops in an orderly way at SIGTERM as it does at Ctrl-C, and while it is being started too.
-        with handled({
-            signal.SIGINT: lambda number, frame: passed_on.append(signal.SIGTERM),
-            signal.SIGTERM: lambda number, frame: passed_on.append(signal.SIGTERM),
-        }):  # fmt: skip
+        with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, _: heard.append(number))):
             _start(ranks, arguments, request.cpus_per_rank)
-            failures = _watch(ranks, passed_on)
-    return exit_code(failures, passed_on) if failures else 0
+            failures = _watch(ranks, heard)
+    code = exit_code(failures, [_STOP] if heard else []) if failures else 0
+    return INTERRUPTED if code == 128 + _STOP and signal.SIGINT in heard else code
 
 
 @contextmanager
@@ -275,23 +275,23 @@ def _start(ranks: Sequence[_Rank], arguments: Sequence[str], num_threads: int) -
     ])  # fmt: skip
 
 
-def _watch(ranks: Sequence[_Rank], passed_on: Sequence[int]) -> list[Failure]:
+def _watch(ranks: Sequence[_Rank], heard: Sequence[int]) -> list[Failure]:
     """Prints what ranks print, until all have ended; those that have not ended well.
 
     When one has failed the others cannot go on. They notice by themselves, and have a while to say so.
 
     Args:
         ranks: all.
-        passed_on: signals for them; grows meanwhile.
+        heard: signals, each of which stops them; grows meanwhile.
     """
     pending = {rank.actor.watch.remote(): rank for rank in ranks}
     failures: list[Failure] = []
     num_sent, end = 0, float("inf")
     while pending and time.monotonic() < end:
-        for number in passed_on[num_sent:]:
+        for _ in heard[num_sent:]:
             num_sent += 1
             for rank in pending.values():
-                rank.actor.send_signal.remote(number)
+                rank.actor.stop.remote()
         ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_WATCH_S)
         for reference in ready:
             rank = pending.pop(reference)

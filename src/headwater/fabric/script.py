@@ -5,6 +5,9 @@ The first process comes to where the number is said, and becomes the launcher: i
 program that runs the same command once for each rank. These are silent up to where the first process was,
 for it has said already what there was to say; from there on rank 0 speaks, and the others never do. An error
 that ends one is told the launcher, which says it once and ends the others.
+
+A script that `torchrun` or `srun` has started, on one host or on several, is a rank already: where the number
+is said it joins the others, and rank 0 alone speaks from there on.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import torch
 
 from headwater.core.errors import ConfigError, RankError
 from headwater.core.exit_codes import INTERRUPTED
+from headwater.fabric.alike import check_alike, digest, program
+from headwater.fabric.cluster import DEFAULT_TIMEOUT_S, host_name
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import check_cores, current, end_with_launcher, is_rank, join
 from headwater.fabric.report import report_traceback
@@ -36,16 +41,17 @@ _PROGRAM = "headwater.cli.ranks"
 _stderr: int | None = None  # where it went before it was silenced
 
 
-def use_ranks(num_csx: int, *, where: str) -> None:
+def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """From here on this script runs on so many ranks; see [Note: ranks of a script].
 
     Args:
         num_csx: how many, at least 2.
         where: the number was written; for errors.
+        timeout_s: how long another rank may keep this one waiting.
 
     Raises:
-        ConfigError: if there are not so many cores, another number was said before, or there is no command
-            to run again.
+        ConfigError: if there are not so many cores, another number was said before, there is no command
+            to run again, or ranks run different scripts.
         RankError: if the ranks do not find each other.
     """
     if current().size > 1 or is_rank():
@@ -59,14 +65,25 @@ def use_ranks(num_csx: int, *, where: str) -> None:
                 where=where,
                 remedy="write num_csx=1 in what a rank starts",
             )
-        _speak(join())
+        fabric = join(timeout_s)
+        if fabric.num_hosts > 1:
+            check_alike(fabric, program() | _script())
+        _speak(fabric)
         return
     check_cores(num_csx, where=where)
     _check_command(num_csx, where)
     sys.stdout.flush()
     sys.stderr.flush()
-    program = ("-m", _PROGRAM, str(num_csx), where)
-    os.execv(sys.executable, [sys.executable, *program, *sys.orig_argv[1:]])
+    launcher = ("-m", _PROGRAM, str(num_csx), where)
+    os.execv(sys.executable, [sys.executable, *launcher, *sys.orig_argv[1:]])
+
+
+def _script() -> dict[str, str]:
+    """What ranks on several hosts run."""
+    told = {f"argument {number}": word for number, word in enumerate(sys.argv[1:], start=1)}
+    if Path(sys.argv[0]).is_file():
+        told["script"] = digest([Path(sys.argv[0])])
+    return told
 
 
 def _check_size(num_csx: int, size: int, where: str) -> None:
@@ -123,6 +140,7 @@ def silence(file: int) -> None:
 
 def _speak(fabric: Fabric) -> None:
     """The rank has come to where the first process was: from now on rank 0 is heard."""
+    global _stderr
     sys.stdout.flush()
     sys.stderr.flush()
     if LAUNCHER in os.environ and fabric.rank == 0:
@@ -133,6 +151,11 @@ def _speak(fabric: Fabric) -> None:
             stream.reconfigure(line_buffering=stream.isatty())  # type: ignore[union-attr]
     elif fabric.rank > 0:
         silence(STDOUT)
+    if LAUNCHER not in os.environ:
+        _stderr = os.dup(STDERR)
+        sys.excepthook = _report
+        if fabric.rank > 0:
+            silence(STDERR)
     silence(STDIN)
     _draw_alike(fabric)
 
@@ -147,7 +170,10 @@ def _draw_alike(fabric: Fabric) -> None:
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """What ends this rank, said to the launcher. Threads that wait for other ranks are not waited for."""
     interrupted = issubclass(kind, KeyboardInterrupt)
-    if not interrupted:
-        report_traceback("".join(traceback.format_exception(kind, error, trace)))
+    text = "".join(traceback.format_exception(kind, error, trace))
+    if LAUNCHER not in os.environ:  # it would say which rank it was
+        text = f"rank {current().rank} on {host_name()} has failed:\n{text}"
+    if not interrupted and not report_traceback(text) and _stderr is not None:
+        os.write(_stderr, text.encode())
     sys.stdout.flush()
     os._exit(INTERRUPTED if interrupted else 1)

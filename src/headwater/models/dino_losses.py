@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwater.config.models.self_supervised import DistillationConfig, KoLeoConfig
+from headwater.core import whole_batch
 
 
 class Distillation(nn.Module):
@@ -40,8 +41,9 @@ class Distillation(nn.Module):
         """
         probabilities = ((teacher - self.center) / self._temperature()).softmax(-1)
         if self.training:
-            number = counted.sum()
-            mean = (teacher * counted.unsqueeze(-1)).flatten(0, -2).sum(0) / number.clamp_min(1)
+            number = whole_batch.total(counted.sum())
+            scores = (teacher * counted.unsqueeze(-1)).flatten(0, -2).sum(0)
+            mean = whole_batch.total(scores) / number.clamp_min(1)
             # Without anything that counts, it stays.
             share = (1 - self.config.center_momentum) * (number > 0)
             self.center.add_((mean - self.center) * share)
@@ -116,7 +118,7 @@ class KoLeoLoss(nn.Module):
         Args:
             features: [batch, views, width].
         """
-        views = F.normalize(features.float(), dim=-1).transpose(0, 1)
+        views = F.normalize(whole_batch.rows(features).float(), dim=-1).transpose(0, 1)
         with torch.no_grad():
             products = views @ views.mT
             products = products.diagonal_scatter(torch.full_like(products[..., 0], -2.0), dim1=1, dim2=2)

@@ -104,7 +104,8 @@ class Footprint:
         ranks: int = 1,
     ) -> None:
         self.trace = trace
-        self._ranks = ranks
+        self._ranks = ranks - share.store_ranks  # that compute
+        self._sums_stay = ranks > 1 or share.sums_stay
         self.stages = tuple(
             _stage_bytes(stage, optimizer_state_bytes, trained=not trace.inference) for stage in trace.stages
         )
@@ -112,7 +113,7 @@ class Footprint:
         self.last_use = {stage: position for position, stage in enumerate(trace.uses)}
         self.first_use = {stage: position for position, stage in reversed(list(enumerate(trace.uses)))}
         self._base_bytes = ranks * base_bytes
-        self._share = share
+        self.share = share
         self._checkpoints = checkpoints and not trace.inference
         self._peaks: dict[object, Peak] = {}
 
@@ -131,7 +132,7 @@ class Footprint:
             return Memory({}, host | compute, disk | {"activations": moved})
         largest = max(stage.gradient_sum for stage in self.stages)
         waiting = largest if plan.gradient_tier == "disk" else held
-        host["gradients"] = int(self._share.gradients * waiting)
+        host["gradients"] = int(self.share.gradients * waiting)
         return Memory(compute, host | {"activations": moved}, disk)
 
     def _store_bytes(self, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
@@ -139,18 +140,17 @@ class Footprint:
         host = {"interpreter": self._base_bytes}
         if plan.tier == "memory":
             return host | {"weight store": self.stored_bytes}, {}
-        page_locked = 0 if plan.device == "cpu" else max(self.slab_sizes)
-        host |= {"staging": self.staging_bytes + page_locked, "snapshot": self.snapshot_bytes}
-        if not self._share.resident_wire:
-            return host, {"weight store": self.stored_bytes}
-        wire = int(self._share.wire * sum(self.slab_sizes))
-        return host | {"weight store": wire}, {"weight store": self.stored_bytes - wire}
+        images = self.share.images + (plan.device != "cpu")  # on their way, or page-locked
+        staging = self.share.disk_ranks * self.staging_bytes + images * max(self.slab_sizes)
+        return host | {"staging": staging, "snapshot": self.snapshot_bytes}, {
+            "weight store": self.stored_bytes
+        }
 
     @cached_property
     def stored_bytes(self) -> int:
         """Bytes of the weight store that count."""
         state = sum(stage.state for stage in self.stages)
-        return int(self._share.wire * sum(self.slab_sizes) + self._share.state * state)
+        return int(self.share.wire * sum(self.slab_sizes) + self.share.state * state)
 
     @cached_property
     def staging_bytes(self) -> int:
@@ -223,17 +223,17 @@ class Footprint:
     def _gradients_alive(self, plan: Plan) -> list[int]:
         """Bytes of gradients in the compute device's memory while the backward of each use runs.
 
-        With one micro-batch the store holds what has been computed; with several it holds all sums. An update
-        frees the gradients of a stage when the next forward reaches it, so that forward is the mirror image
-        of backward.
+        With one micro-batch the store holds what has been computed; with several it holds all sums, and so it
+        does where ranks share them. An update frees the gradients of a stage when the next forward reaches
+        it, so that forward is the mirror image of backward.
         """
         arriving, exact = self._arriving_bytes, _holds_exact_gradients(plan)
         if plan.device != "cpu":
             return [2 * count for count in arriving]  # and the copy that is on its way out
         if plan.gradient_tier == "disk":
             return [self._passing(position, exact) for position in range(len(self.trace.uses))]
-        if plan.num_micro_batches > 1:
-            return [self.held_gradients(plan) + count for count in arriving]
+        if plan.num_micro_batches > 1 or self._sums_stay:
+            return [self.held_gradients(plan) + self._ranks * count for count in arriving]
         complete = [
             (self.stages[stage].gradient if exact else self.stages[stage].gradient_sum)
             if self.first_use[stage] == position

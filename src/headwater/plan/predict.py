@@ -170,9 +170,12 @@ class Predictor:
         read, write = Phases(), Phases()
         later = plan.num_micro_batches - 1
         if plan.tier == "disk":
-            fetched = self._fetched_bytes(plan)
-            read = _add(read, fetched.first + self._updated_state, fetched.rest)
-            write = _add(write, self._updated_slabs + self._updated_state, 0)
+            fetched, share = self._fetched_bytes(plan), self.footprint.share
+            state = share.state * self._updated_state
+            if share.images:  # what is updated before it is fetched is read twice
+                state += share.state * self._updated_slabs
+            read = _add(read, fetched.first + state, fetched.rest)
+            write = _add(write, self._updated_slabs + share.state * self._updated_state, 0)
         if plan.gradient_tier == "disk":
             held = self.footprint.held_gradients(plan)
             read, write = _add(read, held, later * held), _add(write, 0, (1 + later) * held)

@@ -142,7 +142,7 @@ def _decisions(plan: Plan) -> Iterator[str]:
     ranks = "" if count == 1 else f"{count} CSXs × "
     yield f"batch: {samples * count} = {ranks}{plan.num_micro_batches} × {plan.micro_batch_size} samples"
     owners = plan.placement.owners
-    if plan.tier == "memory" and len(owners) < plan.placement.size:
+    if len(owners) < plan.placement.size:
         share = format_count(sum(stage.numel for stage in plan.trace.stages) // len(owners))
         names = f"rank {owners[0]}" if len(owners) == 1 else f"ranks {owners[0]} to {owners[-1]}"
         yield f"masters are updated by {names}, {share} parameters each, which compute nothing"

@@ -82,7 +82,7 @@ class Request:
 
     def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
         """Fewest slabs of a size class; ranks share those of the disk tier."""
-        return minimum_slabs(trace, self.ranks if tier == "disk" else 1)
+        return minimum_slabs(trace, self.ranks - self.share.store_ranks if tier == "disk" else 1)
 
 
 def best_plan(request: Request) -> Plan | None:

@@ -149,13 +149,19 @@ class StoreShare:
         wire: of the weights as they travel.
         state: of what the store keeps beside them.
         gradients: of the sums that wait for the update, where they are not on the compute device.
-        resident_wire: the weights stay in memory where the rest is on disk.
+        disk_ranks: ranks of this host that read or change what is on its disk, each through its own buffers.
+        images: stages whose weights pass through memory beside the slabs when they are updated, at once.
+        store_ranks: ranks of this host that do not compute.
+        sums_stay: whether there are ranks on other hosts, with which sums of gradients are exchanged.
     """
 
     wire: float = 1.0
     state: float = 1.0
     gradients: float = 1.0
-    resident_wire: bool = False
+    disk_ranks: int = 1
+    images: int = 0
+    store_ranks: int = 0
+    sums_stay: bool = False
 
 
 WHOLE_STORE = StoreShare()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from headwater.core.buffers import aligned_empty
 from headwater.core.files import disk_errors
 from headwater.store.files import open_files
 from headwater.store.layout import Group, StageLayout
-from headwater.store.tier import Tier
+from headwater.store.tier import WHOLE, Tier
 
 _READ_AHEAD = 2
-_STAGING_BUFFERS = 4  # two readers of _READ_AHEAD buffers each cannot wait for one another
+_STAGING_BUFFERS = 4  # for two readers at full speed
 _IO_THREADS = 3
 _WIRE_BLOCK_BYTES = 16 << 20
 
@@ -27,25 +27,49 @@ class DiskTier(Tier):
 
     Host memory: `staging_bytes`, whatever the size of the model; a wire image is read into its slab.
 
+    Attributes:
+        origins: where other ranks of the host open the files.
+
     Args:
         layouts: one per stage.
         folder: where the files go; created if missing.
         direct: bypass the page cache.
         verify: compare what is read with checksums of what was written.
+        kept: the groups of each stage that this host keeps, which follow each other; all if not given.
+        sums: memory for the checksums of each file; see `open_files`.
+        origins: of the files, if another rank of the host has made them.
 
     Raises:
         DiskFullError: if the files do not fit.
     """
 
     def __init__(
-        self, layouts: list[StageLayout], folder: Path, *, direct: bool = True, verify: bool = False
+        self,
+        layouts: list[StageLayout],
+        folder: Path,
+        *,
+        direct: bool = True,
+        verify: bool = False,
+        kept: Sequence[Sequence[Group]] | None = None,
+        sums: Sequence[torch.Tensor] | None = None,
+        origins: Sequence[Path] | None = None,
     ) -> None:
         super().__init__(layouts)
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        sizes = {folder / f"stage_{i:04d}.bin": lay.file_bytes for i, lay in enumerate(layouts)}
-        contents = [f"stage {layout.stage.name!r}" for layout in layouts] if verify else None
-        self._files = open_files(sizes, direct=direct, contents=contents)
+        kept = [layout.groups for layout in layouts] if kept is None else kept
+        self._rest_at = [  # of the stage's rest in its file; what lies before is on other hosts
+            layout.wire_bytes - (groups[0].offset if groups else 0)
+            for layout, groups in zip(layouts, kept, strict=True)
+        ]
+        self._files = open_files(
+            file_sizes(layouts, folder, kept),
+            direct=direct,
+            contents=[f"stage {layout.stage.name!r}" for layout in layouts] if verify else None,
+            sums=sums,
+            origins=origins,
+        )
+        self.origins = [file.origin for file in self._files]
         self._threads = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="headwater-disk")
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(_STAGING_BUFFERS):
@@ -55,16 +79,21 @@ class DiskTier(Tier):
     def resident_wire(self, stage: int) -> None:
         return None
 
-    def read_wire(self, stage: int, into: torch.Tensor) -> None:
+    def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
         self._settle(stage)
         image = into[: self.layouts[stage].wire_bytes]
-        self._all_blocks(self._files[stage].read, image)
+        self._all_blocks(self._files[stage].read, image, part)
 
-    def write_wire(self, stage: int, image: torch.Tensor) -> None:
-        self._all_blocks(self._files[stage].write, image[: self.layouts[stage].wire_bytes])
+    def write_wire(self, stage: int, image: torch.Tensor, part: slice = WHOLE) -> None:
+        self._all_blocks(self._files[stage].write, image[: self.layouts[stage].wire_bytes], part)
 
-    def _all_blocks(self, transfer: Callable[[int, torch.Tensor], None], image: torch.Tensor) -> None:
-        starts = range(0, image.numel(), _WIRE_BLOCK_BYTES)
+    def _all_blocks(
+        self, transfer: Callable[[int, torch.Tensor], None], image: torch.Tensor, part: slice
+    ) -> None:
+        """Whole blocks, always the same ones: all that have something of the part."""
+        first, stop, _ = part.indices(image.numel())
+        before = first % _WIRE_BLOCK_BYTES if first < stop else 0
+        starts = range(first - before, stop, _WIRE_BLOCK_BYTES)
         blocks = {start: image[start : start + _WIRE_BLOCK_BYTES] for start in starts}
 
         def one(start: int) -> None:  # a worker keeps its last arguments a while: no view among them
@@ -75,15 +104,18 @@ class DiskTier(Tier):
             future.result()
 
     def groups(
-        self, stage: int, *, read: bool = True, write: bool, params: Collection[int] | None = None
+        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         self._settle(stage)
         waiting: deque[tuple[Group, torch.Tensor, Future[None] | None]] = deque()
-        todo = deque(self.layouts[stage].groups_of(params))
+        todo = deque(groups)
         try:
             while todo or waiting:
                 while todo and len(waiting) < _READ_AHEAD:
-                    waiting.append(self._begin(stage, todo.popleft(), read))
+                    buffer = self._free_buffer(wait=not waiting)
+                    if buffer is None:
+                        break
+                    waiting.append(self._begin(stage, todo.popleft(), buffer, read))
                 group, buffer, reading = waiting[0]
                 if reading is not None:
                     reading.result()
@@ -96,11 +128,19 @@ class DiskTier(Tier):
                     reading.exception()
                 self._staging.put(buffer)
 
-    def _begin(self, stage: int, group: Group, read: bool) -> tuple[Group, torch.Tensor, Future[None] | None]:
-        buffer = self._staging.get()
+    def _free_buffer(self, *, wait: bool) -> torch.Tensor | None:
+        """A buffer of which who waits has none; so however many wait, one of them goes on."""
+        try:
+            return self._staging.get(block=wait)
+        except queue.Empty:
+            return None
+
+    def _begin(
+        self, stage: int, group: Group, buffer: torch.Tensor, read: bool
+    ) -> tuple[Group, torch.Tensor, Future[None] | None]:
         if not read:
             return group, buffer, None
-        offset = self.layouts[stage].wire_bytes + group.offset
+        offset = self._rest_at[stage] + group.offset
         reading = self._threads.submit(self._files[stage].read, offset, buffer[: group.num_bytes])
         return group, buffer, reading
 
@@ -108,7 +148,7 @@ class DiskTier(Tier):
         if not write:
             self._staging.put(buffer)
             return
-        offset = self.layouts[stage].wire_bytes + group.offset
+        offset = self._rest_at[stage] + group.offset
         writing = self._threads.submit(self._files[stage].write, offset, buffer[: group.num_bytes])
         writing.add_done_callback(lambda _: self._staging.put(buffer))
         self._writes[stage].append(writing)
@@ -129,6 +169,16 @@ class DiskTier(Tier):
         self._threads.shutdown(wait=True, cancel_futures=True)
         for file in self._files:
             file.close()
+
+
+def file_sizes(
+    layouts: Sequence[StageLayout], folder: Path, kept: Sequence[Sequence[Group]]
+) -> dict[Path, int]:
+    """Bytes of the file of each stage, which holds its wire image and these groups."""
+    return {
+        folder / f"stage_{index:04d}.bin": layout.wire_bytes + sum(group.num_bytes for group in groups)
+        for index, (layout, groups) in enumerate(zip(layouts, kept, strict=True))
+    }
 
 
 def largest_group_bytes(layouts: list[StageLayout]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headwater.core.buffers import PAGE_BYTES
+from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.errors import CorruptError
 from headwater.core.files import disk_errors
 
@@ -22,16 +22,18 @@ class Checksums:
     Args:
         path: the file, for errors.
         contents: what it holds, for errors.
+        sums: for each page of the file 8 bytes of memory, at first 0, of which few are touched: those of the
+            pages with which blocks begin. Processes that share the file share it too.
     """
 
-    def __init__(self, path: Path, contents: str) -> None:
+    def __init__(self, path: Path, contents: str, sums: torch.Tensor) -> None:
         self._path = path
         self._contents = contents
-        self._sums: dict[tuple[int, int], int] = {}
+        self._sums = sums.view(torch.int64).numpy()
 
     def note(self, offset: int, block: memoryview) -> None:
         """Remember a block that has been written."""
-        self._sums[offset, len(block)] = zlib.crc32(block)
+        self._sums[offset // PAGE_BYTES] = zlib.crc32(block) + 1
 
     def check(self, offset: int, block: memoryview) -> None:
         """Compare a block that has been read; blocks are read as they were written, or were never written.
@@ -39,8 +41,8 @@ class Checksums:
         Raises:
             CorruptError: if it is not what was written.
         """
-        written = self._sums.get((offset, len(block)))
-        if written is not None and zlib.crc32(block) != written:
+        written = self._sums[offset // PAGE_BYTES]
+        if written and zlib.crc32(block) + 1 != written:
             end = offset + len(block)
             raise CorruptError(
                 f"bytes {offset} to {end} of the file of {self._contents} are not what was written",
@@ -55,26 +57,40 @@ class BlockFile:
     It loses its name as soon as it is open: two runs cannot meet in one file, and whatever ends the process,
     nothing is left behind.
 
+    Attributes:
+        origin: where another process of this user and machine opens it, as long as this one has it open.
+
     Args:
         path: where it is created, and what errors call it.
         num_bytes: its size; the space is reserved at once, so that a full disk shows now and not hours later.
         direct: bypass the page cache (O_DIRECT); ignored where the file system refuses it.
         checksums: compare what is read with what was written.
+        origin: of the file that another process has created; then it is opened, and not created.
 
     Raises:
         DiskFullError: if there is no room.
     """
 
     def __init__(
-        self, path: Path, num_bytes: int, *, direct: bool = True, checksums: Checksums | None = None
+        self,
+        path: Path,
+        num_bytes: int,
+        *,
+        direct: bool = True,
+        checksums: Checksums | None = None,
+        origin: Path | None = None,
     ) -> None:
         self.path = path
         self.num_bytes = num_bytes
         self._checksums = checksums
         with disk_errors(path):
-            self._fd, self.direct = _open_unnamed(path, direct)
+            if origin is None:
+                self._fd, self.direct = _open_unnamed(path, direct)
+            else:
+                self._fd, self.direct = _open(origin, os.O_RDWR, direct)
+            self.origin = Path(f"/proc/{os.getpid()}/fd/{self._fd}")
             try:
-                if num_bytes:
+                if num_bytes and origin is None:
                     os.posix_fallocate(self._fd, 0, num_bytes)
             except OSError:
                 os.close(self._fd)
@@ -119,7 +135,12 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def open_files(
-    sizes: Mapping[Path, int], *, direct: bool = True, contents: Sequence[str] | None = None
+    sizes: Mapping[Path, int],
+    *,
+    direct: bool = True,
+    contents: Sequence[str] | None = None,
+    sums: Sequence[torch.Tensor] | None = None,
+    origins: Sequence[Path] | None = None,
 ) -> list[BlockFile]:
     """A file for each path; if one cannot be made, none is kept.
 
@@ -127,6 +148,8 @@ def open_files(
         sizes: bytes of each file.
         direct: bypass the page cache.
         contents: what each file holds, if what is read is to be compared with what was written.
+        sums: memory for the checksums of that, which processes share that share the files; see `sums_bytes`.
+        origins: of the files, where another process has created them.
 
     Raises:
         DiskFullError: if there is no room for all of them.
@@ -134,22 +157,33 @@ def open_files(
     with contextlib.ExitStack() as opened:
         files = []
         for index, (path, num_bytes) in enumerate(sizes.items()):
-            checksums = None if contents is None else Checksums(path, contents[index])
-            files.append(BlockFile(path, num_bytes, direct=direct, checksums=checksums))
+            checksums = None
+            if contents is not None:
+                own = aligned_empty(sums_bytes(num_bytes)) if sums is None else sums[index]
+                checksums = Checksums(path, contents[index], own)
+            origin = None if origins is None else origins[index]
+            files.append(BlockFile(path, num_bytes, direct=direct, checksums=checksums, origin=origin))
             opened.callback(files[-1].close)
         opened.pop_all()
     return files
 
 
+def sums_bytes(num_bytes: int) -> int:
+    """Bytes of the checksums of a file of so many bytes."""
+    return 8 * -(-num_bytes // PAGE_BYTES)
+
+
 def _open_unnamed(path: Path, direct: bool) -> tuple[int, bool]:
     """A descriptor of a new file that has no name any more, and whether it bypasses the page cache."""
     path = path.with_name(f"{path.name}.{os.getpid()}")  # no other process meets it in between
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-    file, bypasses = None, False
+    opened = _open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, direct)
+    path.unlink()
+    return opened
+
+
+def _open(path: Path, flags: int, direct: bool) -> tuple[int, bool]:
+    """A descriptor of a file, and whether it bypasses the page cache."""
     if direct and hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):
-            file, bypasses = os.open(path, flags | os.O_DIRECT, 0o600), True
-    if file is None:
-        file = os.open(path, flags, 0o600)
-    path.unlink()
-    return file, bypasses
+            return os.open(path, flags | os.O_DIRECT, 0o600), True
+    return os.open(path, flags, 0o600), False

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import Board, Fabric
-from headwater.fabric.link import PIECE_BYTES
-from headwater.store.gradients import ParamKey, gradient_norm
+from headwater.store.exchange import Runs, elements
+from headwater.store.gradients import gradient_norm
 from headwater.store.shared_gradients import SharedGradientSum
 from headwater.store.sharing import Sharing
-
-_Runs = list[tuple[ParamKey, int, int]]
-"""Elements of parameters: first, and one past the last."""
 
 
 class HostsGradientSum(SharedGradientSum):
@@ -44,13 +40,14 @@ class HostsGradientSum(SharedGradientSum):
         super().__init__(stages, fabric, sum_dtype)
         self._runs = [[self._runs_of(stage, h, sharing) for h in range(fabric.num_hosts)] for stage in stages]
         self._link = fabric.connect("gradients")
+        self._exchange = None if self._link is None else self._exchange_by(self._link)
         self._exchanged = Board(fabric, len(stages))  # the step whose sums of a stage are those of all hosts
         self._squares = torch.zeros(len(self._keys), dtype=torch.float64)  # of the norms of this host's part
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-exchange")
         self._sending: list[Future[None]] = []
         self._is_last = False  # the micro-batch that is under way
 
-    def _runs_of(self, stage: StageSpec, host: int, sharing: Sharing) -> _Runs:
+    def _runs_of(self, stage: StageSpec, host: int, sharing: Sharing) -> Runs:
         runs = []
         for param in range(len(stage.params)):
             run = sharing.host_run(stage.index, param, host)
@@ -77,66 +74,22 @@ class HostsGradientSum(SharedGradientSum):
         """Send what this round of turns completes."""
         if self._link is not None:
             for stage in reversed(self._stages):
-                self._sending.append(self._sender.submit(self._exchange, stage.index, round_, self._step))
+                self._sending.append(
+                    self._sender.submit(self._exchange_stage, stage.index, round_, self._step)
+                )
 
-    def _exchange(self, stage: int, round_: int, step: int) -> None:
+    def _exchange_stage(self, stage: int, round_: int, step: int) -> None:
         for key in (key for key in self._keys if key[0] == stage):
             slot = self._slots[key]
             what = f"the gradient of {self._stages[stage].params[key[1]].name}"
             self._turns.wait(slot, (round_ + 1) * self._fabric.local_size, what)
             if self._written.read(slot) != step:  # no rank here has got one
                 self._totals[key].zero_()
-        sizes = [self._num_bytes(runs) for runs in self._runs[stage]]
-        count = -(-max(sizes) // PIECE_BYTES)
-        parts = [[_part(runs, part, count) for runs in self._runs[stage]] for part in range(count)]
-        started = [self._start_exchange(part) for part in parts[:1]]
-        for part, following in itertools.zip_longest(parts, parts[1:]):
-            if following is not None:  # is on its way while this one is summed
-                started.append(self._start_exchange(following))
-            self._add_up(part[self._fabric.host], started.pop(0)())
+        assert self._exchange is not None, "leaders send"
+        self._exchange.reduce(self._runs[stage])
         for key, start, stop in self._runs[stage][self._fabric.host]:
-            self._squares[self._slots[key]] = gradient_norm(self._elements(key, start, stop)) ** 2
+            self._squares[self._slots[key]] = gradient_norm(elements(self._totals[key], start, stop)) ** 2
         self._exchanged.post(stage, step)
-
-    def _start_exchange(self, runs: Sequence[_Runs]) -> Callable[[], list[torch.Tensor]]:
-        """Send each host its runs; what is returned gives what each sends for the runs of this host."""
-        assert self._link is not None, "leaders send"
-        num_bytes = self._num_bytes(runs[self._fabric.host])
-        sent = [self._packed(its) for its in runs]
-        received = [torch.empty(num_bytes, dtype=torch.uint8) for _ in runs]
-        finish = self._link.start_exchange(sent, received)
-
-        def finished() -> list[torch.Tensor]:
-            finish()
-            sent.clear()
-            return received
-
-        return finished
-
-    def _add_up(self, runs: _Runs, received: Sequence[torch.Tensor]) -> None:
-        """Add up what the hosts have for the runs of this one."""
-        position = 0
-        for key, start, stop in runs:
-            own, dtype = self._elements(key, start, stop), self._wire_dtype(key)
-            span = slice(position, position + own.numel() * dtype.itemsize)
-            position = span.stop
-            total = torch.zeros(own.numel(), dtype=torch.promote_types(own.dtype, torch.float32))
-            for host, theirs in enumerate(received):
-                total += own if host == self._fabric.host else theirs[span].view(dtype)
-            own.copy_(total)
-
-    def _packed(self, runs: _Runs) -> torch.Tensor:
-        parts = [self._elements(key, a, b).to(self._wire_dtype(key)).view(torch.uint8) for key, a, b in runs]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
-    def _elements(self, key: ParamKey, start: int, stop: int) -> torch.Tensor:
-        return self._totals[key].view(-1)[start:stop]
-
-    def _wire_dtype(self, key: ParamKey) -> torch.dtype:
-        return self._stages[key[0]].params[key[1]].wire_dtype
-
-    def _num_bytes(self, runs: _Runs) -> int:
-        return sum((stop - start) * self._wire_dtype(key).itemsize for key, start, stop in runs)
 
     # complete
 
@@ -170,7 +123,7 @@ class HostsGradientSum(SharedGradientSum):
             for key, gradient in late.items() if self._link is not None else ():
                 for owned, start, stop in self._runs[key[0]][self._fabric.host]:
                     if owned == key:
-                        own = self._elements(key, start, stop)
+                        own = elements(self._totals[key], start, stop)
                         own += gradient.reshape(-1)[start:stop]
                         self._squares[self._slots[key]] = gradient_norm(own) ** 2
                 self._written.post(self._slots[key], self._step)
@@ -183,16 +136,3 @@ class HostsGradientSum(SharedGradientSum):
     def close(self) -> None:
         self._sender.shutdown(wait=True, cancel_futures=True)
         super().close()
-
-
-def _part(runs: _Runs, part: int, count: int) -> _Runs:
-    """One of so many parts of runs that have about equally many elements."""
-    total = sum(stop - start for _, start, stop in runs)
-    first, last = total * part // count, total * (part + 1) // count
-    found, before = [], 0
-    for key, start, stop in runs:
-        low, high = max(first - before, 0), min(last - before, stop - start)
-        if low < high:
-            found.append((key, start + low, start + high))
-        before += stop - start
-    return found

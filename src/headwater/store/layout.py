@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -119,20 +119,9 @@ class StageLayout:
             for start, stop in _split(param.numel, elementwise)
         ])  # fmt: skip
 
-    def groups_of(self, params: Collection[int] | None = None) -> Sequence[Group]:
-        """The groups that hold something of these parameters; all if none are named."""
-        if params is None:
-            return self.groups
-        return [group for group in self.groups if any(piece.param in params for piece in group.pieces)]
-
     @cached_property
     def rest_bytes(self) -> int:
         return self.groups[-1].offset + self.groups[-1].num_bytes if self.groups else 0
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the stage's file in the disk tier: the wire image, then the rest."""
-        return self.wire_bytes + self.rest_bytes
 
 
 def _split(numel: int, elementwise: bool) -> list[tuple[int, int]]:

@@ -64,9 +64,14 @@ class LoopGradientSum(SharedGradientSum):
                 slot = self._slots[key]
                 name = self._stages[key[0]].params[key[1]].name
                 self._turns.wait(slot, round_ * self._fabric.size, f"the gradient of {name}")
-                self._totals[key].copy_(copy)
-                self._written.post(slot, current)
+                self._put_back(key, copy, current)
         self._take_turn(key, gradient, round_, current)
+
+    def _put_back(self, key: ParamKey, copy: torch.Tensor, current: int) -> None:
+        """Let what is added come on top of a copy."""
+        if copy is not self._totals[key]:
+            self._totals[key].copy_(copy)
+        self._written.post(self._slots[key], current)
 
     def _is_there(self, key: ParamKey) -> bool:
         """Whether any rank has given something to a sum; waits until all that were to do so have."""
@@ -150,6 +155,7 @@ class LoopGradientSum(SharedGradientSum):
         key = (stage, param)
         self._exposed.pop(key, None)
         self._copies[key] = gradient.detach()
+        self.present.add(key)
         self.spent.discard(key)
 
     # a step that may have to be undone

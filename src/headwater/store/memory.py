@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from headwater.core.buffers import aligned_empty
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.store.layout import Group, StageLayout
-from headwater.store.tier import Tier
+from headwater.store.tier import WHOLE, Tier
 
 
 class MemoryTier(Tier):
@@ -35,16 +35,20 @@ class MemoryTier(Tier):
     def resident_wire(self, stage: int) -> torch.Tensor:
         return self._wire[stage]
 
-    def read_wire(self, stage: int, into: torch.Tensor) -> None:
-        into.copy_(self._wire[stage][: into.numel()])
+    def images(self, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All bytes of a stage: the wire image, and the rest."""
+        return self._wire[stage], self._rest[stage]
 
-    def write_wire(self, stage: int, image: torch.Tensor) -> None:
-        self._wire[stage][: image.numel()].copy_(image)
+    def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
+        into[part].copy_(self._wire[stage][: into.numel()][part])
+
+    def write_wire(self, stage: int, image: torch.Tensor, part: slice = WHOLE) -> None:
+        self._wire[stage][: image.numel()][part].copy_(image[part])
 
     def groups(
-        self, stage: int, *, read: bool = True, write: bool, params: Collection[int] | None = None
+        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
     ) -> Iterator[tuple[Group, torch.Tensor]]:
-        for group in self.layouts[stage].groups_of(params):
+        for group in groups:
             yield group, self._rest[stage][group.offset : group.offset + group.num_bytes]
 
     def settle(self) -> None:

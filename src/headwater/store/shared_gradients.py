@@ -11,6 +11,8 @@ from headwater.core.buffers import round_up
 from headwater.core.errors import StreamError
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import Board, Fabric
+from headwater.fabric.link import Link
+from headwater.store.exchange import Exchange
 from headwater.store.gradients import GradientSum, ParamKey, gradient_norm
 from headwater.store.hold import Gradients, MemoryHold
 
@@ -60,6 +62,11 @@ class SharedGradientSum(GradientSum):
             totals[key] = part.view(dtypes[key]).view(specs[key].shape)
             offset += round_up(sizes[key], _ALIGNMENT_BYTES)
         return totals
+
+    def _exchange_by(self, link: Link) -> Exchange:
+        """What adds up these sums and those of other hosts."""
+        wire = {key: self._stages[key[0]].params[key[1]].wire_dtype for key in self._keys}
+        return Exchange(link, self._totals, wire)
 
     # in
 

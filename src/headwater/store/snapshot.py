@@ -14,6 +14,7 @@ from headwater.core.errors import HeadwaterError
 from headwater.core.files import CheckedFile, disk_errors, sync_folder
 from headwater.core.safetensors import DTYPE_CODES, DTYPES, TensorFileWriter
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.store.pieces import PieceState
 from headwater.store.rule import Scalars, UpdateRule
 from headwater.store.snapshot_manifest import (
     MANIFEST_FILE,
@@ -24,7 +25,7 @@ from headwater.store.snapshot_manifest import (
     TensorEntry,
     encode_scalars,
 )
-from headwater.store.store import PieceState, WeightStore
+from headwater.store.store import WeightStore
 
 PARTIAL_SUFFIX = ".partial"
 """Of a folder that is not a checkpoint yet, or no longer."""
@@ -152,7 +153,7 @@ class Snapshot:
         return StageEntry(stage.name, weights.path.name, optimizer.path.name, list(entries))
 
     def _pieces_of_others(self, stage: int) -> Iterator[PieceState]:
-        return itertools.islice(self._received, len(self._store.pieces_elsewhere(stage)))
+        return itertools.islice(self._received, len(self._store.pieces.elsewhere(stage)))
 
     def _param_entry(self, param: ParamSpec, scalars: Scalars | None) -> ParamEntry:
         states = state_entries(self._store.rule, param)
@@ -196,8 +197,8 @@ def _receive_pieces(store: WeightStore) -> Iterator[PieceState]:
     link = store.snapshot_link
     if link is not None:
         for stage in store.stages:
-            for host, piece in store.pieces_elsewhere(stage.index):
-                state = store.empty_piece(stage.index, piece)
+            for host, piece in store.pieces.elsewhere(stage.index):
+                state = store.pieces.empty(stage.index, piece)
                 for tensor in (state.master, *state.states.values()):
                     link.receive(tensor, host)
                 yield state
@@ -206,6 +207,8 @@ def _receive_pieces(store: WeightStore) -> Iterator[PieceState]:
 class SnapshotElsewhere:
     """A snapshot that rank 0 takes: this rank updates no stage before it is saved.
 
+    Where this rank leads another host than rank 0's, it sends what its host has: it saves a stage by that.
+
     Args:
         store: what is saved.
     """
@@ -213,23 +216,39 @@ class SnapshotElsewhere:
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._up_to = store.num_commits
-        store.before_update = self._wait
+        self._sent = 0  # stages
+        store.before_update = self._before_update
 
-    def _wait(self, stage: int, commit: int) -> None:
-        if commit > self._up_to:
+    def _before_update(self, stage: int, commit: int) -> None:
+        if commit <= self._up_to:
+            return
+        if self._store.snapshot_link is not None:
+            self._send(stage)
+        else:
             name = self._store.stages[stage].name
             self._store.snapshots.wait(stage, self._up_to + 1, f"rank 0 to save stage {name!r}")
 
     def run(self) -> None:
-        """Send what this host has, if this rank leads another host than rank 0's; on any thread."""
+        """Send what this host has, if this rank is to; on any thread."""
+        if self._store.snapshot_link is not None:
+            for stage in self._store.stages:
+                self._send(stage.index)
+
+    def _send(self, stage: int) -> None:
+        """Send a stage, unless that has been done; those before it come first."""
         link = self._store.snapshot_link
-        for stage in self._store.stages if link is not None else ():
-            assert link is not None, "leaders send"
-            with torch.no_grad(), closing(self._store.read(stage.index, up_to=self._up_to)) as pieces:
+        assert link is not None, "leaders send"
+        with self._store.exclusive(stage), torch.no_grad():
+            if stage < self._sent:
+                return
+            if stage > 0:
+                self._send(stage - 1)
+            with closing(self._store.read(stage, up_to=self._up_to)) as pieces:
                 for piece in pieces:
                     for tensor in (piece.master, *piece.states.values()):
                         link.send(tensor.contiguous(), 0)
-            self._store.snapshots.post(stage.index, self._up_to + 1)
+            self._sent = stage + 1
+            self._store.snapshots.post(stage, self._up_to + 1)
 
 
 def state_entries(rule: UpdateRule, param: ParamSpec) -> dict[str, TensorEntry]:

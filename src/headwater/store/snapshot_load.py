@@ -14,6 +14,7 @@ from headwater.core.errors import CheckpointError
 from headwater.core.files import FileBytes
 from headwater.core.safetensors import TensorFile
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec, StageSpec
+from headwater.store.pieces import PieceState
 from headwater.store.rule import Scalars
 from headwater.store.snapshot import BUFFERS_FILE, state_entries, state_name
 from headwater.store.snapshot_manifest import (
@@ -23,7 +24,7 @@ from headwater.store.snapshot_manifest import (
     decode_scalars,
     read_manifest,
 )
-from headwater.store.store import PieceState, WeightStore
+from headwater.store.store import WeightStore
 
 Buffers = Mapping[str, torch.Tensor]
 """Tensors of the model that are not parameters, by name; they are overwritten in place."""

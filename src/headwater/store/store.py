@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
 
 import torch
@@ -17,14 +17,16 @@ from headwater.fabric.fabric import ALONE, Board, Fabric
 from headwater.store.gradients import GradientSum, ParamKey
 from headwater.store.hold import GradientHold, MemoryHold
 from headwater.store.hosts_gradients import HostsGradientSum
-from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
+from headwater.store.hosts_loop_gradients import HostsLoopGradientSum
+from headwater.store.layout import StageLayout
+from headwater.store.ledger import Ledger
 from headwater.store.loop_gradients import LoopGradientSum
-from headwater.store.masters import read_master, write_master
+from headwater.store.pieces import Pieces, PieceState
 from headwater.store.rule import Scalars, UpdateRule
 from headwater.store.shared_gradients import SharedGradientSum
 from headwater.store.sharing import Sharing
 from headwater.store.tier import Tier
-from headwater.store.update import Part, Pending, Update, Updater, Workspaces
+from headwater.store.update import Part, Update, Updater
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,23 +44,6 @@ class Committed:
     params: Sequence[ParamKey] = ()
 
 
-@dataclasses.dataclass
-class PieceState:
-    """A piece of a parameter as a reader or writer of checkpoints sees it.
-
-    Attributes:
-        param: index of the parameter in its stage.
-        start: first element.
-        master: fp32 values, 1-D.
-        states: optimizer state tensors by name.
-    """
-
-    param: int
-    start: int
-    master: torch.Tensor
-    states: dict[str, torch.Tensor]
-
-
 class WeightStore:
     """Masters and optimizer state of every stage.
 
@@ -67,7 +52,8 @@ class WeightStore:
     stage.
 
     Attributes:
-        num_commits: updates committed so far; the first has number 1.
+        ledger: the updates that were committed.
+        pieces: what of each stage is kept here and elsewhere.
         snapshots: by stage, one more than the number of commits of which a snapshot has saved it.
         snapshot_link: by which hosts send what they have for a snapshot.
         before_update: called with (stage, number of the commit) just before that update changes the stage, or
@@ -101,26 +87,28 @@ class WeightStore:
         self.rule = rule
         self.layouts = [stage_layout(stage, rule) for stage in stages]
         self.tier = make_tier(self.layouts)
-        self.fabric = fabric
-        self._sharing = Sharing(fabric, self.layouts, self.tier)
+        # A loop of one's own reads and changes weights wherever it likes: each host has all of them.
+        self.fabric = fabric.neighbours if own_loop else fabric
+        self._has_others = fabric.size > 1
+        self._sharing = Sharing(self.fabric, self.layouts, self.tier)
         self.gradients = _gradient_sum(self.stages, hold, mixed_sum_dtype, fabric, self._sharing, own_loop)
-        self.snapshots = Board(fabric, len(self.stages))
-        self.snapshot_link = fabric.connect("a checkpoint")
-        self.num_commits = 0
-        self._mark = 0  # their number when the transaction began
-        self._taken: dict[ParamKey, int] = {}  # by which of them since then
-        self._last_applied = 0  # the newest commit of which some stage has been updated
+        self.pieces = Pieces(self.layouts, rule, self.tier, self._sharing)
+        self.snapshots = Board(self.fabric, len(self.stages))
+        self.snapshot_link = self.fabric.connect("a checkpoint")
+        self.ledger = Ledger()
         self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self._order = order or [(s.index, p) for s in stages for p in range(len(s.params))]
-        self._pending: dict[int, Pending] = {}
         self._versions = [0] * len(self.stages)
         self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
         self._locks = [threading.RLock() for _ in stages]
         self._torn: dict[int, str] = {}  # stages whose update began and did not end, and why
-        self._workspaces = Workspaces()
         self._updater = Updater(rule)
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="headwater-update")
-        self._ahead: list[Future[None]] = []
+
+    @property
+    def num_commits(self) -> int:
+        """Updates committed so far; the first has number 1."""
+        return self.ledger.num_commits
 
     # reading weights
 
@@ -132,6 +120,7 @@ class WeightStore:
             into: uint8 memory for the wire image (page-aligned host memory in the disk tier); may be left
                 out in the memory tier, where the image is read in place: see `resident_wire`.
         """
+        self._wait_for_owners(stage)
         with self._whole(stage):
             resident = self.tier.resident_wire(stage)
             if not self._bring_up_to_date(stage, into) and resident is None:
@@ -168,8 +157,8 @@ class WeightStore:
 
     def end_micro_batch(self) -> None:
         """Say that no more gradients of this micro-batch will come."""
-        if self.fabric.size > 1:  # others may wait for updates of what this rank has left out
-            for stage in list(self._pending):
+        if self._has_others:  # they may wait for updates of what this rank has left out
+            for stage in self.ledger.stages:
                 self._update_ahead(stage)
         self.gradients.end_micro_batch()
 
@@ -202,26 +191,27 @@ class WeightStore:
                 remedy="lower the learning rate, clip gradients, or look at the data of this step; "
                 "the step was not applied",
             )
-        self.num_commits += 1
+        self.ledger.num_commits += 1
         factor = update.factor(norm)
         self.gradients.commit(keys)  # before another thread may see that there is an update
-        for key in keys:
-            options = update if parts is None else parts[key]
-            self._add_pending(key, Part(self.num_commits, options, factor))
-            self._taken[key] = self.num_commits
-        stages = sorted({stage for stage, _ in keys})
+        by_stage: dict[int, dict[int, Part]] = {}
+        for stage, param in keys:
+            options = update if parts is None else parts[stage, param]
+            by_stage.setdefault(stage, {})[param] = Part(self.num_commits, options, factor)
+            self.ledger.take_gradient((stage, param))
+        for stage, changes in by_stage.items():
+            self._add_pending(stage, changes)
+        stages = sorted(by_stage)
         self._sharing.committed(stages, self.num_commits)
         if self.fabric.num_hosts > 1 or not self.fabric.computes:  # what others wait for comes at once
-            self._ahead = [self._updates.submit(self._update_ahead, stage) for stage in stages]
+            for stage in stages:  # an error is told when the stage is used
+                self._updates.submit(self._update_ahead, stage)
         return Committed(float(norm), applied=True, params=keys)
 
-    def _add_pending(self, key: ParamKey, part: Part) -> None:
-        """Two optimizers may share a stage: then the later commit joins the earlier one."""
-        stage, param = key
-        if self._sharing.updates_here:
-            earlier = self._pending[stage].parts if stage in self._pending else {}
-            assert param not in earlier, "a new gradient has made the older update happen"
-            self._pending[stage] = Pending(self.num_commits, {**earlier, param: part})
+    def _add_pending(self, stage: int, parts: Mapping[int, Part]) -> None:
+        """The parts of a commit wait for a stage, here or where it is updated."""
+        if self._sharing.updates(stage):
+            self.ledger.add(stage, parts)
         else:
             self._sharing.leave(stage, self.num_commits)
         self._versions[stage] += 1  # at last: whoever sees it may fetch
@@ -234,8 +224,7 @@ class WeightStore:
         Args:
             present: the gradients that it is to leave; all that are there if not given.
         """
-        self._mark = self.num_commits
-        self._taken.clear()
+        self.ledger.begin()
         self.gradients.remember(present)
 
     def end_transaction(self) -> None:
@@ -248,22 +237,18 @@ class WeightStore:
         Returns:
             Whether all of them are undone.
         """
-        last = max(self._mark, self._last_applied)
-        for stage in list(self._pending):
+        last = self.ledger.last_kept
+        for stage in self.ledger.stages:
             with self._locks[stage]:
-                pending = self._pending.pop(stage, None)
-                kept = {} if pending is None else {p: x for p, x in pending.parts.items() if x.number <= last}
-                if kept:
-                    self._pending[stage] = Pending(max(part.number for part in kept.values()), kept)
-        taken = {key for key, number in self._taken.items() if number <= last}
-        waiting = {(stage, param) for stage, pending in self._pending.items() for param in pending.parts}
-        self.gradients.restore(taken, waiting)
-        return last == self._mark
+                self.ledger.undo(stage, last)
+        self.gradients.restore(self.ledger.taken(last), self.ledger.waiting())
+        return self.ledger.is_undone(last)
 
     # updates
 
     def flush_stage(self, stage: int) -> None:
         """Apply the committed update of a stage now."""
+        self._wait_for_owners(stage)
         with self._whole(stage):
             self._bring_up_to_date(stage, None)
 
@@ -272,26 +257,34 @@ class WeightStore:
         for stage in range(len(self.stages)):
             self.flush_stage(stage)
         self.tier.settle()
+        if not self.tier.is_shared:  # what one rank of a host has written another will read
+            self.fabric.barrier("all updates to be written")
 
     def _update_ahead(self, stage: int) -> None:
         with torch.no_grad(), self._whole(stage):
-            if stage in self._pending:
-                self._update(stage, None)
+            if stage in self.ledger:
+                self._update(stage, self._wire_buffer(stage))
 
     def _bring_up_to_date(self, stage: int, buffer: torch.Tensor | None, up_to: int | None = None) -> bool:
         """Apply the update that waits for a stage, if one does; the stage is whole then.
 
         With `up_to` an update committed after this number is left for later, here and elsewhere.
+
+        Returns:
+            Whether the whole wire image is in `buffer` now, if it had to be read.
         """
-        pending = self._pending.get(stage)
-        updated = pending is not None and (up_to is None or pending.number <= up_to)
+        updated = self.ledger.due(stage, up_to) is not None
         if updated:
             self._update(stage, self._wire_buffer(stage) if buffer is None else buffer)
         self._sharing.wait(stage, up_to)
-        return updated
+        return updated and self.fabric.num_hosts == 1
 
     def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
-        self.before_update(stage, self._pending[stage].number)
+        pending = self.ledger.due(stage)
+        assert pending is not None, f"no update waits for stage {stage}"
+        self.before_update(stage, pending.number)
+        if self.fabric.num_hosts > 1:
+            self._sharing.wait(stage)  # they may still be getting the update before
         self._torn[stage] = "it was interrupted"
         try:
             self._apply(stage, buffer)
@@ -301,12 +294,11 @@ class WeightStore:
         self._torn.pop(stage, None)
 
     def _apply(self, stage: int, buffer: torch.Tensor | None) -> None:
-        pending = self._pending.pop(stage)
-        self._last_applied = max(self._last_applied, pending.number)
+        pending = self.ledger.apply(stage)
         gradients = self.gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
-        with self.tier.wire(stage, buffer, write=True) as image:
-            groups = self.tier.groups(stage, write=True)
+        with self.tier.wire(stage, buffer, write=True, part=self._sharing.own_bytes(stage)) as image:
+            groups = self.tier.groups(stage, self._sharing.own_groups(stage), write=True)
             self._scalars[stage] = self._updater.apply(
                 self.stages[stage],
                 image,
@@ -318,6 +310,14 @@ class WeightStore:
             )
         self.gradients.put_back(stage, gradients)
         self._sharing.updated(stage, pending.number)
+
+    def _wait_for_owners(self, stage: int) -> None:
+        """Wait for an update of which no part is this rank's, before the stage is locked.
+
+        Those who have one may wait for a snapshot, which this rank saves under that lock.
+        """
+        if not self._sharing.updates(stage):
+            self._sharing.wait(stage)
 
     @contextmanager
     def _whole(self, stage: int) -> Iterator[None]:
@@ -359,59 +359,26 @@ class WeightStore:
         """
         if not self.tier.is_here:
             return
+        if up_to is None:
+            self._wait_for_owners(stage)
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
             self._bring_up_to_date(stage, buffer, up_to)
             with self.tier.wire(stage, buffer, write=False) as image:
-                wires = self.stages[stage].views(image)
-                for group, rest in self.tier.groups(stage, write=False, params=params):
-                    for piece in group.pieces:
-                        if params is not None and piece.param not in params:
-                            continue
-                        if self._sharing.host_of(stage, piece) != self.fabric.host:
-                            continue
-                        yield self._piece_state(stage, piece, wires[piece.param], rest, with_states)
-
-    def pieces_elsewhere(self, stage: int) -> list[tuple[int, Piece]]:
-        """Every piece of a stage that is on another host: the host, and the piece."""
-        pieces = (piece for group in self.layouts[stage].groups for piece in group.pieces)
-        hosts = ((self._sharing.host_of(stage, piece), piece) for piece in pieces)
-        return [(host, piece) for host, piece in hosts if host != self.fabric.host]
-
-    def empty_piece(self, stage: int, piece: Piece) -> PieceState:
-        """Memory for what another host has of a piece."""
-        spec = self.stages[stage].params[piece.param]
-        names = self.rule.state_layout(spec)
-        states = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in piece.fields if f.name in names}
-        master = torch.empty(piece.stop - piece.start, dtype=spec.dtype)
-        return PieceState(piece.param, piece.start, master, states)
-
-    def _piece_state(
-        self, stage: int, piece: Piece, wire: torch.Tensor, rest: torch.Tensor, with_states: bool
-    ) -> PieceState:
-        spec = self.stages[stage].params[piece.param]
-        flat_wire = wire.view(-1)[piece.start : piece.stop]
-        fields = piece.views(rest)
-        master = read_master(encoding_of(spec), flat_wire, fields, torch.empty(flat_wire.numel()))
-        names = self.rule.state_layout(spec) if with_states else ()
-        return PieceState(piece.param, piece.start, master, {name: fields[name] for name in names})
+                yield from self.pieces.read(stage, image, with_states=with_states, params=params)
 
     def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
         """Replace a stage: `fill` is called with every piece and writes its `master` and `states`."""
         with self._locks[stage]:
             self._torn.pop(stage, None)
-            self._pending.pop(stage, None)
+            self.ledger.forget(stage)
             self.gradients.discard_stage(stage)
             self._versions[stage] += 1
             image = self.tier.resident_wire(stage)
             target = image if image is not None else aligned_empty(self.layouts[stage].wire_bytes)
-            wires = self.stages[stage].views(target)
-            for group, rest in self.tier.groups(stage, read=False, write=True):
-                for piece in group.pieces:
-                    if self._sharing.is_mine(stage, piece):
-                        self._fill_piece(stage, piece, wires[piece.param], rest, fill)
-            if image is None:
-                self.tier.write_wire(stage, target)
+            self.pieces.write(stage, target, fill)
+            if image is None and self._sharing.updates(stage):
+                self.tier.write_wire(stage, target, self._sharing.own_bytes(stage))
             self._sharing.written(stage)
 
     def read_param(self, stage: int, param: int, state: str | None = None) -> torch.Tensor:
@@ -425,7 +392,7 @@ class WeightStore:
         Raises:
             StoreError: if this rank does not reach all of it.
         """
-        spec = self.stages[stage].params[param]
+        spec = self.spec((stage, param))
         shape, dtype = spec.shape, spec.dtype
         if state is not None:
             layout = self.rule.state_layout(spec)[state]
@@ -445,80 +412,19 @@ class WeightStore:
 
     def write_param(self, stage: int, param: int, value: torch.Tensor, state: str | None = None) -> None:
         """Replace one parameter's master, or one of its optimizer state tensors, by a tensor of its shape."""
-        flat = value.reshape(-1)
         self.fabric.barrier("a parameter to be written")  # others may still read what it was
+        self._wait_for_owners(stage)
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
             self._bring_up_to_date(stage, buffer)
             self.before_update(stage, self.num_commits + 1)
             self._versions[stage] += 1
-            with self.tier.wire(stage, buffer, write=True) as image:
-                wire = self.stages[stage].views(image)[param]
-
-                def fill(piece: PieceState) -> None:
-                    target = piece.master if state is None else piece.states[state].view(-1)
-                    target.copy_(flat[piece.start : piece.start + target.numel()])
-
-                for group, rest in self.tier.groups(stage, write=True, params={param}):
-                    for piece in group.pieces:
-                        if piece.param == param and self._sharing.is_mine(stage, piece):
-                            self._fill_piece(stage, piece, wire, rest, fill, keep=state is not None)
+            with self.tier.wire(stage, buffer, write=True, part=self._sharing.own_bytes(stage)) as image:
+                self.pieces.write_param(stage, image, param, value, state)
             self._sharing.written(stage)
 
-    def _fill_piece(
-        self,
-        stage: int,
-        piece: Piece,
-        wire: torch.Tensor,
-        rest: torch.Tensor,
-        fill: Callable[[PieceState], None],
-        *,
-        keep: bool = False,
-    ) -> None:
-        """Let `fill` write a piece; with `keep` it finds the master that is there."""
-        spec = self.stages[stage].params[piece.param]
-        encoding, fields = encoding_of(spec), piece.views(rest)
-        flat_wire = wire.view(-1)[piece.start : piece.stop]
-        master = flat_wire
-        if encoding is not Encoding.SAME:
-            master = self._workspaces.get("master", flat_wire.numel())
-            if keep:
-                master = read_master(encoding, flat_wire, fields, master)
-        fill(
-            PieceState(piece.param, piece.start, master, {n: fields[n] for n in self.rule.state_layout(spec)})
-        )
-        write_master(encoding, master, flat_wire, fields)
-
-    def take_over(self, other: WeightStore) -> None:
-        """Let parameters of the same name have the optimizer state and the gradient that they have there.
-
-        A transaction that is under way goes on here; commits that it has made cannot be undone any more.
-        """
-        theirs = {p.name: (s.index, i) for s in other.stages for i, p in enumerate(s.params)}
-        for stage in self.stages:
-            for index, spec in enumerate(stage.params):
-                if spec.name in theirs:
-                    self._take_over_param((stage.index, index), other, theirs[spec.name])
-        names = {other._spec(key).name for key in other.gradients.remembered}
-        present = self.gradients.present
-        self.begin_transaction([key for key in present if self._spec(key).name in names])
-        if other.num_commits > other._mark:
-            self._mark = -1
-
-    def _take_over_param(self, key: ParamKey, other: WeightStore, there: ParamKey) -> None:
-        own_spec, their_spec = self._spec(key), other._spec(there)
-        layout = self.rule.state_layout(own_spec)
-        if layout == other.rule.state_layout(their_spec):
-            for name in layout:
-                self.write_param(*key, other.read_param(*there, name), name)
-            self._scalars[key[0]][key[1]] = other._scalars[there[0]][there[1]]
-        gradient = other.gradients.expose(*there)
-        if gradient is not None:
-            self.set_gradient(*key, gradient)
-        if there in other.gradients.spent:
-            self.gradients.spend([key])
-
-    def _spec(self, key: ParamKey) -> ParamSpec:
+    def spec(self, key: ParamKey) -> ParamSpec:
+        """What is known of a parameter."""
         return self.stages[key[0]].params[key[1]]
 
     def scalars(self, stage: int) -> list[Scalars | None]:
@@ -560,7 +466,8 @@ def _gradient_sum(
     if fabric.size == 1:
         return GradientSum(stages, hold or MemoryHold(), mixed_sum_dtype)
     if own_loop:
-        return LoopGradientSum(stages, fabric, mixed_sum_dtype)
+        kind = LoopGradientSum if fabric.num_hosts == 1 else HostsLoopGradientSum
+        return kind(stages, fabric, mixed_sum_dtype)
     if fabric.num_hosts == 1:
         return SharedGradientSum(stages, fabric, mixed_sum_dtype)
     return HostsGradientSum(stages, fabric, mixed_sum_dtype, sharing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,12 +11,16 @@ import torch
 from headwater.core.errors import StoreError
 from headwater.store.layout import Group, StageLayout
 
+WHOLE = slice(0, None)
+"""All bytes of a wire image."""
+
 
 class Tier(abc.ABC):
     """Keeps the bytes of every stage. One thread at a time works on a stage; the store sees to that.
 
     Attributes:
-        is_shared: whether every rank of the host reaches all bytes; otherwise its leader does, alone.
+        is_shared: whether every rank of the host reaches all bytes and changes its share of each stage;
+            otherwise one rank changes what the host has of a stage.
         is_here: whether this rank reaches them.
     """
 
@@ -31,13 +35,16 @@ class Tier(abc.ABC):
         """The wire image where it lies in host memory; `None` if it has to be read."""
 
     @contextmanager
-    def wire(self, stage: int, buffer: torch.Tensor | None = None, *, write: bool) -> Iterator[torch.Tensor]:
+    def wire(
+        self, stage: int, buffer: torch.Tensor | None = None, *, write: bool, part: slice = WHOLE
+    ) -> Iterator[torch.Tensor]:
         """The wire image of a stage as host memory, for as long as the context is open.
 
         Args:
             stage: which stage.
             buffer: page-aligned host memory to read it into, where it has to be read.
             write: whether it is changed and must be put back.
+            part: the bytes that are wanted, and changed.
         """
         resident = self.resident_wire(stage)
         if resident is not None:
@@ -45,30 +52,30 @@ class Tier(abc.ABC):
             return
         assert buffer is not None, "this tier needs a buffer for the wire image"
         image = buffer[: self.layouts[stage].wire_bytes]
-        self.read_wire(stage, image)
+        self.read_wire(stage, image, part)
         yield image
         if write:
-            self.write_wire(stage, image)
+            self.write_wire(stage, image, part)
 
     @abc.abstractmethod
-    def read_wire(self, stage: int, into: torch.Tensor) -> None:
-        """Copy the wire image into page-aligned host memory."""
+    def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
+        """Copy a part of the wire image, or a little more of it, to its place in page-aligned host memory."""
 
     @abc.abstractmethod
-    def write_wire(self, stage: int, image: torch.Tensor) -> None:
-        """Replace the wire image."""
+    def write_wire(self, stage: int, image: torch.Tensor, part: slice = WHOLE) -> None:
+        """Replace a part of the wire image, or as much as `read_wire` gives, by what is there in `image`."""
 
     @abc.abstractmethod
     def groups(
-        self, stage: int, *, read: bool = True, write: bool, params: Collection[int] | None = None
+        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
     ) -> Iterator[tuple[Group, torch.Tensor]]:
-        """Each group of the stage with its bytes, which stay valid until the next one is asked for.
+        """Each of these groups with its bytes, which stay valid until the next one is asked for.
 
         Args:
             stage: which stage.
+            groups: of those that this host keeps.
             read: whether the bytes are wanted, or will be written whole.
             write: whether the bytes are changed and must be put back.
-            params: only groups that hold something of these parameters.
         """
 
     @abc.abstractmethod
@@ -81,24 +88,24 @@ class Tier(abc.ABC):
 
 
 class ElsewhereTier(Tier):
-    """What the leader of the host keeps alone, as its other ranks see it: nothing is here."""
+    """What other ranks of the host keep, as one sees it that neither reads nor updates it."""
 
     is_here = False
 
     def resident_wire(self, stage: int) -> None:
         return None
 
-    def read_wire(self, stage: int, into: torch.Tensor) -> None:
+    def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
         raise StoreError(
             f"stage {self.layouts[stage].stage.name!r} is read by a rank that does not have it",
-            remedy="let the first rank of the host read and change weights that are on disk",
+            remedy="let the first rank of the host read weights that are on disk",
         )
 
-    def write_wire(self, stage: int, image: torch.Tensor) -> None:
+    def write_wire(self, stage: int, image: torch.Tensor, part: slice = WHOLE) -> None:
         pass
 
     def groups(
-        self, stage: int, *, read: bool = True, write: bool, params: Collection[int] | None = None
+        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         return iter(())
 

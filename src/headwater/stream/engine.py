@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +19,20 @@ from headwater.core.buffers import return_pages
 from headwater.core.errors import NonFiniteError, StreamError
 from headwater.core.seeding import derive_seed
 from headwater.core.stage import ParamSpec
+from headwater.core.whole_batch import part_of_batch
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import LossFunction, autocast, call_model
 from headwater.plan.types import Plan
-from headwater.store.disk import DiskTier
+from headwater.store.disk import DiskTier, file_sizes
+from headwater.store.files import sums_bytes
 from headwater.store.hold import DiskHold, GradientHold, MemoryHold
 from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
+from headwater.store.pieces import PieceState
 from headwater.store.rule import UpdateRule
-from headwater.store.store import PieceState, WeightStore
+from headwater.store.shares import shares_of
+from headwater.store.store import WeightStore
 from headwater.store.tier import ElsewhereTier, Tier
 from headwater.store.update import Update
 from headwater.stream.binding import Binder
@@ -42,6 +47,10 @@ from headwater.stream.weights import InPlaceWeights, SlabWeights, StreamStatisti
 
 Initial = Callable[[ParamSpec], torch.Tensor]
 """Gives the initial value of a parameter."""
+
+
+_IN_LOSS = "in the loss itself"
+"""Where a loss stops being finite if no stage did; of a whole batch another rank may know better."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +136,7 @@ class Engine:
         self.buffers = Buffers(model, self._device.torch_device)
         share = 1 / fabric.size if own_loop else 1.0
         self.executor = Executor(model, plan, self.store, self._binder, weights, share)
+        self._asks_for_whole = False  # the model, of all ranks
         self._detached = False
         return_pages()  # initial values took more memory than a step may
 
@@ -169,27 +179,12 @@ class Engine:
         start = time.perf_counter()
         self.store.begin_step()
         statistics = self.executor.begin(len(micro_batches))
-        total, count = 0.0, len(micro_batches)
-        refused: NonFiniteError | None = None
         with self.buffers.transaction() as undo:
-            for index, batch in enumerate(micro_batches):
-                share = None if shares is None else shares[index]
-                if refused is not None:
-                    self.store.end_micro_batch()
-                    continue
-                try:
-                    with self._matmul():
-                        loss = self._micro_batch(batch, update, index, count, share)
-                except NonFiniteError as error:
-                    if self.fabric.size == 1:
-                        raise
-                    refused = error  # the other ranks must hear of it where they listen
-                    self.store.end_micro_batch()
-                    continue
-                total += loss if share is None else loss * share * count * self.fabric.num_csx
-            losses = self.fabric.gather(total / count if refused is None else math.nan)
+            loss, refused = self._micro_batches(micro_batches, update, shares)
+            losses = self.fabric.gather(loss)
             if not (update.skip_non_finite or all(map(math.isfinite, losses))):
-                raise next(error for error in self.fabric.gather_objects(refused) if error is not None)
+                errors = [error for error in self.fabric.gather_objects(refused) if error is not None]
+                raise next((e for e in errors if e.where != _IN_LOSS), errors[0])
             amend(update)
             committed = self.store.commit(update)
             if not committed.applied:
@@ -202,12 +197,43 @@ class Engine:
             step_s=time.perf_counter() - start,
         )
 
+    def _micro_batches(
+        self, micro_batches: Sequence[Any], update: Update, shares: Sequence[float] | None
+    ) -> tuple[float, NonFiniteError | None]:
+        """Forward and backward of all on this rank.
+
+        Returns:
+            The mean of their losses. NaN, and the error, if one is not finite and may not be: the other ranks
+            must hear of it where they listen, so this one goes on with them to there.
+        """
+        total, count = 0.0, len(micro_batches)
+        refused: NonFiniteError | None = None
+        for index, batch in enumerate(micro_batches):
+            share = None if shares is None else shares[index]
+            if refused is None:
+                try:
+                    with self._matmul():
+                        loss = self._micro_batch(batch, update, index, count, share)
+                except NonFiniteError as error:
+                    if self.fabric.size == 1:
+                        raise
+                    refused = error
+                else:
+                    total += loss if share is None else loss * share * count * self.fabric.num_csx
+                    continue  # its backward has ended it for the store
+            elif self._asks_for_whole:  # the other ranks do
+                with torch.no_grad(), self._of_part(), self._matmul():
+                    self._forward(batch, update.step, index)
+            self.store.end_micro_batch()
+        return (total / count if refused is None else math.nan), refused
+
     def _micro_batch(self, batch: Any, update: Update, index: int, count: int, share: float | None) -> float:
         """Forward and backward of one micro-batch of `count` on this rank; gives its loss, a store rank 0."""
         if not self.fabric.computes:
             self.store.end_micro_batch()
             return 0.0
-        loss = self._forward(batch, update.step, index)
+        with self._of_part():
+            loss = self._forward(batch, update.step, index)
         value = self._checked(loss, batch, update, index)
         if update.loss_scale != 1.0:
             loss = loss * update.loss_scale
@@ -216,8 +242,19 @@ class Engine:
             loss = loss * share
         elif parts > 1:
             loss = loss / parts
-        self.executor.backward(loss, last=index == count - 1)
+        with self._of_part():
+            self.executor.backward(loss, last=index == count - 1)
         return value
+
+    def _of_part(self) -> AbstractContextManager[None]:
+        """Surrounds what this rank computes of a batch; see [Note: the whole batch]."""
+        if self.fabric.num_csx == 1:
+            return nullcontext()
+        return part_of_batch(self._gather_parts, self.fabric.rank)
+
+    def _gather_parts(self, own: torch.Tensor) -> list[torch.Tensor]:
+        self._asks_for_whole = True
+        return self.fabric.gather_tensors(own)
 
     def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
         if self._seed is not None:
@@ -236,7 +273,7 @@ class Engine:
                 )
             raise NonFiniteError(
                 f"the loss of step {update.step} is {value}",
-                where=f"stage {first!r} first" if first else "in the loss itself",
+                where=f"stage {first!r} first" if first else _IN_LOSS,
                 remedy="lower the learning rate, clip gradients, or look at the data of this step; "
                 "the step was not applied",
             )
@@ -329,15 +366,14 @@ def _make_store(
     fabric: Fabric,
     own_loop: bool,
 ) -> WeightStore:
+    sharing = fabric.neighbours if own_loop else fabric
     one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
     sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
 
     def make_tier(layouts: list[StageLayout]) -> Tier:
         if plan.tier == "memory":
-            return MemoryTier(layouts, pin=not device.reads_host, fabric=fabric)
-        if fabric.local_rank != 0:
-            return ElsewhereTier(layouts)
-        return DiskTier(layouts, _folder(plan), verify=verify_disk)
+            return MemoryTier(layouts, pin=not device.reads_host, fabric=sharing)
+        return _disk_tier(layouts, _folder(plan), verify_disk, fabric)
 
     hold: GradientHold = MemoryHold()
     if plan.gradient_tier == "disk":
@@ -355,6 +391,22 @@ def _make_store(
     )
 
 
+def _disk_tier(layouts: list[StageLayout], folder: Path, verify: bool, fabric: Fabric) -> Tier:
+    """The disk tier of this host: its first rank makes the files, and those that update open them too."""
+    shares = shares_of(layouts, fabric, on_disk=True)
+    kept = [each.groups_of_host(fabric.host) for each in shares]
+    sizes = file_sizes(layouts, folder, kept).values()
+    sums = [fabric.allocate(sums_bytes(size)) for size in sizes] if verify else None
+    make = functools.partial(DiskTier, layouts, folder, verify=verify, kept=kept, sums=sums)
+    tier = make() if fabric.local_rank == 0 else None
+    every = fabric.gather_objects([] if tier is None else tier.origins)
+    if tier is not None:
+        return tier
+    if any(fabric.rank in each.owners for each in shares):
+        return make(origins=every[fabric.rank - fabric.local_rank])
+    return ElsewhereTier(layouts)
+
+
 def _folder(plan: Plan) -> Path:
     assert plan.disk is not None, "a plan with a disk tier names a folder"
     return plan.disk
@@ -364,6 +416,6 @@ def _make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric
     if plan.in_place:
         return InPlaceWeights(store)
     sharing = fabric if plan.tier == "disk" else ALONE  # what is in memory each rank copies by itself
-    if sharing.local_rank != 0:
+    if sharing.local_rank != 0 or not sharing.computes:
         return BorrowedWeights(store, plan.trace.stages, plan.slabs, sharing)
     return SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing)

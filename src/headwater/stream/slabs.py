@@ -142,8 +142,10 @@ class SlabDirectory:
         return [Want(int(stage), int(version)) for stage, version, _ in self._wants if version]
 
     def positions(self) -> list[int]:
-        """Where the others are in their schedules."""
-        return [int(row[2]) for rank, row in enumerate(self._wants) if rank != self._rank]
+        """Where the others that compute are in their schedules."""
+        first = self._fabric.rank - self._rank
+        others = [rank for rank in range(len(self._wants)) if rank != self._rank]
+        return [int(self._wants[rank][2]) for rank in others if first + rank < self._fabric.num_csx]
 
     def fail(self, text: str) -> None:
         """Say that a stage cannot be brought."""

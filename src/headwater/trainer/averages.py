@@ -13,6 +13,8 @@ from headwater.trainer.job import Average
 class MovingAverages:
     """Moves the averages of a model after each step; two weights are in memory at a time.
 
+    Of several ranks, which share the store, each makes the average and writes its share of it.
+
     An update that waits for its stage is applied by this, since the average is of what it makes.
 
     Args:

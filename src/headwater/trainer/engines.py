@@ -14,11 +14,11 @@ from headwater.config.run import SetupConfig
 from headwater.core.buffers import tune_allocator
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import calibrate
-from headwater.plan.types import Plan, StoreShare
+from headwater.plan.types import Plan
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.job import Trainable
-from headwater.trainer.planning import Workload, make_engine, plan_run
+from headwater.trainer.planning import Workload, host_share, make_engine, plan_run
 from headwater.trainer.ranks import check_ranks
 from headwater.trainer.start import find_trained
 
@@ -45,7 +45,7 @@ def open_engine(
             calibration=calibrate(device, disk),
             placement=fabric.placement,
             ranks=fabric.local_size,
-            share=_store_share(fabric),
+            share=host_share(fabric.placement, fabric.hosts, fabric.host),
         )
     )
     check_ranks(init, trainable, plan, fabric)
@@ -54,13 +54,6 @@ def open_engine(
         tune_allocator(keep=plan.memory_is_ample)
     with make_engine(init, trainable, plan, work.optimizer, blank=blank, fabric=fabric) as engine:
         yield engine
-
-
-def _store_share(fabric: Fabric) -> StoreShare:
-    """What of the weight store is on this host: all weights, and what its ranks update."""
-    owners = fabric.placement.owners
-    here = sum(fabric.hosts[rank] == fabric.host for rank in owners)
-    return StoreShare(state=here / len(owners))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TypeVar
 
 from headwater.core.exit_codes import INTERRUPTED
-from headwater.core.signals import handled
+from headwater.core.signals import handled, speaks_for_all
 
 Item = TypeVar("Item")
 
@@ -41,6 +41,9 @@ class Interrupt:
 
 
 def _say(text: str) -> None:
+    """Tell the user, once for all ranks."""
+    if not speaks_for_all():
+        return
     # A handler may interrupt a write to stderr, and a buffered stream must not be entered twice.
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -135,6 +136,27 @@ def plan_run(
         share=share,
     )
     return dataclasses.replace(plan, placement=placement)
+
+
+def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreShare:
+    """What of the weight store is on a host: all weights, and what its ranks update.
+
+    Args:
+        placement: the ranks.
+        hosts: the host of each.
+        host: which host.
+    """
+    owners = [rank for rank in placement.owners if hosts[rank] == host]
+    first, is_alone = hosts.index(host), hosts[-1] == 0
+    updating = set(owners if placement.num_memx else owners[:1])  # on a disk; see `shares_of`
+    ahead = len(updating) if placement.num_memx or not is_alone else 0
+    return StoreShare(
+        state=len(owners) / len(placement.owners),
+        disk_ranks=len({first} | updating),
+        images=ahead + (not is_alone),  # and one that comes from other hosts
+        store_ranks=len(owners) if placement.num_memx else 0,
+        sums_stay=not is_alone,
+    )
 
 
 def dry_runs(init: SetupConfig, trainable: Trainable, *, inference: bool = False) -> TraceFor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import headwater
 from headwater.api.ranks import refuse
 from headwater.config.run import RunConfig, SetupConfig
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
+from headwater.fabric.alike import check_alike, program
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import is_rank, join
 from headwater.fabric.report import report
@@ -32,17 +29,15 @@ __all__ = [
     "report",
 ]
 
-_PACKAGE = Path(headwater.__file__).parent
 _KEY = "trainer.init.backend.cluster_config.num_csx"
-_MEMX = "trainer.init.backend.cluster_config.num_memx"
 
 
-def launch(placement: Placement, arguments: Sequence[str]) -> int:
-    """Run a command of this program as several ranks on this machine; returns its exit code.
+def launch(placement: Placement, command: Sequence[str]) -> int:
+    """Run a command of Python as several ranks on this machine; returns its exit code.
 
     Args:
         placement: how many.
-        arguments: of the command line.
+        command: what follows the interpreter.
 
     Raises:
         ConfigError: if there are not so many cores.
@@ -50,7 +45,7 @@ def launch(placement: Placement, arguments: Sequence[str]) -> int:
     """
     from headwater.fabric.launch import launch as launch_ranks  # it takes a while to import
 
-    return launch_ranks(placement, ("-m", "headwater", *arguments), where=_KEY)
+    return launch_ranks(placement, command, where=_KEY)
 
 
 def check_ranks(init: SetupConfig, trainable: Trainable, plan: Plan, fabric: Fabric) -> None:
@@ -63,57 +58,25 @@ def check_ranks(init: SetupConfig, trainable: Trainable, plan: Plan, fabric: Fab
         return
     refused = {
         "gradients on disk": plan.gradient_tier == "disk",
-        "the disk tier on several hosts": plan.tier == "disk" and fabric.num_hosts > 1,
         "sparsity in the disk tier": bool(init.sparsity) and plan.tier == "disk",
         "sparsity over several hosts": bool(init.sparsity) and fabric.num_hosts > 1,
-        "weights that follow others": bool(trainable.averages),
+        "averages of weights in the disk tier": bool(trainable.averages) and plan.tier == "disk",
+        "averages of weights over several hosts": bool(trainable.averages) and fabric.num_hosts > 1,
         "an accelerator": plan.device != "cpu",
     }
     refuse([what for what, is_asked in refused.items() if is_asked], where=_KEY)
-    if plan.tier == "disk" and fabric.placement.num_memx:
-        raise ConfigError(
-            "store ranks keep weights in memory, and the plan puts them on disk",
-            where=_MEMX,
-            remedy="write num_memx: 0, or let the run take more memory",
-        )
-
-
-def check_alike(fabric: Fabric, told: Mapping[str, str]) -> None:
-    """Refuse ranks that are not of the same run.
-
-    Args:
-        fabric: the ranks.
-        told: by name, what this one would do it with.
-
-    Raises:
-        ConfigError: if another rank would do it with something else.
-    """
-    first, *others = fabric.gather_objects(dict(told))
-    for rank, other in enumerate(others, start=1):
-        for name in sorted({*first, *other}):
-            if first.get(name) != other.get(name):
-                raise ConfigError(
-                    f"rank {rank} has another {name} than rank 0: {other.get(name)}, and {first.get(name)}",
-                    remedy="start the same command with the same files on every host",
-                )
 
 
 def program_and_params(config: RunConfig) -> dict[str, str]:
     """What ranks must have in common before they do anything together."""
-    files = sorted(_PACKAGE.rglob("*.py"))
-    code = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=6).hexdigest()
-    versions = {
-        "version of Headwater": f"{headwater.__version__} ({code})",
-        "version of torch": torch.__version__,
-    }
-    return versions | dict(_keys_of(given_params(config)))
+    return program() | dict(keys_of(given_params(config)))
 
 
-def _keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Every key and value; files may lie elsewhere on another host."""
     if isinstance(tree, dict | list | tuple) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _keys_of(value, f"{name}.{key}" if name else str(key))
+            yield from keys_of(value, f"{name}.{key}" if name else str(key))
     else:
         yield name, "a path" if isinstance(tree, Path) else str(tree)
 

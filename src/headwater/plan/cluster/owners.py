@@ -62,8 +62,8 @@ class Owners:
         if not held.trained:
             return -1
         moved, before = self._part * held.state, list(after)
-        if self.need_slabs:
-            moved += held.slab
+        if self._plan.tier == "disk":
+            moved += self._part * held.slab
         if self._plan.gradient_tier == "disk":
             waiting = self._predictor.footprint.held_gradient(self._plan, stage)
             before = [self._host_disk.read("gradients", stage, self._part * waiting, before)]
@@ -74,7 +74,12 @@ class Owners:
             self._disk.write("masters written", stage, moved, done)
         if self._network is None or self._placement.streams_from_store:
             return self._timeline.add(Kind.UPDATE, "updated", stage, 0.0, after=done)
-        return self._network.broadcast(stage, held.slab, done)
+        if self._plan.tier == "memory":
+            return self._network.broadcast(stage, held.slab, done)
+        read = self._host_disk.read("weights to send", stage, self._part * held.slab, done)
+        arrived = self._network.broadcast(stage, held.slab, [read])
+        others = (1 - self._part) * held.slab
+        return self._host_disk.write("weights written", stage, others, [arrived])
 
     def _compute(self, stage: int, after: Sequence[int]) -> list[int]:
         """Where cores compute, each rank updates its part of what the host owns."""

@@ -150,8 +150,9 @@ class _Replay:
         if self._placement.streams_from_store:
             assert self._network is not None, "weights stream over it"
             return [[self._network.broadcast(stage, slab, [*whole, *everywhere])] for _ in self.ranks]
-        from_disk = self._plan.tier == "disk" and not self._placement.holds_wire
-        if from_disk and not (self._is_first(use) and self._footprint.stages[stage].trained):
+        from_disk = self._plan.tier == "disk"
+        updated = self._is_first(use) and self._owners.need_slabs and self._footprint.stages[stage].trained
+        if from_disk and not updated:
             whole = [*whole, self._disk.read("weights", stage, slab, everywhere)]
         if self._plan.device == "cpu":
             return [

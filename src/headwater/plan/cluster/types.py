@@ -159,11 +159,6 @@ class Placement:
         return accelerator is not None and accelerator.link_bytes_per_s is None
 
     @property
-    def holds_wire(self) -> bool:
-        """Whether each host keeps all weights in memory, as they travel."""
-        return (self.hosts > 1 or self.cluster.store is not None) and not self.streams_from_store
-
-    @property
     def link_bytes_per_s(self) -> float | None:
         """Of the way weights come to an accelerator."""
         host, network = self.cluster.host, self.cluster.network
@@ -179,7 +174,7 @@ class Placement:
         """What of the weight store counts against the part of a host's memory that is one rank's."""
         here = 0.0 if self.streams_from_store else 1.0 / self.ranks
         state = 0.0 if self.cluster.store is not None else 1.0 / self.num_csx
-        return StoreShare(wire=here, state=state, gradients=here, resident_wire=self.holds_wire)
+        return StoreShare(wire=here, state=state, gradients=here)
 
     @property
     def rates(self) -> Calibration:

@@ -1,0 +1,154 @@
+"""The pieces of a stage, as checkpoints read and write them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+
+from headwater.core.stage import StageSpec
+from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
+from headwater.store.masters import read_master, write_master
+from headwater.store.rule import UpdateRule
+from headwater.store.sharing import Sharing
+from headwater.store.tier import Tier
+from headwater.store.update import Workspaces
+
+
+@dataclasses.dataclass
+class PieceState:
+    """A piece of a parameter as a reader or writer of checkpoints sees it.
+
+    Attributes:
+        param: index of the parameter in its stage.
+        start: first element.
+        master: fp32 values, 1-D.
+        states: optimizer state tensors by name.
+    """
+
+    param: int
+    start: int
+    master: torch.Tensor
+    states: dict[str, torch.Tensor]
+
+
+class Pieces:
+    """The pieces that a tier keeps. Whoever uses them has the stage to himself, up to date.
+
+    Args:
+        layouts: of the stages.
+        rule: how they are updated; it says which states there are.
+        tier: keeps them.
+        sharing: whose they are.
+    """
+
+    def __init__(
+        self, layouts: Sequence[StageLayout], rule: UpdateRule, tier: Tier, sharing: Sharing
+    ) -> None:
+        self._layouts = layouts
+        self._rule = rule
+        self._tier = tier
+        self._sharing = sharing
+        self._workspaces = Workspaces()
+
+    def read(
+        self, stage: int, image: torch.Tensor, *, with_states: bool, params: Collection[int] | None
+    ) -> Iterator[PieceState]:
+        """Every piece that this rank reaches; valid until the next one is asked for.
+
+        Args:
+            stage: which stage.
+            image: its wire image.
+            with_states: whether the optimizer state is wanted too.
+            params: only these parameters, by index.
+        """
+        wires = self._stage(stage).views(image)
+        groups = self._sharing.host_groups(stage, params)
+        for group, rest in self._tier.groups(stage, groups, write=False):
+            for piece in group.pieces:
+                if (params is None or piece.param in params) and self._sharing.is_here(stage, piece):
+                    yield self._state(stage, piece, wires[piece.param], rest, with_states)
+
+    def _state(
+        self, stage: int, piece: Piece, wire: torch.Tensor, rest: torch.Tensor, with_states: bool
+    ) -> PieceState:
+        spec = self._stage(stage).params[piece.param]
+        flat_wire = wire.view(-1)[piece.start : piece.stop]
+        fields = piece.views(rest)
+        master = read_master(encoding_of(spec), flat_wire, fields, torch.empty(flat_wire.numel()))
+        names = self._rule.state_layout(spec) if with_states else ()
+        return PieceState(piece.param, piece.start, master, {name: fields[name] for name in names})
+
+    def write(self, stage: int, image: torch.Tensor, fill: Callable[[PieceState], None]) -> None:
+        """Replace all that this rank updates; `fill` writes the `master` and `states` of each piece."""
+        groups = self._sharing.own_groups(stage)
+        wires = self._stage(stage).views(image)
+        for group, rest in self._tier.groups(stage, groups, read=False, write=True):
+            for piece in group.pieces:
+                if self._sharing.is_mine(stage, piece):
+                    self._fill(stage, piece, wires[piece.param], rest, fill)
+
+    def write_param(
+        self, stage: int, image: torch.Tensor, param: int, value: torch.Tensor, state: str | None
+    ) -> None:
+        """Replace what this rank updates of a parameter's master, or of one of its optimizer states.
+
+        Args:
+            stage: which stage.
+            image: its wire image.
+            param: index of the parameter.
+            value: all elements of it.
+            state: name of the state; the master if `None`.
+        """
+        flat, wire = value.reshape(-1), self._stage(stage).views(image)[param]
+
+        def fill(piece: PieceState) -> None:
+            target = piece.master if state is None else piece.states[state].view(-1)
+            target.copy_(flat[piece.start : piece.start + target.numel()])
+
+        groups = self._sharing.own_groups(stage, {param})
+        for group, rest in self._tier.groups(stage, groups, write=True):
+            for piece in group.pieces:
+                if piece.param == param and self._sharing.is_mine(stage, piece):
+                    self._fill(stage, piece, wire, rest, fill, keep=state is not None)
+
+    def _fill(
+        self,
+        stage: int,
+        piece: Piece,
+        wire: torch.Tensor,
+        rest: torch.Tensor,
+        fill: Callable[[PieceState], None],
+        *,
+        keep: bool = False,
+    ) -> None:
+        """Let `fill` write a piece; with `keep` it finds the master that is there."""
+        spec = self._stage(stage).params[piece.param]
+        encoding, fields = encoding_of(spec), piece.views(rest)
+        flat_wire = wire.view(-1)[piece.start : piece.stop]
+        master = flat_wire
+        if encoding is not Encoding.SAME:
+            master = self._workspaces.get("master", flat_wire.numel())
+            if keep:
+                master = read_master(encoding, flat_wire, fields, master)
+        states = {name: fields[name] for name in self._rule.state_layout(spec)}
+        fill(PieceState(piece.param, piece.start, master, states))
+        write_master(encoding, master, flat_wire, fields)
+
+    def elsewhere(self, stage: int) -> list[tuple[int, Piece]]:
+        """Every piece of a stage that is on another host: the host, and the piece."""
+        pieces = (piece for group in self._layouts[stage].groups for piece in group.pieces)
+        hosts = ((self._sharing.host_of(stage, piece), piece) for piece in pieces)
+        return [(host, piece) for host, piece in hosts if host != self._sharing.host]
+
+    def empty(self, stage: int, piece: Piece) -> PieceState:
+        """Memory for what another host has of a piece."""
+        spec = self._stage(stage).params[piece.param]
+        names = self._rule.state_layout(spec)
+        states = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in piece.fields if f.name in names}
+        master = torch.empty(piece.stop - piece.start, dtype=spec.dtype)
+        return PieceState(piece.param, piece.start, master, states)
+
+    def _stage(self, stage: int) -> StageSpec:
+        return self._layouts[stage].stage

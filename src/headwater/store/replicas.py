@@ -1,0 +1,49 @@
+"""Stores of several hosts that each have all weights: made equal at the start."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import torch
+
+from headwater.fabric.fabric import Fabric
+from headwater.fabric.link import PIECE_BYTES, Link
+from headwater.store.memory import MemoryTier
+from headwater.store.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+
+def take_from_first_host(store: WeightStore, fabric: Fabric) -> None:
+    """Let every host have the masters and the optimizer state of the first. All ranks ask for it at once.
+
+    Args:
+        store: of this host, in memory, just filled.
+        fabric: the ranks of all hosts.
+    """
+    assert isinstance(store.tier, MemoryTier), "only there each host has all weights"
+    link = fabric.connect("the first weights")
+    if link is not None:
+        for stage in store.stages:
+            differ = [_send_where_different(link, image) for image in store.tier.images(stage.index)]
+            if any(differ):
+                logger.warning(
+                    "hosts began with different values of stage %r: those of the first are taken", stage.name
+                )
+        link.close()
+    fabric.barrier("the first weights of all hosts")
+
+
+def _send_where_different(link: Link, image: torch.Tensor) -> bool:
+    """Send bytes from the first host to the others unless all have the same; whether some had others."""
+    digest = hashlib.blake2b(image.numpy().data, digest_size=8).digest()
+    if len(link.gather(torch.frombuffer(bytearray(digest), dtype=torch.int64)).unique()) == 1:
+        return False
+    for piece in image.split(PIECE_BYTES):
+        for host in range(1, link.num_hosts):
+            if link.host == 0:
+                link.send(piece, host)
+            elif link.host == host:
+                link.receive(piece, 0)
+    return True

@@ -1,0 +1,89 @@
+"""Scripts on two hosts: what is refused, what ends them, weights that differ, and the documents' own."""
+
+import re
+from pathlib import Path
+
+import pytest
+from benchmarks.namespaces import available
+from script_hosts import run_on_hosts
+
+pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+START = """
+import os, signal, sys
+import torch
+import headwater as hw
+rank = int(os.environ["RANK"])
+{before}
+backend = hw.backend("CSX", num_csx={num_csx})
+torch.manual_seed({seed})
+model = hw.compile(torch.nn.Linear(4, 1), backend)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, x in enumerate(hw.utils.data.DataExecutor([torch.ones(6, 4)] * 5)):
+    model(x).mean().backward()
+    {within}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def run(folder, before="", within="", seed="0", num_csx=2, end=""):
+    """Run a script on two hosts; gives exit codes and what was printed."""
+    script = folder / "train.py"
+    script.write_text(START.format(before=before, within=within, seed=seed, num_csx=num_csx) + end)
+    return run_on_hosts(script, (), folder)
+
+
+@pytest.mark.parametrize(
+    ("within", "told"),
+    [
+        ("if rank and number == 2: raise ValueError('a bug')", "ValueError: a bug"),
+        ("if rank and number == 2: os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+    ],
+    ids=["raises", "killed"],
+)
+def test_what_ends_a_rank_ends_those_of_other_hosts_and_names_it(tmp_path, within, told):
+    codes, logs = run(tmp_path, within=within)
+    assert 0 not in codes
+    assert told in logs[1] and re.search(r"rank\s*:? 1", logs[1]), logs[1]
+    assert re.search(r"cannot reach \S+ \(node 1\), rank 1", logs[0]), logs[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"before": "sys.argv += [str(rank)]"}, "rank 1 has another argument 1 than rank 0: 1, and 0"),
+        ({"num_csx": 3}, "num_csx is 3, and there are 2 ranks"),
+        (
+            {"within": "hw.step_closure(lambda loss: model.weight.grad)(x)"},
+            "a gradient is asked for on one rank",
+        ),
+    ],
+    ids=["argument", "number", "closure"],
+)
+def test_what_is_refused(tmp_path, options, told):
+    codes, logs = run(tmp_path, **options)
+    assert 0 not in codes
+    assert told in logs[0], logs[0]
+
+
+def test_weights_that_differ_at_the_start_are_those_of_the_first_host(tmp_path):
+    end = f"\nopen(r'{tmp_path}' + f'/rank{{rank}}', 'w').write(str(model.weight.tolist()))\n"
+    codes, logs = run(tmp_path, seed="rank", end=end)
+    assert codes == [0, 0], logs
+    assert "those of the first are taken" in logs[0]
+    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
+
+
+def test_the_script_of_the_documents(tmp_path):
+    text = re.search(
+        r"## A loop of your own.*?```python\n(.*?)```", (DOCS / "scale.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "train.py").write_text(text[1])
+    codes, logs = run_on_hosts(tmp_path / "train.py", (), tmp_path)
+    assert codes == [0, 0], logs
+    losses = [float(line) for line in logs[0].splitlines() if re.fullmatch(r"\d+\.\d+", line)]
+    assert len(losses) == 100
+    assert not re.search(r"^\d+\.\d+$", logs[1], re.MULTILINE)

@@ -1,0 +1,68 @@
+"""The disk tier of several hosts, and with store ranks: the bits of the memory tier at the same ranks."""
+
+import dataclasses
+import functools
+
+import pytest
+from harness import FP32
+from rank_processes import run_ranks
+from rank_training import Net, plan_of, train, wire
+from test_several_hosts import Choosing
+
+from headwater.core.buffers import PAGE_BYTES, aligned_empty
+from headwater.core.precision import Precision
+
+BF16 = Precision("bf16")
+
+
+def fetched(engine):
+    """All weights, as they travel, on the ranks that bring them from the disk."""
+    engine.store.flush()
+    weights = []
+    for stage in engine.store.stages if engine.fabric.local_rank == 0 else ():
+        image = aligned_empty(engine.store.layouts[stage.index].wire_bytes)
+        engine.store.fetch(stage.index, image)
+        specs = [spec.name for spec in stage.params]
+        weights += [(name, value.clone()) for name, value in zip(specs, stage.views(image), strict=True)]
+    return weights
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Stages of many pieces, groups and blocks, whose hosts' parts begin within pages."""
+    monkeypatch.setattr("headwater.store.layout.PIECE_ELEMENTS", 60)
+    monkeypatch.setattr("headwater.store.layout.GROUP_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("headwater.store.disk._WIRE_BLOCK_BYTES", PAGE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "num_memx", "precision", "micro_batches", "net"),
+    [
+        (2, 2, 0, FP32, 1, Net),
+        (2, 2, 0, BF16, 2, Choosing),
+        (2, 1, 0, FP32, 1, Choosing),
+        (3, 3, 1, BF16, 1, Net),
+        (4, 2, 0, FP32, 1, Net),
+        (4, 2, 2, BF16, 1, Net),
+        (4, 2, 3, FP32, 2, Net),
+        (3, 1, 1, BF16, 2, Choosing),
+        (3, 1, 2, FP32, 1, Net),
+    ],
+)
+def test_the_disk_tier_gives_the_bits_of_the_memory_tier(
+    ranks, hosts, num_memx, precision, micro_batches, net, small_blocks, tmp_path
+):
+    memory = plan_of(precision, micro_batches, net)
+    here = {"tier": "disk", "in_place": False, "disk": tmp_path, "slabs": 4 * ranks // hosts}
+    disk = dataclasses.replace(memory, **here)
+    work = functools.partial(train, micro_batches=micro_batches, net=net)
+    wanted = run_ranks(functools.partial(work, plan=memory, read=wire), ranks, hosts, num_memx)
+    found = run_ranks(
+        functools.partial(work, plan=disk, read=fetched, verify_disk=True), ranks, hosts, num_memx
+    )
+    for (told, weights), (other_told, other_weights) in zip(found, wanted, strict=True):
+        assert told == other_told
+        for name, value in weights.items():
+            assert (value == other_weights[name]).all(), name
+    assert sum(bool(weights) for _, weights in found) == hosts
+    assert not list(tmp_path.iterdir()), "files of the disk tier have no names"
