@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-import slurm_cluster
 from queue_samples import assert_cannot_be_changed
 
+import slurm_cluster
 from headwater.appliance.open import open_queue
 from headwater.appliance.queue import new_token
 from headwater.appliance.types import Phase, Priority, Submission

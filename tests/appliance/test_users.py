@@ -15,7 +15,7 @@ from headwater.appliance.embedded import Caller, EmbeddedQueue
 from headwater.appliance.folder import QueueFolder
 from headwater.appliance.open import prepare
 from headwater.appliance.supervisor import ensure_supervisor
-from headwater.appliance.types import Phase
+from headwater.appliance.types import Phase, Submission
 
 ALICE, BOB = 23451, 23452
 
@@ -49,6 +49,7 @@ try:
             found = queue.submit(Submission(tuple(command), Path("/tmp"), environment, **options), str(rest))
         else:
             found = getattr(queue, name)(*rest)
+            found = list(found) if name == "logs" else found
         if isinstance(found, list):
             found = [job.name for job in found]
         print(json.dumps(found if isinstance(found, list | int) else found.to_record()))
@@ -104,6 +105,13 @@ def test_users_share_the_csxs_and_leave_the_jobs_of_others_alone(folder):
         assert ask(folder, BOB, change) == [
             {"error": f"job {name} belongs to {ALICE}\n  remedy: ask {ALICE}, or root"}
         ]
+    of_root = root.submit(Submission(("sleep", "1000"), Path("/")), "of root").name
+    wait_until(lambda: root.show(of_root).log.exists())
+    refused, hidden = (ask(folder, BOB, [question, of_root])[0]["error"] for question in ("cancel", "logs"))
+    assert refused == f"job {of_root} belongs to root\n  remedy: ask root"
+    assert "cannot be read: Permission denied" in hidden and "it is a file of root" in hidden
+    root.cancel(of_root)
+    root.wait(of_root, 120)
     jobs, seen, number = ask(folder, BOB, ["jobs"], ["show", name], ["num_csx"])
     assert (jobs, seen["phase"], number) == ([name], "RUNNING", 4)
     assert "of the user" not in json.dumps(seen)

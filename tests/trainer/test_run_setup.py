@@ -79,7 +79,7 @@ def test_plan_follows_the_params():
 
 
 def test_another_number_of_ranks_than_was_asked_for_is_refused():
-    with pytest.raises(ConfigError, match="num_csx is 2, and there is 1"):
+    with pytest.raises(ConfigError, match="num_csx is 2, and there is 1 rank"):
         check_number(tiny("num_csx=2").init, ALONE)
 
 

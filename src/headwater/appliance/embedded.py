@@ -133,7 +133,9 @@ class EmbeddedQueue(Queue):
         """The row of a job that this caller may change; inside of a transaction."""
         row = self._row(name)
         if self._caller.uid not in (0, row["uid"]):
-            raise QueueError(f"job {name} belongs to {row['user']}", remedy=f"ask {row['user']}, or root")
+            owner = row["user"]
+            who = owner if row["uid"] == 0 else f"{owner}, or root"
+            raise QueueError(f"job {name} belongs to {owner}", remedy=f"ask {who}")
         if Phase(row["phase"]).over:
             raise job_over(name, row["phase"])
         return row
@@ -182,5 +184,6 @@ def _check(submission: Submission, num_csx: int) -> None:
     if not 1 <= submission.num_csx <= num_csx:
         raise ConfigError(
             f"{submission.num_csx} CSXs are asked for, and there are {num_csx}",
+            where="num_csx",
             remedy=f"write 1 to {num_csx}" if num_csx > 1 else "write 1",
         )

@@ -85,7 +85,11 @@ class Queue(ABC):
             except FileNotFoundError:
                 pass  # it has printed nothing yet
             except OSError as error:
-                raise QueueError(f"the log cannot be read: {error.strerror}", where=str(job.log)) from error
+                raise QueueError(
+                    f"the log of job {name} cannot be read: {error.strerror}",
+                    where=str(job.log),
+                    remedy=f"it is a file of {job.user}, whose job it is",
+                ) from error
             if job.phase.over or not follow:
                 return
             time.sleep(_POLL_S)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed
 
@@ -19,6 +17,7 @@ from headwater.core.placement import Placement
 from headwater.fabric.fabric import ALONE, Fabric, Value
 from headwater.fabric.host import HostFabric, Process
 from headwater.fabric.link import Link
+from headwater.fabric.meeting import meet
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -35,17 +34,7 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabri
         RankError: if the others cannot be reached, or hosts do not have ranks one after the other.
     """
     if not torch.distributed.is_initialized():
-        _choose_interface()
-        try:
-            patience_s = max(timeout_s, DEFAULT_TIMEOUT_S)  # others plan, and measure the machine for it
-            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
-        except RuntimeError as error:
-            raise RankError(
-                f"the ranks do not find each other: {error}",
-                where=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
-                remedy="see whether all were started, whether the address and port of the first host are "
-                "right and free, and whether GLOO_SOCKET_IFNAME names the network between the hosts",
-            ) from error
+        meet(max(timeout_s, DEFAULT_TIMEOUT_S))  # others plan, and measure the machine for it
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if num_memx >= size:
         raise ConfigError(
@@ -72,22 +61,6 @@ def host_name() -> str:
     """What tells hosts apart: the machine, and the node of the launcher, of which one machine may run two."""
     node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
     return os.uname().nodename if node is None else f"{os.uname().nodename} (node {node})"
-
-
-def _choose_interface() -> None:
-    """Let gloo use the network by which the first rank is reached, not the one of this host's name."""
-    address = os.environ.get("MASTER_ADDR")
-    if address is None or "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # sends nothing: it asks for the route
-        except OSError:
-            return
-        own = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == own for each in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 class ClusterFabric(HostFabric):

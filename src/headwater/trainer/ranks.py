@@ -98,4 +98,5 @@ def check_number(init: SetupConfig, fabric: Fabric) -> None:
         remedy = "write num_memx: 0; store ranks are for `headwater fit`"
     if fabric.size == 1:
         remedy = "write 1, or start it with `headwater fit`, which trains models of the package on several"
-    raise ConfigError(f"{asked}, and there is {fabric.size}", where=_KEY, remedy=remedy)
+    there = "there is 1 rank" if fabric.size == 1 else f"there are {fabric.size} ranks"
+    raise ConfigError(f"{asked}, and {there}", where=_KEY, remedy=remedy)

@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node on loopback: its own ports, keys and folders, and nothing left afterwards."""
+"""A Slurm cluster on loopback: its own ports, keys and folders, and nothing left afterwards."""
 
 import os
 import shutil
@@ -9,23 +9,22 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 NUM_CSX = 4
 
 CONFIGURATION = """\
 ClusterName=headwater
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
+SlurmctldPort={port}
 AuthType=auth/munge
 AuthInfo=socket={place}/munge/socket
 CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={place}/state
-SlurmdSpoolDir={place}/spool
+SlurmdSpoolDir={place}/spool-%n
 SlurmctldPidFile={place}/slurmctld.pid
-SlurmdPidFile={place}/slurmd.pid
+SlurmdPidFile={place}/slurmd-%n.pid
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -37,8 +36,11 @@ SchedulerParameters=sched_min_interval=0,sched_interval=1,batch_sched_delay=0
 MpiDefault=none
 GresTypes=csx
 KillWait=3
-NodeName={host} NodeAddr=127.0.0.1 CPUs={num_csx} Gres=csx:{num_csx} State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+{nodes}PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+NODE = """\
+NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} \
+CPUs={num_csx} Gres=csx:{num_csx} State=UNKNOWN
 """
 
 
@@ -55,10 +57,15 @@ def free_ports(count):
         return [one.getsockname()[1] for one in sockets]
 
 
+def output_of(place, command):
+    """Where a daemon's output goes; several of a program are told apart by their last word."""
+    return place / f"{Path(command[0]).name}-{Path(command[-1]).name}.out"
+
+
 @contextmanager
 def daemon(place, *command):
     """A process until the end; what it says is in a file."""
-    with (place / f"{command[0]}.out").open("w") as output:
+    with output_of(place, command).open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     try:
         yield process
@@ -74,21 +81,36 @@ def daemon(place, *command):
 def wait_for(condition, process, place, seconds=120):
     limit = time.monotonic() + seconds
     while not condition():
-        said = (place / f"{Path(process.args[0]).name}.out").read_text()
+        said = output_of(place, process.args).read_text()
         assert process.poll() is None and time.monotonic() < limit, said
         time.sleep(0.1)
 
 
+def host_name():
+    """What Slurm calls this machine."""
+    return socket.gethostname().split(".")[0]
+
+
 @contextmanager
-def cluster():
-    """The path of its configuration, which every program of Slurm reads from SLURM_CONF."""
-    with tempfile.TemporaryDirectory(prefix="headwater-slurm-") as name, ExitStack() as stack:
-        place, munge, host = Path(name), Path(name) / "munge", socket.gethostname().split(".")[0]
+def cluster(*names):
+    """The path of its configuration, which every program of Slurm reads from SLURM_CONF.
+
+    Args:
+        names: of the nodes, each a daemon on this machine; one with the machine's name if not given.
+    """
+    names = names or (host_name(),)
+    with tempfile.TemporaryDirectory(prefix="headwater-slurm-") as folder, ExitStack() as stack:
+        place, munge = Path(folder), Path(folder) / "munge"
         place.chmod(0o755)
         munge.mkdir(mode=0o755)
         (munge / "key").write_bytes(os.urandom(1024))
         (munge / "key").chmod(0o600)
-        text = CONFIGURATION.format(place=place, host=host, ports=free_ports(2), num_csx=NUM_CSX)
+        port, *ports = free_ports(1 + len(names))
+        nodes = [
+            NODE.format(name=name, host=host_name(), port=own, num_csx=NUM_CSX)
+            for name, own in zip(names, ports, strict=True)
+        ]
+        text = CONFIGURATION.format(place=place, host=host_name(), port=port, nodes="".join(nodes))
         (place / "slurm.conf").write_text(text)
         (place / "gres.conf").write_text(f"Name=csx Count={NUM_CSX}\n")
         (place / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -97,15 +119,18 @@ def cluster():
         words = [f"--{option}={munge / option.removesuffix('-file')}" for option in files]
         munged = stack.enter_context(daemon(place, "munged", "--foreground", "--force", *words))
         wait_for((munge / "socket").exists, munged, place)
-        configured = ("-f", environment["SLURM_CONF"])
-        controller = stack.enter_context(daemon(place, "slurmctld", "-D", *configured))
-        node = stack.enter_context(daemon(place, "slurmd", "-D", "-N", host, *configured))
+        configured = ("-D", "-f", environment["SLURM_CONF"])
+        controller = stack.enter_context(daemon(place, "slurmctld", *configured))
+        daemons = [stack.enter_context(daemon(place, "slurmd", *configured, "-N", name)) for name in names]
 
         def ask(*command):
             return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
 
-        wait_for(lambda: "idle" in ask("sinfo", "--noheader", "--format=%T"), controller, place)
-        stack.callback(wait_for, lambda: not ask("squeue", "--noheader"), node, place)
+        def states():
+            return ask("sinfo", "--noheader", "--Node", "--format=%T").split()
+
+        wait_for(lambda: states() == ["idle"] * len(names), controller, place)
+        stack.callback(wait_for, lambda: not ask("squeue", "--noheader"), daemons[0], place)
         stack.callback(ask, "scancel", "--full", "--signal=KILL", "--user=root")
         stack.callback(ask, "scancel", "--user=root")
         yield environment["SLURM_CONF"]

@@ -1,0 +1,70 @@
+"""What a rank says that does not find the others, while it waits and in the end."""
+
+import _thread
+import socket
+import threading
+
+import pytest
+
+from headwater.core.errors import RankError
+from headwater.fabric import meeting
+
+
+@pytest.fixture
+def unused_port():
+    """A port at which nobody listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture
+def rank(monkeypatch, unused_port):
+    """Makes this process one of three ranks, none of which is anywhere."""
+
+    def begin(number, **environment):
+        told = {"RANK": number, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+        told |= {"MASTER_PORT": unused_port, "GLOO_SOCKET_IFNAME": "lo"} | environment
+        for name, value in told.items():
+            monkeypatch.setenv(name, str(value))
+
+    monkeypatch.setattr(meeting, "_SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(meeting, "_SHORT_S", 0.5)
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("number", "environment", "told"),
+    [
+        (0, {}, "of 3 ranks these have not come: 1, 2"),
+        (1, {}, "rank 0 cannot be reached at 127.0.0.1:{port}: Connection refused"),
+        (1, {"MASTER_ADDR": "nowhere.invalid"}, "nobody knows the host of rank 0, 'nowhere.invalid': "),
+    ],
+    ids=["others", "the first", "its name"],
+)
+def test_who_waits_says_for_what_and_then_gives_up(rank, unused_port, capfd, number, environment, told):
+    rank(number, **environment)
+    told = told.format(port=unused_port)
+    with pytest.raises(RankError, match=r"the ranks do not find each other: after \d s ") as caught:
+        meeting.meet(0.5)
+    assert told in caught.value.what and "MASTER_ADDR" in str(caught.value)
+    said = capfd.readouterr().err
+    assert f"rank {number} waits, " in said and told in said
+    assert said.count(" waits, ") == 1, "once"
+
+
+def test_who_waits_can_be_interrupted(rank):
+    rank(0)
+    timer = threading.Timer(0.3, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        meeting.meet(100)
+    timer.join()
+
+
+def test_a_rank_that_is_not_told_where_the_first_is(rank, monkeypatch):
+    rank(1)
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(RankError, match="is not told MASTER_PORT") as caught:
+        meeting.meet(1)
+    assert caught.value.remedy is not None and "torchrun" in caught.value.remedy
