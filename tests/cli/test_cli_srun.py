@@ -135,8 +135,8 @@ def ctrl_c(process):
 
 
 def scancel(process):
-    """Slurm's own way to end all jobs of the cluster, which are this step."""
-    subprocess.run(["scancel", "--user=root"], check=True)
+    """Asks all jobs of the cluster, which are this step, to end, and leaves them the time they need."""
+    subprocess.run(["scancel", "--signal=TERM", "--user=root"], check=True)
 
 
 @pytest.mark.parametrize("stop", [ctrl_c, scancel])
