@@ -73,7 +73,12 @@ def plan_of(precision, micro_batches, net=Net):
     )
 
 
-def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, **options):
+def nothing_beside(engine):
+    """What is called before each update, and after it."""
+    return lambda update: None, lambda step: None
+
+
+def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, beside=nothing_beside, **options):
     """Losses and norms, an evaluation after each step, and the weights at the end.
 
     A store rank evaluates nothing.
@@ -85,6 +90,7 @@ def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, **op
         net: makes the model.
         make_batch: gives the batch of a step and micro-batch; by default this rank's part of `tokens`.
         read: gives the weights; `wire` if not given.
+        beside: gives, for an engine, what is called before each update and after each step.
         options: of the engine.
     """
 
@@ -95,8 +101,10 @@ def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, **op
     with Engine(
         work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric, **options
     ) as engine:
+        amend, after_step = beside(engine)
         for step in range(3):
-            report = engine.train_step(work.batches(step), work.update(step))
+            report = engine.train_step(work.batches(step), work.update(step), amend)
+            after_step(step)
             loss = float(engine.evaluate(tokens(99, 0))) if fabric.computes else None
             told.append((report.loss, report.gradient_norm, loss))
         weights = {name: value.detach().float().numpy() for name, value in (read or wire)(engine)}

@@ -12,6 +12,7 @@ from headwater.core.seeding import derive_seed
 from headwater.optim.spec import OptimizerSpec
 from headwater.sparsity.schedules import Cadence, Constant, Cosine, Cubic
 from headwater.sparsity.sparsifier import Part, Sparsifier, Sparsity
+from headwater.store.named import keys_by_name
 from headwater.trainer.sparse import SparseTraining
 
 STEPS = 6
@@ -30,6 +31,10 @@ def make_job(optimizer=ADAMW):
     return Job(make, _batch, lambda model, x: model(x).square().mean(), optimizer, micro_batches=2)
 
 
+def weights_of(engine):
+    return {name: value.clone() for name, value in engine.named_masters()}
+
+
 def train_streamed(job, setting, folder, groups, parts=None):
     """Losses, norms, weights, masks and the sparsifier of a streamed run."""
     losses, norms = [], []
@@ -37,14 +42,15 @@ def train_streamed(job, setting, folder, groups, parts=None):
         shapes = {name: value.shape for name, value in engine.named_masters()}
         sparsifier = Sparsifier(groups, shapes, parts=parts, seed=SEED)
         sparse = SparseTraining(sparsifier, engine.store)
-        sparsifier.begin(sparse.weights)
-        first = {name: sparse.weights.read(name) != 0 for name in sparsifier.names}
+        sparse.begin()
+        first = {name: sparsifier.mask_of(name) for name in sparsifier.names}
+        assert all(torch.equal(weights_of(engine)[name] != 0, mask) for name, mask in first.items())
         for step in range(STEPS):
             update = job.update(step)
             report = engine.train_step(job.batches(step), update, lambda u: sparse.before_update(u.step + 1))
             losses.append(report.loss)
             norms.append(report.gradient_norm)
-        weights = {name: value.clone() for name, value in engine.named_masters()}
+        weights = weights_of(engine)
     return losses, norms, weights, first
 
 
@@ -169,17 +175,18 @@ def test_a_refused_step_changes_no_mask(tmp_path):
         shapes = {name: value.shape for name, value in engine.named_masters()}
         sparsifier = Sparsifier([group], shapes, seed=SEED)
         sparse = SparseTraining(sparsifier, engine.store)
-        sparsifier.begin(sparse.weights)
-        before = {name: (sparse.weights.read(name), sparsifier.mask_of(name)) for name in sparsifier.names}
+        sparse.begin()
+        start = weights_of(engine)
+        before = {name: (start[name], sparsifier.mask_of(name)) for name in sparsifier.names}
 
         def spoil(update):
-            engine.store.gradients.expose(*sparse.weights.places["0.weight"]).fill_(torch.nan)
+            engine.store.gradients.expose(*keys_by_name(engine.store)["0.weight"]).fill_(torch.nan)
             sparse.before_update(update.step + 1)
 
         report = engine.train_step(job.batches(0), job.update(0, skip_non_finite=True), spoil)
         assert not report.applied
         for name, (weight, mask) in before.items():
-            assert torch.equal(sparse.weights.read(name), weight)
+            assert torch.equal(weights_of(engine)[name], weight)
             assert torch.equal(sparsifier.mask_of(name), mask)
 
 
@@ -190,8 +197,8 @@ def test_what_was_trained_dense_becomes_sparse_and_stays_so(tmp_path):
         shapes = {name: value.shape for name, value in engine.named_masters()}
         sparsifier = Sparsifier([Sparsity(Constant(0.8), param_filter=("*.weight",))], shapes, seed=SEED)
         sparse = SparseTraining(sparsifier, engine.store)
-        sparsifier.begin(sparse.weights)
+        sparse.begin()
         for step in (1, 2):
             engine.train_step(job.batches(step), job.update(step), lambda u: sparse.before_update(u.step))
         for name in sparsifier.names:
-            assert torch.equal(sparse.weights.read(name) == 0, ~sparsifier.mask_of(name))
+            assert torch.equal(weights_of(engine)[name] == 0, ~sparsifier.mask_of(name))

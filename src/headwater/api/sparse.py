@@ -15,7 +15,7 @@ from headwater.core.errors import ConfigError
 from headwater.optim.catalog import is_elementwise, optimizers
 from headwater.sparsity.schedules import Cadence, Constant, Cosine, Cubic, Exponential, Linear, Power, Value
 from headwater.sparsity.sparsifier import Algorithm, Sparsifier, Sparsity
-from headwater.store.named import clear_state
+from headwater.store.pruning import clear_state
 from headwater.stream.parameters import ParameterAtRest
 
 __all__ = [
@@ -92,7 +92,10 @@ class SparsityOptimizer:
     def apply_sparsity(self) -> None:
         """Mask the weights, when it is first called; from then on they stay masked."""
         if not self._begun:
-            self._sparsifier.begin(self._weights(None))
+            weights = self._weights(None)
+            for name in self._sparsifier.names:
+                mask = self._sparsifier.begin(name, weights.read(name))
+                weights.prune(name, mask, mask)
             self._begun = True
 
     def _weights(self, optimizer: torch.optim.Optimizer | None) -> _Parameters:
@@ -129,7 +132,8 @@ class SparsityOptimizer:
                 remedy="use an optimizer that does, such as AdamW or SGD",
             )
         gradients = [param.grad for param in given if param.grad is not None]
-        if self._sparsifier.changes(self._step + 1) and not all(bool(g.isfinite().all()) for g in gradients):
+        changing = self._sparsifier.changing(self._step + 1)
+        if changing and not all(bool(g.isfinite().all()) for g in gradients):
             return  # whoever looks refuses this step, and it leaves no trace
         weights = self._weights(optimizer)
         with torch.no_grad():
@@ -137,7 +141,11 @@ class SparsityOptimizer:
                 name = own[id(param)]
                 if optimizer not in self._cleared:  # it may have worked on dense weights before
                     weights.clear(name, self._sparsifier.mask_of(name))
-                self._sparsifier.mask(name, gradient, self._step + 1, weights)
+                if name in changing:
+                    of_now = weights.read(name), lambda gradient=gradient: gradient, self._step + 1
+                    kept = self._sparsifier.change(name, *of_now)
+                    weights.prune(name, self._sparsifier.mask_of(name), kept)
+                gradient.mul_(self._sparsifier.mask_of(name).to(gradient.device))
         if given:
             self._cleared.add(optimizer)
 
@@ -197,7 +205,7 @@ class RigLSparsityOptimizer(SparsityOptimizer):
 
 
 class _Parameters:
-    """Parameters of a model, plain or streamed; see `headwater.sparsity.sparsifier.Weights`.
+    """Parameters of a model, plain or streamed.
 
     Attributes:
         before: what was replaced, by name, where that is to be remembered.
@@ -217,12 +225,19 @@ class _Parameters:
         self.before = before
 
     def read(self, name: str) -> Tensor:
+        """A copy of the weight, fp32 on the CPU."""
         param = self._parameters[name]
         if isinstance(param, ParameterAtRest):
             return param.home.store.read_param(*param.home.key)
         return param.detach().float().cpu().clone()
 
+    def prune(self, name: str, mask: Tensor, kept: Tensor) -> None:
+        """Set the weight to zero where `mask` is false, and its optimizer state where `kept` is."""
+        self.write(name, self.read(name) * mask)
+        self.clear(name, kept)
+
     def write(self, name: str, weight: Tensor) -> None:
+        """Replace the weight."""
         param = self._parameters[name]
         if self._remember and name not in self.before:
             self.before[name] = self.read(name)
@@ -233,9 +248,10 @@ class _Parameters:
                 param.copy_(weight)
 
     def clear(self, name: str, kept: Tensor) -> None:
+        """Set the optimizer state to zero where `kept` is false."""
         param = self._parameters[name]
         if isinstance(param, ParameterAtRest):
-            clear_state(param.home.store, *param.home.key, kept)
+            clear_state(param.home.store, param.home.stage, {param.home.index: kept})
         elif self._optimizer is not None:
             for value in self._optimizer.state.get(param, {}).values():
                 if isinstance(value, Tensor) and value.shape == kept.shape:

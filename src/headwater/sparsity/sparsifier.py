@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -91,28 +92,12 @@ class Sparsity:
         return self.algorithm != "static" and self.update is not None and self.update.includes(step)
 
 
-class Weights(Protocol):
-    """Where the weights are, by name of the parameter."""
-
-    def read(self, name: str) -> Tensor:
-        """A copy of the weight, fp32 on the CPU."""
-        ...
-
-    def write(self, name: str, weight: Tensor) -> None:
-        """Replace it."""
-        ...
-
-    def clear(self, name: str, kept: Tensor) -> None:
-        """Set the optimizer state to zero where `kept` is false."""
-        ...
-
-
 class Sparsifier:
     """The masks of a model, and how they change.
 
-    Before each step of the optimizer `mask` is called with the gradient of each sparse parameter: it masks
-    the gradient and, where the mask is to change, weight and optimizer state. What is masked then stays zero
-    under any optimizer that updates each element by itself.
+    Whoever trains masks the weights with the first masks, and before each step of the optimizer the gradients
+    and, where a mask changes, weight and optimizer state. What is masked then stays zero under any optimizer
+    that updates each element by itself.
 
     Args:
         groups: the first that takes a name counts.
@@ -161,60 +146,62 @@ class Sparsifier:
         """The parameters that are sparse."""
         return self._groups.keys()
 
-    def begin(self, weights: Weights) -> None:
-        """Make the first masks, and mask the weights."""
-        for name in self.names:
-            weight = weights.read(name)
-            mask = torch.ones(weight.shape, dtype=torch.bool)
-            for part, group in self._groups[name]:
-                generator = torch.Generator().manual_seed(derive_seed(self._seed, "sparsity", part.name, 0))
-                mask[part.rows] = first_mask(
-                    weight[part.rows], group.sparsity(0), group.init_method, generator
-                )
-            self._masks[name] = PackedMask(mask)
-            weights.write(name, weight * mask)
-            weights.clear(name, mask)
-
-    def changes(self, step: int) -> bool:
-        """Whether a mask changes in this step."""
-        return any(group.updates(step) for own in self._groups.values() for _, group in own)
-
-    def mask(self, name: str, gradient: Tensor, step: int, weights: Weights) -> None:
-        """Mask a gradient in place, after the mask itself was changed if this is a step at which it is.
+    def begin(self, name: str, weight: Tensor) -> Tensor:
+        """The first mask of a parameter, whose weight and optimizer state are to be masked with it.
 
         Args:
             name: of the parameter.
-            gradient: of the whole loss by every element, masked ones too.
-            step: of the optimizer, from 1. It must be sure that the optimizer takes it.
-            weights: where the weight is.
+            weight: its values, on the CPU.
         """
-        mask = self._masks[name].unpack()
-        if any(group.updates(step) for _, group in self._groups[name]):
-            mask = self._changed(name, mask, gradient, step, weights)
-        gradient.mul_(mask.to(gradient.device))
-
-    def _changed(self, name: str, mask: Tensor, gradient: Tensor, step: int, weights: Weights) -> Tensor:
-        weight, before = weights.read(name), mask.clone()
+        mask = torch.ones(weight.shape, dtype=torch.bool)
         for part, group in self._groups[name]:
-            if group.updates(step):
-                rows = part.rows
-                of_part = weight[rows], mask[rows], gradient.detach()[rows]
-                mask[rows] = self._next_mask(part, group, step, *of_part)
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "sparsity", part.name, 0))
+            mask[part.rows] = first_mask(weight[part.rows], group.sparsity(0), group.init_method, generator)
         self._masks[name] = PackedMask(mask)
-        weights.write(name, weight * mask)
-        weights.clear(name, before & mask)
         return mask
 
+    def changing(self, step: int) -> list[str]:
+        """The parameters whose mask changes in this step."""
+        return [name for name, own in self._groups.items() if any(group.updates(step) for _, group in own)]
+
+    def change(self, name: str, weight: Tensor, gradient: Callable[[], Tensor], step: int) -> Tensor:
+        """Change the mask of a parameter, whose weight is to be masked with `mask_of` then.
+
+        Args:
+            name: of the parameter.
+            weight: its values, on the CPU.
+            gradient: gives that of the whole loss by every element, masked ones too, where it is needed.
+            step: of the optimizer, from 1. It must be sure that the optimizer takes it.
+
+        Returns:
+            Where elements are kept that were there before, bool: all other optimizer state is to be zero.
+        """
+        before, gradient = self.mask_of(name), functools.cache(gradient)
+        mask = before.clone()
+        for part, group in self._groups[name]:
+            if group.updates(step):
+                mask[part.rows] = self._next_mask(part, group, step, weight, before, gradient)
+        self._masks[name] = PackedMask(mask)
+        return before & mask
+
     def _next_mask(
-        self, part: Part, group: Sparsity, step: int, weight: Tensor, mask: Tensor, gradient: Tensor
+        self,
+        part: Part,
+        group: Sparsity,
+        step: int,
+        whole: Tensor,
+        masks: Tensor,
+        gradient: Callable[[], Tensor],
     ) -> Tensor:
+        weight, mask = whole[part.rows], masks[part.rows]
         if group.algorithm == "gmp":
             scores = weight.abs().masked_fill(~mask, -1.0)
             return largest(scores, min(num_kept(weight.numel(), group.sparsity(step)), int(mask.sum())))
-        scores = gradient.float().abs().cpu()
         if group.algorithm == "set":
             seed = derive_seed(self._seed, "sparsity", part.name, step)
             scores = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
+        else:
+            scores = gradient().detach()[part.rows].float().abs().cpu()
         assert group.drop_fraction is not None, "whoever exchanges weights says how many"
         return exchanged(weight, mask, scores, group.drop_fraction(step))
 

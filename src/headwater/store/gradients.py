@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -210,8 +210,17 @@ class GradientSum:
                     self._exposed.setdefault((stage, index), gradient.detach())
         return self._exposed[key]
 
-    def changed(self, stage: int, param: int, gradient: torch.Tensor) -> None:
-        """Say that what `expose` gave has been changed in place."""
+    def multiply(self, stage: int, param: int, factor: Callable[[], torch.Tensor]) -> None:
+        """Multiply the sum of one parameter, if one is present; every rank says so, between two `complete`.
+
+        Args:
+            stage: its stage.
+            param: its index in the stage.
+            factor: gives a tensor of its shape, where one is needed.
+        """
+        total = self.expose(stage, param)
+        if total is not None:
+            total.mul_(factor())
 
     def replace(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         """Let this be the sum of one parameter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import Board, Fabric
 from headwater.store.exchange import Runs, elements
-from headwater.store.gradients import gradient_norm
+from headwater.store.gradients import ParamKey, gradient_norm
 from headwater.store.shared_gradients import SharedGradientSum
 from headwater.store.sharing import Sharing
 
@@ -46,6 +46,8 @@ class HostsGradientSum(SharedGradientSum):
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-exchange")
         self._sending: list[Future[None]] = []
         self._is_last = False  # the micro-batch that is under way
+        self._summed = -1  # the step whose sums are those of all hosts
+        self._multiplied: set[ParamKey] = set()  # since they were measured
 
     def _runs_of(self, stage: StageSpec, host: int, sharing: Sharing) -> Runs:
         runs = []
@@ -94,6 +96,22 @@ class HostsGradientSum(SharedGradientSum):
     # complete
 
     def _measure_all(self) -> None:
+        if self._summed != self._step:
+            self._sum_all()
+            self._summed = self._step
+        else:
+            self._measure_multiplied()
+        if self._link is not None:
+            here = [float(self._written.read(slot) == self._step) for slot in self._slots.values()]
+            every = self._link.gather(torch.cat([self._squares, torch.tensor(here, dtype=torch.float64)]))
+            squares, present = every.sum(0).split(len(self._keys))
+            self._measured.copy_(squares.sqrt())
+            for slot in present.nonzero().flatten().tolist():
+                self._written.post(slot, self._step)
+        self._fabric.barrier("the norms of the gradients")
+
+    def _sum_all(self) -> None:
+        """Return when every host has the sums of what it updates."""
         if not self._is_last:  # this rank had nothing to add
             self._start_sending(self._rounds - 2)
         self._is_last = False
@@ -105,15 +123,19 @@ class HostsGradientSum(SharedGradientSum):
                 stage.index, self._step, f"the gradient of stage {stage.name!r} of all hosts"
             )
         self._add_late()
-        if self._link is not None:
-            here = [float(self._written.read(slot) == self._step) for slot in self._slots.values()]
-            every = self._link.gather(torch.cat([self._squares, torch.tensor(here, dtype=torch.float64)]))
-            squares, present = every.sum(0).split(len(self._keys))
-            self._squares.zero_()
-            self._measured.copy_(squares.sqrt())
-            for slot in present.nonzero().flatten().tolist():
-                self._written.post(slot, self._step)
-        self._fabric.barrier("the norms of the gradients")
+
+    def _measure_multiplied(self) -> None:
+        """Measure anew what other ranks of this host may have multiplied."""
+        self._fabric.neighbours.barrier("gradients of this host to be multiplied")
+        for key in self._multiplied if self._link is not None else ():
+            for run in self._own_runs(key):
+                self._squares[self._slots[key]] = gradient_norm(elements(*run)) ** 2
+        self._multiplied.clear()
+
+    def _own_runs(self, key: ParamKey) -> list[tuple[torch.Tensor, int, int]]:
+        """The sum with the elements that this host updates, if there are any."""
+        runs = self._runs[key[0]][self._fabric.host]
+        return [(self._totals[key], start, stop) for owned, start, stop in runs if owned == key]
 
     def _add_late(self) -> None:
         """Gradients that came when the sums may have been sent: rare, and sent by another, slower way."""
@@ -121,17 +143,36 @@ class HostsGradientSum(SharedGradientSum):
             return
         for late in self._fabric.gather_objects(dict(self._late)):  # in the ranks' order
             for key, gradient in late.items() if self._link is not None else ():
-                for owned, start, stop in self._runs[key[0]][self._fabric.host]:
-                    if owned == key:
-                        own = elements(self._totals[key], start, stop)
-                        own += gradient.reshape(-1)[start:stop]
-                        self._squares[self._slots[key]] = gradient_norm(own) ** 2
+                for total, start, stop in self._own_runs(key):
+                    own = elements(total, start, stop)
+                    own += gradient.reshape(-1)[start:stop]
+                    self._squares[self._slots[key]] = gradient_norm(own) ** 2
                 self._written.post(self._slots[key], self._step)
         self._late.clear()
+
+    # sums that are looked at and changed before they are used
+
+    def expose(self, stage: int, param: int) -> torch.Tensor | None:
+        """A copy of the sum of one parameter, after `complete`; all ranks ask for it at once."""
+        if (stage, param) in self.present:
+            if self._exchange is not None:
+                runs = self._runs[stage]
+                self._exchange.spread([[run for run in its if run[0] == (stage, param)] for its in runs])
+            self._fabric.neighbours.barrier("a gradient of all hosts")
+        return super().expose(stage, param)
+
+    def multiply(self, stage: int, param: int, factor: Callable[[], torch.Tensor]) -> None:
+        key = (stage, param)
+        if key not in self.present:
+            return
+        self._multiplied.add(key)
+        for total, start, stop in self._own_runs(key) if self._is_mine(self._slots[key]) else ():
+            elements(total, start, stop).mul_(factor().reshape(-1)[start:stop])
 
     def discard(self) -> None:
         super().discard()
         self._late.clear()
+        self._multiplied.clear()
 
     def close(self) -> None:
         self._sender.shutdown(wait=True, cancel_futures=True)

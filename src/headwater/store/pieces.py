@@ -53,7 +53,13 @@ class Pieces:
         self._workspaces = Workspaces()
 
     def read(
-        self, stage: int, image: torch.Tensor, *, with_states: bool, params: Collection[int] | None
+        self,
+        stage: int,
+        image: torch.Tensor,
+        *,
+        with_states: bool,
+        params: Collection[int] | None,
+        mine: bool = False,
     ) -> Iterator[PieceState]:
         """Every piece that this rank reaches; valid until the next one is asked for.
 
@@ -62,12 +68,15 @@ class Pieces:
             image: its wire image.
             with_states: whether the optimizer state is wanted too.
             params: only these parameters, by index.
+            mine: only the pieces that this rank updates.
         """
         wires = self._stage(stage).views(image)
-        groups = self._sharing.host_groups(stage, params)
+        sharing = self._sharing
+        groups = sharing.own_groups(stage, params) if mine else sharing.host_groups(stage, params)
+        wanted = sharing.is_mine if mine else sharing.is_here
         for group, rest in self._tier.groups(stage, groups, write=False):
             for piece in group.pieces:
-                if (params is None or piece.param in params) and self._sharing.is_here(stage, piece):
+                if (params is None or piece.param in params) and wanted(stage, piece):
                     yield self._state(stage, piece, wires[piece.param], rest, with_states)
 
     def _state(
@@ -89,29 +98,23 @@ class Pieces:
                 if self._sharing.is_mine(stage, piece):
                     self._fill(stage, piece, wires[piece.param], rest, fill)
 
-    def write_param(
-        self, stage: int, image: torch.Tensor, param: int, value: torch.Tensor, state: str | None
+    def change(
+        self, stage: int, image: torch.Tensor, params: Collection[int], change: Callable[[PieceState], None]
     ) -> None:
-        """Replace what this rank updates of a parameter's master, or of one of its optimizer states.
+        """Let `change` change all that this rank updates of some parameters, in place.
 
         Args:
             stage: which stage.
             image: its wire image.
-            param: index of the parameter.
-            value: all elements of it.
-            state: name of the state; the master if `None`.
+            params: indices of the parameters.
+            change: called with each piece.
         """
-        flat, wire = value.reshape(-1), self._stage(stage).views(image)[param]
-
-        def fill(piece: PieceState) -> None:
-            target = piece.master if state is None else piece.states[state].view(-1)
-            target.copy_(flat[piece.start : piece.start + target.numel()])
-
-        groups = self._sharing.own_groups(stage, {param})
+        wires = self._stage(stage).views(image)
+        groups = self._sharing.own_groups(stage, params)
         for group, rest in self._tier.groups(stage, groups, write=True):
             for piece in group.pieces:
-                if piece.param == param and self._sharing.is_mine(stage, piece):
-                    self._fill(stage, piece, wire, rest, fill, keep=state is not None)
+                if piece.param in params and self._sharing.is_mine(stage, piece):
+                    self._fill(stage, piece, wires[piece.param], rest, change, keep=True)
 
     def _fill(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -126,12 +126,13 @@ class SharedGradientSum(GradientSum):
     def _measure_all(self) -> None:
         """Let every rank know the norm of each sum."""
         for key, slot in self._slots.items():
-            if self._written.read(slot) == self._step and self._is_measured_here(slot):
+            if self._written.read(slot) == self._step and self._is_mine(slot):
                 self._measured[slot] = gradient_norm(self._totals[key])
         self._fabric.barrier("the norms of the gradients")
 
-    def _is_measured_here(self, slot: int) -> bool:
-        return slot % self._fabric.size == self._fabric.rank
+    def _is_mine(self, slot: int) -> bool:
+        """Whether this rank of the host measures and changes a sum."""
+        return slot % self._fabric.local_size == self._fabric.local_rank
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
         norms = [self._norms[key] for key in keys]
@@ -173,19 +174,15 @@ class SharedGradientSum(GradientSum):
         self._totals.clear()
         super().close()
 
-    # sums that are changed before they are used
+    # sums that are looked at and changed before they are used
 
     def expose(self, stage: int, param: int) -> torch.Tensor | None:
-        """A copy of the sum of one parameter, after `complete`; `changed` puts it back."""
-        if self._fabric.num_hosts > 1:
-            raise _not_with_ranks()  # it is whole on the host alone that updates with it
+        """A copy of the sum of one parameter, after `complete`."""
         return self._totals[stage, param].clone() if (stage, param) in self.present else None
 
-    def changed(self, stage: int, param: int, gradient: torch.Tensor) -> None:
-        """Every rank says the same, and calls `complete` anew."""
-        self._fabric.barrier("a gradient to be changed")  # others may still copy what it was
-        if self._is_measured_here(self._slots[stage, param]):
-            self._totals[stage, param].copy_(gradient)
+    def multiply(self, stage: int, param: int, factor: Callable[[], torch.Tensor]) -> None:
+        if (stage, param) in self.present and self._is_mine(self._slots[stage, param]):
+            self._totals[stage, param].mul_(factor())
 
     # what a loop of one's own would need
 

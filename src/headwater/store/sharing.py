@@ -165,11 +165,11 @@ class Sharing:
     def written(self, stage: int) -> None:
         """Say that this rank has written its pieces of a stage anew; returns when the stage is whole."""
         what = f"stage {self._stages[stage].name!r} to be written"
-        self._fabric.barrier(what)
+        self._fabric.neighbours.barrier(what)
         if self._link is not None:
             self._thread.submit(self._send, stage).result()
         if self._fabric.num_hosts > 1:
-            self._fabric.barrier(what)
+            self._fabric.neighbours.barrier(what)
 
     def close(self) -> None:
         """Give back the thread."""

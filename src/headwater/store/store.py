@@ -53,6 +53,7 @@ class WeightStore:
 
     Attributes:
         ledger: the updates that were committed.
+        sharing: which rank updates what.
         pieces: what of each stage is kept here and elsewhere.
         snapshots: by stage, one more than the number of commits of which a snapshot has saved it.
         snapshot_link: by which hosts send what they have for a snapshot.
@@ -90,9 +91,9 @@ class WeightStore:
         # A loop of one's own reads and changes weights wherever it likes: each host has all of them.
         self.fabric = fabric.neighbours if own_loop else fabric
         self._has_others = fabric.size > 1
-        self._sharing = Sharing(self.fabric, self.layouts, self.tier)
-        self.gradients = _gradient_sum(self.stages, hold, mixed_sum_dtype, fabric, self._sharing, own_loop)
-        self.pieces = Pieces(self.layouts, rule, self.tier, self._sharing)
+        self.sharing = Sharing(self.fabric, self.layouts, self.tier)
+        self.gradients = _gradient_sum(self.stages, hold, mixed_sum_dtype, fabric, self.sharing, own_loop)
+        self.pieces = Pieces(self.layouts, rule, self.tier, self.sharing)
         self.snapshots = Board(self.fabric, len(self.stages))
         self.snapshot_link = self.fabric.connect("a checkpoint")
         self.ledger = Ledger()
@@ -101,7 +102,7 @@ class WeightStore:
         self._versions = [0] * len(self.stages)
         self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
         self._locks = [threading.RLock() for _ in stages]
-        self._torn: dict[int, str] = {}  # stages whose update began and did not end, and why
+        self._torn: dict[int, str] = {}  # stages of which a change began and did not end, and why
         self._updater = Updater(rule)
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="headwater-update")
 
@@ -202,7 +203,7 @@ class WeightStore:
         for stage, changes in by_stage.items():
             self._add_pending(stage, changes)
         stages = sorted(by_stage)
-        self._sharing.committed(stages, self.num_commits)
+        self.sharing.committed(stages, self.num_commits)
         if self.fabric.num_hosts > 1 or not self.fabric.computes:  # what others wait for comes at once
             for stage in stages:  # an error is told when the stage is used
                 self._updates.submit(self._update_ahead, stage)
@@ -210,10 +211,10 @@ class WeightStore:
 
     def _add_pending(self, stage: int, parts: Mapping[int, Part]) -> None:
         """The parts of a commit wait for a stage, here or where it is updated."""
-        if self._sharing.updates(stage):
+        if self.sharing.updates(stage):
             self.ledger.add(stage, parts)
         else:
-            self._sharing.leave(stage, self.num_commits)
+            self.sharing.leave(stage, self.num_commits)
         self._versions[stage] += 1  # at last: whoever sees it may fetch
 
     # steps that may have to be undone
@@ -276,7 +277,7 @@ class WeightStore:
         updated = self.ledger.due(stage, up_to) is not None
         if updated:
             self._update(stage, self._wire_buffer(stage) if buffer is None else buffer)
-        self._sharing.wait(stage, up_to)
+        self.sharing.wait(stage, up_to)
         return updated and self.fabric.num_hosts == 1
 
     def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
@@ -284,10 +285,16 @@ class WeightStore:
         assert pending is not None, f"no update waits for stage {stage}"
         self.before_update(stage, pending.number)
         if self.fabric.num_hosts > 1:
-            self._sharing.wait(stage)  # they may still be getting the update before
+            self.sharing.wait(stage)  # they may still be getting the update before
+        with self._tearing(stage):
+            self._apply(stage, buffer)
+
+    @contextmanager
+    def _tearing(self, stage: int) -> Iterator[None]:
+        """What is between the beginning and the end of a change of a stage."""
         self._torn[stage] = "it was interrupted"
         try:
-            self._apply(stage, buffer)
+            yield
         except HeadwaterError as error:
             self._torn[stage] = error.what
             raise
@@ -297,8 +304,8 @@ class WeightStore:
         pending = self.ledger.apply(stage)
         gradients = self.gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
-        with self.tier.wire(stage, buffer, write=True, part=self._sharing.own_bytes(stage)) as image:
-            groups = self.tier.groups(stage, self._sharing.own_groups(stage), write=True)
+        with self.tier.wire(stage, buffer, write=True, part=self.sharing.own_bytes(stage)) as image:
+            groups = self.tier.groups(stage, self.sharing.own_groups(stage), write=True)
             self._scalars[stage] = self._updater.apply(
                 self.stages[stage],
                 image,
@@ -306,22 +313,22 @@ class WeightStore:
                 gradients,
                 self._scalars[stage],
                 pending,
-                lambda piece: self._sharing.is_mine(stage, piece),
+                lambda piece: self.sharing.is_mine(stage, piece),
             )
         self.gradients.put_back(stage, gradients)
-        self._sharing.updated(stage, pending.number)
+        self.sharing.updated(stage, pending.number)
 
     def _wait_for_owners(self, stage: int) -> None:
         """Wait for an update of which no part is this rank's, before the stage is locked.
 
         Those who have one may wait for a snapshot, which this rank saves under that lock.
         """
-        if not self._sharing.updates(stage):
-            self._sharing.wait(stage)
+        if not self.sharing.updates(stage):
+            self.sharing.wait(stage)
 
     @contextmanager
     def _whole(self, stage: int) -> Iterator[None]:
-        """Work on a stage alone, and not if an update of it has failed: part of it is applied, part lost."""
+        """Work on a stage alone, and not if a change of it has failed: part of it is done, part lost."""
         with self._locks[stage]:
             if stage in self._torn:
                 raise StoreError(
@@ -348,6 +355,7 @@ class WeightStore:
         with_states: bool = True,
         up_to: int | None = None,
         params: Collection[int] | None = None,
+        mine: bool = False,
     ) -> Generator[PieceState, None, None]:
         """Every piece of a stage that this rank reaches, up to date; valid until the next one is asked for.
 
@@ -356,16 +364,17 @@ class WeightStore:
             with_states: whether the optimizer state is wanted too.
             up_to: leave an update committed after this number (see `num_commits`) for later.
             params: only these parameters, by index.
+            mine: only the pieces that this rank updates.
         """
-        if not self.tier.is_here:
+        if not (self.sharing.updates(stage) if mine else self.tier.is_here):
             return
         if up_to is None:
             self._wait_for_owners(stage)
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
             self._bring_up_to_date(stage, buffer, up_to)
-            with self.tier.wire(stage, buffer, write=False) as image:
-                yield from self.pieces.read(stage, image, with_states=with_states, params=params)
+            with self.tier.wire(stage, buffer, write=False, part=self.sharing.own_bytes(stage)) as image:
+                yield from self.pieces.read(stage, image, with_states=with_states, params=params, mine=mine)
 
     def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
         """Replace a stage: `fill` is called with every piece and writes its `master` and `states`."""
@@ -377,9 +386,9 @@ class WeightStore:
             image = self.tier.resident_wire(stage)
             target = image if image is not None else aligned_empty(self.layouts[stage].wire_bytes)
             self.pieces.write(stage, target, fill)
-            if image is None and self._sharing.updates(stage):
-                self.tier.write_wire(stage, target, self._sharing.own_bytes(stage))
-            self._sharing.written(stage)
+            if image is None and self.sharing.updates(stage):
+                self.tier.write_wire(stage, target, self.sharing.own_bytes(stage))
+            self.sharing.written(stage)
 
     def read_param(self, stage: int, param: int, state: str | None = None) -> torch.Tensor:
         """A copy of one parameter's master, or of one of its optimizer state tensors, up to date.
@@ -393,10 +402,7 @@ class WeightStore:
             StoreError: if this rank does not reach all of it.
         """
         spec = self.spec((stage, param))
-        shape, dtype = spec.shape, spec.dtype
-        if state is not None:
-            layout = self.rule.state_layout(spec)[state]
-            shape, dtype = spec.shape if layout.shape is None else layout.shape, layout.dtype
+        shape, dtype = self._shape_and_dtype(spec, state)
         out, filled = torch.empty(shape, dtype=dtype), 0
         with closing(self.read(stage, with_states=state is not None, params={param})) as pieces:
             for piece in pieces:
@@ -412,16 +418,44 @@ class WeightStore:
 
     def write_param(self, stage: int, param: int, value: torch.Tensor, state: str | None = None) -> None:
         """Replace one parameter's master, or one of its optimizer state tensors, by a tensor of its shape."""
-        self.fabric.barrier("a parameter to be written")  # others may still read what it was
+        shape, _ = self._shape_and_dtype(self.spec((stage, param)), state)
+        flat = value.reshape(shape).reshape(-1)
+
+        def replace(piece: PieceState) -> None:
+            target = piece.master if state is None else piece.states[state].view(-1)
+            target.copy_(flat[piece.start : piece.start + target.numel()])
+
+        self.change(stage, {param}, replace)
+
+    def _shape_and_dtype(self, spec: ParamSpec, state: str | None) -> tuple[tuple[int, ...], torch.dtype]:
+        """Of a parameter's master, or of one of its optimizer state tensors."""
+        if state is None:
+            return spec.shape, spec.dtype
+        layout = self.rule.state_layout(spec)[state]
+        return spec.shape if layout.shape is None else layout.shape, layout.dtype
+
+    def change(self, stage: int, params: Collection[int], change: Callable[[PieceState], None]) -> None:
+        """Change parameters of a stage in place; every rank asks for it, and changes what it updates of them.
+
+        Args:
+            stage: which stage.
+            params: the parameters, by index.
+            change: called with every piece, up to date; it changes `master` and `states`.
+        """
+        self.fabric.neighbours.barrier("a stage to be changed")  # others may still read what it was
         self._wait_for_owners(stage)
+        updates = self.sharing.updates(stage)
         with self._whole(stage):
-            buffer = self._wire_buffer(stage)
+            buffer = self._wire_buffer(stage) if updates else None
             self._bring_up_to_date(stage, buffer)
             self.before_update(stage, self.num_commits + 1)
-            self._versions[stage] += 1
-            with self.tier.wire(stage, buffer, write=True, part=self._sharing.own_bytes(stage)) as image:
-                self.pieces.write_param(stage, image, param, value, state)
-            self._sharing.written(stage)
+            part = self.sharing.own_bytes(stage)
+            if updates:
+                with self._tearing(stage), self.tier.wire(stage, buffer, write=True, part=part) as image:
+                    self.pieces.change(stage, image, params, change)
+        # Others may wait for updates of this rank before they come here, and these for the stage.
+        self.sharing.written(stage)
+        self._versions[stage] += 1  # at last: whoever sees it may fetch
 
     def spec(self, key: ParamKey) -> ParamSpec:
         """What is known of a parameter."""
@@ -437,7 +471,7 @@ class WeightStore:
             (stage.index, index): self._scalars[stage.index][index]
             for stage in self.stages
             for index in range(len(stage.params))
-            if self._sharing.is_first_of_mine(stage.index, index)
+            if self.sharing.is_first_of_mine(stage.index, index)
         }
         for scalars in self.fabric.gather_objects(mine):
             for (stage, param), value in scalars.items():
@@ -450,7 +484,7 @@ class WeightStore:
     def close(self) -> None:
         """Give back memory, threads and files."""
         self._updates.shutdown(wait=True, cancel_futures=True)
-        self._sharing.close()
+        self.sharing.close()
         self.gradients.close()
         self.tier.close()
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 from headwater.core.errors import ConfigError
-from headwater.store.named import StoredWeights
+from headwater.core.stage import ParamSpec
+from headwater.store.gathering import Gathering
+from headwater.store.gradients import ParamKey
+from headwater.store.named import keys_by_name
+from headwater.store.pieces import PieceState
 from headwater.store.store import WeightStore
 from headwater.trainer.job import Average
 
 
 class MovingAverages:
-    """Moves the averages of a model after each step; two weights are in memory at a time.
+    """Moves the averages of a model after each step, one stage after the other.
 
-    Of several ranks, which share the store, each makes the average and writes its share of it.
+    Of several ranks, which share the store, each moves what it updates of an average.
 
     An update that waits for its stage is applied by this, since the average is of what it makes.
 
@@ -26,29 +31,16 @@ class MovingAverages:
     """
 
     def __init__(self, store: WeightStore, averages: Sequence[Average]) -> None:
-        self._weights = StoredWeights(store)
-        self._pairs: list[tuple[str, str, Callable[[int], float]]] = []
+        self._store = store
+        self._gathering = Gathering(store)
+        self._stages: dict[int, dict[int, _Follower]] = {}  # by stage, and by index in the stage
+        keys = keys_by_name(store)
         for average in averages:
-            names = [name for name in self._weights.places if name.startswith(average.target)]
-            for target in names:
-                source = average.source + target.removeprefix(average.target)
-                self._check(store, target, source)
-                self._pairs.append((source, target, average.momentum))
-
-    def _check(self, store: WeightStore, target: str, source: str) -> None:
-        stage, index = self._weights.places[target]
-        if store.stages[stage].params[index].requires_grad:
-            raise ConfigError(
-                f"{target} is the average of other weights, and trained too",
-                where="trainer.init.model.freeze",
-                remedy="freeze it",
-            )
-        if source not in self._weights.places:
-            raise ConfigError(
-                f"{target} is to follow {source}, and there is none",
-                where="trainer.init.model.ema",
-                remedy="name models of the same shape",
-            )
+            for name in (name for name in keys if name.startswith(average.target)):
+                source = average.source + name.removeprefix(average.target)
+                _check(store.spec(keys[name]), source, keys)
+                stage, index = keys[name]
+                self._stages.setdefault(stage, {})[index] = _Follower(keys[source], average.momentum)
 
     def after_update(self, step: int) -> None:
         """A step was applied: follow it.
@@ -56,7 +48,47 @@ class MovingAverages:
         Args:
             step: its number, from 1.
         """
-        for source, target, momentum in self._pairs:
-            kept = momentum(step)
-            mean = self._weights.read(target).mul_(kept).add_(self._weights.read(source), alpha=1 - kept)
-            self._weights.write(target, mean)
+        for stage, followers in self._stages.items():
+            self._move(stage, followers, step)
+
+    def _move(self, stage: int, followers: Mapping[int, _Follower], step: int) -> None:
+        """Move the averages in a stage."""
+        sources = self._gathering.bring(
+            [follower.source for follower in followers.values()], to=[(stage, index) for index in followers]
+        )
+        followed = dict(zip(followers, sources, strict=True))
+
+        def follow(piece: PieceState) -> None:
+            kept = followers[piece.param].momentum(step)
+            run = slice(piece.start, piece.start + piece.master.numel())
+            piece.master.mul_(kept).add_(followed[piece.param][run], alpha=1 - kept)
+
+        self._store.change(stage, followers.keys(), follow)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Follower:
+    """A weight that follows another one.
+
+    Attributes:
+        source: which one.
+        momentum: what is kept of it in a step, by its number.
+    """
+
+    source: ParamKey
+    momentum: Callable[[int], float]
+
+
+def _check(target: ParamSpec, source: str, keys: Mapping[str, ParamKey]) -> None:
+    if target.requires_grad:
+        raise ConfigError(
+            f"{target.name} is the average of other weights, and trained too",
+            where="trainer.init.model.freeze",
+            remedy="freeze it",
+        )
+    if source not in keys:
+        raise ConfigError(
+            f"{target.name} is to follow {source}, and there is none",
+            where="trainer.init.model.ema",
+            remedy="name models of the same shape",
+        )

@@ -48,7 +48,7 @@ def open_engine(
             share=host_share(fabric.placement, fabric.hosts, fabric.host),
         )
     )
-    check_ranks(init, trainable, plan, fabric)
+    check_ranks(plan, fabric)
     show(plan)
     if device == "cpu" and init.backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)

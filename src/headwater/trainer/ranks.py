@@ -15,7 +15,6 @@ from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import is_rank, join
 from headwater.fabric.report import report
 from headwater.plan.types import Plan
-from headwater.trainer.job import Trainable
 from headwater.trainer.run_dir import given_params
 
 __all__ = [
@@ -48,7 +47,7 @@ def launch(placement: Placement, command: Sequence[str]) -> int:
     return launch_ranks(placement, command, where=_KEY)
 
 
-def check_ranks(init: SetupConfig, trainable: Trainable, plan: Plan, fabric: Fabric) -> None:
+def check_ranks(plan: Plan, fabric: Fabric) -> None:
     """Refuse what several ranks cannot do.
 
     Raises:
@@ -58,10 +57,6 @@ def check_ranks(init: SetupConfig, trainable: Trainable, plan: Plan, fabric: Fab
         return
     refused = {
         "gradients on disk": plan.gradient_tier == "disk",
-        "sparsity in the disk tier": bool(init.sparsity) and plan.tier == "disk",
-        "sparsity over several hosts": bool(init.sparsity) and fabric.num_hosts > 1,
-        "averages of weights in the disk tier": bool(trainable.averages) and plan.tier == "disk",
-        "averages of weights over several hosts": bool(trainable.averages) and fabric.num_hosts > 1,
         "an accelerator": plan.device != "cpu",
     }
     refuse([what for what, is_asked in refused.items() if is_asked], where=_KEY)

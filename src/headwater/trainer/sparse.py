@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headwater.core.errors import ConfigError
 from headwater.sparsity.sparsifier import Part, Sparsifier
-from headwater.store.named import StoredWeights
+from headwater.store.gathering import Gathering
+from headwater.store.named import keys_by_name
+from headwater.store.pruning import prune
 from headwater.store.store import WeightStore
 from headwater.stream.engine import Engine
 from headwater.trainer.job import Job
@@ -21,6 +25,8 @@ logger = logging.getLogger(__name__)
 class SparseTraining:
     """Masks gradients before each update, and changes the masks when it is time to.
 
+    Of several ranks each has all masks, and masks what is its own of weights, gradients and optimizer state.
+
     Args:
         sparsifier: the masks.
         store: weights and gradients.
@@ -29,7 +35,19 @@ class SparseTraining:
     def __init__(self, sparsifier: Sparsifier, store: WeightStore) -> None:
         self._sparsifier = sparsifier
         self._store = store
-        self.weights = StoredWeights(store)
+        self._gathering = Gathering(store)
+        keys = keys_by_name(store)
+        self._keys = {name: keys[name] for name in sparsifier.names}
+
+    def begin(self) -> None:
+        """Make the first masks, and mask the weights."""
+        for stage, names in self._by_stage(self._keys).items():
+            masks = {
+                index: self._sparsifier.begin(name, self._weight(stage, index))
+                for index, name in names.items()
+            }
+            prune(self._store, stage, masks, masks)
+        self._gathering.release()
 
     def before_update(self, step: int) -> None:
         """All gradients of a step are there: mask them.
@@ -39,14 +57,42 @@ class SparseTraining:
         """
         gradients = self._store.gradients
         gradients.complete()
-        if self._sparsifier.changes(step) and not gradients.norm(sorted(gradients.present)).isfinite():
-            return  # the step will be refused, and leaves no trace
-        for name in self._sparsifier.names:
-            place = self.weights.places[name]
-            gradient = gradients.expose(*place)
-            if gradient is not None:
-                self._sparsifier.mask(name, gradient, step, self.weights)
-                gradients.changed(*place, gradient)
+        changing = self._sparsifier.changing(step)
+        if changing:
+            if not gradients.norm(sorted(gradients.present)).isfinite():
+                return  # the step will be refused, and leaves no trace
+            self._change(changing, step)
+        for name, key in self._keys.items():
+            gradients.multiply(*key, functools.partial(self._sparsifier.mask_of, name))
+
+    def _change(self, changing: Iterable[str], step: int) -> None:
+        """Change the masks of these parameters, as far as they have a gradient."""
+        present = self._store.gradients.present
+        trained = [name for name in changing if self._keys[name] in present]
+        for stage, names in self._by_stage(trained).items():
+            kept = {}
+            for index, name in names.items():
+                of_now = self._weight(stage, index), functools.partial(self._gradient, stage, index), step
+                kept[index] = self._sparsifier.change(name, *of_now)
+            prune(self._store, stage, {i: self._sparsifier.mask_of(n) for i, n in names.items()}, kept)
+        self._gathering.release()
+
+    def _by_stage(self, names: Iterable[str]) -> dict[int, dict[int, str]]:
+        """Names of parameters by stage, and by index in the stage."""
+        found: dict[int, dict[int, str]] = {}
+        for name in names:
+            stage, index = self._keys[name]
+            found.setdefault(stage, {})[index] = name
+        return found
+
+    def _weight(self, stage: int, index: int) -> Tensor:
+        (weight,) = self._gathering.bring([(stage, index)])
+        return weight.view(self._store.spec((stage, index)).shape)
+
+    def _gradient(self, stage: int, index: int) -> Tensor:
+        gradient = self._store.gradients.expose(stage, index)
+        assert gradient is not None, "only what has a gradient is asked for it"
+        return gradient
 
     def state_dict(self) -> dict[str, Any]:
         """The masks."""
@@ -81,7 +127,7 @@ def start_sparse(engine: Engine, job: Job, masks: Mapping[str, Any] | None) -> S
     sparsifier = Sparsifier(groups, shapes, parts=named, seed=job.init.seed)
     sparse = SparseTraining(sparsifier, engine.store)
     if masks is None:
-        sparsifier.begin(sparse.weights)
+        sparse.begin()
     else:
         sparsifier.load_state_dict(masks)
     masked = sum(sparsifier.sparsity_of(name) * shapes[name].numel() for name in sparsifier.names)

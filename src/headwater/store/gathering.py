@@ -1,0 +1,93 @@
+"""Masters of parameters brought to ranks that do not update them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from headwater.core.buffers import round_up
+from headwater.core.stage import SLAB_ALIGNMENT_BYTES
+from headwater.fabric.link import Link
+from headwater.store.gradients import ParamKey
+from headwater.store.store import WeightStore
+
+
+class Gathering:
+    """Brings masters to every rank of a host that wants them, whoever updates them and wherever they are.
+
+    Whoever updates a piece puts it into memory that the ranks of its host share. The leaders of hosts send
+    each other what is wanted elsewhere. All ranks make the same calls at once.
+
+    Args:
+        store: has the masters.
+    """
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._here = store.fabric.neighbours
+        self._run = functools.cache(store.sharing.host_run)  # by stage, parameter and host
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @functools.cached_property
+    def _link(self) -> Link | None:
+        """By which hosts send; made when they first do."""
+        return self._store.fabric.connect("masters")
+
+    def bring(self, keys: Sequence[ParamKey], to: Sequence[ParamKey] | None = None) -> list[torch.Tensor]:
+        """Masters, up to date, each as one run of elements in memory that ranks share; not to be changed.
+
+        Args:
+            keys: the parameters.
+            to: for each of them one of as many elements: a host gets what it updates of that one, and may get
+                more. All elements if not given.
+
+        Returns:
+            A 1-D tensor for each of `keys`, valid until the next call.
+        """
+        self._here.barrier("masters to be brought")  # others may still read those of before
+        masters = self._allocate(dict.fromkeys(keys))
+        for stage in sorted({stage for stage, _ in keys}):
+            wanted = {param for other, param in keys if other == stage}
+            for piece in self._store.read(stage, with_states=False, params=wanted, mine=True):
+                target = masters[stage, piece.param]
+                target[piece.start : piece.start + piece.master.numel()] = piece.master
+        self._here.barrier("masters of this host")
+        if self._store.fabric.num_hosts > 1:
+            for index, key in enumerate(keys):
+                self._exchange(masters[key], key, None if to is None else to[index])
+            self._here.barrier("masters of other hosts")
+        return [masters[key] for key in keys]
+
+    def release(self) -> None:
+        """Give back the memory; on all ranks at once."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _allocate(self, keys: dict[ParamKey, None]) -> dict[ParamKey, torch.Tensor]:
+        specs = {key: self._store.spec(key) for key in keys}
+        sizes = {key: spec.numel * spec.dtype.itemsize for key, spec in specs.items()}
+        total = sum(round_up(size, SLAB_ALIGNMENT_BYTES) for size in sizes.values())
+        if total > self._memory.numel():
+            self._memory = self._here.allocate(total)
+        masters, offset = {}, 0
+        for key, size in sizes.items():
+            masters[key] = self._memory[offset : offset + size].view(specs[key].dtype)
+            offset += round_up(size, SLAB_ALIGNMENT_BYTES)
+        return masters
+
+    def _exchange(self, master: torch.Tensor, key: ParamKey, to: ParamKey | None) -> None:
+        """Send other hosts what they want of what this one has, and receive what it wants."""
+        if self._link is None:
+            return
+        hosts, own = range(self._link.num_hosts), self._link.host
+        there = [self._run(*key, host) for host in hosts]
+        wanted = [range(master.numel()) if to is None else self._run(*to, host) for host in hosts]
+        out = [_common(master, there[own], wanted[host]) for host in hosts]
+        self._link.exchange(out, [_common(master, there[host], wanted[own]) for host in hosts])
+
+
+def _common(master: torch.Tensor, there: range, wanted: range) -> torch.Tensor:
+    """The bytes of the elements that are in both runs."""
+    start = max(there.start, wanted.start)
+    return master[start : max(start, min(there.stop, wanted.stop))].view(torch.uint8)

@@ -1,0 +1,44 @@
+"""Elements of weights and of optimizer state set to zero, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from headwater.store.pieces import PieceState
+from headwater.store.store import WeightStore
+
+
+def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Mapping[int, Tensor]) -> None:
+    """Set weights to zero where their masks are false, and optimizer state where `kept` is.
+
+    Of several ranks all ask for it, and each does it with what it updates.
+
+    Args:
+        store: has them.
+        stage: of the weights.
+        masks: of each parameter, by index; bool, of its shape.
+        kept: likewise, of the same parameters.
+    """
+
+    def zero(piece: PieceState) -> None:
+        piece.master.mul_(_run(masks, piece))
+        _clear(piece, kept)
+
+    store.change(stage, masks.keys(), zero)
+
+
+def clear_state(store: WeightStore, stage: int, kept: Mapping[int, Tensor]) -> None:
+    """Set optimizer state to zero where `kept` is false; see `prune`."""
+    store.change(stage, kept.keys(), lambda piece: _clear(piece, kept))
+
+
+def _clear(piece: PieceState, kept: Mapping[int, Tensor]) -> None:
+    for state in piece.states.values():
+        state.view(-1).masked_fill_(~_run(kept, piece), 0)
+
+
+def _run(masks: Mapping[int, Tensor], piece: PieceState) -> Tensor:
+    """What a mask says of the elements of a piece."""
+    return masks[piece.param].reshape(-1)[piece.start : piece.start + piece.master.numel()]
