@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+import yaml
 from benchmarks.namespaces import Hosts, available
 from run_samples import assert_same_checkpoint, history, losses, model_dir, ranks_of, wait_for
 
@@ -114,3 +115,22 @@ def test_a_host_of_store_ranks_keeps_masters_on_its_disk(params, alone, tmp_path
     assert codes == [0, 0], logs
     assert exact(tmp_path / "hosts/run") == exact(alone)
     assert_same_checkpoint(tmp_path / "hosts/run/checkpoint_6", alone / "checkpoint_6")
+
+
+def test_masks_of_hosts_change_as_those_of_one_host(headwater, params, tmp_path):
+    tree = yaml.safe_load(params.read_text())
+    tree["trainer"]["init"]["sparsity"] = {
+        "sparsity": 0.75,
+        "algorithm": "rigl",
+        "drop_fraction": 0.3,
+        "update": {"freq": 2},
+    }
+    params.write_text(yaml.safe_dump(tree))
+    with Hosts(2) as hosts:
+        codes, logs = wait(fit(hosts, params, tmp_path / "hosts"), tmp_path / "hosts")
+    assert codes == [0, 0], logs
+    assert headwater("fit", params, TWO, model_dir(tmp_path / "one"))[0] == 0
+    assert losses(tmp_path / "hosts/run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    goes_on = (model_dir(tmp_path / "hosts/run"), "--trainer.init.loop.max_steps=7")
+    assert headwater("fit", params, *goes_on)[0] == 0
+    assert history(tmp_path / "hosts/run")[-1]["step"] == 7

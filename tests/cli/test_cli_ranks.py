@@ -64,15 +64,6 @@ def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tm
     [
         (["--num_csx=4096"], "4096 CSXs are asked for"),
         ([TWO, "--trainer.fit.train_dataloader.batch_size=7"], "write 6 or 8"),
-        (
-            [
-                TWO,
-                "--disk=disk",
-                "--trainer.init.backend.tier=disk",
-                "--trainer.init.sparsity={sparsity: 0.5}",
-            ],
-            "sparsity in the disk tier on several CSXs",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(params, keys, message, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from run_samples import assert_same_checkpoint
 
 from headwater.trainer.pretrained import checkpoint_weights
 
@@ -161,7 +162,8 @@ def test_a_run_goes_on_where_it_stopped(headwater, tmp_path, model, data):
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
 def test_centers_neighbours_and_teacher_of_two_ranks_are_those_of_one(headwater, tmp_path):
     section = {**pictures(tmp_path / "data"), "batch_size": 4, "shuffle": True}
-    runs = {"one": (), "two": ("--num_csx=2",), "store": ("--num_csx=2", "--num_memx=1")}
+    disk = ("--trainer.init.backend.tier=disk", f"--disk={tmp_path / 'disk'}")
+    runs = {"one": (), "two": ("--num_csx=2",), "store": ("--num_csx=2", "--num_memx=1", *disk)}
     for name, options in runs.items():
         folder = tmp_path / name
         params = run_params(tmp_path / "run.yaml", OF_WHOLE_BATCHES, section, folder, 4, every=4)
@@ -172,6 +174,7 @@ def test_centers_neighbours_and_teacher_of_two_ranks_are_those_of_one(headwater,
     )
     assert two == pytest.approx(one, rel=1e-5)
     assert store == two
+    assert_same_checkpoint(tmp_path / "store" / "checkpoint_4", tmp_path / "two" / "checkpoint_4")
     weights = [dict(checkpoint_weights(tmp_path / name / "checkpoint_4")) for name in ("one", "two")]
     # Where a true gradient is zero, as of the keys' bias, Adam makes much of rounding.
     teacher = [name for name, value in weights[0].items() if ".model.0." in name and value.dim() > 1]

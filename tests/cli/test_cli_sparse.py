@@ -48,18 +48,24 @@ def test_a_resumed_run_has_the_masks_of_an_undisturbed_one(headwater, sparse_par
 
 
 def test_ranks_change_masks_alike(headwater, sparse_params, tmp_path):
-    runs = {"one": "--trainer.init.backend.micro_batch_size=4", "two": "--num_csx=2", "store": "--num_memx=1"}
-    for name, option in runs.items():
-        options = [option, "--num_csx=2"] if name == "store" else [option]
-        code, output, error = headwater(
-            "fit", sparse_params, *options, f"--trainer.init.model_dir={tmp_path / name}"
-        )
+    two, disk = "--num_csx=2", ("--trainer.init.backend.tier=disk", f"--disk={tmp_path / 'disk'}")
+
+    def fit(name, *options, steps=6):
+        run = (f"--trainer.init.model_dir={tmp_path / name}", f"--trainer.init.loop.max_steps={steps}")
+        code, output, error = headwater("fit", sparse_params, *options, *run)
         assert code == 0, output + error
+
+    fit("one", "--trainer.init.backend.micro_batch_size=4")
+    fit("two", two)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     theirs = zeros(tmp_path / "one", 6)
     for name, masked in zeros(tmp_path / "two", 6).items():
         assert torch.equal(masked, theirs[name]), name
-    assert_same_checkpoint(tmp_path / "two/checkpoint_6", tmp_path / "store/checkpoint_6")
+    fit("disk", two, "--trainer.init.backend.num_slabs=8", *disk, steps=3)
+    fit("disk", two, "--num_memx=1")
+    assert_same_checkpoint(tmp_path / "two/checkpoint_6", tmp_path / "disk/checkpoint_6")
+    fit("disk", steps=7)
+    assert history(tmp_path / "disk")[-1]["step"] == 7
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ class MovingAverages:
         """
         for stage, followers in self._stages.items():
             self._move(stage, followers, step)
+        self._gathering.release()
 
     def _move(self, stage: int, followers: Mapping[int, _Follower], step: int) -> None:
         """Move the averages in a stage."""
