@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.hosts_loop_gradients import HostsLoopGradientSum
 from headwater.store.loop_gradients import LoopGradientSum
+from headwater.store.sums import MemorySums
 
 SIZE = 3
 STAGES = [
@@ -45,7 +46,7 @@ def on_ranks(request):
     def start(program):
         def run(fabric):
             kind = LoopGradientSum if fabric.num_hosts == 1 else HostsLoopGradientSum
-            sums = kind(STAGES, fabric, None)
+            sums = kind(STAGES, fabric, MemorySums(STAGES, None, fabric))
             try:
                 return tree_map_only(torch.Tensor, torch.Tensor.numpy, program(sums, fabric.rank))
             finally:

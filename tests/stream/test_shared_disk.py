@@ -36,33 +36,38 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "hosts", "num_memx", "precision", "micro_batches", "net"),
+    ("ranks", "hosts", "num_memx", "precision", "micro_batches", "net", "on_disk"),
     [
-        (2, 2, 0, FP32, 1, Net),
-        (2, 2, 0, BF16, 2, Choosing),
-        (2, 1, 0, FP32, 1, Choosing),
-        (3, 3, 1, BF16, 1, Net),
-        (4, 2, 0, FP32, 1, Net),
-        (4, 2, 2, BF16, 1, Net),
-        (4, 2, 3, FP32, 2, Net),
-        (3, 1, 1, BF16, 2, Choosing),
-        (3, 1, 2, FP32, 1, Net),
+        (2, 2, 0, FP32, 1, Net, "weights"),
+        (2, 2, 0, BF16, 2, Choosing, "both"),
+        (2, 1, 0, FP32, 1, Choosing, "both"),
+        (2, 1, 0, BF16, 2, Net, "gradients"),
+        (3, 3, 1, BF16, 1, Net, "both"),
+        (4, 2, 0, FP32, 1, Net, "weights"),
+        (4, 2, 0, FP32, 2, Choosing, "gradients"),
+        (4, 2, 2, BF16, 1, Net, "weights"),
+        (4, 2, 3, FP32, 2, Net, "both"),
+        (3, 1, 1, BF16, 2, Choosing, "both"),
+        (3, 1, 2, FP32, 1, Net, "weights"),
     ],
 )
-def test_the_disk_tier_gives_the_bits_of_the_memory_tier(
-    ranks, hosts, num_memx, precision, micro_batches, net, small_blocks, tmp_path
+def test_what_is_on_disk_gives_the_bits_of_what_is_in_memory(
+    ranks, hosts, num_memx, precision, micro_batches, net, on_disk, small_blocks, tmp_path
 ):
     memory = plan_of(precision, micro_batches, net)
-    here = {"tier": "disk", "in_place": False, "disk": tmp_path, "slabs": 4 * ranks // hosts}
+    here: dict[str, object] = {"disk": tmp_path}
+    if on_disk != "gradients":
+        here |= {"tier": "disk", "in_place": False, "slabs": 4 * ranks // hosts}
+    if on_disk != "weights":
+        here["gradient_tier"] = "disk"
     disk = dataclasses.replace(memory, **here)
     work = functools.partial(train, micro_batches=micro_batches, net=net)
     wanted = run_ranks(functools.partial(work, plan=memory, read=wire), ranks, hosts, num_memx)
-    found = run_ranks(
-        functools.partial(work, plan=disk, read=fetched, verify_disk=True), ranks, hosts, num_memx
-    )
+    read = wire if on_disk == "gradients" else fetched
+    found = run_ranks(functools.partial(work, plan=disk, read=read, verify_disk=True), ranks, hosts, num_memx)
     for (told, weights), (other_told, other_weights) in zip(found, wanted, strict=True):
         assert told == other_told
         for name, value in weights.items():
             assert (value == other_weights[name]).all(), name
-    assert sum(bool(weights) for _, weights in found) == hosts
+    assert sum(bool(weights) for _, weights in found) == (ranks if on_disk == "gradients" else hosts)
     assert not list(tmp_path.iterdir()), "files of the disk tier have no names"

@@ -105,7 +105,7 @@ class Footprint:
     ) -> None:
         self.trace = trace
         self._ranks = ranks - share.store_ranks  # that compute
-        self._sums_stay = ranks > 1 or share.sums_stay
+        self.sums_stay = ranks > 1 or share.sums_stay
         self.stages = tuple(
             _stage_bytes(stage, optimizer_state_bytes, trained=not trace.inference) for stage in trace.stages
         )
@@ -231,8 +231,9 @@ class Footprint:
         if plan.device != "cpu":
             return [2 * count for count in arriving]  # and the copy that is on its way out
         if plan.gradient_tier == "disk":
-            return [self._passing(position, exact) for position in range(len(self.trace.uses))]
-        if plan.num_micro_batches > 1 or self._sums_stay:
+            summing = self._ranks + self.share.store_ranks
+            return [summing * self._passing(position, exact) for position in range(len(self.trace.uses))]
+        if plan.num_micro_batches > 1 or self.sums_stay:
             return [self.held_gradients(plan) + self._ranks * count for count in arriving]
         complete = [
             (self.stages[stage].gradient if exact else self.stages[stage].gradient_sum)

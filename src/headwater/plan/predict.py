@@ -177,8 +177,9 @@ class Predictor:
             read = _add(read, fetched.first + state, fetched.rest)
             write = _add(write, self._updated_slabs + share.state * self._updated_state, 0)
         if plan.gradient_tier == "disk":
-            held = self.footprint.held_gradients(plan)
-            read, write = _add(read, held, later * held), _add(write, 0, (1 + later) * held)
+            held, measured = self.footprint.held_gradients(plan), int(self.footprint.sums_stay)
+            read = _add(read, held, (later + measured) * held)
+            write = _add(write, 0, (1 + later) * held)
         if plan.device == "cpu":
             moved = self.footprint.offloaded_bytes(plan.activations)
             read, write = _add(read, 0, (1 + later) * moved), _add(write, moved, later * moved)

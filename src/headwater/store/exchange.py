@@ -9,6 +9,7 @@ import torch
 
 from headwater.fabric.link import PIECE_BYTES, Link
 from headwater.store.gradients import ParamKey
+from headwater.store.sums import Sums
 
 Runs = list[tuple[ParamKey, int, int]]
 """Elements of parameters: first, and one past the last."""
@@ -22,18 +23,18 @@ class Exchange:
 
     Args:
         link: by which the hosts send.
-        totals: the sums of this host.
+        sums: of this host.
         wire_dtypes: of the parameters.
     """
 
     def __init__(
         self,
         link: Link,
-        totals: Mapping[ParamKey, torch.Tensor],
+        sums: Sums,
         wire_dtypes: Mapping[ParamKey, torch.dtype],
     ) -> None:
         self._link = link
-        self._totals = totals
+        self._sums = sums
         self._wire_dtypes = wire_dtypes
 
     def reduce(self, runs: Sequence[Runs]) -> None:
@@ -55,17 +56,13 @@ class Exchange:
         Args:
             runs: as for `reduce`.
         """
-        for part in self._pieces(runs, self._dtypes):
-            own = self._packed(part[self._link.host], self._dtypes)
-            received = [torch.empty(_num_bytes(its, self._dtypes), dtype=torch.uint8) for its in part]
+        for part in self._pieces(runs, self._sums.dtypes):
+            own = self._packed(part[self._link.host], self._sums.dtypes)
+            received = [torch.empty(_num_bytes(its, self._sums.dtypes), dtype=torch.uint8) for its in part]
             self._link.exchange([own] * len(part), received)
             for host, (its, data) in enumerate(zip(part, received, strict=True)):
                 if host != self._link.host:
                     self._unpack(its, data)
-
-    @property
-    def _dtypes(self) -> dict[ParamKey, torch.dtype]:
-        return {key: total.dtype for key, total in self._totals.items()}
 
     def _pieces(self, runs: Sequence[Runs], dtypes: Mapping[ParamKey, torch.dtype]) -> list[list[Runs]]:
         """The runs of all hosts, a piece after the other."""
@@ -90,30 +87,26 @@ class Exchange:
         """Add up what the hosts have for the runs of this one."""
         position = 0
         for key, start, stop in runs:
-            own, dtype = elements(self._totals[key], start, stop), self._wire_dtypes[key]
+            own, dtype = self._sums.read(key, start, stop), self._wire_dtypes[key]
             span = slice(position, position + own.numel() * dtype.itemsize)
             position = span.stop
             total = torch.zeros(own.numel(), dtype=torch.promote_types(own.dtype, torch.float32))
             for host, theirs in enumerate(received):
                 total += own if host == self._link.host else _typed(theirs[span], dtype)
-            own.copy_(total)
+            self._sums.write(key, total, start)
 
     def _packed(self, runs: Runs, dtypes: Mapping[ParamKey, torch.dtype]) -> torch.Tensor:
-        own = (elements(self._totals[key], start, stop).to(dtypes[key]) for key, start, stop in runs)
+        own = (self._sums.read(key, start, stop).to(dtypes[key]) for key, start, stop in runs)
         parts = [values.view(torch.uint8) for values in own]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
     def _unpack(self, runs: Runs, data: torch.Tensor) -> None:
         position = 0
         for key, start, stop in runs:
-            own = elements(self._totals[key], start, stop)
-            own.copy_(_typed(data[position : position + own.nbytes], own.dtype))
-            position += own.nbytes
-
-
-def elements(total: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """These elements of a sum, where they lie."""
-    return total.view(-1)[start:stop]
+            dtype = self._sums.dtypes[key]
+            span = slice(position, position + (stop - start) * dtype.itemsize)
+            self._sums.write(key, _typed(data[span], dtype), start)
+            position = span.stop
 
 
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -125,6 +125,12 @@ class BlockFile:
         if self._checksums is not None:
             self._checksums.note(offset, view)
 
+    def leave_cache(self) -> None:
+        """Let what was written be on the disk, and no longer in the page cache."""
+        with disk_errors(self.path):
+            os.fdatasync(self._fd)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         os.close(self._fd)
 

@@ -122,6 +122,14 @@ class GradientSum:
         for stage in sorted(self._arriving):
             self.settle(stage)
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether so many gradients wait to be added that the next ones should not be computed yet."""
+        return False
+
+    def catch_up(self) -> None:
+        """Return when this is no longer so."""
+
     def complete(self) -> None:
         """Return when all gradients of the step are there."""
         self.settle_all()

@@ -9,10 +9,11 @@ import torch
 
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import Board, Fabric
-from headwater.store.exchange import Runs, elements
+from headwater.store.exchange import Runs
 from headwater.store.gradients import ParamKey, gradient_norm
 from headwater.store.shared_gradients import SharedGradientSum
 from headwater.store.sharing import Sharing
+from headwater.store.sums import Sums
 
 
 class HostsGradientSum(SharedGradientSum):
@@ -26,7 +27,7 @@ class HostsGradientSum(SharedGradientSum):
     Args:
         stages: the stages.
         fabric: the ranks.
-        sum_dtype: dtype of the sums; the gradient's own where `None`.
+        sums: where those of this host lie.
         sharing: says which host updates which elements.
     """
 
@@ -34,10 +35,10 @@ class HostsGradientSum(SharedGradientSum):
         self,
         stages: Sequence[StageSpec],
         fabric: Fabric,
-        sum_dtype: torch.dtype | None,
+        sums: Sums,
         sharing: Sharing,
     ) -> None:
-        super().__init__(stages, fabric, sum_dtype)
+        super().__init__(stages, fabric, sums)
         self._runs = [[self._runs_of(stage, h, sharing) for h in range(fabric.num_hosts)] for stage in stages]
         self._link = fabric.connect("gradients")
         self._exchange = None if self._link is None else self._exchange_by(self._link)
@@ -86,11 +87,12 @@ class HostsGradientSum(SharedGradientSum):
             what = f"the gradient of {self._stages[stage].params[key[1]].name}"
             self._turns.wait(slot, (round_ + 1) * self._fabric.local_size, what)
             if self._written.read(slot) != step:  # no rank here has got one
-                self._totals[key].zero_()
+                self._sums.clear(key)
         assert self._exchange is not None, "leaders send"
         self._exchange.reduce(self._runs[stage])
         for key, start, stop in self._runs[stage][self._fabric.host]:
-            self._squares[self._slots[key]] = gradient_norm(elements(self._totals[key], start, stop)) ** 2
+            self._squares[self._slots[key]] = gradient_norm(self._sums.read(key, start, stop)) ** 2
+        self._sums.rest(stage)
         self._exchanged.post(stage, step)
 
     # complete
@@ -128,14 +130,14 @@ class HostsGradientSum(SharedGradientSum):
         """Measure anew what other ranks of this host may have multiplied."""
         self._fabric.neighbours.barrier("gradients of this host to be multiplied")
         for key in self._multiplied if self._link is not None else ():
-            for run in self._own_runs(key):
-                self._squares[self._slots[key]] = gradient_norm(elements(*run)) ** 2
+            for start, stop in self._own_runs(key):
+                self._squares[self._slots[key]] = gradient_norm(self._sums.read(key, start, stop)) ** 2
         self._multiplied.clear()
 
-    def _own_runs(self, key: ParamKey) -> list[tuple[torch.Tensor, int, int]]:
-        """The sum with the elements that this host updates, if there are any."""
+    def _own_runs(self, key: ParamKey) -> list[tuple[int, int]]:
+        """The elements that this host updates, if there are any."""
         runs = self._runs[key[0]][self._fabric.host]
-        return [(self._totals[key], start, stop) for owned, start, stop in runs if owned == key]
+        return [(start, stop) for owned, start, stop in runs if owned == key]
 
     def _add_late(self) -> None:
         """Gradients that came when the sums may have been sent: rare, and sent by another, slower way."""
@@ -143,9 +145,9 @@ class HostsGradientSum(SharedGradientSum):
             return
         for late in self._fabric.gather_objects(dict(self._late)):  # in the ranks' order
             for key, gradient in late.items() if self._link is not None else ():
-                for total, start, stop in self._own_runs(key):
-                    own = elements(total, start, stop)
-                    own += gradient.reshape(-1)[start:stop]
+                for start, stop in self._own_runs(key):
+                    with self._sums.changing(key, start, stop) as own:
+                        own += gradient.reshape(-1)[start:stop]
                     self._squares[self._slots[key]] = gradient_norm(own) ** 2
                 self._written.post(self._slots[key], self._step)
         self._late.clear()
@@ -166,8 +168,9 @@ class HostsGradientSum(SharedGradientSum):
         if key not in self.present:
             return
         self._multiplied.add(key)
-        for total, start, stop in self._own_runs(key) if self._is_mine(self._slots[key]) else ():
-            elements(total, start, stop).mul_(factor().reshape(-1)[start:stop])
+        for start, stop in self._own_runs(key) if self._is_mine(self._slots[key]) else ():
+            with self._sums.changing(key, start, stop) as own:
+                own.mul_(factor().reshape(-1)[start:stop])
 
     def discard(self) -> None:
         super().discard()

@@ -13,6 +13,7 @@ from headwater.fabric.membership import is_alone
 from headwater.store.exchange import Runs, divide
 from headwater.store.gradients import ParamKey
 from headwater.store.loop_gradients import LoopGradientSum
+from headwater.store.sums import MemorySums
 
 
 class HostsLoopGradientSum(LoopGradientSum):
@@ -26,11 +27,11 @@ class HostsLoopGradientSum(LoopGradientSum):
     Args:
         stages: the stages.
         fabric: the ranks of all hosts.
-        sum_dtype: dtype of the sums; the gradient's own where `None`.
+        sums: where those of this host lie.
     """
 
-    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sum_dtype: torch.dtype | None) -> None:
-        super().__init__(stages, fabric.neighbours, sum_dtype)
+    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sums: MemorySums) -> None:
+        super().__init__(stages, fabric.neighbours, sums)
         self._host, self._num_hosts = fabric.host, fabric.num_hosts
         self._link = fabric.connect("gradients")
         self._exchange = None if self._link is None else self._exchange_by(self._link)

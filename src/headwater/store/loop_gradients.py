@@ -12,6 +12,7 @@ from headwater.fabric.fabric import Board, Fabric
 from headwater.store.gradients import ParamKey, gradient_norm
 from headwater.store.hold import Gradients
 from headwater.store.shared_gradients import SharedGradientSum
+from headwater.store.sums import MemorySums
 
 
 class LoopGradientSum(SharedGradientSum):
@@ -24,11 +25,12 @@ class LoopGradientSum(SharedGradientSum):
     Args:
         stages: the stages.
         fabric: the ranks, on one host.
-        sum_dtype: dtype of the sums; the gradient's own where `None`.
+        sums: where the sums lie.
     """
 
-    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sum_dtype: torch.dtype | None) -> None:
-        super().__init__(stages, fabric, sum_dtype)
+    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sums: MemorySums) -> None:
+        super().__init__(stages, fabric, sums)
+        self._totals = sums.totals
         self._entered = Board(fabric, fabric.size)  # rounds of turns that each rank has come to
         self._clock = 1  # grows with every sum that is given up
         self._current = dict.fromkeys(self._keys, self._clock)  # when the sums of now began
@@ -47,7 +49,7 @@ class LoopGradientSum(SharedGradientSum):
         self._entered.post(self._fabric.rank, self._rounds + 1)
         self._exposed.pop(key, None)
         copy, current = self._copies.pop(key, None), self._current[key]
-        self._adding.append(self._thread.submit(self._add_in_turn, key, copy, gradient, round_, current))
+        self._add_later(gradient, self._add_in_turn, key, copy, gradient, round_, current)
 
     def _add_in_turn(
         self,
@@ -75,9 +77,7 @@ class LoopGradientSum(SharedGradientSum):
 
     def _is_there(self, key: ParamKey) -> bool:
         """Whether any rank has given something to a sum; waits until all that were to do so have."""
-        adding, self._adding = self._adding, []
-        for each in adding:
-            each.result()
+        self._added()
         rounds = self._rounds + (key in self._received)
         self._turns.wait(self._slots[key], rounds * self._fabric.size, "the gradients of all ranks")
         return self._written.read(self._slots[key]) == self._current[key]

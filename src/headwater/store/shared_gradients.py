@@ -1,13 +1,13 @@
-"""Gradients of several ranks, summed where all of them see the sums."""
+"""Gradients of several ranks, summed where all of them reach the sums."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from headwater.core.buffers import round_up
 from headwater.core.errors import StreamError
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import Board, Fabric
@@ -15,31 +15,29 @@ from headwater.fabric.link import Link
 from headwater.store.exchange import Exchange
 from headwater.store.gradients import GradientSum, ParamKey, gradient_norm
 from headwater.store.hold import Gradients, MemoryHold
-
-_ALIGNMENT_BYTES = 64
+from headwater.store.sums import Sums
 
 
 class SharedGradientSum(GradientSum):
-    """Sums the gradients of all ranks in memory that they share.
+    """Sums the gradients of all ranks.
 
     Each sum is added to in turns: rank 0, rank 1, … for the first micro-batch, then for the next; so the
     order of the additions, and with it every bit, is the same each time. A rank that has no gradient for a
     parameter lets its turn go by at the end of the micro-batch. A parameter that is used in several places
     may get a second gradient in a micro-batch; these are added in turns of their own. Additions run on a
-    thread beside the computation.
+    thread beside the computation, which gets no further ahead of them than the gradients of one stage.
 
     Args:
         stages: the stages.
         fabric: the ranks.
-        sum_dtype: dtype of the sums; the gradient's own where `None`.
+        sums: where the sums lie.
     """
 
-    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sum_dtype: torch.dtype | None) -> None:
-        super().__init__(stages, MemoryHold(), sum_dtype)
-        self._fabric = fabric
+    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sums: Sums) -> None:
+        super().__init__(stages, MemoryHold(), None)
+        self._fabric, self._sums = fabric, sums
         self._keys = [(s.index, i) for s in stages for i, p in enumerate(s.params) if p.requires_grad]
         self._slots = {key: slot for slot, key in enumerate(self._keys)}
-        self._totals = self._allocate(sum_dtype)
         self._turns = Board(fabric, len(self._keys))  # taken so far, of all ranks together
         self._written = Board(fabric, len(self._keys))  # the step that has put something there
         self._measured = fabric.allocate(4 * len(self._keys))[: 4 * len(self._keys)].view(torch.float32)
@@ -49,24 +47,14 @@ class SharedGradientSum(GradientSum):
         self._late: dict[ParamKey, torch.Tensor] = {}
         self._committed: set[ParamKey] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-reduce")
-        self._adding: list[Future[None]] = []
-
-    def _allocate(self, sum_dtype: torch.dtype | None) -> dict[ParamKey, torch.Tensor]:
-        specs = {key: self._stages[key[0]].params[key[1]] for key in self._keys}
-        dtypes = {key: sum_dtype or spec.wire_dtype for key, spec in specs.items()}
-        sizes = {key: specs[key].numel * dtypes[key].itemsize for key in self._keys}
-        whole = self._fabric.allocate(sum(round_up(size, _ALIGNMENT_BYTES) for size in sizes.values()))
-        totals, offset = {}, 0
-        for key in self._keys:
-            part = whole[offset : offset + sizes[key]]
-            totals[key] = part.view(dtypes[key]).view(specs[key].shape)
-            offset += round_up(sizes[key], _ALIGNMENT_BYTES)
-        return totals
+        self._adding: deque[tuple[Future[None], int]] = deque()  # and the bytes of the gradient
+        self._adding_bytes = 0
+        self._adding_to: int | None = None  # the stage
 
     def _exchange_by(self, link: Link) -> Exchange:
         """What adds up these sums and those of other hosts."""
         wire = {key: self._stages[key[0]].params[key[1]].wire_dtype for key in self._keys}
-        return Exchange(link, self._totals, wire)
+        return Exchange(link, self._sums, wire)
 
     # in
 
@@ -94,25 +82,60 @@ class SharedGradientSum(GradientSum):
         self._received.clear()
 
     def _submit(self, key: ParamKey, gradient: torch.Tensor | None, round_: int) -> None:
-        self._adding.append(self._thread.submit(self._take_turn, key, gradient, round_, self._step))
+        self._add_later(gradient, self._take_turn, key, gradient, round_, self._step)
+
+    def _add_later(
+        self, gradient: torch.Tensor | None, take_turn: Callable[..., None], *args: object
+    ) -> None:
+        num_bytes = 0 if gradient is None else gradient.nbytes
+        self._adding.append((self._thread.submit(take_turn, *args), num_bytes))
+        self._adding_bytes += num_bytes
+
+    def _end_first(self) -> None:
+        """Return when the first gradient that waits to be added is."""
+        adding, num_bytes = self._adding.popleft()
+        adding.result()
+        self._adding_bytes -= num_bytes
+
+    @property
+    def is_ahead(self) -> bool:
+        while self._adding and self._adding[0][0].done():
+            self._end_first()
+        return self._adding_bytes > self._sums.largest_gradient_bytes
+
+    def catch_up(self) -> None:
+        while self.is_ahead:
+            self._end_first()
 
     def _take_turn(self, key: ParamKey, gradient: torch.Tensor | None, round_: int, step: int) -> None:
         slot, turn = self._slots[key], round_ * self._fabric.local_size + self._fabric.local_rank
         self._turns.wait(slot, turn, f"the gradient of {self._stages[key[0]].params[key[1]].name}")
         if gradient is not None:
-            total = self._totals[key]
+            if self._adding_to != key[0]:
+                self._rest()
+            self._adding_to = key[0]
             if self._written.read(slot) == step:
-                total.add_(gradient)
+                self._sums.add(key, gradient)
             else:
-                total.copy_(gradient)
+                self._sums.write(key, gradient)
                 self._written.post(slot, step)
         self._turns.post(slot, turn + 1)
 
+    def _rest(self) -> None:
+        """The last rank of the host has ended with the stage to which it has added."""
+        if self._adding_to is not None and self._fabric.local_rank == self._fabric.local_size - 1:
+            self._sums.rest(self._adding_to)
+        self._adding_to = None
+
+    def _added(self) -> None:
+        """Return when this rank has taken all its turns."""
+        while self._adding:
+            self._end_first()
+        self._rest()
+
     def complete(self) -> None:
         """Return when the gradients of all ranks are there, and are measured."""
-        adding, self._adding = self._adding, []
-        for each in adding:
-            each.result()
+        self._added()
         for slot in range(len(self._keys)):
             self._turns.wait(slot, self._rounds * self._fabric.local_size, "the gradients of all ranks")
         self._measure_all()
@@ -127,7 +150,7 @@ class SharedGradientSum(GradientSum):
         """Let every rank know the norm of each sum."""
         for key, slot in self._slots.items():
             if self._written.read(slot) == self._step and self._is_mine(slot):
-                self._measured[slot] = gradient_norm(self._totals[key])
+                self._measured[slot] = gradient_norm(self._sums.read(key))
         self._fabric.barrier("the norms of the gradients")
 
     def _is_mine(self, slot: int) -> bool:
@@ -150,10 +173,13 @@ class SharedGradientSum(GradientSum):
         self.first_bad = None
 
     def take(self, stage: int) -> Gradients | None:
-        params = range(len(self._stages[stage].params))
-        found = [self._totals[stage, p] if (stage, p) in self._committed else None for p in params]
-        self._committed.difference_update((stage, p) for p in params)
+        keys = [(stage, param) for param in range(len(self._stages[stage].params))]
+        found = [self._whole(key) if key in self._committed else None for key in keys]
+        self._committed.difference_update(keys)
         return found if any(each is not None for each in found) else None
+
+    def _whole(self, key: ParamKey) -> torch.Tensor:
+        return self._sums.read(key).view(self._stages[key[0]].params[key[1]].shape)
 
     def put_back(self, stage: int, gradients: Gradients) -> None:
         self._committed.update((stage, p) for p, each in enumerate(gradients) if each is not None)
@@ -171,18 +197,19 @@ class SharedGradientSum(GradientSum):
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._totals.clear()
+        self._sums.close()
         super().close()
 
     # sums that are looked at and changed before they are used
 
     def expose(self, stage: int, param: int) -> torch.Tensor | None:
         """A copy of the sum of one parameter, after `complete`."""
-        return self._totals[stage, param].clone() if (stage, param) in self.present else None
+        return self._whole((stage, param)).clone() if (stage, param) in self.present else None
 
     def multiply(self, stage: int, param: int, factor: Callable[[], torch.Tensor]) -> None:
         if (stage, param) in self.present and self._is_mine(self._slots[stage, param]):
-            self._totals[stage, param].mul_(factor())
+            with self._sums.changing((stage, param)) as total:
+                total.mul_(factor().reshape(-1))
 
     # what a loop of one's own would need
 

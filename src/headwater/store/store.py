@@ -25,6 +25,7 @@ from headwater.store.pieces import Pieces, PieceState
 from headwater.store.rule import Scalars, UpdateRule
 from headwater.store.shared_gradients import SharedGradientSum
 from headwater.store.sharing import Sharing
+from headwater.store.sums import MemorySums, Sums
 from headwater.store.tier import Tier
 from headwater.store.update import Part, Update, Updater
 
@@ -64,7 +65,8 @@ class WeightStore:
         stages: the stages.
         rule: how they are updated.
         make_tier: gives the tier for the layouts.
-        hold: where gradients wait; in memory if not given.
+        hold: where gradients of one rank wait; in memory if not given.
+        sums: where those of several ranks do; in memory if not given.
         mixed_sum_dtype: dtype in which gradients narrower than fp32 are summed over micro-batches.
         order: (stage, param) of every parameter in the model's order, in which norms are combined.
         fabric: the ranks that share the store; each updates its own pieces. All of them commit, fetch, write
@@ -79,6 +81,7 @@ class WeightStore:
         make_tier: Callable[[list[StageLayout]], Tier],
         *,
         hold: GradientHold | None = None,
+        sums: Sums | None = None,
         mixed_sum_dtype: torch.dtype | None = None,
         order: Sequence[tuple[int, int]] | None = None,
         fabric: Fabric = ALONE,
@@ -92,7 +95,12 @@ class WeightStore:
         self.fabric = fabric.neighbours if own_loop else fabric
         self._has_others = fabric.size > 1
         self.sharing = Sharing(self.fabric, self.layouts, self.tier)
-        self.gradients = _gradient_sum(self.stages, hold, mixed_sum_dtype, fabric, self.sharing, own_loop)
+        self.gradients: GradientSum
+        if self._has_others:
+            sums = sums or MemorySums(self.stages, mixed_sum_dtype, self.fabric)
+            self.gradients = _gradient_sum(self.stages, sums, fabric, self.sharing, own_loop)
+        else:
+            self.gradients = GradientSum(self.stages, hold or MemoryHold(), mixed_sum_dtype)
         self.pieces = Pieces(self.layouts, rule, self.tier, self.sharing)
         self.snapshots = Board(self.fabric, len(self.stages))
         self.snapshot_link = self.fabric.connect("a checkpoint")
@@ -150,6 +158,9 @@ class WeightStore:
         self.flush_stage(stage)  # not used since the last step: its older update comes first
         if self.gradients.add(stage, param, gradient, last=last):
             self.gradients.settle(stage)
+        if self.gradients.is_ahead:
+            self._update_all_ahead()
+            self.gradients.catch_up()
 
     def set_gradient(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         """Let this be the sum of one parameter; the tensor belongs to the store from now on."""
@@ -158,9 +169,8 @@ class WeightStore:
 
     def end_micro_batch(self) -> None:
         """Say that no more gradients of this micro-batch will come."""
-        if self._has_others:  # they may wait for updates of what this rank has left out
-            for stage in self.ledger.stages:
-                self._update_ahead(stage)
+        if self._has_others:
+            self._update_all_ahead()
         self.gradients.end_micro_batch()
 
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:
@@ -260,6 +270,11 @@ class WeightStore:
         self.tier.settle()
         if not self.tier.is_shared:  # what one rank of a host has written another will read
             self.fabric.barrier("all updates to be written")
+
+    def _update_all_ahead(self) -> None:
+        """Apply what waits for stages that this rank has left out: others may wait for that."""
+        for stage in self.ledger.stages:
+            self._update_ahead(stage)
 
     def _update_ahead(self, stage: int) -> None:
         with torch.no_grad(), self._whole(stage):
@@ -490,21 +505,16 @@ class WeightStore:
 
 
 def _gradient_sum(
-    stages: Sequence[StageSpec],
-    hold: GradientHold | None,
-    mixed_sum_dtype: torch.dtype | None,
-    fabric: Fabric,
-    sharing: Sharing,
-    own_loop: bool,
+    stages: Sequence[StageSpec], sums: Sums, fabric: Fabric, sharing: Sharing, own_loop: bool
 ) -> GradientSum:
-    if fabric.size == 1:
-        return GradientSum(stages, hold or MemoryHold(), mixed_sum_dtype)
+    """What sums the gradients of several ranks."""
     if own_loop:
+        assert isinstance(sums, MemorySums), "a loop of one's own changes gradients where they lie"
         kind = LoopGradientSum if fabric.num_hosts == 1 else HostsLoopGradientSum
-        return kind(stages, fabric, mixed_sum_dtype)
+        return kind(stages, fabric, sums)
     if fabric.num_hosts == 1:
-        return SharedGradientSum(stages, fabric, mixed_sum_dtype)
-    return HostsGradientSum(stages, fabric, mixed_sum_dtype, sharing)
+        return SharedGradientSum(stages, fabric, sums)
+    return HostsGradientSum(stages, fabric, sums, sharing)
 
 
 def stage_layout(stage: StageSpec, rule: UpdateRule) -> StageLayout:

@@ -26,13 +26,14 @@ from headwater.plan.trace import LossFunction, autocast, call_model
 from headwater.plan.types import Plan
 from headwater.store.disk import DiskTier, file_sizes
 from headwater.store.files import sums_bytes
-from headwater.store.hold import DiskHold, GradientHold, MemoryHold
+from headwater.store.hold import DiskHold, GradientHold
 from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
 from headwater.store.pieces import PieceState
 from headwater.store.rule import UpdateRule
 from headwater.store.shares import shares_of
 from headwater.store.store import WeightStore
+from headwater.store.sums import DiskSums, Sums
 from headwater.store.tier import ElsewhereTier, Tier
 from headwater.store.update import Update
 from headwater.stream.binding import Binder
@@ -375,15 +376,21 @@ def _make_store(
             return MemoryTier(layouts, pin=not device.reads_host, fabric=sharing)
         return _disk_tier(layouts, _folder(plan), verify_disk, fabric)
 
-    hold: GradientHold = MemoryHold()
+    hold: GradientHold | None = None
+    sums: Sums | None = None
     if plan.gradient_tier == "disk":
         _folder(plan).mkdir(parents=True, exist_ok=True)
-        hold = DiskHold(plan.trace.stages, _folder(plan), lambda wire: sum_dtype or wire, verify=verify_disk)
+        if fabric.size == 1:
+            stages, folder = plan.trace.stages, _folder(plan)
+            hold = DiskHold(stages, folder, lambda wire: sum_dtype or wire, verify=verify_disk)
+        else:
+            sums = DiskSums(plan.trace.stages, sum_dtype, fabric, _folder(plan), verify=verify_disk)
     return WeightStore(
         plan.trace.stages,
         rule,
         make_tier,
         hold=hold,
+        sums=sums,
         mixed_sum_dtype=sum_dtype,
         order=order,
         fabric=fabric,

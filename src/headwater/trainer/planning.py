@@ -119,10 +119,6 @@ def plan_run(
         ConfigError: if the params ask for what is not there.
         DoesNotFitError: if a budget is too small.
     """
-    fixed = fixed_by(init.backend, work.micro_batch_size)
-    ranks = ranks or placement.size
-    if ranks > 1 and fixed.gradient_tier is None:
-        fixed = dataclasses.replace(fixed, gradient_tier="memory")  # where they add to them in turns
     plan = make_plan(
         dry_runs(init, trainable, inference=work.optimizer is NO_UPDATES),
         batch_size=work.batch_size,
@@ -131,8 +127,8 @@ def plan_run(
         resources=resources_of(init.backend, disk),
         device=device_of(init.backend),
         calibration=calibration,
-        fixed=fixed,
-        ranks=ranks,
+        fixed=fixed_by(init.backend, work.micro_batch_size),
+        ranks=ranks or placement.size,
         share=share,
     )
     return dataclasses.replace(plan, placement=placement)

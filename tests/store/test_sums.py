@@ -1,0 +1,62 @@
+"""Sums of gradients on disk hold what sums in memory hold."""
+
+import itertools
+
+import pytest
+import torch
+
+from headwater.core.buffers import PAGE_BYTES
+from headwater.core.errors import CorruptError
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.fabric.fabric import ALONE
+from headwater.store.sums import DiskSums, MemorySums
+
+SHAPES = [[(70, 50), (3,)], [(2048,), (1, 1), (33, 100)]]
+STAGES = [
+    StageSpec(index, f"stage{index}", tuple(
+        ParamSpec(f"{index}.{number}", shape, torch.float32, torch.bfloat16)
+        for number, shape in enumerate(shapes)
+    ))
+    for index, shapes in enumerate(SHAPES)
+]  # fmt: skip
+KEYS = [(stage, param) for stage, shapes in enumerate(SHAPES) for param in range(len(shapes))]
+
+
+@pytest.fixture(params=[None, torch.float32], ids=["bf16", "fp32"])
+def both(request, tmp_path, monkeypatch):
+    monkeypatch.setattr("headwater.store.sums._BLOCK_BYTES", PAGE_BYTES)
+    disk = DiskSums(STAGES, request.param, ALONE, tmp_path, verify=True)
+    yield MemorySums(STAGES, request.param, ALONE), disk
+    disk.close()
+
+
+def test_whole_sums_and_parts_of_them(both):
+    torch.manual_seed(0)
+    for key in KEYS:
+        numel = both[0].numel(key)
+        whole, more = torch.randn(numel), torch.randn(SHAPES[key[0]][key[1]], dtype=torch.bfloat16)
+        cuts = sorted(torch.randint(0, numel + 1, (6,)).tolist())
+        for sums in both:
+            sums.write(key, whole)
+            sums.add(key, more)
+            sums.rest(key[0])
+            for start, stop in zip(cuts[::2], cuts[1::2], strict=True):
+                sums.write(key, 2 * whole[start:stop], start)
+        for start, stop in [(0, None), *itertools.pairwise(cuts)]:
+            expected, found = (sums.read(key, start, stop) for sums in both)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+    for sums in both:
+        sums.clear((1, 2))
+        assert not sums.read((1, 2)).any()
+
+
+def test_a_byte_that_changes_on_disk_is_found(both):
+    _, disk = both
+    disk.write((0, 0), torch.ones(3500))
+    file = disk._files[0]
+    with file.origin.open("r+b") as opened:
+        opened.seek(2 * PAGE_BYTES - 100 if disk.dtypes[0, 0] == torch.float32 else 100)
+        opened.write(b"x")
+    with pytest.raises(CorruptError, match="gradients of stage 'stage0'"):
+        disk.read((0, 0))
