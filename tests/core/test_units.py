@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from headwater.core.errors import ConfigError
 from headwater.core.units import GIB, format_bytes, format_count, parse_bytes
@@ -65,5 +65,6 @@ def test_format_count(count, text):
 
 @settings(deadline=None)
 @given(st.integers(0, 2**49))
+@example(1152)
 def test_what_is_printed_reads_as_nearly_the_same(count):
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.0051, abs=1)

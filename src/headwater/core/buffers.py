@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +16,7 @@ PAGE_BYTES = 4096
 
 _HUGE_PAGE_BYTES = 2 << 20
 _LARGE_BLOCK_BYTES = 4 << 20
+_OWN_PAGES_BYTES = 32 << 20
 
 
 def round_up(count: int, multiple: int = PAGE_BYTES) -> int:
@@ -39,6 +41,18 @@ def aligned_empty(num_bytes: int, *, pin: bool = False) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without huge pages works as well, only slower
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros, which lie in pages of their own where they are many: for large tensors that come and go.
+
+    Where malloc keeps what is freed (see `tune_allocator`), a large block leaves a hole that smaller ones
+    break up, and the next large one takes new memory.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _OWN_PAGES_BYTES:
+        return torch.zeros(shape, dtype=dtype)
+    return aligned_empty(num_bytes)[:num_bytes].view(dtype).view(shape)
 
 
 def tune_allocator(*, keep: bool) -> bool:

@@ -28,7 +28,7 @@ def parse_bytes(text: str | int | float) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     if match is None or match[2].lower() not in _FACTORS:
         raise ConfigError(f"{text!r} is not a size in bytes", remedy="write for example 8GiB, 500MB or 4096")
-    return int(float(match[1]) * _FACTORS[match[2].lower()])
+    return round(float(match[1]) * _FACTORS[match[2].lower()])
 
 
 def parse_rate(text: str | int | float) -> float:

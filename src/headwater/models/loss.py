@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from headwater.models.workspace import WorkspacePool
+from headwater.core.buffers import large_zeros
+from headwater.models.workspace import WorkspacePool, is_plain
 
 WORKSPACES = WorkspacePool()
 """Memory of the logits of one chunk, between calls."""
@@ -207,7 +208,9 @@ class _Pass:
         self.any_wanted = any(wanted)
         empty = torch.empty_like if len(hidden) else torch.zeros_like
         self.grad_hidden = empty(hidden) if wanted[0] else None
-        self.grad_weight = empty(weight) if wanted[1] else None
+        self.grad_weight = None
+        if wanted[1]:
+            self.grad_weight = large_zeros(weight.shape, weight.dtype) if is_plain(weight) else empty(weight)
         self.grad_bias = None
         if bias is not None and wanted[2]:
             self.grad_bias = torch.zeros_like(bias, dtype=_softmax_dtype(bias.dtype))

@@ -9,6 +9,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from headwater.core.buffers import large_zeros
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor lies in the memory of the CPU, and is not one that only stands for another."""
+    return tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
+
 
 class WorkspacePool:
     """Lends flat tensors and keeps the largest one of each dtype for the next call.
@@ -28,10 +35,10 @@ class WorkspacePool:
 
         It must not be used after the context ends.
         """
-        pooled = like.device.type == "cpu" and type(like) in (Tensor, nn.Parameter)
+        pooled = is_plain(like)
         buffer = self._take(dtype, numel) if pooled else None
         if buffer is None:
-            buffer = like.new_empty(numel, dtype=dtype)
+            buffer = large_zeros((numel,), dtype) if pooled else like.new_empty(numel, dtype=dtype)
         try:
             yield buffer[:numel]
         finally:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from headwater.core.buffers import large_zeros
+from headwater.models.workspace import is_plain
 
 
 class Linear(nn.Linear):
@@ -17,3 +24,26 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Nothing: see `headwater.models.layers.initializers`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_plain(self.weight) and not torch.compiler.is_compiling():
+            return _Rows.apply(input, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+        return super().forward(input)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table. Its gradient has the bits of torch's, and lies where large tensors do best."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.size = table.shape
+        return nn.functional.embedding(indices, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (indices,) = ctx.saved_tensors
+        used, places = indices.unique(return_inverse=True)
+        rows = torch.ops.aten.embedding_dense_backward(gradient, places, len(used), -1, False)
+        return None, large_zeros(ctx.size, gradient.dtype).index_copy_(0, used.long(), rows)
