@@ -82,6 +82,7 @@ def trained(ranks, hosts, num_memx, precision, micro_batches, disk=None):
     options = {}
     if disk is not None:
         here = {"tier": "disk", "in_place": False, "disk": disk, "slabs": 4 * ranks // hosts}
+        here["gradient_tier"] = "disk"
         plan, options = dataclasses.replace(plan, **here), {"read": fetched, "verify_disk": True}
     work = functools.partial(
         train, plan=plan, micro_batches=micro_batches, net=Taught, beside=beside, **options
