@@ -177,7 +177,8 @@ class Predictor:
             read = _add(read, fetched.first + state, fetched.rest)
             write = _add(write, self._updated_slabs + share.state * self._updated_state, 0)
         if plan.gradient_tier == "disk":
-            held, measured = self.footprint.held_gradients(plan), int(self.footprint.sums_stay)
+            held = self.footprint.held_gradients(plan)
+            measured = int(self.footprint.sums_stay)  # sums of ranks are read once more for their norms
             read = _add(read, held, (later + measured) * held)
             write = _add(write, 0, (1 + later) * held)
         if plan.device == "cpu":

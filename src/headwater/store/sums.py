@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,6 @@ class Sums(abc.ABC):
     """
 
     def __init__(self, stages: Sequence[StageSpec], dtype: torch.dtype | None) -> None:
-        self._stages = stages
         self._specs: dict[ParamKey, ParamSpec] = {
             (stage.index, index): param
             for stage in stages
@@ -41,10 +41,10 @@ class Sums(abc.ABC):
             if param.requires_grad
         }
         self.dtypes = {key: dtype or spec.wire_dtype for key, spec in self._specs.items()}
-        self.largest_gradient_bytes = max(
-            (sum(param.numel * param.wire_dtype.itemsize for param in stage.params) for stage in stages),
-            default=0,
-        )
+        gradients = Counter[int]()
+        for (stage_index, _), spec in self._specs.items():
+            gradients[stage_index] += spec.numel * spec.wire_dtype.itemsize
+        self.largest_gradient_bytes = max(gradients.values(), default=0)
 
     def numel(self, key: ParamKey) -> int:
         """Elements of a sum."""
