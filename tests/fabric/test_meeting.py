@@ -1,6 +1,7 @@
 """What a rank says that does not find the others, while it waits and in the end."""
 
 import _thread
+import signal
 import socket
 import threading
 
@@ -53,7 +54,15 @@ def test_who_waits_says_for_what_and_then_gives_up(rank, unused_port, capfd, num
     assert said.count(" waits, ") == 1, "once"
 
 
-def test_who_waits_can_be_interrupted(rank):
+@pytest.fixture
+def hears_interrupts():
+    """Whoever starts the tests in the background may have had them ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_who_waits_can_be_interrupted(rank, hears_interrupts):
     rank(0)
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()
