@@ -27,12 +27,7 @@ class Exchange:
         wire_dtypes: of the parameters.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        sums: Sums,
-        wire_dtypes: Mapping[ParamKey, torch.dtype],
-    ) -> None:
+    def __init__(self, link: Link, sums: Sums, wire_dtypes: Mapping[ParamKey, torch.dtype]) -> None:
         self._link = link
         self._sums = sums
         self._wire_dtypes = wire_dtypes

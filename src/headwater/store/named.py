@@ -1,13 +1,13 @@
-"""The parameters of a store by name."""
+"""Parameters by name."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from headwater.core.stage import StageSpec
 from headwater.store.gradients import ParamKey
-from headwater.store.store import WeightStore
 
 
-def keys_by_name(store: WeightStore) -> dict[str, ParamKey]:
-    """Every parameter."""
-    return {
-        param.name: (stage.index, index) for stage in store.stages for index, param in enumerate(stage.params)
-    }
+def keys_by_name(stages: Sequence[StageSpec]) -> dict[str, ParamKey]:
+    """Every parameter of the stages."""
+    return {param.name: (stage.index, index) for stage in stages for index, param in enumerate(stage.params)}

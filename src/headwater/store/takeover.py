@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headwater.store.gradients import ParamKey
+from headwater.store.named import keys_by_name
 from headwater.store.store import WeightStore
 
 
@@ -15,7 +16,7 @@ def take_over(store: WeightStore, before: WeightStore) -> None:
         store: has their weights already.
         before: the one that it replaces.
     """
-    theirs = {spec.name: (stage.index, i) for stage in before.stages for i, spec in enumerate(stage.params)}
+    theirs = keys_by_name(before.stages)
     for stage in store.stages:
         for index, spec in enumerate(stage.params):
             if spec.name in theirs:

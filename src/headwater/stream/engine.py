@@ -29,6 +29,7 @@ from headwater.store.files import sums_bytes
 from headwater.store.hold import DiskHold, GradientHold
 from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
+from headwater.store.named import keys_by_name
 from headwater.store.pieces import PieceState
 from headwater.store.rule import UpdateRule
 from headwater.store.shares import shares_of
@@ -350,12 +351,8 @@ class Engine:
 
 
 def _parameter_order(model: nn.Module, plan: Plan) -> list[tuple[int, int]]:
-    place = {
-        param.name: (stage.index, index)
-        for stage in plan.trace.stages
-        for index, param in enumerate(stage.params)
-    }
-    return [place[name] for name, _ in model.named_parameters()]
+    keys = keys_by_name(plan.trace.stages)
+    return [keys[name] for name, _ in model.named_parameters()]
 
 
 def _make_store(

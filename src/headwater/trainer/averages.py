@@ -34,7 +34,7 @@ class MovingAverages:
         self._store = store
         self._gathering = Gathering(store)
         self._stages: dict[int, dict[int, _Follower]] = {}  # by stage, and by index in the stage
-        keys = keys_by_name(store)
+        keys = keys_by_name(store.stages)
         for average in averages:
             for name in (name for name in keys if name.startswith(average.target)):
                 source = average.source + name.removeprefix(average.target)

@@ -36,7 +36,7 @@ class SparseTraining:
         self._sparsifier = sparsifier
         self._store = store
         self._gathering = Gathering(store)
-        keys = keys_by_name(store)
+        keys = keys_by_name(store.stages)
         self._keys = {name: keys[name] for name in sparsifier.names}
 
     def begin(self) -> None:
