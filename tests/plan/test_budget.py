@@ -253,6 +253,31 @@ def test_ranks_share_the_store_and_the_slabs_of_the_disk_tier_and_nothing_else()
         plan(3, "disk", num_slabs=2)
 
 
+def test_ranks_with_an_accelerator_each_share_nothing_of_its_memory():
+    def plan(ranks, tier):
+        return make_plan(
+            SMALL["fp32"],
+            batch_size=2,
+            precision=Precision(),
+            optimizer_state_bytes=8,
+            resources=Resources(device_memory=GIB, host_memory=GIB, disk=Path("tier"), disk_bytes=GIB),
+            device="cuda",
+            fixed=Fixed(tier=tier, num_slabs=2, activations=Activations.OFFLOAD),
+            base_bytes=MIB,
+            ranks=ranks,
+        ).prediction
+
+    for tier, shared in {"memory": {"weight store"}, "disk": {"snapshot"}}.items():
+        one, three = plan(1, tier), plan(3, tier)
+        assert three.device_parts == one.device_parts
+        for name in one.host_parts.keys() - {"gradients"}:
+            assert three.host_parts[name] == one.host_parts[name] * (1 if name in shared else 3), name
+        largest = max(stage.slab_bytes for stage in SMALL["fp32"](2).stages)
+        arriving = three.host_parts["gradients"] - one.host_parts["gradients"]
+        assert arriving == 3 * largest, "each has a stage's beside the sums, which are there once"
+        assert three.disk_parts == one.disk_parts
+
+
 def test_sums_of_gradients_that_hosts_exchange_stay_in_memory():
     held = [
         make_plan(

@@ -10,8 +10,10 @@ import torch
 from headwater.core.batches import num_samples, slice_batch
 from headwater.core.errors import ConfigError, DataError, StreamError
 from headwater.core.lazy import LazyTensor
+from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import current
 from headwater.stream.at_rest import AtRest
+from headwater.stream.device import cuda_device
 
 Batch = TypeVar("Batch")
 
@@ -89,6 +91,27 @@ def whole(value: torch.Tensor) -> torch.Tensor:
             remedy="give a closure a mean (floating point), a count (a whole number), or one entry a sample",
         )
     return value
+
+
+def check_accelerators(device: str, fabric: Fabric, *, where: str) -> None:
+    """Raise `ConfigError` if there is not an accelerator for each rank that computes. All ranks ask.
+
+    Args:
+        device: on which they compute, `cpu` or `cuda`.
+        fabric: the ranks.
+        where: their number was written; for errors.
+    """
+    if device == "cpu" or fabric.size == 1:
+        return
+    own = cuda_device(fabric.local_rank) if fabric.computes else None
+    every = fabric.gather_objects(None if own is None else str(torch.cuda.get_device_properties(own).uuid))
+    there = len(set(every) - {None})
+    if there < fabric.num_csx:
+        raise ConfigError(
+            f"{fabric.num_csx} CSXs are asked for, and there are {there} accelerators",
+            where=where,
+            remedy=f"write at most {there}, or the backend type CPU",
+        )
 
 
 def refuse(asked: Sequence[str], *, where: str) -> None:

@@ -29,7 +29,7 @@ from headwater.api.machine import (
     optimizer_state_bytes,
     resources_of,
 )
-from headwater.api.ranks import refuse
+from headwater.api.ranks import check_accelerators, refuse
 from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
 from headwater.core.errors import StreamError
@@ -219,11 +219,9 @@ class StreamedModel:
             )
 
         plan = self.fabric.agree(make)
+        check_accelerators(plan.device, self.fabric, where="num_csx")
         if self.fabric.size > 1:
-            refused = {
-                "the disk tier": plan.tier != "memory" or plan.gradient_tier != "memory",
-                "an accelerator": plan.device != "cpu",
-            }
+            refused = {"the disk tier": plan.tier != "memory" or plan.gradient_tier != "memory"}
             refuse([what for what, is_asked in refused.items() if is_asked], where="num_csx")
         return plan
 

@@ -24,18 +24,15 @@ def round_up(count: int, multiple: int = PAGE_BYTES) -> int:
     return -(-count // multiple) * multiple
 
 
-def aligned_empty(num_bytes: int, *, pin: bool = False) -> torch.Tensor:
+def aligned_empty(num_bytes: int) -> torch.Tensor:
     """A uint8 tensor of `num_bytes` rounded up to whole pages, page-aligned, in pages of its own.
 
     The pages go back to the system as soon as the last view of the tensor is gone.
 
     Args:
         num_bytes: bytes wanted; 0 gives one page.
-        pin: page-lock the memory, for asynchronous copies to a CUDA device.
     """
     size = max(round_up(num_bytes), PAGE_BYTES)
-    if pin:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages works as well, only slower

@@ -170,10 +170,11 @@ class HostFabric(Fabric):
         return values  # type: ignore[return-value]
 
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
-        values = [torch.empty_like(value) for _ in range(self.num_csx)]
+        own = value.cpu().contiguous()
+        values = [torch.empty_like(own) for _ in range(self.num_csx)]
         with self._errors():
-            torch.distributed.all_gather(values, value.contiguous(), group=self._computing)
-        return values
+            torch.distributed.all_gather(values, own, group=self._computing)
+        return [each.to(value.device) for each in values]
 
     def agree(self, make: Callable[[], Value]) -> Value:
         outcome: list[tuple[Value | None, HeadwaterError | None]] = [(None, None)]

@@ -122,7 +122,7 @@ class Footprint:
         peak = self.peak(plan)
         slabs = 0 if plan.in_place else _pool_bytes(self.slab_sizes, plan.slabs)
         if plan.tier == "memory":
-            slabs *= self._ranks  # those of the disk tier are shared
+            slabs *= self._ranks_beside(plan)  # those of the disk tier are shared
         compute = {"slabs": slabs} | peak.parts
         host, disk = self._store_bytes(plan)
         held, moved = self.held_gradients(plan), self.offloaded_bytes(plan.activations)
@@ -131,17 +131,29 @@ class Footprint:
         if plan.device == "cpu":
             return Memory({}, host | compute, disk | {"activations": moved})
         largest = max(stage.gradient_sum for stage in self.stages)
-        waiting = largest if plan.gradient_tier == "disk" else held
-        host["gradients"] = int(self.share.gradients * waiting)
-        return Memory(compute, host | {"activations": moved}, disk)
+        on_disk = plan.gradient_tier == "disk"
+        arriving = self._ranks * largest if on_disk or self.sums_stay else 0
+        host["gradients"] = int(self.share.gradients * (0 if on_disk else held)) + arriving
+        return Memory(compute, host | {"activations": self._ranks * moved}, disk)
+
+    def disk_readers(self, plan: Plan) -> int:
+        """How many ranks read the same weights from the disk, each for itself."""
+        return 1 if plan.device == "cpu" else self._ranks
+
+    def _ranks_beside(self, plan: Plan) -> int:
+        """How many ranks compute in the same memory: an accelerator has one."""
+        return self._ranks if plan.device == "cpu" else 1
 
     def _store_bytes(self, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
         """What the weight store takes of host memory and of disk."""
         host = {"interpreter": self._base_bytes}
         if plan.tier == "memory":
             return host | {"weight store": self.stored_bytes}, {}
-        images = self.share.images + (plan.device != "cpu")  # on their way, or page-locked
-        staging = self.share.disk_ranks * self.staging_bytes + images * max(self.slab_sizes)
+        readers, images = self.share.disk_ranks, self.share.images
+        if plan.device != "cpu":  # each rank reads by itself, through page-locked memory
+            readers = max(readers, self._ranks + self.share.store_ranks)
+            images += self._ranks
+        staging = readers * self.staging_bytes + images * max(self.slab_sizes)
         return host | {"staging": staging, "snapshot": self.snapshot_bytes}, {
             "weight store": self.stored_bytes
         }
@@ -190,11 +202,12 @@ class Footprint:
         """Activations and gradients at the fullest moment, in the memory that the compute device uses."""
         key = plan.activations, plan.device, plan.gradient_tier, plan.num_micro_batches
         if key not in self._peaks:
+            ranks = self._ranks_beside(plan)
             gradients = self._gradients_alive(plan)
             moments = zip(self._live(plan.activations), gradients, strict=True)
             keeps_pages = plan.device == "cpu" and plan.memory_is_ample
             self._peaks[key] = max(
-                (Peak(self._ranks * live, held, keeps_pages) for live, held in moments),
+                (Peak(ranks * live, held, keeps_pages) for live, held in moments),
                 key=lambda peak: peak.total,
             )
         return self._peaks[key]

@@ -174,7 +174,8 @@ class Predictor:
             state = share.state * self._updated_state
             if share.images:  # what is updated before it is fetched is read twice
                 state += share.state * self._updated_slabs
-            read = _add(read, fetched.first + state, fetched.rest)
+            readers = self.footprint.disk_readers(plan)
+            read = _add(read, readers * fetched.first + state, readers * fetched.rest)
             write = _add(write, self._updated_slabs + share.state * self._updated_state, 0)
         if plan.gradient_tier == "disk":
             held = self.footprint.held_gradients(plan)

@@ -81,8 +81,9 @@ class Request:
     ranks: int = 1
 
     def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
-        """Fewest slabs of a size class; ranks share those of the disk tier."""
-        return minimum_slabs(trace, self.ranks - self.share.store_ranks if tier == "disk" else 1)
+        """Fewest slabs of a size class; on CPUs ranks share those of the disk tier."""
+        are_shared = tier == "disk" and self.device == "cpu"
+        return minimum_slabs(trace, self.ranks - self.share.store_ranks if are_shared else 1)
 
 
 def best_plan(request: Request) -> Plan | None:

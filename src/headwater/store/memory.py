@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from headwater.core.buffers import aligned_empty
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.store.layout import Group, StageLayout
 from headwater.store.tier import WHOLE, Tier
@@ -17,19 +16,22 @@ class MemoryTier(Tier):
 
     Args:
         layouts: one per stage.
-        pin: page-lock the wire images, for asynchronous copies to a CUDA device.
         fabric: the ranks that share the memory.
+        page_lock: keeps the pages of the wire images where they are until what it returns is called.
     """
 
     is_shared = True
 
-    def __init__(self, layouts: list[StageLayout], *, pin: bool = False, fabric: Fabric = ALONE) -> None:
+    def __init__(
+        self,
+        layouts: list[StageLayout],
+        *,
+        fabric: Fabric = ALONE,
+        page_lock: Callable[[Sequence[torch.Tensor]], Callable[[], None]] = lambda memory: lambda: None,
+    ) -> None:
         super().__init__(layouts)
-        shared = fabric.size > 1
-        self._wire = [
-            fabric.allocate(layout.wire_bytes) if shared else aligned_empty(layout.wire_bytes, pin=pin)
-            for layout in layouts
-        ]
+        self._wire = [fabric.allocate(layout.wire_bytes) for layout in layouts]
+        self._unlock = page_lock(self._wire)
         self._rest = [fabric.allocate(layout.rest_bytes) for layout in layouts]
 
     def resident_wire(self, stage: int) -> torch.Tensor:
@@ -55,4 +57,5 @@ class MemoryTier(Tier):
         pass
 
     def close(self) -> None:
+        self._unlock()
         self._wire, self._rest = [], []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from headwater.core.buffers import aligned_empty
-from headwater.core.errors import PlanError
+from headwater.core.errors import PlanError, StreamError
+from headwater.core.units import format_bytes
 
 
 class Device(abc.ABC):
@@ -28,8 +29,8 @@ class Device(abc.ABC):
         """Memory for one stage on the device, uint8."""
 
     @abc.abstractmethod
-    def allocate_staging(self, num_bytes: int) -> torch.Tensor | None:
-        """Host memory through which a stage on disk reaches a slab; `None` if it is read there directly."""
+    def page_lock(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Let copies from host memory to the device run by themselves, until what is returned is called."""
 
     @abc.abstractmethod
     def compute_mark(self) -> object:
@@ -54,8 +55,8 @@ class CpuDevice(Device):
     def allocate_slab(self, num_bytes: int) -> torch.Tensor:
         return aligned_empty(num_bytes)
 
-    def allocate_staging(self, num_bytes: int) -> None:
-        return None
+    def page_lock(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+        return lambda: None
 
     def compute_mark(self) -> object:
         return None
@@ -69,21 +70,44 @@ class CpuDevice(Device):
 
 
 class CudaDevice(Device):
-    """Slabs in device memory, filled on a stream of their own from page-locked host memory."""
+    """Slabs in device memory, filled on a stream of their own from page-locked host memory.
+
+    Args:
+        local_rank: of the ranks of a host each computes on a device of its own, this one.
+    """
 
     reads_host = False
 
-    def __init__(self, index: int = 0) -> None:
-        if not torch.cuda.is_available():
-            raise PlanError("there is no CUDA device here", where="device", remedy="use device cpu")
-        self.torch_device = torch.device("cuda", index)
+    def __init__(self, local_rank: int = 0) -> None:
+        self.torch_device = cuda_device(local_rank)
+        torch.cuda.set_device(self.torch_device)  # what is only called "cuda" goes there too
         self._copies = torch.cuda.Stream(self.torch_device)
 
     def allocate_slab(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.torch_device)
 
-    def allocate_staging(self, num_bytes: int) -> torch.Tensor:
-        return aligned_empty(num_bytes, pin=True)
+    def page_lock(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Unlike torch's page-locked memory, what is locked here is no more than there is, and may be shared.
+
+        Raises:
+            StreamError: if the system does not allow it.
+        """
+        cuda, locked = torch.cuda.cudart(), list[torch.Tensor]()
+
+        def unlock() -> None:
+            while locked:
+                cuda.cudaHostUnregister(locked.pop().data_ptr())
+
+        for each in memory:
+            code = int(cuda.cudaHostRegister(each.data_ptr(), each.nbytes, 0))
+            if code:
+                unlock()
+                raise StreamError(
+                    f"{format_bytes(each.nbytes)} of host memory cannot be page-locked (CUDA error {code})",
+                    remedy="free host memory, or write a smaller host_memory",
+                )
+            locked.append(each)
+        return unlock
 
     def compute_mark(self) -> object:
         event = torch.cuda.Event()
@@ -102,10 +126,21 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
 
-def make_device(name: str) -> Device:
-    """The device called `cpu` or `cuda`."""
+def cuda_device(local_rank: int) -> torch.device:
+    """The CUDA device of a rank: one after the other where it sees several, else the one that it sees.
+
+    Raises:
+        PlanError: if it sees none.
+    """
+    if not torch.cuda.is_available():
+        raise PlanError("there is no CUDA device here", where="device", remedy="use device cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def make_device(name: str, local_rank: int = 0) -> Device:
+    """The device called `cpu` or `cuda` of a rank of this host."""
     if name == "cpu":
         return CpuDevice()
     if name == "cuda":
-        return CudaDevice()
+        return CudaDevice(local_rank)
     raise PlanError(f"there is no device {name!r}", remedy="write cpu or cuda")

@@ -115,7 +115,7 @@ class Engine:
         self.plan = plan
         self._seed = seed
         self._loss_function = loss_function
-        self._device = make_device(plan.device)
+        self._device = make_device(plan.device if fabric.computes else "cpu", fabric.local_rank)
         self._matmul: Callable[[], AbstractContextManager[object]] = nullcontext
         if fast_matmul and plan.device == "cpu":
             self._matmul = FastMatmul
@@ -370,8 +370,8 @@ def _make_store(
 
     def make_tier(layouts: list[StageLayout]) -> Tier:
         if plan.tier == "memory":
-            return MemoryTier(layouts, pin=not device.reads_host, fabric=sharing)
-        return _disk_tier(layouts, _folder(plan), verify_disk, fabric)
+            return MemoryTier(layouts, fabric=sharing, page_lock=device.page_lock)
+        return _disk_tier(layouts, plan, verify_disk, fabric)
 
     hold: GradientHold | None = None
     sums: Sums | None = None
@@ -395,8 +395,9 @@ def _make_store(
     )
 
 
-def _disk_tier(layouts: list[StageLayout], folder: Path, verify: bool, fabric: Fabric) -> Tier:
-    """The disk tier of this host: its first rank makes the files, and those that update open them too."""
+def _disk_tier(layouts: list[StageLayout], plan: Plan, verify: bool, fabric: Fabric) -> Tier:
+    """The disk tier of this host: its first rank makes the files, and those that update or read open them."""
+    folder = _folder(plan)
     shares = shares_of(layouts, fabric, on_disk=True)
     kept = [each.groups_of_host(fabric.host) for each in shares]
     sizes = file_sizes(layouts, folder, kept).values()
@@ -406,7 +407,8 @@ def _disk_tier(layouts: list[StageLayout], folder: Path, verify: bool, fabric: F
     every = fabric.gather_objects([] if tier is None else tier.origins)
     if tier is not None:
         return tier
-    if any(fabric.rank in each.owners for each in shares):
+    reads = fabric.computes and not _shares_slabs(plan)
+    if reads or any(fabric.rank in each.owners for each in shares):
         return make(origins=every[fabric.rank - fabric.local_rank])
     return ElsewhereTier(layouts)
 
@@ -417,9 +419,17 @@ def _folder(plan: Plan) -> Path:
 
 
 def _make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric) -> Weights:
-    if plan.in_place:
+    if plan.in_place or not (fabric.computes or _shares_slabs(plan)):
         return InPlaceWeights(store)
-    sharing = fabric if plan.tier == "disk" else ALONE  # what is in memory each rank copies by itself
+    sharing = fabric if _shares_slabs(plan) else ALONE
     if sharing.local_rank != 0 or not sharing.computes:
         return BorrowedWeights(store, plan.trace.stages, plan.slabs, sharing)
     return SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing)
+
+
+def _shares_slabs(plan: Plan) -> bool:
+    """Whether the ranks of a host have slabs together: where what is on disk is read to where they compute.
+
+    What is in memory each rank copies by itself, and to an accelerator it brings everything by itself.
+    """
+    return plan.tier == "disk" and plan.device == "cpu"

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
+from headwater.core.buffers import aligned_empty
 from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.stage import StageSpec
 from headwater.core.threads import single_core_pool
@@ -145,7 +146,8 @@ class SlabWeights(Weights):
         self.stable = self._pool.holds_all
         largest = max(stage.slab_bytes for stage in stages)
         disk = store.resident_wire(stages[0].index) is None
-        self._staging = device.allocate_staging(largest) if disk else None
+        self._staging = aligned_empty(largest) if disk and not device.reads_host else None
+        self._unlock = device.page_lock([] if self._staging is None else [self._staging])
         self._resident: dict[int, Slab] = {}
         self._policy = CachePolicy([], self._pool.slab_class, self._pool.capacity)
         self._position = 0
@@ -305,6 +307,7 @@ class SlabWeights(Weights):
         if self._server.is_alive():
             self._server.join()
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._unlock()
         self._pool.close()
         self._resident.clear()
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.api.machine import device_of
+from headwater.api.ranks import check_accelerators
 from headwater.config.run import SetupConfig
 from headwater.core.buffers import tune_allocator
 from headwater.fabric.fabric import ALONE, Fabric
@@ -19,7 +20,7 @@ from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.job import Trainable
 from headwater.trainer.planning import Workload, host_share, make_engine, plan_run
-from headwater.trainer.ranks import check_ranks
+from headwater.trainer.ranks import NUM_CSX
 from headwater.trainer.start import find_trained
 
 
@@ -48,7 +49,7 @@ def open_engine(
             share=host_share(fabric.placement, fabric.hosts, fabric.host),
         )
     )
-    check_ranks(plan, fabric)
+    check_accelerators(plan.device, fabric, where=NUM_CSX)
     show(plan)
     if device == "cpu" and init.backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headwater.api.ranks import refuse
 from headwater.config.run import RunConfig, SetupConfig
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
@@ -14,13 +13,12 @@ from headwater.fabric.alike import check_alike, program
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import is_rank, join
 from headwater.fabric.report import report
-from headwater.plan.types import Plan
 from headwater.trainer.run_dir import given_params
 
 __all__ = [
+    "NUM_CSX",
     "check_alike",
     "check_number",
-    "check_ranks",
     "is_rank",
     "join",
     "launch",
@@ -28,7 +26,8 @@ __all__ = [
     "report",
 ]
 
-_KEY = "trainer.init.backend.cluster_config.num_csx"
+NUM_CSX = "trainer.init.backend.cluster_config.num_csx"
+"""The key of the number of compute ranks; for errors."""
 
 
 def launch(placement: Placement, command: Sequence[str]) -> int:
@@ -44,17 +43,7 @@ def launch(placement: Placement, command: Sequence[str]) -> int:
     """
     from headwater.fabric.launch import launch as launch_ranks  # it takes a while to import
 
-    return launch_ranks(placement, command, where=_KEY)
-
-
-def check_ranks(plan: Plan, fabric: Fabric) -> None:
-    """Refuse what several ranks cannot do.
-
-    Raises:
-        ConfigError: if that is asked for.
-    """
-    if fabric.size > 1 and plan.device != "cpu":
-        refuse(["an accelerator"], where=_KEY)
+    return launch_ranks(placement, command, where=NUM_CSX)
 
 
 def program_and_params(config: RunConfig) -> dict[str, str]:
@@ -89,4 +78,4 @@ def check_number(init: SetupConfig, fabric: Fabric) -> None:
     if fabric.size == 1:
         remedy = "write 1, or start it with `headwater fit`, which trains models of the package on several"
     there = "there is 1 rank" if fabric.size == 1 else f"there are {fabric.size} ranks"
-    raise ConfigError(f"{asked}, and {there}", where=_KEY, remedy=remedy)
+    raise ConfigError(f"{asked}, and {there}", where=NUM_CSX, remedy=remedy)

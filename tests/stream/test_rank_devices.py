@@ -1,0 +1,133 @@
+"""Ranks with a device each, whose memory is not the host's: the bits of ranks that compute in host memory."""
+
+import contextlib
+import dataclasses
+import functools
+import random
+import time
+
+import pytest
+import torch
+from harness import FP32
+from rank_processes import run_ranks
+from rank_training import Net, plan_of, train
+from test_several_hosts import Choosing
+
+from headwater.api.ranks import check_accelerators
+from headwater.core.buffers import PAGE_BYTES, aligned_empty
+from headwater.core.errors import ConfigError
+from headwater.core.precision import Precision
+from headwater.plan.trace import autocast
+from headwater.plan.types import Activations
+from headwater.stream.device import Device, make_device
+
+BF16 = Precision("bf16")
+
+
+class Beside(Device):
+    """Stands for an accelerator: it computes in memory of its own, to which copies take a while."""
+
+    torch_device = torch.device("cpu")
+    reads_host = False
+
+    slabs = 0  # of this rank's process
+
+    def __init__(self, local_rank):
+        self._random = random.Random(local_rank)
+
+    def allocate_slab(self, num_bytes):
+        Beside.slabs += 1
+        return aligned_empty(num_bytes)
+
+    def page_lock(self, memory):
+        assert all(each.data_ptr() % PAGE_BYTES == 0 for each in memory)
+        return lambda: None
+
+    def compute_mark(self):
+        return None
+
+    @contextlib.contextmanager
+    def copying(self, after):
+        time.sleep(self._random.choice([0, 0, 0.002]))
+        yield
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Stand-ins for accelerators."""
+    make = {"cpu": make_device, "cuda": lambda name, local_rank: Beside(local_rank)}
+    engine = "headwater.stream.engine"
+    monkeypatch.setattr(f"{engine}.make_device", lambda name, rank: make[name](name, rank))
+    monkeypatch.setattr(f"{engine}.autocast", lambda precision, device: autocast(precision, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "num_memx", "precision", "micro_batches", "net", "on_disk", "policy"),
+    [
+        (2, 1, 0, FP32, 1, Net, (), Activations.KEEP),
+        (2, 1, 0, BF16, 2, Choosing, (), Activations.RECOMPUTE),
+        (2, 1, 0, BF16, 1, Net, ("tier",), Activations.KEEP),
+        (2, 1, 0, FP32, 2, Choosing, ("tier", "gradient_tier"), Activations.RECOMPUTE),
+        (4, 2, 0, BF16, 1, Net, ("tier",), Activations.KEEP),
+        (4, 2, 0, FP32, 1, Choosing, ("gradient_tier",), Activations.KEEP),
+        (3, 1, 1, FP32, 1, Net, (), Activations.KEEP),
+        (3, 1, 1, BF16, 2, Net, ("tier",), Activations.KEEP),
+        (4, 2, 2, FP32, 1, Net, ("tier", "gradient_tier"), Activations.KEEP),
+    ],
+)
+def test_a_device_for_each_rank(
+    ranks, hosts, num_memx, precision, micro_batches, net, on_disk, policy, stand_ins, tmp_path
+):
+    memory = plan_of(precision, micro_batches, net)
+    policies = tuple(
+        policy if stage.name.startswith("blocks") else Activations.KEEP for stage in memory.trace.stages
+    )
+    here = dict.fromkeys(on_disk, "disk") | {"disk": tmp_path, "activations": policies}
+    beside = dataclasses.replace(memory, device="cuda", in_place=False, slabs=4, **here)
+    work = functools.partial(train, micro_batches=micro_batches, net=net, read=trained)
+    wanted = run_ranks(functools.partial(work, plan=memory), ranks, hosts, num_memx)
+    found = run_ranks(functools.partial(work, plan=beside, verify_disk=True), ranks, hosts, num_memx)
+    for (told, weights), (other_told, other_weights) in zip(found, wanted, strict=True):
+        assert told == other_told
+        assert weights.keys() == other_weights.keys()
+        for name, value in weights.items():
+            assert (value == other_weights[name]).all(), name
+    assert sum(bool(weights) for _, weights in found) == ranks - num_memx
+
+
+def trained(engine):
+    """All weights, on ranks that compute, as each reads them."""
+    engine.store.flush()
+    if engine.plan.device != "cpu":
+        classes = {stage.slab_bytes for stage in engine.store.stages}
+        assert (Beside.slabs >= len(classes)) == engine.fabric.computes
+    weights = []
+    for stage in engine.store.stages if engine.fabric.computes else ():
+        image = aligned_empty(engine.store.layouts[stage.index].wire_bytes)
+        engine.store.fetch(stage.index, image)
+        names = [spec.name for spec in stage.params]
+        weights += [(name, value.clone()) for name, value in zip(names, stage.views(image), strict=True)]
+    return weights
+
+
+@pytest.mark.parametrize(("there", "ranks", "num_memx"), [(1, 2, 0), (2, 3, 0), (2, 3, 1), (3, 3, 0)])
+def test_more_ranks_than_accelerators_are_refused(there, ranks, num_memx, monkeypatch):
+    def uuid(device):
+        return type("Properties", (), {"uuid": f"GPU-{device.index}"})
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+    monkeypatch.setattr("torch.cuda.get_device_properties", uuid)
+
+    def told(fabric):
+        try:
+            check_accelerators("cuda", fabric, where="num_csx")
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    refused = [bool(text) for text in run_ranks(told, ranks, num_memx=num_memx)]
+    assert refused == [ranks - num_memx > there] * ranks
