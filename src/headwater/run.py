@@ -117,9 +117,15 @@ def _given(get_eval_dataloader: DataFunction | None, mode: str) -> DataFunction:
 
 def _ranks(config: UserConfig) -> Fabric:
     """The ranks that the params ask for; without a launcher the script is started anew as each of them."""
-    cluster = config.init.backend.cluster_config
+    cluster, section = config.init.backend.cluster_config, "trainer.init.backend.cluster_config"
+    if cluster.max_restarts:
+        raise ConfigError(
+            "only `headwater fit` starts a run again by itself",
+            where=f"{section}.max_restarts",
+            remedy="leave it out, and start the script again",
+        )
     if cluster.num_csx > 1:
-        where = "trainer.init.backend.cluster_config.num_csx"
+        where = f"{section}.num_csx"
         use_ranks(cluster.num_csx, where=where, timeout_s=cluster.rank_timeout_s)
     fabric = join(cluster.rank_timeout_s)
     if fabric.num_hosts > 1:

@@ -85,6 +85,33 @@ def test_a_rank_is_killed(headwater, params, kind, rank, undisturbed, tmp_path):
     assert_goes_on(headwater, params, options, run, undisturbed)
 
 
+@pytest.mark.parametrize(("num_csx", "killed"), [(1, [0]), (2, [1, 0])])
+def test_a_run_starts_again_by_itself(headwater, params, undisturbed, num_csx, killed, tmp_path):
+    run, number = tmp_path / "run", f"--num_csx={num_csx}"
+    options = [*ALWAYS_SAVING, number, "--trainer.init.backend.micro_batch_size=4", "--max_restarts=2"]
+    with running(params, options, run, STEPS) as launcher:
+        for rank in killed:
+            ranks, steps = ranks_of(launcher), len(losses(run))
+            os.kill(ranks[rank], signal.SIGKILL)
+            while len(losses(run)) <= steps:
+                assert launcher.poll() is None, launcher.communicate()
+                time.sleep(0.01)
+        output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, output
+    for number, rank in enumerate(killed, start=1):
+        assert f"rank {rank}" in output and f"({number} of 2)" in output
+    assert "error:" not in output
+    assert losses(run) == pytest.approx(losses(undisturbed), rel=0 if num_csx == 2 else 1e-5)
+
+
+def test_what_would_come_again_ends_a_run_that_may_start_again(params, tmp_path):
+    words = ["--num_csx=2", "--max_restarts=5", "--trainer.fit.train_dataloader.data_dir=nowhere"]
+    command = [sys.executable, "-m", "headwater", "fit", str(params), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert "nowhere" in done.stderr and "starting again" not in done.stderr, done.stderr
+
+
 def test_the_launcher_is_killed(headwater, params, undisturbed, tmp_path):
     options, run = memory(tmp_path), tmp_path / "run"
     with running(params, options, run) as launcher:

@@ -134,6 +134,12 @@ def backend(
             where="backend, option cluster_config.num_memx",
             remedy="leave it out",
         )
+    if config.cluster_config.max_restarts:
+        raise ConfigError(
+            "only `headwater fit` starts a run again by itself",
+            where="backend, option cluster_config.max_restarts",
+            remedy="leave it out, and start the loop again",
+        )
     made = Backend(config, Path(compile_dir), compile_only=compile_only, validate_only=validate_only)
     if made.num_csx > 1 and not (compile_only or validate_only):
         timeout_s = config.cluster_config.rank_timeout_s

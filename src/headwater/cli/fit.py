@@ -22,7 +22,7 @@ from headwater.config import RunConfig
 from headwater.config.user import UserConfig
 from headwater.fabric.membership import current
 from headwater.trainer.interrupt import EXIT_CODE
-from headwater.trainer.ranks import is_rank, launch
+from headwater.trainer.ranks import is_watched, launch
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import FitResult, fit
 from headwater.trainer.zoo_job import fit_section, zoo_trainable
@@ -55,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
         if key in config.init.backend.cluster_config.model_fields_set and JOB not in os.environ:
             print(f"note: {key} has no effect without {_SUBMIT}", file=sys.stderr)
     placement = config.init.backend.placement
-    if placement.size > 1 and not is_rank() and not early.asked_for(config):
-        return launch(placement, ("-m", "headwater", *args.words))
+    restarts = config.init.backend.cluster_config.max_restarts
+    if (placement.size > 1 or restarts) and not is_watched() and not early.asked_for(config):
+        return launch(placement, ("-m", "headwater", *args.words), restarts)
     return train(config)
 
 

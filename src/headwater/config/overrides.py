@@ -19,6 +19,7 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
     "seed": ("trainer.init.seed",),
     "num_csx": ("trainer.init.backend.cluster_config.num_csx",),
     "num_memx": ("trainer.init.backend.cluster_config.num_memx",),
+    "max_restarts": ("trainer.init.backend.cluster_config.max_restarts",),
     "target_device": ("trainer.init.backend.backend_type",),
     "device_memory": ("trainer.init.backend.device_memory",),
     "host_memory": ("trainer.init.backend.host_memory",),

@@ -26,6 +26,8 @@ class ClusterConfig(Section):
         num_memx: store ranks, which keep masters and optimizer state and update them; with none the compute
             ranks do.
         rank_timeout_s: how long a rank waits for another before the run ends.
+        max_restarts: how often `headwater fit` starts its processes on this machine again when one of them is
+            gone.
         job_labels: `name=value` each, to find a job by that is submitted to the queue.
         job_priority: of a job that is submitted to the queue.
     """
@@ -33,6 +35,7 @@ class ClusterConfig(Section):
     num_csx: int = Field(default=1, ge=1)
     num_memx: int = Field(default=0, ge=0)
     rank_timeout_s: float = Field(default=600.0, gt=0)
+    max_restarts: int = Field(default=0, ge=0)
     num_workers_per_csx: Annotated[int | None, _Cluster] = None
     max_wgt_servers: Annotated[int | None, _Cluster] = None
     max_act_per_csx: Annotated[int | None, _Cluster] = None

@@ -10,13 +10,14 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from headwater.core.errors import RankError
 from headwater.core.placement import Placement
 from headwater.core.signals import handled
 from headwater.fabric.membership import check_cores, num_cores
@@ -26,21 +27,23 @@ from headwater.fabric.report import read_report
 _NUM_THREADS = "OMP_NUM_THREADS"
 
 
-def launch(placement: Placement, command: Sequence[str], *, where: str) -> int:
-    """Run a command of Python as several ranks on this machine; returns its exit code.
+def launch(placement: Placement, command: Sequence[str], *, where: str, max_restarts: int = 0) -> int:
+    """Run a command of Python as ranks on this machine; returns its exit code.
 
     Args:
         placement: how many; store ranks need no core of their own.
         command: what follows the interpreter.
         where: the number was written; for errors.
+        max_restarts: how often all are started again when one is gone, or misses another; an error that says
+            what is wrong would come again.
 
     Raises:
         ConfigError: if there are not so many cores.
         HeadwaterError: what the first rank that failed has met.
     """
     check_cores(placement.num_csx, where=where)
-    with _threads_of_a_rank(num_cores() // placement.num_csx):
-        return _launch(placement, command)
+    with _threads_of_a_rank(num_cores() // placement.num_csx) if placement.size > 1 else nullcontext():
+        return _launch(placement, command, max_restarts)
 
 
 @contextmanager
@@ -56,8 +59,23 @@ def _threads_of_a_rank(number: int) -> Iterator[None]:
         del os.environ[_NUM_THREADS]
 
 
-def _launch(placement: Placement, command: Sequence[str]) -> int:
+def _launch(placement: Placement, command: Sequence[str], max_restarts: int) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks speak for themselves
+    # On another thread the agent leaves signals alone: it would end the ranks in the middle of a step.
+    with ThreadPoolExecutor(1) as pool, _signals_for_ranks() as passed_on:
+        for restart in range(1, max_restarts + 1):
+            try:
+                return _run(pool, placement, command, passed_on)
+            except RankError as error:
+                if passed_on:
+                    raise
+                again = f"starting again from the last complete checkpoint ({restart} of {max_restarts})"
+                print(f"{error.what}; {again}", file=sys.stderr)
+        return _run(pool, placement, command, passed_on)
+
+
+def _run(pool: Executor, placement: Placement, command: Sequence[str], passed_on: Sequence[int]) -> int:
+    """Run the ranks to their end; see `exit_code`."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -68,13 +86,11 @@ def _launch(placement: Placement, command: Sequence[str]) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    # On another thread the agent leaves signals alone: it would end the ranks in the middle of a step.
-    with ThreadPoolExecutor(1) as pool, _signals_for_ranks() as passed_on:
-        done = pool.submit(elastic_launch(config, sys.executable), *command)
-        told: dict[int, int] = {}
-        while not done.done():
-            time.sleep(0.05)
-            _pass_on(passed_on, told)
+    done = pool.submit(elastic_launch(config, sys.executable), *command)
+    told: dict[int, int] = {}
+    while not done.done():
+        time.sleep(0.05)
+        _pass_on(passed_on, told)
     failure = done.exception()
     if isinstance(failure, ChildFailedError):
         return exit_code(map(_failure, failure.failures.values()), passed_on)

@@ -31,6 +31,11 @@ def is_rank() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def is_watched() -> bool:
+    """Whether a launcher waits for this process, which may be alone."""
+    return is_rank() or ERROR_FILE in os.environ
+
+
 def num_cores() -> int:
     """How many cores this process may use: so many ranks can be on this machine."""
     return len(os.sched_getaffinity(0))
@@ -59,10 +64,9 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
         num_memx: how many of the ranks, the last ones, are store ranks.
     """
     global _joined
-    is_one_of_several = is_rank()
-    if is_one_of_several or ERROR_FILE in os.environ:  # somebody waits for this process, if it is alone too
+    if is_watched():
         end_with_launcher()
-    if _joined is ALONE and is_one_of_several:
+    if _joined is ALONE and is_rank():
         _joined = join_ranks(timeout_s, num_memx)
     return _joined
 

@@ -11,7 +11,7 @@ from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.fabric.alike import check_alike, program
 from headwater.fabric.fabric import Fabric
-from headwater.fabric.membership import is_rank, join
+from headwater.fabric.membership import is_watched, join
 from headwater.fabric.report import report
 from headwater.trainer.run_dir import given_params
 
@@ -19,7 +19,7 @@ __all__ = [
     "NUM_CSX",
     "check_alike",
     "check_number",
-    "is_rank",
+    "is_watched",
     "join",
     "launch",
     "program_and_params",
@@ -30,12 +30,13 @@ NUM_CSX = "trainer.init.backend.cluster_config.num_csx"
 """The key of the number of compute ranks; for errors."""
 
 
-def launch(placement: Placement, command: Sequence[str]) -> int:
-    """Run a command of Python as several ranks on this machine; returns its exit code.
+def launch(placement: Placement, command: Sequence[str], max_restarts: int) -> int:
+    """Run a command of Python as ranks on this machine; returns its exit code.
 
     Args:
         placement: how many.
         command: what follows the interpreter.
+        max_restarts: how often all are started again when one is gone.
 
     Raises:
         ConfigError: if there are not so many cores.
@@ -43,7 +44,7 @@ def launch(placement: Placement, command: Sequence[str]) -> int:
     """
     from headwater.fabric.launch import launch as launch_ranks  # it takes a while to import
 
-    return launch_ranks(placement, command, where=NUM_CSX)
+    return launch_ranks(placement, command, where=NUM_CSX, max_restarts=max_restarts)
 
 
 def program_and_params(config: RunConfig) -> dict[str, str]:
