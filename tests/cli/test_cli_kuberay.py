@@ -52,6 +52,16 @@ def test_there_are_as_many_pods_as_the_ranks_need_and_they_end_with_the_job(writ
     assert resources["limits"] == resources["requests"] == {"cpu": "12", "memory": "49152Mi"}
 
 
+def test_pods_have_a_gpu_for_each_rank_where_that_is_asked_for(write):
+    def of(documents):
+        (group,) = documents["RayJob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+        (container,) = group["template"]["spec"]["containers"]
+        return group["rayStartParams"].get("num-gpus"), container["resources"]["limits"].get("nvidia.com/gpu")
+
+    assert of(write()[1]) == (None, None)
+    assert of(write("--gpus_per_rank=1")[1]) == ("4", "4")
+
+
 def test_all_start_parameters_are_text_as_the_schema_wants_it(write):
     cluster = write()[1]["RayJob"]["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):

@@ -44,7 +44,7 @@ class Cluster:
         wait_for(lambda: all("will now block" in log.read_text() for log in logs))
 
     def _start_node(self, host, *options):
-        own = [f"--node-ip-address={self.hosts.address(host)}", "--num-cpus=2", "--block"]
+        own = [f"--node-ip-address={self.hosts.address(host)}", "--num-cpus=2", "--num-gpus=2", "--block"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *own]
         with (self.folder / f"host{host}.log").open("w") as log:
             node = self.hosts.start(
@@ -137,8 +137,11 @@ def test_actors_on_one_node_and_on_two_give_the_bits_of_other_ranks_and_an_inter
 @pytest.mark.slow
 @needs_hosts
 def test_an_interrupt_before_training_begins_ends_the_run(cluster, params, tmp_path):
-    driver = cluster.start(params, TWO, ENDLESS)
+    driver = cluster.start(params, TWO, ENDLESS, "--gpus_per_rank=1")
     wait_for(lambda: len(cluster.ranks()) == 2)
+    given = [Path(f"/proc/{rank}/environ").read_text().split("\0") for rank in cluster.ranks().values()]
+    seen = {word for words in given for word in words if word.startswith("CUDA_VISIBLE_DEVICES=")}
+    assert seen == {"CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"}, "each sees one of its own"
     driver.send_signal(signal.SIGINT)
     output, _ = driver.communicate(timeout=60)
     assert driver.returncode == 130, output
@@ -171,7 +174,11 @@ def test_what_ranks_cannot_do_is_said_once_and_what_the_cluster_has_not_is_refus
 
     code, output = cluster.fit(params, TWO, "--cpus_per_rank=3", "--wait=1")
     assert code == 2, output
-    assert "error: the Ray cluster has no place for 2 times 3 CPUs: its nodes have 2, 2" in output
+    assert "error: the Ray cluster has no place for 2 times 3 CPUs: its nodes have 2 CPUs; 2 CPUs" in output
+
+    code, output = cluster.fit(params, "--num_csx=3", "--gpus_per_rank=1", "--ranks_per_node=3", "--wait=1")
+    assert code == 2, output
+    assert "no place for 1 times 3 CPUs, 3 GPUs" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

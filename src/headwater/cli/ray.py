@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the cluster, to which this machine belongs (RAY_ADDRESS, or else the one that runs here)",
     )
     fit.add_argument(
-        "--wait", type=float, default=30, metavar="SECONDS", help="for CPUs that others have (%(default)s)"
+        "--wait",
+        type=float,
+        default=30,
+        metavar="SECONDS",
+        help="for what others have now (%(default)s)",
     )
 
     kubernetes = commands.add_parser(
@@ -69,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for command in (fit, kubernetes):
         command.add_argument(
             "--cpus_per_rank", type=int, default=1, metavar="N", help="of each rank (%(default)s)"
+        )
+        command.add_argument(
+            "--gpus_per_rank", type=int, default=0, choices=(0, 1), help="of each rank (%(default)s)"
         )
         command.add_argument(
             "--ranks_per_node",
@@ -109,6 +116,7 @@ def run_fit(args: argparse.Namespace, config: RunConfig) -> int:
     request = Request(
         num_ranks=config.init.backend.placement.size,
         cpus_per_rank=args.cpus_per_rank,
+        gpus_per_rank=args.gpus_per_rank,
         ranks_per_node=args.ranks_per_node,
         address=args.address,
         wait_s=args.wait,
@@ -134,7 +142,8 @@ def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
         print(f"note: {path} is in no volume, so the image must have it", file=sys.stderr)
     command = [
         *("headwater", "ray", "fit", str(PARAMS)),
-        *("--cpus_per_rank", str(args.cpus_per_rank), "--ranks_per_node", str(args.ranks_per_node)),
+        *("--cpus_per_rank", str(args.cpus_per_rank), "--gpus_per_rank", str(args.gpus_per_rank)),
+        *("--ranks_per_node", str(args.ranks_per_node)),
     ]
     memory_bytes = parse_bytes(args.memory)
     if memory_bytes < args.ranks_per_node * GIB:
@@ -146,6 +155,7 @@ def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
     pods = Pods(
         count=config.init.backend.placement.size // args.ranks_per_node,
         cpus=args.cpus_per_rank * args.ranks_per_node,
+        gpus=args.gpus_per_rank * args.ranks_per_node,
         memory_bytes=memory_bytes,
         image=args.image,
         volumes=volumes,

@@ -16,6 +16,7 @@ PARAMS = PurePosixPath("/etc/headwater/params.yaml")
 """Where every pod has the params."""
 _LONGEST_NAME = 47
 _HEAD = {"cpu": "2", "memory": "8192Mi"}
+_GPU = "nvidia.com/gpu"
 _PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
 
@@ -26,6 +27,7 @@ class Pods:
     Attributes:
         count: how many, beside the one in which the command runs.
         cpus: of each.
+        gpus: of each.
         memory_bytes: of each.
         image: of all.
         volumes: names of persistent volume claims, and where every pod has them.
@@ -33,6 +35,7 @@ class Pods:
 
     count: int
     cpus: int
+    gpus: int
     memory_bytes: int
     image: str
     volumes: Mapping[str, PurePosixPath]
@@ -61,6 +64,9 @@ def manifest(
         )
     map_name = f"{name}-params"
     limits = {"cpu": str(pods.cpus), "memory": f"{pods.memory_bytes // MIB}Mi"}
+    start = {"num-cpus": str(pods.cpus)}
+    if pods.gpus:
+        limits[_GPU] = start["num-gpus"] = str(pods.gpus)
     head = _template("ray-head", pods, _HEAD, map_name)
     head["spec"]["containers"][0]["ports"] = [
         {"name": port, "containerPort": number} for port, number in _PORTS.items()
@@ -89,7 +95,7 @@ def manifest(
                             "replicas": pods.count,
                             "minReplicas": pods.count,
                             "maxReplicas": pods.count,
-                            "rayStartParams": {"num-cpus": str(pods.cpus)},
+                            "rayStartParams": start,
                             "template": _template("ray-worker", pods, limits, map_name),
                         }
                     ],

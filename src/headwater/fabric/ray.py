@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,15 @@ class Request:
     Attributes:
         num_ranks: how many.
         cpus_per_rank: CPUs that are reserved for each, and threads that it computes with.
+        gpus_per_rank: GPUs that are reserved for each; it sees no others. It computes on one, or on CPUs.
         ranks_per_node: so many on each node; `None`: as many as fit, on as few nodes as possible.
         address: of the cluster, `host:port`, or `auto`: that of this node.
-        wait_s: how long to wait for CPUs that others have.
+        wait_s: how long to wait for CPUs and GPUs that others have.
     """
 
     num_ranks: int
     cpus_per_rank: int
+    gpus_per_rank: int
     ranks_per_node: int | None
     address: str
     wait_s: float
@@ -234,20 +236,25 @@ def _check_address(address: str) -> None:
 
 def _place(request: Request) -> list[_Rank]:
     """Actors for all ranks, numbered node by node."""
-    count, cpus, on_node = request.num_ranks, request.cpus_per_rank, request.ranks_per_node or 1
-    bundles = [{"CPU": cpus * on_node}] * (count // on_node)
+    count, on_node = request.num_ranks, request.ranks_per_node or 1
+    asked = {"CPU": request.cpus_per_rank, "GPU": request.gpus_per_rank}
+    bundles = [{kind: number * on_node for kind, number in asked.items() if number}] * (count // on_node)
     group = placement_group(bundles, strategy="STRICT_SPREAD" if request.ranks_per_node else "PACK")
     if not group.wait(request.wait_s):
-        nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+        nodes = [_resources(node["Resources"], bundles[0]) for node in ray.nodes() if node["Alive"]]
         raise ConfigError(
-            f"the Ray cluster has no place for {len(bundles)} times {cpus * on_node} CPUs: its nodes have "
-            f"{', '.join(f'{each:.0f}' for each in nodes)}, of which "
-            f"{ray.available_resources().get('CPU', 0):.0f} together are free",
-            remedy="ask for fewer ranks, or fewer CPUs for each (--cpus_per_rank), or wait longer (--wait)",
+            f"the Ray cluster has no place for {len(bundles)} times {_resources(bundles[0], bundles[0])}: "
+            f"its nodes have {'; '.join(nodes)}, of which "
+            f"{_resources(ray.available_resources(), bundles[0])} together are free",
+            remedy="ask for fewer ranks, or less for each (--cpus_per_rank), or wait longer (--wait)",
         )
     actors = [
         ray.remote(RankActor)
-        .options(num_cpus=cpus, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index // on_node))
+        .options(
+            num_cpus=request.cpus_per_rank,
+            num_gpus=request.gpus_per_rank,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index // on_node),
+        )
         .remote()
         for index in range(count)
     ]
@@ -255,6 +262,11 @@ def _place(request: Request) -> list[_Rank]:
     ids = list(dict.fromkeys(node.id for node in nodes))
     placed = sorted(zip(nodes, actors, strict=True), key=lambda pair: ids.index(pair[0].id))
     return [_Rank(number, actor, node) for number, (node, actor) in enumerate(placed)]
+
+
+def _resources(there: Mapping[str, float], kinds: Iterable[str]) -> str:
+    """How many there are of some kinds of resources."""
+    return ", ".join(f"{there.get(kind, 0):.0f} {kind}s" for kind in kinds)
 
 
 def _start(ranks: Sequence[_Rank], arguments: Sequence[str], num_threads: int) -> None:
