@@ -19,6 +19,7 @@ from headwater.optim.catalog import (
     optimizers,
     refusal,
 )
+from headwater.optim.eager import eager
 from headwater.optim.probe import check_streamable
 
 _HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
@@ -111,17 +112,21 @@ class OptimizerSpec:
             groups.setdefault(key, []).append(param)
         return [{"params": params, **dict(key)} for key, params in groups.items()]
 
-    def build(self, params: ParamsT) -> torch.optim.Optimizer:
+    def build(self, params: ParamsT, *, to_compile: bool = True) -> torch.optim.Optimizer:
         """The optimizer over `params`, with torch's fused kernel where there is one.
 
         Args:
             params: parameters, named parameters or groups of either.
+            to_compile: whether somebody may compile its steps, or ask for its class; otherwise torch's or
+                Headwater's is an `eager` one.
 
         Raises:
             ConfigError: if the optimizer does not take one of the arguments, or not these parameters.
         """
         kwargs = dict(self.kwargs)
         make: Callable[..., torch.optim.Optimizer] = self.foreign_class or find_optimizer(self.name)
+        if self.foreign_class is None and not to_compile:
+            make = eager(find_optimizer(self.name))
         try:
             listed = [_with_list(entry) for entry in params]
             fused = self.foreign_class is None and self.name in FUSED.get(_device(listed), frozenset())
@@ -136,7 +141,7 @@ class OptimizerSpec:
     def _check_same_defaults(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that what `build` makes has the options of `optimizer`."""
         wanted = _what(optimizer.defaults)
-        rebuilt = _what(self.build([torch.nn.Parameter(torch.zeros(2, 2))]).defaults)
+        rebuilt = _what(self.build([torch.nn.Parameter(torch.zeros(2, 2))], to_compile=False).defaults)
         for key, value in wanted.items():
             if rebuilt.get(key) != value:
                 why = f"its option {key!r} is no argument of that name: it cannot be built again"

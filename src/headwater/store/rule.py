@@ -47,7 +47,7 @@ class UpdateRule:
 
     def _probe(self, shape: tuple[int, ...], dtype: torch.dtype) -> StateLayout:
         probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
-        optimizer = self.spec.build([probe])
+        optimizer = self.spec.build([probe], to_compile=False)
         for _ in range(2):
             probe.grad = torch.zeros_like(probe)
             optimizer.step()
@@ -60,7 +60,8 @@ class UpdateRule:
     def _of_this_thread(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """An optimizer object, and what its parameter groups hold by default."""
         if not hasattr(self._threads, "optimizer"):
-            optimizer = self._threads.optimizer = self.spec.build([torch.nn.Parameter(torch.zeros(1, 1))])
+            start = [torch.nn.Parameter(torch.zeros(1, 1))]
+            optimizer = self._threads.optimizer = self.spec.build(start, to_compile=False)
             self._threads.defaults = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
         return self._threads.optimizer, self._threads.defaults
 

@@ -1,0 +1,46 @@
+"""Optimizers without torch's compiler: the same bits, and no import of it."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headwater.optim.catalog import FUSED, optimizers
+from headwater.optim.eager import eager
+
+QUICK = """
+import sys, torch
+from headwater.optim.spec import OptimizerSpec
+param = torch.nn.Parameter(torch.ones(2))
+optimizer = OptimizerSpec({name!r}, {{"lr": 0.1}}).build([param], to_compile=False)
+param.grad = torch.ones(2)
+optimizer.step()
+assert param[0] < 1, param
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_steps_have_the_bits_of_the_class(name):
+    def trained(kind):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5, 2))]
+        options = {"fused": True} if name in FUSED["cpu"] else {}
+        optimizer = kind([{"params": params[:1]}, {"params": params[1:], "lr": 0.02}], lr=0.01, **options)
+        for _ in range(4):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        return params, [optimizer.state[param] for param in params]
+
+    kind = optimizers()[name]
+    for mine, theirs in zip(trained(eager(kind)), trained(kind), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert issubclass(eager(kind), kind)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb"])
+def test_the_compiler_is_not_imported(name):
+    done = subprocess.run([sys.executable, "-c", QUICK.format(name=name)], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
