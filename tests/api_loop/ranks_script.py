@@ -1,4 +1,4 @@
-"""A script whose loop does what loops do, on so many ranks: ranks_script.py NUM_CSX FOLDER."""
+"""A script whose loop does what loops do, on so many ranks: ranks_script.py NUM_CSX FOLDER [OPTIONS]."""
 
 import json
 import sys
@@ -89,8 +89,8 @@ def train(backend, folder):
 
 if __name__ == "__main__":
     print("begun")
-    out = Path(sys.argv[2])
-    found = train(hw.backend("CSX", num_csx=int(sys.argv[1])), out)
+    out, options = Path(sys.argv[2]), json.loads(sys.argv[3]) if sys.argv[3:] else {}
+    found = train(hw.backend("CSX", num_csx=int(sys.argv[1]), **options), out)
     print("trained")
     print("every rank warns", file=sys.stderr)
     (out / f"seen_{hw.distributed.task_id()}.json").write_text(json.dumps(vars(found)))

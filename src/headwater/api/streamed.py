@@ -43,7 +43,7 @@ from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Plan, StoreShare, Trace
+from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 from headwater.store.replicas import take_from_first_host
 from headwater.store.rule import SeveralRules, UpdateRule
 from headwater.store.store import WeightStore
@@ -215,15 +215,25 @@ class StreamedModel:
                 calibration=calibrate(device, disk),
                 fixed=fixed_by(self.backend.config, trace.micro_batch_size),
                 ranks=self.fabric.local_size,
-                share=StoreShare(sums_stay=self.fabric.num_hosts > 1),
+                share=self._share(),
             )
 
-        plan = self.fabric.agree(make)
+        plan = dataclasses.replace(self.fabric.agree(make), disk=disk)
         check_accelerators(plan.device, self.fabric, where="num_csx")
         if self.fabric.size > 1:
-            refused = {"the disk tier": plan.tier != "memory" or plan.gradient_tier != "memory"}
+            refused = {"gradients on disk": plan.gradient_tier != "memory"}
             refuse([what for what, is_asked in refused.items() if is_asked], where="num_csx")
         return plan
+
+    def _share(self) -> StoreShare:
+        """What of the store is on this host: all of it, for each rank to read."""
+        if self.fabric.size == 1:
+            return WHOLE_STORE
+        return StoreShare(
+            disk_ranks=self.fabric.local_size,
+            images=1,  # updates come before the forward; see `apply_updates`
+            sums_stay=self.fabric.num_hosts > 1,
+        )
 
     def _state_bytes(self) -> int:
         return max((optimizer_state_bytes(entry.spec) for entry in self._optimizers.values()), default=0)

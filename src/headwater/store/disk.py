@@ -38,6 +38,7 @@ class DiskTier(Tier):
         kept: the groups of each stage that this host keeps, which follow each other; all if not given.
         sums: memory for the checksums of each file; see `open_files`.
         origins: of the files, if another rank of the host has made them.
+        write_behind: let what was written reach the file when `groups` has ended; otherwise it has by then.
 
     Raises:
         DiskFullError: if the files do not fit.
@@ -53,8 +54,10 @@ class DiskTier(Tier):
         kept: Sequence[Sequence[Group]] | None = None,
         sums: Sequence[torch.Tensor] | None = None,
         origins: Sequence[Path] | None = None,
+        write_behind: bool = True,
     ) -> None:
         super().__init__(layouts)
+        self.writes_behind = write_behind
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         kept = [layout.groups for layout in layouts] if kept is None else kept
@@ -122,6 +125,8 @@ class DiskTier(Tier):
                 yield group, buffer[: group.num_bytes]
                 waiting.popleft()
                 self._end(stage, group, buffer, write)
+            if not self.writes_behind:
+                self._settle(stage)
         finally:  # the caller failed or stopped early: nothing of what is left is written
             for _, buffer, reading in waiting:
                 if reading is not None:

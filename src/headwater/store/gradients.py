@@ -178,6 +178,9 @@ class GradientSum:
         if any(gradient is not None for gradient in gradients):
             self._hold.put(stage, gradients)
 
+    def leave(self, stage: int) -> None:
+        """Another rank updates a stage with what a commit has taken of it."""
+
     def drop(self, stage: int, param: int) -> None:
         """Forget the sum of one parameter, if it has one that is not an update's already."""
         self.spent.discard((stage, param))

@@ -22,7 +22,7 @@ class Ledger:
         self._pending: dict[int, Pending] = {}
         self._mark = 0  # number of commits when the transaction began
         self._taken: dict[ParamKey, int] = {}  # by which of them since then
-        self._last_applied = 0  # the newest of which some stage has been updated
+        self._last_used = 0  # the newest with which a stage was used, or was to be
 
     def __contains__(self, stage: int) -> bool:
         return stage in self._pending
@@ -54,8 +54,12 @@ class Ledger:
     def apply(self, stage: int) -> Pending:
         """The update that waits for a stage, which is applied now: it cannot be undone any more."""
         pending = self._pending.pop(stage)
-        self._last_applied = max(self._last_applied, pending.number)
+        self.note_used(pending.number)
         return pending
+
+    def note_used(self, number: int) -> None:
+        """Weights are used with this commit: neither it nor one before it can be undone any more."""
+        self._last_used = max(self._last_used, number)
 
     def forget(self, stage: int) -> None:
         """The stage is replaced: nothing waits for it."""
@@ -80,16 +84,22 @@ class Ledger:
     @property
     def last_kept(self) -> int:
         """The newest commit that cannot be undone: a stage was used with it, or it is older than `begin`."""
-        return max(self._mark, self._last_applied)
+        return max(self._mark, self._last_used)
 
-    def undo(self, stage: int, last: int) -> None:
-        """Drop what waits for a stage and was committed after number `last`."""
+    def undo(self, stage: int, last: int) -> int | None:
+        """Drop what waits for a stage and was committed after number `last`.
+
+        Returns:
+            The number of what waited, if nothing of it is left.
+        """
         pending = self._pending.pop(stage, None)
-        kept = (
-            {} if pending is None else {p: part for p, part in pending.parts.items() if part.number <= last}
-        )
-        if kept:
-            self._pending[stage] = Pending(max(part.number for part in kept.values()), kept)
+        if pending is None:
+            return None
+        kept = {param: part for param, part in pending.parts.items() if part.number <= last}
+        if not kept:
+            return pending.number
+        self._pending[stage] = Pending(pending.number, kept)  # others wait for that number
+        return None
 
     def is_undone(self, last: int) -> bool:
         """Whether nothing since `begin` is left if all after number `last` was undone."""

@@ -121,6 +121,10 @@ class LoopGradientSum(SharedGradientSum):
         found = [self._taken.pop((stage, p), None) for p in range(len(self._stages[stage].params))]
         return found if any(each is not None for each in found) else None
 
+    def leave(self, stage: int) -> None:
+        for param in range(len(self._stages[stage].params)):
+            self._taken.pop((stage, param), None)
+
     def put_back(self, stage: int, gradients: Gradients) -> None:
         for param, gradient in enumerate(gradients):
             if gradient is not None:
@@ -177,7 +181,7 @@ class LoopGradientSum(SharedGradientSum):
             self.end_micro_batch()
         self._find_present()
         before = self._before[0].difference(taken, waiting)
-        for key in {*self._keys, *self.present}.difference(waiting):
+        for key in {*self._keys, *self.present}:
             self._give_up(key)
         self._taken = {key: total for key, total in self._taken.items() if key in waiting}
         self._copies.update((key, kept) for key, kept in self._sums_before.items() if key in before)

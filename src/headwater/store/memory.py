@@ -21,6 +21,7 @@ class MemoryTier(Tier):
     """
 
     is_shared = True
+    writes_behind = False
 
     def __init__(
         self,
@@ -36,10 +37,6 @@ class MemoryTier(Tier):
 
     def resident_wire(self, stage: int) -> torch.Tensor:
         return self._wire[stage]
-
-    def images(self, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All bytes of a stage: the wire image, and the rest."""
-        return self._wire[stage], self._rest[stage]
 
     def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
         into[part].copy_(self._wire[stage][: into.numel()][part])

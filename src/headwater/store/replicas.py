@@ -7,9 +7,9 @@ import logging
 
 import torch
 
+from headwater.core.buffers import aligned_empty
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.link import PIECE_BYTES, Link
-from headwater.store.memory import MemoryTier
 from headwater.store.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -19,20 +19,29 @@ def take_from_first_host(store: WeightStore, fabric: Fabric) -> None:
     """Let every host have the masters and the optimizer state of the first. All ranks ask for it at once.
 
     Args:
-        store: of this host, in memory, just filled.
+        store: of this host, just filled.
         fabric: the ranks of all hosts.
     """
-    assert isinstance(store.tier, MemoryTier), "only there each host has all weights"
     link = fabric.connect("the first weights")
     if link is not None:
         for stage in store.stages:
-            differ = [_send_where_different(link, image) for image in store.tier.images(stage.index)]
-            if any(differ):
+            if _take_stage(store, stage.index, link):
                 logger.warning(
                     "hosts began with different values of stage %r: those of the first are taken", stage.name
                 )
         link.close()
     fabric.barrier("the first weights of all hosts")
+
+
+def _take_stage(store: WeightStore, stage: int, link: Link) -> bool:
+    """Take all bytes of a stage, and write them back; whether some were different."""
+    layout, tier = store.layouts[stage], store.tier
+    buffer = None if tier.resident_wire(stage) is not None else aligned_empty(layout.wire_bytes)
+    with tier.wire(stage, buffer, write=True) as image:
+        differ = [_send_where_different(link, image)]
+    for _, rest in tier.groups(stage, layout.groups, write=True):
+        differ.append(_send_where_different(link, rest))
+    return any(differ)
 
 
 def _send_where_different(link: Link, image: torch.Tensor) -> bool:

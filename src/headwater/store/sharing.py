@@ -99,23 +99,27 @@ class Sharing:
         self._numbers[stage] = number
 
     def updated(self, stage: int, number: int) -> None:
-        """Say that this rank has done its share of the update of a stage."""
+        """Say that this rank has done its share of the update of a stage, or that it is undone."""
         self._updated.post(stage * self._fabric.local_size + self._fabric.local_rank, number)
         self._numbers[stage] = number
 
-    def wait(self, stage: int, up_to: int | None = None) -> None:
+    def wait(self, stage: int, up_to: int | None = None) -> int:
         """Return when everybody has done the share of the update that this rank has done, or left, last.
 
         Where that is of a commit after `up_to`, at once: those before it were waited for.
+
+        Returns:
+            The commit that was waited for; 0 if none was.
         """
         number = self._numbers[stage]
         if up_to is not None and number > up_to:
-            return
+            return 0
         if self._fabric.num_hosts == 1:
             self._wait_for_host(stage, number)
         else:
             what = f"stage {self._stages[stage].name!r} of all hosts"
             self._fabric.wait_until(lambda: self._has_come(stage, number), what)
+        return number
 
     def _has_come(self, stage: int, number: int) -> bool:
         """Whether this update of a stage has come from all hosts; raises what has gone wrong with that."""

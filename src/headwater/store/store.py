@@ -121,18 +121,19 @@ class WeightStore:
 
     # reading weights
 
-    def fetch(self, stage: int, into: torch.Tensor | None = None) -> None:
+    def fetch(self, stage: int, into: torch.Tensor | None = None, up_to: int | None = None) -> None:
         """Bring a stage up to date, and its wire image to `into`.
 
         Args:
             stage: which stage.
             into: uint8 memory for the wire image (page-aligned host memory in the disk tier); may be left
                 out in the memory tier, where the image is read in place: see `resident_wire`.
+            up_to: leave an update committed after this number (see `num_commits`) for later.
         """
-        self._wait_for_owners(stage)
+        self._wait_for_owners(stage, up_to)
         with self._whole(stage):
             resident = self.tier.resident_wire(stage)
-            if not self._bring_up_to_date(stage, into) and resident is None:
+            if not self._bring_up_to_date(stage, into, up_to) and resident is None:
                 assert into is not None, "the disk tier needs memory to read a stage into"
                 self.tier.read_wire(stage, into)
             if resident is not None and into is not None:
@@ -142,6 +143,10 @@ class WeightStore:
     def resident_wire(self, stage: int) -> torch.Tensor | None:
         """Wire image in host memory, valid after `fetch`; `None` in the disk tier."""
         return self.tier.resident_wire(stage)
+
+    def use(self) -> None:
+        """Say that weights will be used from now on: what was committed cannot be undone any more."""
+        self.ledger.note_used(self.num_commits)
 
     def version(self, stage: int) -> int:
         """Grows whenever a fetch of this stage will give another image than one before did."""
@@ -171,6 +176,7 @@ class WeightStore:
         """Say that no more gradients of this micro-batch will come."""
         if self._has_others:
             self._update_all_ahead()
+            self.use()  # others have what this rank has left to them
         self.gradients.end_micro_batch()
 
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:
@@ -225,6 +231,7 @@ class WeightStore:
             self.ledger.add(stage, parts)
         else:
             self.sharing.leave(stage, self.num_commits)
+            self.gradients.leave(stage)
         self._versions[stage] += 1  # at last: whoever sees it may fetch
 
     # steps that may have to be undone
@@ -251,7 +258,9 @@ class WeightStore:
         last = self.ledger.last_kept
         for stage in self.ledger.stages:
             with self._locks[stage]:
-                self.ledger.undo(stage, last)
+                undone = self.ledger.undo(stage, last)
+            if undone is not None:  # others may wait for it
+                self.sharing.updated(stage, undone)
         self.gradients.restore(self.ledger.taken(last), self.ledger.waiting())
         return self.ledger.is_undone(last)
 
@@ -268,7 +277,7 @@ class WeightStore:
         for stage in range(len(self.stages)):
             self.flush_stage(stage)
         self.tier.settle()
-        if not self.tier.is_shared:  # what one rank of a host has written another will read
+        if self.tier.writes_behind:  # what one rank of a host has written another will read
             self.fabric.barrier("all updates to be written")
 
     def _update_all_ahead(self) -> None:
@@ -333,13 +342,13 @@ class WeightStore:
         self.gradients.put_back(stage, gradients)
         self.sharing.updated(stage, pending.number)
 
-    def _wait_for_owners(self, stage: int) -> None:
+    def _wait_for_owners(self, stage: int, up_to: int | None = None) -> None:
         """Wait for an update of which no part is this rank's, before the stage is locked.
 
         Those who have one may wait for a snapshot, which this rank saves under that lock.
         """
         if not self.sharing.updates(stage):
-            self.sharing.wait(stage)
+            self.ledger.note_used(self.sharing.wait(stage, up_to))
 
     @contextmanager
     def _whole(self, stage: int) -> Iterator[None]:

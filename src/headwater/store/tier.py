@@ -22,10 +22,12 @@ class Tier(abc.ABC):
         is_shared: whether every rank of the host reaches all bytes and changes its share of each stage;
             otherwise one rank changes what the host has of a stage.
         is_here: whether this rank reaches them.
+        writes_behind: whether other ranks read what was written only after `settle`.
     """
 
     is_shared = False
     is_here = True
+    writes_behind = True
 
     def __init__(self, layouts: list[StageLayout]) -> None:
         self.layouts = layouts

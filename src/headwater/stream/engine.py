@@ -371,7 +371,7 @@ def _make_store(
     def make_tier(layouts: list[StageLayout]) -> Tier:
         if plan.tier == "memory":
             return MemoryTier(layouts, fabric=sharing, page_lock=device.page_lock)
-        return _disk_tier(layouts, plan, verify_disk, fabric)
+        return _disk_tier(layouts, plan, verify_disk, sharing, own_loop)
 
     hold: GradientHold | None = None
     sums: Sums | None = None
@@ -395,19 +395,25 @@ def _make_store(
     )
 
 
-def _disk_tier(layouts: list[StageLayout], plan: Plan, verify: bool, fabric: Fabric) -> Tier:
-    """The disk tier of this host: its first rank makes the files, and those that update or read open them."""
+def _disk_tier(layouts: list[StageLayout], plan: Plan, verify: bool, fabric: Fabric, own_loop: bool) -> Tier:
+    """The disk tier of this host: its first rank makes the files, and those that update or read open them.
+
+    In a loop of one's own each rank reads weights wherever it likes, and finds what is updated in the files.
+    """
     folder = _folder(plan)
     shares = shares_of(layouts, fabric, on_disk=True)
     kept = [each.groups_of_host(fabric.host) for each in shares]
     sizes = file_sizes(layouts, folder, kept).values()
     sums = [fabric.allocate(sums_bytes(size)) for size in sizes] if verify else None
-    make = functools.partial(DiskTier, layouts, folder, verify=verify, kept=kept, sums=sums)
+    behind = not own_loop or fabric.local_size == 1
+    make = functools.partial(
+        DiskTier, layouts, folder, verify=verify, kept=kept, sums=sums, write_behind=behind
+    )
     tier = make() if fabric.local_rank == 0 else None
     every = fabric.gather_objects([] if tier is None else tier.origins)
     if tier is not None:
         return tier
-    reads = fabric.computes and not _shares_slabs(plan)
+    reads = own_loop or (fabric.computes and not _shares_slabs(plan))
     if reads or any(fabric.rank in each.owners for each in shares):
         return make(origins=every[fabric.rank - fabric.local_rank])
     return ElsewhereTier(layouts)

@@ -244,6 +244,7 @@ class Executor:
         """
         trace = self._plan.trace
         self.reset()
+        self._store.use()
         self._forwards_expected = num_micro_batches
         self._weights.statistics = StreamStatistics()
         if num_micro_batches:

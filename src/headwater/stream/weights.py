@@ -276,17 +276,22 @@ class SlabWeights(Weights):
         self._directory.withdraw(slab.index)
         self.statistics.bytes_in += self._stages[stage].slab_bytes
         slab.ready = self._thread.submit(
-            self._load, slab.index, Want(stage, slab.version), self._device.compute_mark()
+            self._load,
+            slab.index,
+            Want(stage, slab.version),
+            self._store.num_commits,
+            self._device.compute_mark(),
         )
 
-    def _load(self, index: int, want: Want, mark: object) -> None:
+    def _load(self, index: int, want: Want, up_to: int, mark: object) -> None:
+        """Bring what is wanted to a slab; a step that is committed meanwhile can still be undone."""
         stage, buffer = want.stage, self._pool.slabs[index].buffer
         try:
             with torch.no_grad(), self._device.copying(mark):
                 if self._staging is None:
-                    self._store.fetch(stage, buffer)
+                    self._store.fetch(stage, buffer, up_to)
                 else:
-                    self._store.fetch(stage, self._staging)
+                    self._store.fetch(stage, self._staging, up_to)
                     buffer.copy_(self._staging[: buffer.numel()], non_blocking=True)
         except HeadwaterError as error:
             self._directory.fail(f"stage {self._stages[stage].name!r} cannot be read: {error.what}")
