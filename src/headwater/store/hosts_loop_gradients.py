@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,7 +14,7 @@ from headwater.fabric.membership import is_alone
 from headwater.store.exchange import Runs, divide
 from headwater.store.gradients import ParamKey
 from headwater.store.loop_gradients import LoopGradientSum
-from headwater.store.sums import MemorySums
+from headwater.store.sums import Sums
 
 
 class HostsLoopGradientSum(LoopGradientSum):
@@ -30,7 +31,7 @@ class HostsLoopGradientSum(LoopGradientSum):
         sums: where those of this host lie.
     """
 
-    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sums: MemorySums) -> None:
+    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sums: Sums) -> None:
         super().__init__(stages, fabric.neighbours, sums)
         self._host, self._num_hosts = fabric.host, fabric.num_hosts
         self._link = fabric.connect("gradients")
@@ -39,17 +40,16 @@ class HostsLoopGradientSum(LoopGradientSum):
         self._together = Board(self._fabric, 1)  # how often that was done
         self._times = 0
 
-    def _submit(self, key: ParamKey, gradient: torch.Tensor | None, round_: int) -> None:
-        if key not in self._new and self._written.read(self._slots[key]) == self._current[key]:
-            self._copies.setdefault(key, self._totals[key])
+    def _before_adding(
+        self, key: ParamKey, copy: torch.Tensor | None, current: int
+    ) -> Callable[[], None] | None:
+        slot, is_first = self._slots[key], key not in self._new
         self._new.add(key)
-        super()._submit(key, gradient, round_)
-
-    def _put_back(self, key: ParamKey, copy: torch.Tensor, current: int) -> None:
         if self._host == 0:
-            super()._put_back(key, copy, current)
-        else:
-            self._written.post(self._slots[key], 0)
+            return super()._before_adding(key, copy, current)
+        is_of_all = is_first and self._written.read(slot) == current
+        begins_anew = copy is not None or is_of_all
+        return functools.partial(self._written.post, slot, 0) if begins_anew else None
 
     def _is_there(self, key: ParamKey) -> bool:
         if key in self._new:
@@ -73,14 +73,14 @@ class HostsLoopGradientSum(LoopGradientSum):
             anywhere = self._link.gather(torch.tensor(here)).any(0).tolist()
             for key, in_part, in_all in zip(keys, here, anywhere, strict=True):
                 if in_all and not in_part:
-                    self._totals[key].zero_()
+                    self._sums.clear(key)
             self._exchange_sums([key for key, there in zip(keys, anywhere, strict=True) if there])
             self._together.post(0, self._times)
         self._together.wait(0, self._times, "the gradients of all hosts")
 
     def _exchange_sums(self, keys: Sequence[ParamKey]) -> None:
         assert self._exchange is not None, "leaders send"
-        whole: Runs = [(key, 0, self._totals[key].numel()) for key in keys]
+        whole: Runs = [(key, 0, self._sums.numel(key)) for key in keys]
         runs = [divide(whole, host, self._num_hosts) for host in range(self._num_hosts)]
         self._exchange.reduce(runs)
         self._exchange.spread(runs)

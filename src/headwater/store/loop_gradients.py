@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -12,7 +13,7 @@ from headwater.fabric.fabric import Board, Fabric
 from headwater.store.gradients import ParamKey, gradient_norm
 from headwater.store.hold import Gradients
 from headwater.store.shared_gradients import SharedGradientSum
-from headwater.store.sums import MemorySums
+from headwater.store.sums import Sums
 
 
 class LoopGradientSum(SharedGradientSum):
@@ -28,14 +29,13 @@ class LoopGradientSum(SharedGradientSum):
         sums: where the sums lie.
     """
 
-    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sums: MemorySums) -> None:
+    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sums: Sums) -> None:
         super().__init__(stages, fabric, sums)
-        self._totals = sums.totals
         self._entered = Board(fabric, fabric.size)  # rounds of turns that each rank has come to
         self._clock = 1  # grows with every sum that is given up
         self._current = dict.fromkeys(self._keys, self._clock)  # when the sums of now began
         self._copies: dict[ParamKey, torch.Tensor] = {}
-        self._taken: dict[ParamKey, torch.Tensor] = {}  # by commits, and not yet by updates
+        self._taken: dict[ParamKey, torch.Tensor | None] = {}  # by commits, not yet by updates: copies
         self._sums_before: dict[ParamKey, torch.Tensor] = {}  # since `remember`
 
     # in
@@ -49,12 +49,23 @@ class LoopGradientSum(SharedGradientSum):
         self._entered.post(self._fabric.rank, self._rounds + 1)
         self._exposed.pop(key, None)
         copy, current = self._copies.pop(key, None), self._current[key]
-        self._add_later(gradient, self._add_in_turn, key, copy, gradient, round_, current)
+        before = self._before_adding(key, copy, current)
+        self._add_later(gradient, self._add_in_turn, key, before, gradient, round_, current)
+
+    def _before_adding(
+        self, key: ParamKey, copy: torch.Tensor | None, current: int
+    ) -> Callable[[], None] | None:
+        """What rank 0 is to do before more is added to a sum: put back its copy, if it has one."""
+        return None if copy is None else functools.partial(self._put_back, key, copy, current)
+
+    def _put_back(self, key: ParamKey, copy: torch.Tensor, current: int) -> None:
+        self._sums.write(key, copy)
+        self._written.post(self._slots[key], current)
 
     def _add_in_turn(
         self,
         key: ParamKey,
-        copy: torch.Tensor | None,
+        before: Callable[[], None] | None,
         gradient: torch.Tensor | None,
         round_: int,
         current: int,
@@ -62,18 +73,11 @@ class LoopGradientSum(SharedGradientSum):
         if self._fabric.rank == 0:
             for rank in range(self._fabric.size):
                 self._entered.wait(rank, round_ - round_ % 2 + 1, f"rank {rank} to come to the backward")
-            if copy is not None:
-                slot = self._slots[key]
+            if before is not None:
                 name = self._stages[key[0]].params[key[1]].name
-                self._turns.wait(slot, round_ * self._fabric.size, f"the gradient of {name}")
-                self._put_back(key, copy, current)
+                self._turns.wait(self._slots[key], round_ * self._fabric.size, f"the gradient of {name}")
+                before()
         self._take_turn(key, gradient, round_, current)
-
-    def _put_back(self, key: ParamKey, copy: torch.Tensor, current: int) -> None:
-        """Let what is added come on top of a copy."""
-        if copy is not self._totals[key]:
-            self._totals[key].copy_(copy)
-        self._written.post(self._slots[key], current)
 
     def _is_there(self, key: ParamKey) -> bool:
         """Whether any rank has given something to a sum; waits until all that were to do so have."""
@@ -89,7 +93,7 @@ class LoopGradientSum(SharedGradientSum):
         self._find_present()
         for key in self.present.difference(self._copies):
             if self._slots[key] % self._fabric.size == self._fabric.rank:
-                self._measured[self._slots[key]] = gradient_norm(self._totals[key])
+                self._measured[self._slots[key]] = gradient_norm(self._whole(key))
         self._fabric.barrier("the norms of the gradients")
         for key in sorted(self.present):
             copy = self._copies.get(key)
@@ -106,7 +110,7 @@ class LoopGradientSum(SharedGradientSum):
             if copy is not None and key in self._exposed:
                 lent = weakref.ref(self._exposed.pop(key))
                 copy = copy if lent() is None else copy.clone()  # the update changes it in place
-            self._taken[key] = self._totals[key] if copy is None else copy
+            self._taken[key] = copy
             self._give_up(key)
         self.first_bad = None
 
@@ -118,7 +122,8 @@ class LoopGradientSum(SharedGradientSum):
         self._current[key] = self._clock
 
     def take(self, stage: int) -> Gradients | None:
-        found = [self._taken.pop((stage, p), None) for p in range(len(self._stages[stage].params))]
+        keys = [(stage, param) for param in range(len(self._stages[stage].params))]
+        found = [self._value(key, self._taken.pop(key)) if key in self._taken else None for key in keys]
         return found if any(each is not None for each in found) else None
 
     def leave(self, stage: int) -> None:
@@ -152,7 +157,7 @@ class LoopGradientSum(SharedGradientSum):
         if key not in self._copies:
             if key not in self._slots or not self._is_there(key):
                 return None
-            self._copies[key] = self._totals[key].clone()
+            self._copies[key] = self._whole(key).clone()
         return self._exposed.setdefault(key, self._copies[key].detach())
 
     def replace(self, stage: int, param: int, gradient: torch.Tensor) -> None:
@@ -168,12 +173,11 @@ class LoopGradientSum(SharedGradientSum):
         self.forget()
         self._find_present()
         before = self.present if present is None else self.present.intersection(present)
-        self._sums_before = {key: self._value(key).clone() for key in before}
+        self._sums_before = {key: self._value(key, self._copies.get(key)).clone() for key in before}
         self._before = frozenset(before), frozenset(self.spent)
 
-    def _value(self, key: ParamKey) -> torch.Tensor:
-        copy = self._copies.get(key)
-        return self._totals[key] if copy is None else copy
+    def _value(self, key: ParamKey, copy: torch.Tensor | None) -> torch.Tensor:
+        return self._whole(key) if copy is None else copy
 
     def restore(self, taken: Collection[ParamKey], waiting: Collection[ParamKey]) -> None:
         """Bring back the sums of `remember`; every rank has given up the step at the same place."""

@@ -88,9 +88,6 @@ class Sums(abc.ABC):
 class MemorySums(Sums):
     """Sums in memory that the ranks of a host share.
 
-    Attributes:
-        totals: the sums, each of its parameter's shape.
-
     Args:
         stages: the stages.
         dtype: of the sums; that of the wire where `None`.
@@ -101,31 +98,31 @@ class MemorySums(Sums):
         super().__init__(stages, dtype)
         sizes = {key: self._bytes(key) for key in self._specs}
         whole = fabric.allocate(sum(round_up(size, _ALIGNMENT_BYTES) for size in sizes.values()))
-        self.totals: dict[ParamKey, torch.Tensor] = {}
+        self._totals: dict[ParamKey, torch.Tensor] = {}
         offset = 0
         for key, size in sizes.items():
             part = whole[offset : offset + size]
-            self.totals[key] = part.view(self.dtypes[key]).view(self._specs[key].shape)
+            self._totals[key] = part.view(self.dtypes[key])
             offset += round_up(size, _ALIGNMENT_BYTES)
 
     def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        return self.totals[key].view(-1)[start:stop]
+        return self._totals[key][start:stop]
 
     def write(self, key: ParamKey, values: torch.Tensor, start: int = 0) -> None:
-        self.read(key, start, start + values.numel()).copy_(values.view(-1))
+        self.read(key, start, start + values.numel()).copy_(values.reshape(-1))
 
     @contextmanager
     def changing(self, key: ParamKey, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
         yield self.read(key, start, stop)
 
     def add(self, key: ParamKey, gradient: torch.Tensor) -> None:
-        self.totals[key].add_(gradient)
+        self._totals[key].add_(gradient.reshape(-1))
 
     def rest(self, stage: int) -> None:
         pass
 
     def close(self) -> None:
-        self.totals.clear()
+        self._totals.clear()
 
 
 class DiskSums(Sums):

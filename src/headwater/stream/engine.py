@@ -381,7 +381,7 @@ def _make_store(
             stages, folder = plan.trace.stages, _folder(plan)
             hold = DiskHold(stages, folder, lambda wire: sum_dtype or wire, verify=verify_disk)
         else:
-            sums = DiskSums(plan.trace.stages, sum_dtype, fabric, _folder(plan), verify=verify_disk)
+            sums = DiskSums(plan.trace.stages, sum_dtype, sharing, _folder(plan), verify=verify_disk)
     return WeightStore(
         plan.trace.stages,
         rule,
