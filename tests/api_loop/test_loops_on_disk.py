@@ -191,7 +191,11 @@ def accumulates(loop):
             optimizer.zero_grad()
 
 
-WEIGHTS = {"tier": "disk", "gradient_tier": "memory", "verify_disk": True}
+ON_DISK = {
+    "weights": {"tier": "disk", "gradient_tier": "memory"},
+    "gradients": {"tier": "memory", "gradient_tier": "disk"},
+    "both": {"tier": "disk", "gradient_tier": "disk"},
+}
 
 
 def run(fabric, work, folder, options):
@@ -215,25 +219,24 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("work", "ranks", "hosts", "precision"),
+    ("work", "ranks", "hosts", "precision", "on_disk"),
     [
-        (looks_and_changes, 2, 2, torch.bfloat16),
-        (fails, 4, 2, None),
-        (two_optimizers, 3, 1, torch.bfloat16),
-        (plans_anew, 2, 1, None),
-        (scales, 2, 1, torch.float16),
-        (accumulates, 2, 1, None),
+        (looks_and_changes, 2, 2, torch.bfloat16, "weights"),
+        (fails, 4, 2, None, "both"),
+        (two_optimizers, 3, 1, torch.bfloat16, "both"),
+        (plans_anew, 2, 1, None, "weights"),
+        (scales, 2, 1, torch.float16, "weights"),
+        (accumulates, 2, 1, None, "gradients"),
     ],
 )
 def test_loops_on_disk_give_the_bits_of_loops_in_memory(
-    work, ranks, hosts, precision, small_blocks, tmp_path
+    work, ranks, hosts, precision, on_disk, small_blocks, tmp_path
 ):
     given = {"precision": precision, "num_slabs": 5 if ranks // hosts > 2 else 4}
     start = functools.partial(run, work=work)
+    here = ON_DISK[on_disk] | {"verify_disk": True}
     wanted = run_ranks(functools.partial(start, folder=tmp_path / "memory", options=given), ranks, hosts)
-    found = run_ranks(
-        functools.partial(start, folder=tmp_path / "disk", options=WEIGHTS | given), ranks, hosts
-    )
+    found = run_ranks(functools.partial(start, folder=tmp_path / "disk", options=here | given), ranks, hosts)
     for mine, theirs in zip(found, wanted, strict=True):
         assert len(mine) == len(theirs)
         assert all((value == other).all() for value, other in zip(mine, theirs, strict=True))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.hosts_loop_gradients import HostsLoopGradientSum
 from headwater.store.loop_gradients import LoopGradientSum
-from headwater.store.sums import MemorySums
+from headwater.store.sums import DiskSums, MemorySums
 
 SIZE = 3
 STAGES = [
@@ -39,20 +39,27 @@ def backward(sums, rank, micro_batch=0, keys=KEYS):
     sums.end_micro_batch()
 
 
-@pytest.fixture(params=[1, 2], ids=["one host", "two hosts"])
-def on_ranks(request):
+@pytest.fixture(params=[(1, "memory"), (2, "memory"), (2, "disk")], ids=lambda case: f"{case[0]} {case[1]}")
+def on_ranks(request, tmp_path):
     """Calls a program with the sums and the rank, on each rank; gives what they give."""
+
+    hosts, tier = request.param
+
+    def make_sums(fabric):
+        if tier == "memory":
+            return MemorySums(STAGES, None, fabric)
+        return DiskSums(STAGES, None, fabric, tmp_path, verify=True)
 
     def start(program):
         def run(fabric):
             kind = LoopGradientSum if fabric.num_hosts == 1 else HostsLoopGradientSum
-            sums = kind(STAGES, fabric, MemorySums(STAGES, None, fabric))
+            sums = kind(STAGES, fabric, make_sums(fabric))
             try:
                 return tree_map_only(torch.Tensor, torch.Tensor.numpy, program(sums, fabric.rank))
             finally:
                 sums.close()
 
-        found = ranks(SIZE, run) if request.param == 1 else run_ranks(run, SIZE, request.param)
+        found = ranks(SIZE, run) if hosts == 1 else run_ranks(run, SIZE, hosts)
         return tree_map_only(np.ndarray, torch.tensor, found)
 
     return start

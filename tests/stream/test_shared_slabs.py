@@ -64,6 +64,7 @@ class Numbers:
 
     def __init__(self, rank, failing=None):
         self.versions = [1] * len(STAGES)
+        self.num_commits = 0
         self._random = random.Random(rank)
         self._failing = failing
 
@@ -73,7 +74,7 @@ class Numbers:
     def resident_wire(self, stage):
         return None
 
-    def fetch(self, stage, into):
+    def fetch(self, stage, into, up_to):
         if stage == self._failing:
             raise DiskFullError("there is no room")
         into[:128] = 255  # whoever computes with a slab meanwhile sees it

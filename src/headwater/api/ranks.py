@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -112,9 +111,3 @@ def check_accelerators(device: str, fabric: Fabric, *, where: str) -> None:
             where=where,
             remedy=f"write at most {there}, or the backend type CPU",
         )
-
-
-def refuse(asked: Sequence[str], *, where: str) -> None:
-    """Raise `ConfigError` if anything is asked for that several ranks cannot do."""
-    for what in asked:
-        raise ConfigError(f"{what} on several CSXs is not in this version", where=where, remedy="write 1")

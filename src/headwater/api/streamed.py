@@ -29,7 +29,7 @@ from headwater.api.machine import (
     optimizer_state_bytes,
     resources_of,
 )
-from headwater.api.ranks import check_accelerators, refuse
+from headwater.api.ranks import check_accelerators
 from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
 from headwater.core.errors import StreamError
@@ -220,9 +220,6 @@ class StreamedModel:
 
         plan = dataclasses.replace(self.fabric.agree(make), disk=disk)
         check_accelerators(plan.device, self.fabric, where="num_csx")
-        if self.fabric.size > 1:
-            refused = {"gradients on disk": plan.gradient_tier != "memory"}
-            refuse([what for what, is_asked in refused.items() if is_asked], where="num_csx")
         return plan
 
     def _share(self) -> StoreShare:
