@@ -4,14 +4,14 @@ import functools
 
 import pytest
 import torch
-import torch._dynamo
+import torch._dynamo  # once, and not by each rank
 from tests.stream.rank_processes import run_ranks
 from torch import nn
 from torch.testing import assert_close
 
 import headwater as hw
 import headwater.api.amp
-import headwater.api.compile  # what each rank would import by itself
+import headwater.api.compile
 from headwater.core.buffers import PAGE_BYTES
 from headwater.fabric import membership
 
@@ -245,3 +245,31 @@ def test_loops_on_disk_give_the_bits_of_loops_in_memory(
         for value, expected in zip(found[0], one, strict=True):
             assert_close(torch.tensor(value), torch.tensor(expected), rtol=1e-5, atol=1e-5)
     assert not list((tmp_path / "disk" / "disk").rglob("*.bin")), "files of the disk tier have no names"
+
+
+def fails_alone(loop, *, after_update):
+    """The second rank has an error of its own in its second step, which is undone there."""
+    optimizer = loop.adamw()
+
+    @hw.trace
+    def training_step(step):
+        optimizer.zero_grad()
+        loss = loop.loss(step)
+        if not after_update and step and hw.distributed.task_id():
+            raise ValueError("alone")
+        loss.backward()
+        optimizer.step()
+        if after_update and step and hw.distributed.task_id():
+            raise ValueError("alone")
+
+    for step in range(STEPS):
+        training_step(step)
+
+
+@pytest.mark.parametrize("after_update", [False, True])
+def test_a_rank_that_fails_alone_waits_for_nobody(after_update, tmp_path):
+    work = functools.partial(fails_alone, after_update=after_update)
+    options = ON_DISK["both"] | {"num_slabs": 4}
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(functools.partial(run, work=work, folder=tmp_path, options=options))
+    assert "ValueError: alone" in str(failed.value) and "is gone" in str(failed.value)
