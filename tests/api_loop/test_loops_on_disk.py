@@ -181,13 +181,21 @@ def accumulates(loop):
         if fails:
             raise ValueError
 
+    @hw.trace
+    def update(step):
+        optimizer.step()
+        loop.loss(step + 20)  # so that the update stays
+        raise ValueError
+
     for step in range(STEPS):
         add(step)
         with pytest.raises(ValueError):
             add(step + 10, fails=True)
         loop.see(loop.params["blocks.1.0.weight"].grad)
         if step % 2:
-            optimizer.step()
+            with pytest.raises(ValueError):
+                update(step)
+            loop.see(loop.params["blocks.1.0.weight"].grad is None)
             optimizer.zero_grad()
 
 
@@ -225,8 +233,8 @@ def small_blocks(monkeypatch):
         (fails, 4, 2, None, "both"),
         (two_optimizers, 3, 1, torch.bfloat16, "both"),
         (plans_anew, 2, 1, None, "weights"),
-        (scales, 2, 1, torch.float16, "weights"),
-        (accumulates, 2, 1, None, "gradients"),
+        (scales, 2, 1, torch.float16, "gradients"),
+        (accumulates, 2, 1, None, "both"),
     ],
 )
 def test_loops_on_disk_give_the_bits_of_loops_in_memory(
