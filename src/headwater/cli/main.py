@@ -41,13 +41,13 @@ class Command(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns its exit code.
+    """Run a command line, this process's own if none is given; returns its exit code.
 
     0: done. 1: failed on the way. 2: something in the command line, a file or the machine does not fit.
     130: interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _run(words))
+    return guarded(lambda: _run(words, is_process=argv is None))
 
 
 def guarded(run: Callable[[], int]) -> int:
@@ -69,7 +69,7 @@ def guarded(run: Callable[[], int]) -> int:
         return EXIT_CODE
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], *, is_process: bool) -> int:
     from headwater.cli.parser import Parser, suggestion
 
     parser = Parser(prog="headwater", description="Train PyTorch models of any size by weight streaming.")
@@ -100,5 +100,5 @@ def _run(words: list[str]) -> int:
         args.command = words[end + 1 :]  # another program's, not to be understood here
     elif words[end + 1 :]:
         raise args.parser.unknown(words[end + 1])
-    args.words = words
+    args.words, args.is_process = words, is_process
     return int(args.run(args))

@@ -14,7 +14,7 @@ from headwater.cli.cluster import add_cluster_arguments, check_cluster_arguments
 from headwater.cli.output import open_console
 from headwater.core.batches import equal_share
 from headwater.core.errors import ConfigError
-from headwater.fabric.membership import num_cores
+from headwater.fabric.cores import num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
 from headwater.trainer.machine_file import write_machine

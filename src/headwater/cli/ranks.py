@@ -1,4 +1,4 @@
-"""What a script becomes that says on how many ranks it runs; see [Note: ranks of a script]."""
+"""What a process becomes that starts its command as several ranks; see `become_launcher`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from collections.abc import Sequence
 from headwater.cli.main import guarded
 from headwater.core.placement import Placement
 from headwater.fabric.launch import launch
-from headwater.fabric.script import LAUNCHER, STDIN, STDOUT, silence
+from headwater.fabric.streams import LAUNCHER, STDIN, STDOUT, silence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a script as several ranks; returns its exit code. Here nothing can be printed meanwhile.
+    """Run a command as several ranks; returns its exit code.
+
+    That of a script can print nothing meanwhile; see [Note: ranks of a script].
 
     Args:
-        argv: the number, where it was written, and the command without the interpreter.
+        argv: `script` or `command`, the numbers of compute ranks, store ranks and restarts, where the first
+            was written, and the command without the interpreter.
     """
-    num_csx, where, *command = argv
-    os.environ[LAUNCHER] = str(os.getpid())
-    os.dup2(STDOUT, STDIN)  # ranks inherit three open files alone
-    silence(STDOUT)
-    return guarded(lambda: launch(Placement(int(num_csx)), command, where=where))
+    kind, num_csx, num_memx, max_restarts, where, *command = argv
+    if kind == "script":
+        os.environ[LAUNCHER] = str(os.getpid())
+        os.dup2(STDOUT, STDIN)  # ranks inherit three open files alone
+        silence(STDOUT)
+    placement = Placement(int(num_csx), int(num_memx))
+    return guarded(lambda: launch(placement, command, where=where, max_restarts=int(max_restarts)))
 
 
 if __name__ == "__main__":

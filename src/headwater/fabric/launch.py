@@ -1,30 +1,62 @@
-"""Several ranks on this machine: started by running a command so many times, and what became of them."""
+"""Several ranks on this machine: started by running a command so many times, and what became of them.
+
+Nothing here imports torch: a launcher lives as long as its ranks, and would take 170 MiB beside them.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import dataclasses
 import os
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import time
-import uuid
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-
-import psutil
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
 from headwater.core.errors import RankError
 from headwater.core.placement import Placement
 from headwater.core.signals import handled
-from headwater.fabric.membership import check_cores, num_cores
+from headwater.fabric.cores import check_cores, cores_of_ranks, num_cores
 from headwater.fabric.outcome import Failure, exit_code
-from headwater.fabric.report import read_report
+from headwater.fabric.report import ERROR_FILE, read_report
 
+LISTENER = "HEADWATER_LISTENER"
+"""Environment variable: the open file at which rank 0 listens for the others, who may be there before it."""
+
+_PROGRAM = "headwater.cli.ranks"
 _NUM_THREADS = "OMP_NUM_THREADS"
+_HOST = "127.0.0.1"
+_WATCH_S = 0.05
+_GRACE_S = 30.0
+
+
+def become_launcher(
+    placement: Placement,
+    command: Sequence[str],
+    *,
+    where: str,
+    max_restarts: int = 0,
+    of_script: bool = False,
+) -> NoReturn:
+    """Let this process be the launcher of its own command from now on, without what it has imported.
+
+    Args:
+        placement: see `launch`.
+        command: see `launch`.
+        where: see `launch`.
+        max_restarts: see `launch`.
+        of_script: whether it is that of a script; see [Note: ranks of a script].
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kind = "script" if of_script else "command"
+    words = (kind, placement.num_csx, placement.num_memx, max_restarts, where)
+    os.execv(sys.executable, [sys.executable, "-m", _PROGRAM, *map(str, words), *command])
 
 
 def launch(placement: Placement, command: Sequence[str], *, where: str, max_restarts: int = 0) -> int:
@@ -42,60 +74,16 @@ def launch(placement: Placement, command: Sequence[str], *, where: str, max_rest
         HeadwaterError: what the first rank that failed has met.
     """
     check_cores(placement.num_csx, where=where)
-    with _threads_of_a_rank(num_cores() // placement.num_csx) if placement.size > 1 else nullcontext():
-        return _launch(placement, command, max_restarts)
-
-
-@contextmanager
-def _threads_of_a_rank(number: int) -> Iterator[None]:
-    """Within it processes that start compute with so many threads, unless the user has said how many."""
-    if _NUM_THREADS in os.environ:
-        yield
-        return
-    os.environ[_NUM_THREADS] = str(number)
-    try:
-        yield
-    finally:
-        del os.environ[_NUM_THREADS]
-
-
-def _launch(placement: Placement, command: Sequence[str], max_restarts: int) -> int:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks speak for themselves
-    # On another thread the agent leaves signals alone: it would end the ranks in the middle of a step.
-    with ThreadPoolExecutor(1) as pool, _signals_for_ranks() as passed_on:
+    with _signals_for_ranks() as heard:
         for restart in range(1, max_restarts + 1):
             try:
-                return _run(pool, placement, command, passed_on)
+                return _run(placement, command, heard)
             except RankError as error:
-                if passed_on:
+                if heard:
                     raise
                 again = f"starting again from the last complete checkpoint ({restart} of {max_restarts})"
                 print(f"{error.what}; {again}", file=sys.stderr)
-        return _run(pool, placement, command, passed_on)
-
-
-def _run(pool: Executor, placement: Placement, command: Sequence[str], passed_on: Sequence[int]) -> int:
-    """Run the ranks to their end; see `exit_code`."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=placement.size,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    done = pool.submit(elastic_launch(config, sys.executable), *command)
-    told: dict[int, int] = {}
-    while not done.done():
-        time.sleep(0.05)
-        _pass_on(passed_on, told)
-    failure = done.exception()
-    if isinstance(failure, ChildFailedError):
-        return exit_code(map(_failure, failure.failures.values()), passed_on)
-    done.result()
-    return 0
+        return _run(placement, command, heard)
 
 
 @contextmanager
@@ -109,23 +97,100 @@ def _signals_for_ranks() -> Iterator[list[int]]:
         yield heard
 
 
-def _pass_on(numbers: Sequence[int], told: dict[int, int]) -> None:
-    """Send every rank what it has not got yet: a signal may come before there are ranks."""
-    for process in psutil.Process().children() if numbers else ():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getsid(process.pid) != process.pid:
-                continue  # a copy of this process, for a moment, which would take it for the launcher's
-            for number in numbers[told.get(process.pid, 0) :]:
-                process.send_signal(number)
-            told[process.pid] = len(numbers)
+@dataclasses.dataclass
+class _Rank:
+    """A rank that was started.
+
+    Attributes:
+        number: which one.
+        process: its process.
+        report: where it tells what has ended it; see `read_report`.
+        num_told: how many of the signals it has got.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    report: Path
+    num_told: int = 0
 
 
-def _failure(told: ProcessFailure) -> Failure:
-    """What the agent says of a rank. Its time is in whole seconds."""
-    return Failure(
-        rank=told.local_rank,
-        place=f"process {told.pid}",
-        exit_code=told.exitcode,
-        told=read_report(told.error_file),
-        time_s=told.timestamp,
-    )
+def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> int:
+    """Run the ranks to their end; see `exit_code`."""
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="headwater-ranks-") as folder:
+        try:
+            ranks.extend(_start(placement, command, Path(folder)))
+            failures = _watch(ranks, heard)
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+                rank.process.wait()
+    return exit_code(failures, heard) if failures else 0
+
+
+def _start(placement: Placement, command: Sequence[str], folder: Path) -> Iterator[_Rank]:
+    """Start all, one after the other."""
+    cores = cores_of_ranks(placement.num_csx) or []
+    with socket.create_server((_HOST, 0), backlog=max(128, placement.size)) as listener:
+        for number in range(placement.size):
+            own = {
+                "RANK": number,
+                "LOCAL_RANK": number,
+                "WORLD_SIZE": placement.size,
+                "LOCAL_WORLD_SIZE": placement.size,
+                "GROUP_RANK": 0,
+                "MASTER_ADDR": _HOST,
+                "MASTER_PORT": listener.getsockname()[1],
+                ERROR_FILE: folder / f"rank_{number}",
+            }
+            if placement.size > 1 and _NUM_THREADS not in os.environ:
+                own[_NUM_THREADS] = num_cores() // placement.num_csx
+            if number == 0:
+                own[LISTENER] = listener.fileno()
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env={**os.environ, **{name: str(value) for name, value in own.items()}},
+                pass_fds=[listener.fileno()] if number == 0 else (),
+                start_new_session=True,
+            )
+            yield _Rank(number, process, folder / f"rank_{number}")
+            if number < len(cores):
+                os.sched_setaffinity(process.pid, cores[number])
+
+
+def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
+    """Wait until all have ended; those that have not ended well.
+
+    When one has failed the others cannot go on: they are asked to end, and have a while for it.
+
+    Args:
+        ranks: all.
+        heard: signals for all of them; grows meanwhile.
+    """
+    pending, failures, end = list(ranks), list[Failure](), float("inf")
+    while pending:
+        for rank in pending:
+            for number in heard[rank.num_told :]:
+                rank.process.send_signal(number)
+                rank.num_told += 1
+        ended = [rank for rank in pending if rank.process.poll() is not None]
+        pending = [rank for rank in pending if rank not in ended]
+        failed = [failure for rank in ended if (failure := _failure(rank)) is not None]
+        if failed and not failures:
+            end = time.monotonic() + _GRACE_S
+            for rank in pending:
+                rank.process.terminate()
+        failures += failed
+        if time.monotonic() > end:
+            for rank in pending:
+                rank.process.kill()
+        if pending:
+            time.sleep(_WATCH_S)
+    return failures
+
+
+def _failure(rank: _Rank) -> Failure | None:
+    """How a rank that has ended has failed, if it has."""
+    code = rank.process.returncode
+    place = f"process {rank.process.pid}"
+    return Failure(rank.number, place, code, read_report(str(rank.report)), time.time()) if code else None

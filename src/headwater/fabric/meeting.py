@@ -18,6 +18,7 @@ import torch.distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # of the documents, not of its stubs
 
 from headwater.core.errors import RankError
+from headwater.fabric.launch import LISTENER
 
 _POLL_S = 0.1
 _SAY_AFTER_S = 10.0
@@ -37,6 +38,7 @@ def meet(timeout_s: float) -> None:
         RankError: if they do not find each other.
     """
     _Meeting(os.environ, timeout_s).begin()
+    os.environ.pop(LISTENER, None)
 
 
 class _Meeting:
@@ -59,6 +61,7 @@ class _Meeting:
         self._address, self._port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         # Under torchrun the launcher of the first host listens for its ranks.
         self._listens = self._rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._listener = int(environment[LISTENER]) if LISTENER in environment else None
         self._says = environment.get("LOCAL_RANK", "0") == "0"  # once for each host
         self._timeout_s = timeout_s
 
@@ -75,6 +78,7 @@ class _Meeting:
                 is_master=self._listens,
                 timeout=timedelta(seconds=min(_SHORT_S, self._timeout_s)),
                 wait_for_workers=False,
+                master_listen_fd=self._listener,
                 multi_tenant=True,
             )
             store.set(_name(self._rank), "here")

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 
 import torch.distributed
 
-from headwater.core.errors import ConfigError
 from headwater.fabric import slurm
 from headwater.fabric.cluster import DEFAULT_TIMEOUT_S, join_ranks
 from headwater.fabric.fabric import ALONE, Fabric
@@ -34,21 +33,6 @@ def is_rank() -> bool:
 def is_watched() -> bool:
     """Whether a launcher waits for this process, which may be alone."""
     return is_rank() or ERROR_FILE in os.environ
-
-
-def num_cores() -> int:
-    """How many cores this process may use: so many ranks can be on this machine."""
-    return len(os.sched_getaffinity(0))
-
-
-def check_cores(num_csx: int, *, where: str) -> None:
-    """Raise `ConfigError` if this machine has not so many cores."""
-    if num_csx > num_cores():
-        raise ConfigError(
-            f"{num_csx} CSXs are asked for, and there are {num_cores()} cores",
-            where=where,
-            remedy=f"write at most {num_cores()}",
-        )
 
 
 def end_with_launcher() -> None:

@@ -25,18 +25,15 @@ import torch
 
 from headwater.core.errors import ConfigError, RankError
 from headwater.core.exit_codes import INTERRUPTED
+from headwater.core.placement import Placement
 from headwater.fabric.alike import check_alike, digest, program
 from headwater.fabric.cluster import DEFAULT_TIMEOUT_S, host_name
+from headwater.fabric.cores import check_cores
 from headwater.fabric.fabric import Fabric
-from headwater.fabric.membership import check_cores, current, end_with_launcher, is_rank, join
+from headwater.fabric.launch import become_launcher
+from headwater.fabric.membership import current, end_with_launcher, is_rank, join
 from headwater.fabric.report import report_traceback
-
-LAUNCHER = "HEADWATER_LAUNCHER"
-"""Environment variable: the process that has started this script as one of its ranks."""
-
-STDIN, STDOUT, STDERR = 0, 1, 2
-"""Open files. A rank finds at the first what is the second's of the launcher, and nobody reads there."""
-_PROGRAM = "headwater.cli.ranks"
+from headwater.fabric.streams import LAUNCHER, STDERR, STDIN, STDOUT, silence
 
 _stderr: int | None = None  # where it went before it was silenced
 
@@ -72,10 +69,7 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
         return
     check_cores(num_csx, where=where)
     _check_command(num_csx, where)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    launcher = ("-m", _PROGRAM, str(num_csx), where)
-    os.execv(sys.executable, [sys.executable, *launcher, *sys.orig_argv[1:]])
+    become_launcher(Placement(num_csx), sys.orig_argv[1:], where=where, of_script=True)
 
 
 def _script() -> dict[str, str]:
@@ -129,13 +123,6 @@ def begin() -> None:
 
 def _is_started_by_launcher() -> bool:
     return os.getppid() == int(os.environ.get(LAUNCHER, "0"))
-
-
-def silence(file: int) -> None:
-    """Let nothing more come to an open file or from it."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, file)
-    os.close(nowhere)
 
 
 def _speak(fabric: Fabric) -> None:

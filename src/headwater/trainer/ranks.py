@@ -11,6 +11,8 @@ from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.fabric.alike import check_alike, program
 from headwater.fabric.fabric import Fabric
+from headwater.fabric.launch import become_launcher
+from headwater.fabric.launch import launch as launch_here
 from headwater.fabric.membership import is_watched, join
 from headwater.fabric.report import report
 from headwater.trainer.run_dir import given_params
@@ -30,21 +32,21 @@ NUM_CSX = "trainer.init.backend.cluster_config.num_csx"
 """The key of the number of compute ranks; for errors."""
 
 
-def launch(placement: Placement, command: Sequence[str], max_restarts: int) -> int:
+def launch(placement: Placement, command: Sequence[str], *, max_restarts: int, in_place: bool) -> int:
     """Run a command of Python as ranks on this machine; returns its exit code.
 
     Args:
         placement: how many.
         command: what follows the interpreter.
         max_restarts: how often all are started again when one is gone.
+        in_place: whether this process has nothing else to do, and ends with them.
 
     Raises:
         ConfigError: if there are not so many cores.
         HeadwaterError: what the first rank that failed has met.
     """
-    from headwater.fabric.launch import launch as launch_ranks  # it takes a while to import
-
-    return launch_ranks(placement, command, where=NUM_CSX, max_restarts=max_restarts)
+    start = become_launcher if in_place else launch_here
+    return start(placement, command, where=NUM_CSX, max_restarts=max_restarts)
 
 
 def program_and_params(config: RunConfig) -> dict[str, str]:

@@ -1,0 +1,47 @@
+"""The cores of this process, and which of them are a rank's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from headwater.core.errors import ConfigError
+
+_NODES = Path("/sys/devices/system/node")
+
+
+def num_cores() -> int:
+    """How many cores this process may use: so many ranks can be on this machine."""
+    return len(os.sched_getaffinity(0))
+
+
+def check_cores(num_csx: int, *, where: str) -> None:
+    """Raise `ConfigError` if this machine has not so many cores."""
+    if num_csx > num_cores():
+        raise ConfigError(
+            f"{num_csx} CSXs are asked for, and there are {num_cores()} cores",
+            where=where,
+            remedy=f"write at most {num_cores()}",
+        )
+
+
+def cores_of_ranks(count: int) -> list[set[int]] | None:
+    """The cores of each of so many ranks where there are several NUMA nodes; those of a rank are neighbours.
+
+    Then a rank's memory, which the system takes where a thread runs, lies beside its cores. On a machine of
+    one node, `None`: there ranks may go where there is room.
+    """
+    allowed = os.sched_getaffinity(0)
+    nodes = [node for path in _NODES.glob("node[0-9]*/cpulist") if (node := _cores(path) & allowed)]
+    if len(nodes) < 2:
+        return None
+    cores = [core for node in sorted(nodes, key=min) for core in sorted(node)]
+    return [
+        set(cores[rank * len(cores) // count : (rank + 1) * len(cores) // count]) for rank in range(count)
+    ]
+
+
+def _cores(cpulist: Path) -> set[int]:
+    """The cores of a list such as `0-3,8-11`."""
+    spans = [span.split("-") for span in cpulist.read_text().strip().split(",") if span]
+    return {core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)}
