@@ -62,6 +62,13 @@ def test_a_known_machine_is_not_measured_again(tmp_path, machine):
     assert calibrate(disk=tmp_path / "not" / "yet", cache=tmp_path / "cache.json") == first
 
 
+def test_what_was_measured_just_now_is_not_doubted(tmp_path, machine):
+    machine.measurements = [taken(1.0, cpu_share=BUSY), taken(9.0)]
+    for wait_s, rate in ((0, 1.0), (500, 1.0), (200, 9.0)):
+        machine.now_s += wait_s
+        assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == rate
+
+
 @pytest.mark.parametrize("days", [31, -1])
 def test_what_is_too_old_or_from_the_future_is_measured_anew(tmp_path, machine, days):
     machine.measurements = [taken(1.0), taken(9.0)]
