@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.core.errors import ConfigError
@@ -39,6 +41,17 @@ def cores_of_ranks(count: int) -> list[set[int]] | None:
     return [
         set(cores[rank * len(cores) // count : (rank + 1) * len(cores) // count]) for rank in range(count)
     ]
+
+
+@contextmanager
+def bound_to(cores: set[int] | None) -> Iterator[None]:
+    """Within it processes that this thread starts stay on these cores; on any of its own if `None`."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, own if cores is None else cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def _cores(cpulist: Path) -> set[int]:

@@ -21,7 +21,7 @@ from typing import NoReturn
 from headwater.core.errors import RankError
 from headwater.core.placement import Placement
 from headwater.core.signals import handled
-from headwater.fabric.cores import check_cores, cores_of_ranks, num_cores
+from headwater.fabric.cores import bound_to, check_cores, cores_of_ranks, num_cores
 from headwater.fabric.outcome import Failure, exit_code
 from headwater.fabric.report import ERROR_FILE, read_report
 
@@ -130,7 +130,7 @@ def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> 
 
 def _start(placement: Placement, command: Sequence[str], folder: Path) -> Iterator[_Rank]:
     """Start all, one after the other."""
-    cores = cores_of_ranks(placement.num_csx) or []
+    threads, cores = num_cores() // placement.num_csx, cores_of_ranks(placement.num_csx) or []
     with socket.create_server((_HOST, 0), backlog=max(128, placement.size)) as listener:
         for number in range(placement.size):
             own = {
@@ -144,18 +144,17 @@ def _start(placement: Placement, command: Sequence[str], folder: Path) -> Iterat
                 ERROR_FILE: folder / f"rank_{number}",
             }
             if placement.size > 1 and _NUM_THREADS not in os.environ:
-                own[_NUM_THREADS] = num_cores() // placement.num_csx
+                own[_NUM_THREADS] = threads
             if number == 0:
                 own[LISTENER] = listener.fileno()
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                env={**os.environ, **{name: str(value) for name, value in own.items()}},
-                pass_fds=[listener.fileno()] if number == 0 else (),
-                start_new_session=True,
-            )
+            with bound_to(cores[number] if number < len(cores) else None):
+                process = subprocess.Popen(
+                    [sys.executable, *command],
+                    env={**os.environ, **{name: str(value) for name, value in own.items()}},
+                    pass_fds=[listener.fileno()] if number == 0 else (),
+                    start_new_session=True,
+                )
             yield _Rank(number, process, folder / f"rank_{number}")
-            if number < len(cores):
-                os.sched_setaffinity(process.pid, cores[number])
 
 
 def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
