@@ -14,6 +14,7 @@ from headwater.core.precision import Precision
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan
+from headwater.store.parameters import read_param, write_param
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.store.store import Update
@@ -72,9 +73,9 @@ def test_a_weight_that_is_replaced_meanwhile_is_saved_as_it_was(tmp_path):
     """As a mask or a moving average replaces it, between two updates."""
     store = trained(None, 2)
     snapshot = Snapshot(store, tmp_path / "c", 2)
-    store.write_param(1, 0, torch.zeros(store.stages[1].params[0].shape))
+    write_param(store, (1, 0), torch.zeros(store.stages[1].params[0].shape))
     assert_is_step(snapshot.run(), 2)
-    assert not store.read_param(1, 0).any()
+    assert not read_param(store, (1, 0)).any()
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])

@@ -11,6 +11,7 @@ from harness import FP32, SEED, Job
 from rank_processes import run_ranks
 from rank_training import Net, loss_of, plan_of, tokens
 
+from headwater.store.parameters import read_param
 from headwater.store.snapshot import Snapshot, SnapshotElsewhere
 from headwater.stream.engine import Engine
 from headwater.trainer.pretrained import checkpoint_weights
@@ -45,7 +46,7 @@ def train(fabric, plan, folder, slow, steps):
             engine.train_step(work.batches(step), work.update(step))
             if fabric.computes and fabric.num_hosts == 1:  # as moving averages do
                 for stage in store.stages:
-                    store.read_param(stage.index, 0)
+                    read_param(store, (stage.index, 0))
         saving.join()
         engine.store.flush()
         fabric.barrier("the end")

@@ -23,6 +23,7 @@ from headwater.core.lazy import LazyTensor
 from headwater.fabric.membership import current
 from headwater.optim.spec import group_options
 from headwater.store.gradients import ParamKey, spent_error
+from headwater.store.parameters import read_param, write_param
 from headwater.store.update import Update
 from headwater.stream.home import Home
 from headwater.stream.parameters import ParameterAtRest
@@ -287,7 +288,7 @@ def _state_of(home: Home) -> dict[str, Any]:
 
 def _lazy_state(home: Home, name: str) -> LazyTensor:
     layout = home.store.rule.state_layout(home.spec)[name]
-    read = functools.partial(home.store.read_param, home.stage, home.index, name)
+    read = functools.partial(read_param, home.store, home.key, name)
     return LazyTensor.whole(read, home.spec.shape if layout.shape is None else layout.shape, layout.dtype)
 
 
@@ -323,7 +324,7 @@ def _store_state(home: Home, state: dict[str, Any]) -> None:
             remedy="load it after the model's first forward, or build the model within backend.device",
         )
     for name, value in tensors.items():
-        home.store.write_param(home.stage, home.index, value, name)
+        write_param(home.store, home.key, value, name)
     scalars = list(home.store.scalars(home.stage))
     scalars[home.index] = {k: v for k, v in state.items() if k not in tensors}
     home.store.set_scalars(home.stage, scalars)

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -413,50 +413,6 @@ class WeightStore:
             if image is None and self.sharing.updates(stage):
                 self.tier.write_wire(stage, target, self.sharing.own_bytes(stage))
             self.sharing.written(stage)
-
-    def read_param(self, stage: int, param: int, state: str | None = None) -> torch.Tensor:
-        """A copy of one parameter's master, or of one of its optimizer state tensors, up to date.
-
-        Args:
-            stage: its stage.
-            param: its index in the stage.
-            state: name of the state tensor; the master if not given.
-
-        Raises:
-            StoreError: if this rank does not reach all of it.
-        """
-        spec = self.spec((stage, param))
-        shape, dtype = self._shape_and_dtype(spec, state)
-        out, filled = torch.empty(shape, dtype=dtype), 0
-        with closing(self.read(stage, with_states=state is not None, params={param})) as pieces:
-            for piece in pieces:
-                value = piece.master if state is None else piece.states[state]
-                out.view(-1)[piece.start : piece.start + value.numel()].copy_(value.view(-1))
-                filled += value.numel()
-        if filled < out.numel():
-            raise StoreError(
-                f"{spec.name} is read by rank {self.fabric.rank}, and other ranks have it",
-                remedy="save a checkpoint, and read it there",
-            )
-        return out
-
-    def write_param(self, stage: int, param: int, value: torch.Tensor, state: str | None = None) -> None:
-        """Replace one parameter's master, or one of its optimizer state tensors, by a tensor of its shape."""
-        shape, _ = self._shape_and_dtype(self.spec((stage, param)), state)
-        flat = value.reshape(shape).reshape(-1)
-
-        def replace(piece: PieceState) -> None:
-            target = piece.master if state is None else piece.states[state].view(-1)
-            target.copy_(flat[piece.start : piece.start + target.numel()])
-
-        self.change(stage, {param}, replace)
-
-    def _shape_and_dtype(self, spec: ParamSpec, state: str | None) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of a parameter's master, or of one of its optimizer state tensors."""
-        if state is None:
-            return spec.shape, spec.dtype
-        layout = self.rule.state_layout(spec)[state]
-        return spec.shape if layout.shape is None else layout.shape, layout.dtype
 
     def change(self, stage: int, params: Collection[int], change: Callable[[PieceState], None]) -> None:
         """Change parameters of a stage in place; every rank asks for it, and changes what it updates of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headwater.store.gradients import ParamKey
 from headwater.store.named import keys_by_name
+from headwater.store.parameters import read_param, write_param
 from headwater.store.store import WeightStore
 
 
@@ -31,7 +32,7 @@ def _take_over_param(store: WeightStore, key: ParamKey, before: WeightStore, the
     layout = store.rule.state_layout(store.spec(key))
     if layout == before.rule.state_layout(before.spec(there)):
         for name in layout:
-            store.write_param(*key, before.read_param(*there, name), name)
+            write_param(store, key, read_param(before, there, name), name)
         scalars = store.scalars(key[0])
         scalars[key[1]] = before.scalars(there[0])[there[1]]
     gradient = before.gradients.expose(*there)

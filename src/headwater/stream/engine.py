@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,28 +22,20 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import LossFunction, autocast, call_model
 from headwater.plan.types import Plan
-from headwater.store.disk import DiskTier, file_sizes
-from headwater.store.files import sums_bytes
-from headwater.store.hold import DiskHold, GradientHold
-from headwater.store.layout import StageLayout
-from headwater.store.memory import MemoryTier
 from headwater.store.named import keys_by_name
+from headwater.store.parameters import read_param
 from headwater.store.pieces import PieceState
 from headwater.store.rule import UpdateRule
-from headwater.store.shares import shares_of
-from headwater.store.store import WeightStore
-from headwater.store.sums import DiskSums, Sums
-from headwater.store.tier import ElsewhereTier, Tier
 from headwater.store.update import Update
 from headwater.stream.binding import Binder
-from headwater.stream.borrowed import BorrowedWeights
 from headwater.stream.buffers import Buffers
 from headwater.stream.compilation import compile_stages
-from headwater.stream.device import Device, make_device
+from headwater.stream.device import make_device
 from headwater.stream.diagnosis import first_non_finite_stage
 from headwater.stream.executor import Executor
 from headwater.stream.matmul import FastMatmul
-from headwater.stream.weights import InPlaceWeights, SlabWeights, StreamStatistics, Weights
+from headwater.stream.storage import make_store, make_weights
+from headwater.stream.weights import StreamStatistics
 
 Initial = Callable[[ParamSpec], torch.Tensor]
 """Gives the initial value of a parameter."""
@@ -123,8 +113,8 @@ class Engine:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
         rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
-        self.store = _make_store(plan, rule, self._device, order, verify_disk, fabric, own_loop)
-        weights = _make_weights(plan, self.store, self._device, fabric)
+        self.store = make_store(plan, rule, self._device, order, verify_disk, fabric, own_loop)
+        weights = make_weights(plan, self.store, self._device, fabric)
         self._binder = Binder(
             model,
             self.store,
@@ -322,7 +312,7 @@ class Engine:
         for stage in self.store.stages:
             for index, own in enumerate(stage.params):
                 if own.name == spec.name:
-                    return self.store.read_param(stage.index, index)
+                    return read_param(self.store, (stage.index, index))
         raise StreamError(f"the model had no parameter {spec.name!r} before")
 
     def detach(self) -> None:
@@ -353,89 +343,3 @@ class Engine:
 def _parameter_order(model: nn.Module, plan: Plan) -> list[tuple[int, int]]:
     keys = keys_by_name(plan.trace.stages)
     return [keys[name] for name, _ in model.named_parameters()]
-
-
-def _make_store(
-    plan: Plan,
-    rule: UpdateRule,
-    device: Device,
-    order: list[tuple[int, int]],
-    verify_disk: bool,
-    fabric: Fabric,
-    own_loop: bool,
-) -> WeightStore:
-    sharing = fabric.neighbours if own_loop else fabric
-    one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
-    sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
-
-    def make_tier(layouts: list[StageLayout]) -> Tier:
-        if plan.tier == "memory":
-            return MemoryTier(layouts, fabric=sharing, page_lock=device.page_lock)
-        return _disk_tier(layouts, plan, verify_disk, sharing, own_loop)
-
-    hold: GradientHold | None = None
-    sums: Sums | None = None
-    if plan.gradient_tier == "disk":
-        _folder(plan).mkdir(parents=True, exist_ok=True)
-        if fabric.size == 1:
-            stages, folder = plan.trace.stages, _folder(plan)
-            hold = DiskHold(stages, folder, lambda wire: sum_dtype or wire, verify=verify_disk)
-        else:
-            sums = DiskSums(plan.trace.stages, sum_dtype, sharing, _folder(plan), verify=verify_disk)
-    return WeightStore(
-        plan.trace.stages,
-        rule,
-        make_tier,
-        hold=hold,
-        sums=sums,
-        mixed_sum_dtype=sum_dtype,
-        order=order,
-        fabric=fabric,
-        own_loop=own_loop,
-    )
-
-
-def _disk_tier(layouts: list[StageLayout], plan: Plan, verify: bool, fabric: Fabric, own_loop: bool) -> Tier:
-    """The disk tier of this host: its first rank makes the files, and those that update or read open them.
-
-    In a loop of one's own each rank reads weights wherever it likes, and finds what is updated in the files.
-    """
-    folder = _folder(plan)
-    shares = shares_of(layouts, fabric, on_disk=True)
-    kept = [each.groups_of_host(fabric.host) for each in shares]
-    sizes = file_sizes(layouts, folder, kept).values()
-    sums = [fabric.allocate(sums_bytes(size)) for size in sizes] if verify else None
-    behind = not own_loop or fabric.local_size == 1
-    make = functools.partial(
-        DiskTier, layouts, folder, verify=verify, kept=kept, sums=sums, write_behind=behind
-    )
-    tier = make() if fabric.local_rank == 0 else None
-    every = fabric.gather_objects([] if tier is None else tier.origins)
-    if tier is not None:
-        return tier
-    reads = own_loop or (fabric.computes and not _shares_slabs(plan))
-    if reads or any(fabric.rank in each.owners for each in shares):
-        return make(origins=every[fabric.rank - fabric.local_rank])
-    return ElsewhereTier(layouts)
-
-
-def _folder(plan: Plan) -> Path:
-    assert plan.disk is not None, "a plan with a disk tier names a folder"
-    return plan.disk
-
-
-def _make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric) -> Weights:
-    if plan.in_place or not (fabric.computes or _shares_slabs(plan)):
-        return InPlaceWeights(store)
-    sharing = fabric if _shares_slabs(plan) else ALONE
-    if sharing.local_rank != 0 or not sharing.computes:
-        return BorrowedWeights(store, plan.trace.stages, plan.slabs, sharing)
-    return SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing)
-
-
-def _shares_slabs(plan: Plan) -> bool:
-    """Whether the ranks of a host have slabs together: where what is on disk is read to where they compute.
-
-    What is in memory each rank copies by itself, and to an accelerator it brings everything by itself.
-    """
-    return plan.tier == "disk" and plan.device == "cpu"

@@ -11,6 +11,7 @@ import torch
 from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
 from headwater.store.gradients import ParamKey
+from headwater.store.parameters import read_param, write_param
 from headwater.store.store import WeightStore
 
 
@@ -41,7 +42,7 @@ class Home:
     def read(self) -> torch.Tensor:
         """A copy of the master, fit to be trained with wherever it is made."""
         with torch.inference_mode(False):
-            return self.store.read_param(self.stage, self.index).to(self.device)
+            return read_param(self.store, self.key).to(self.device)
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The master in pieces, each valid until the next is asked for."""
@@ -55,7 +56,7 @@ class Home:
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the master by a tensor of its shape."""
-        self.store.write_param(self.stage, self.index, value.detach())
+        write_param(self.store, self.key, value.detach())
 
     @property
     def gradient_is_spent(self) -> bool:
