@@ -1,7 +1,8 @@
 """Several compute ranks on this machine: `python -m benchmarks.ranks --rounds 3`.
 
 Strong scaling: as many ranks as cores, a thread each, against one rank with all cores, at the same global
-batch. Weak scaling: the same against one rank with one thread, at the batch of a rank. Memory: what all
+batch. Weak scaling: the same against one rank with one thread, at the batch of a rank; what the machine
+allows is said beside it: as many such runs at once, which know nothing of each other. Memory: what all
 processes of a run have resident at its peak, shared pages counted once.
 """
 
@@ -16,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -99,6 +102,17 @@ def run(
     }
 
 
+def run_at_once(count: int, workload: Workload, data: Path, **case: Any) -> dict[str, float]:
+    """So many runs at once, each by itself: all tokens per second, the largest peak, one's last loss."""
+    with ThreadPoolExecutor(count) as pool:
+        results = list(pool.map(lambda _: run(workload, data, **case), range(count)))
+    return {
+        "tokens_per_s": sum(result["tokens_per_s"] for result in results),
+        "peak_bytes": max(result["peak_bytes"] for result in results),
+        "last_loss": results[0]["last_loss"],
+    }
+
+
 def _resident(process: int) -> int:
     """Bytes of a process and its children, what several of them share counted once."""
     total = 0
@@ -127,30 +141,35 @@ def main() -> None:
         f"{cores} ranks x 1 thread": {"ranks": cores, "threads": 1, "batch": workload.batch},
         "1 rank x 1 thread": {"ranks": 1, "threads": 1, "batch": workload.batch // cores},
     }
+    apart = f"{cores} runs x 1 thread"
+    cases[apart] = cases["1 rank x 1 thread"]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as folder:
         write_data(Path(folder), workload)
         for number in range(args.rounds):
             for name, case in cases.items():
-                result = run(workload, Path(folder), backend=backend, **case)
+                count = cores if name == apart else 1
+                result = run_at_once(count, workload, Path(folder), backend=backend, **case)
                 results[name].append(result)
                 print(
                     f"round {number + 1}/{args.rounds}  {name:22s} {result['tokens_per_s']:8.1f} tokens/s  "
                     f"{result['peak_bytes'] / 2**30:5.2f} GiB  loss {result['last_loss']:.4f}",
                     flush=True,
                 )
-    whole, many, single = results.values()
+    whole, many, single, several = results.values()
 
-    def ratio(key: str, over: list[dict[str, float]], times: int = 1) -> float:
-        pairs = zip(many, over, strict=True)
+    def ratio(key: str, of: list[dict[str, float]], over: list[dict[str, float]], times: int = 1) -> float:
+        pairs = zip(of, over, strict=True)
         return round(statistics.median(mine[key] / (times * theirs[key]) for mine, theirs in pairs), 3)
 
     row = {
         "tier": "disk" if args.disk else "memory",
         "dtype": workload.dtype,
-        "strong": ratio("tokens_per_s", whole),
-        "weak": ratio("tokens_per_s", single, cores),
-        "memory": ratio("peak_bytes", whole),
+        "strong": ratio("tokens_per_s", many, whole),
+        "weak": ratio("tokens_per_s", many, single, cores),
+        "runs apart": ratio("tokens_per_s", several, single, cores),
+        "weak of that": ratio("tokens_per_s", many, several),
+        "memory": ratio("peak_bytes", many, whole),
     }
     print_table([row])
     print(save(f"ranks_{row['tier']}_{workload.dtype}", {"rows": [row], "runs": results}))
