@@ -17,7 +17,7 @@ from headwater.core.version import __version__
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-if "HEADWATER_LAUNCHER" in os.environ:
+if "HEADWATER_SCRIPT" in os.environ:
     importlib.import_module("headwater.fabric.script").begin()
 
 _HOMES = {

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import random
 import time
 
@@ -13,7 +14,7 @@ from rank_processes import run_ranks
 from rank_training import Net, plan_of, train
 from test_several_hosts import Choosing
 
-from headwater.api.ranks import check_accelerators
+from headwater.api.ranks import take_accelerator
 from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
@@ -32,8 +33,8 @@ class Beside(Device):
 
     slabs = 0  # of this rank's process
 
-    def __init__(self, local_rank):
-        self._random = random.Random(local_rank)
+    def __init__(self):
+        self._random = random.Random(os.getpid())
 
     def allocate_slab(self, num_bytes):
         Beside.slabs += 1
@@ -58,9 +59,9 @@ class Beside(Device):
 @pytest.fixture
 def stand_ins(monkeypatch):
     """Stand-ins for accelerators."""
-    make = {"cpu": make_device, "cuda": lambda name, local_rank: Beside(local_rank)}
+    make = {"cpu": make_device, "cuda": lambda name: Beside()}
     engine = "headwater.stream.engine"
-    monkeypatch.setattr(f"{engine}.make_device", lambda name, rank: make[name](name, rank))
+    monkeypatch.setattr(f"{engine}.make_device", lambda name: make[name](name))
     monkeypatch.setattr(f"{engine}.autocast", lambda precision, device: autocast(precision, "cpu"))
 
 
@@ -122,12 +123,18 @@ def test_more_ranks_than_accelerators_are_refused(there, ranks, num_memx, monkey
     monkeypatch.setattr("torch.cuda.device_count", lambda: there)
     monkeypatch.setattr("torch.cuda.get_device_properties", uuid)
 
-    def told(fabric):
+    def taken(fabric):
+        """The device that the rank computes on from now on, or why it does not."""
+        told = []
+        monkeypatch.setattr("torch.cuda.set_device", lambda device: told.append(device.index))
         try:
-            check_accelerators("cuda", fabric, where="num_csx")
+            take_accelerator("cuda", fabric, where="num_csx")
         except ConfigError as error:
-            return str(error)
-        return ""
+            told.append(str(error))
+        return told
 
-    refused = [bool(text) for text in run_ranks(told, ranks, num_memx=num_memx)]
-    assert refused == [ranks - num_memx > there] * ranks
+    found, num_csx = run_ranks(taken, ranks, num_memx=num_memx), ranks - num_memx
+    if num_csx > there:
+        assert all(f"there are {there} accelerators" in text for (text,) in found)
+    else:
+        assert found == [[rank] for rank in range(num_csx)] + [[]] * num_memx

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from headwater.api.building import BuildInFiles
+from headwater.api.ranks import take_accelerator
 from headwater.config.base import nearest
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
@@ -59,8 +60,9 @@ class Backend:
     @property
     def torch_device(self) -> torch.device:
         """Where batches go and losses come from."""
-        cuda = self.kind != "CPU" and torch.cuda.is_available()
-        return torch.device("cuda" if cuda else "cpu")
+        if self.kind == "CPU" or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
     @property
     def device(self) -> AbstractContextManager[Any]:
@@ -172,6 +174,7 @@ def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFA
             remedy='write "CSX", or num_csx=1',
         )
     use_ranks(num_csx, where=where, timeout_s=timeout_s)
+    take_accelerator("cuda" if torch.cuda.is_available() else "cpu", current(), where=where)
 
 
 def current_backend() -> Backend | None:

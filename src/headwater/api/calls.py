@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from headwater.core.precision import Precision
-from headwater.core.seeding import derive_seed
+from headwater.core.seeding import derive_seed, drawing_devices
 from headwater.core.trees import tensors_in
 
 _PRECISION_OF = {torch.bfloat16: Precision("bf16"), torch.float16: Precision("fp16")}
@@ -52,7 +52,7 @@ _forwards = itertools.count()
 def own_randomness(rank: int) -> Iterator[None]:
     """Within it a rank of several draws random numbers of its own; outside all draw the same."""
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng(devices=drawing_devices()):
         torch.manual_seed(derive_seed(state, next(_forwards), rank))
         yield
 

@@ -12,7 +12,6 @@ from headwater.core.lazy import LazyTensor
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import current
 from headwater.stream.at_rest import AtRest
-from headwater.stream.device import cuda_device
 
 Batch = TypeVar("Batch")
 
@@ -92,17 +91,20 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def check_accelerators(device: str, fabric: Fabric, *, where: str) -> None:
-    """Raise `ConfigError` if there is not an accelerator for each rank that computes. All ranks ask.
+def take_accelerator(device: str, fabric: Fabric, *, where: str) -> None:
+    """Let this rank compute on an accelerator of its own. All ranks ask, before they place anything on one.
 
     Args:
         device: on which they compute, `cpu` or `cuda`.
         fabric: the ranks.
         where: their number was written; for errors.
+
+    Raises:
+        ConfigError: if there is not one for each rank that computes.
     """
     if device == "cpu" or fabric.size == 1:
         return
-    own = cuda_device(fabric.local_rank) if fabric.computes else None
+    own = _cuda_device(fabric.local_rank) if fabric.computes else None
     every = fabric.gather_objects(None if own is None else str(torch.cuda.get_device_properties(own).uuid))
     there = len(set(every) - {None})
     if there < fabric.num_csx:
@@ -111,3 +113,10 @@ def check_accelerators(device: str, fabric: Fabric, *, where: str) -> None:
             where=where,
             remedy=f"write at most {there}, or the backend type CPU",
         )
+    if own is not None:
+        torch.cuda.set_device(own)
+
+
+def _cuda_device(local_rank: int) -> torch.device:
+    """The CUDA device of a rank: one after the other where it sees several, else the one that it sees."""
+    return torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.signals import speaks_for_all
+from headwater.fabric.parent import find_parent
 from headwater.fabric.report import report
 from headwater.trainer.interrupt import EXIT_CODE
 
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: failed on the way. 2: something in the command line, a file or the machine does not fit.
     130: interrupted.
     """
+    if argv is None:
+        find_parent()
     words = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: _run(words, is_process=argv is None))
 

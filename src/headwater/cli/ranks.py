@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from headwater.cli.main import guarded
 from headwater.core.placement import Placement
 from headwater.fabric.launch import launch
-from headwater.fabric.streams import LAUNCHER, STDIN, STDOUT, silence
+from headwater.fabric.streams import OF_SCRIPT, STDIN, STDOUT, silence
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """
     kind, num_csx, num_memx, max_restarts, where, *command = argv
     if kind == "script":
-        os.environ[LAUNCHER] = str(os.getpid())
+        os.environ[OF_SCRIPT] = "1"
         os.dup2(STDOUT, STDIN)  # ranks inherit three open files alone
         silence(STDOUT)
     placement = Placement(int(num_csx), int(num_memx))

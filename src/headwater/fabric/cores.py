@@ -46,8 +46,11 @@ def cores_of_ranks(count: int) -> list[set[int]] | None:
 @contextmanager
 def bound_to(cores: set[int] | None) -> Iterator[None]:
     """Within it processes that this thread starts stay on these cores; on any of its own if `None`."""
+    if cores is None:
+        yield
+        return
     own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, own if cores is None else cores)
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:

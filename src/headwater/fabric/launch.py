@@ -14,19 +14,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from headwater.core.errors import RankError
 from headwater.core.placement import Placement
-from headwater.core.signals import handled
+from headwater.core.signals import Handler, handled
 from headwater.fabric.cores import bound_to, check_cores, cores_of_ranks, num_cores
-from headwater.fabric.outcome import Failure, exit_code
+from headwater.fabric.outcome import Failure, cause, exit_code
+from headwater.fabric.parent import LISTENER, PARENT
 from headwater.fabric.report import ERROR_FILE, read_report
-
-LISTENER = "HEADWATER_LISTENER"
-"""Environment variable: the open file at which rank 0 listens for the others, who may be there before it."""
 
 _PROGRAM = "headwater.cli.ranks"
 _NUM_THREADS = "OMP_NUM_THREADS"
@@ -52,11 +50,11 @@ def become_launcher(
         max_restarts: see `launch`.
         of_script: whether it is that of a script; see [Note: ranks of a script].
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     kind = "script" if of_script else "command"
     words = (kind, placement.num_csx, placement.num_memx, max_restarts, where)
-    os.execv(sys.executable, [sys.executable, "-m", _PROGRAM, *map(str, words), *command])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", _PROGRAM, *map(str, words), *command])
 
 
 def launch(placement: Placement, command: Sequence[str], *, where: str, max_restarts: int = 0) -> int:
@@ -75,15 +73,17 @@ def launch(placement: Placement, command: Sequence[str], *, where: str, max_rest
     """
     check_cores(placement.num_csx, where=where)
     with _signals_for_ranks() as heard:
-        for restart in range(1, max_restarts + 1):
+        restart = 0
+        while failures := _run(placement, command, heard):
+            restart += 1
+            if heard or restart > max_restarts or not cause(failures).may_pass:
+                return exit_code(failures, heard)
             try:
-                return _run(placement, command, heard)
+                exit_code(failures)
             except RankError as error:
-                if heard:
-                    raise
                 again = f"starting again from the last complete checkpoint ({restart} of {max_restarts})"
                 print(f"{error.what}; {again}", file=sys.stderr)
-        return _run(placement, command, heard)
+        return 0
 
 
 @contextmanager
@@ -91,9 +91,15 @@ def _signals_for_ranks() -> Iterator[list[int]]:
     """Gives the signals that the ranks are to get.
 
     A terminal's Ctrl-C does not reach them, as each is of a session of its own: so it hears everything once.
+    They are asked to end where the terminal is gone, unless (`nohup`) that is not to be heard of.
     """
     heard: list[int] = []
-    with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, frame: heard.append(number))):
+    handlers: dict[int, Handler] = {
+        number: lambda number, frame: heard.append(number) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        handlers[signal.SIGHUP] = lambda number, frame: heard.append(signal.SIGTERM)
+    with handled(handlers):
         yield heard
 
 
@@ -114,18 +120,32 @@ class _Rank:
     num_told: int = 0
 
 
-def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> int:
-    """Run the ranks to their end; see `exit_code`."""
+def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> list[Failure]:
+    """Run the ranks to their end; those that have not ended well.
+
+    Raises:
+        RankError: if the system does not let them start.
+    """
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="headwater-ranks-") as folder:
+    with ExitStack() as at_end:
         try:
-            ranks.extend(_start(placement, command, Path(folder)))
-            failures = _watch(ranks, heard)
-        finally:
-            for rank in ranks:
-                rank.process.kill()
-                rank.process.wait()
-    return exit_code(failures, heard) if failures else 0
+            folder = at_end.enter_context(tempfile.TemporaryDirectory(prefix="headwater-ranks-"))
+            at_end.callback(_end, ranks)
+            for rank in _start(placement, command, Path(folder)):
+                ranks.append(rank)
+        except OSError as error:
+            raise RankError(
+                f"rank {len(ranks)} cannot be started: {error.strerror}",
+                remedy="see whether there is room for its process, and in the folder of temporary files",
+            ) from error
+        return _watch(ranks, heard)
+
+
+def _end(ranks: Iterable[_Rank]) -> None:
+    """Let nothing of them be left."""
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.wait()
 
 
 def _start(placement: Placement, command: Sequence[str], folder: Path) -> Iterator[_Rank]:
@@ -139,6 +159,7 @@ def _start(placement: Placement, command: Sequence[str], folder: Path) -> Iterat
                 "WORLD_SIZE": placement.size,
                 "LOCAL_WORLD_SIZE": placement.size,
                 "GROUP_RANK": 0,
+                PARENT: os.getpid(),
                 "MASTER_ADDR": _HOST,
                 "MASTER_PORT": listener.getsockname()[1],
                 ERROR_FILE: folder / f"rank_{number}",

@@ -18,7 +18,7 @@ import torch.distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # of the documents, not of its stubs
 
 from headwater.core.errors import RankError
-from headwater.fabric.launch import LISTENER
+from headwater.fabric.parent import LISTENER
 
 _POLL_S = 0.1
 _SAY_AFTER_S = 10.0

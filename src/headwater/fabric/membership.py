@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,9 +13,8 @@ import torch.distributed
 from headwater.fabric import slurm
 from headwater.fabric.cluster import DEFAULT_TIMEOUT_S, join_ranks
 from headwater.fabric.fabric import ALONE, Fabric
+from headwater.fabric.parent import end_with_parent
 from headwater.fabric.report import ERROR_FILE
-
-_PR_SET_PDEATHSIG = 1
 
 _joined: Fabric = ALONE
 _is_alone: ContextVar[bool] = ContextVar("_is_alone", default=False)
@@ -35,11 +32,6 @@ def is_watched() -> bool:
     return is_rank() or ERROR_FILE in os.environ
 
 
-def end_with_launcher() -> None:
-    """From now on this process gets SIGTERM when the one that has started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
     """The ranks of this run, of which this process is one.
 
@@ -49,7 +41,7 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
     """
     global _joined
     if is_watched():
-        end_with_launcher()
+        end_with_parent()
     if _joined is ALONE and is_rank():
         _joined = join_ranks(timeout_s, num_memx)
     return _joined

@@ -31,6 +31,13 @@ class Failure:
     told: dict[str, Any]
     time_s: float
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether it is a process that is gone, or misses another, and not an error that would come again."""
+        if self.told:
+            return self.told.get("kind") == RankError.__name__
+        return self.exit_code is None or self.exit_code < 0
+
     def order(self, passed_on: Collection[int]) -> tuple[int, float]:
         """The least is the cause. Clocks of several hosts differ, so time alone does not tell."""
         time_s = self.told.get("time_s", self.time_s)
@@ -39,6 +46,11 @@ class Failure:
         if not self.told and self.exit_code == -signal.SIGTERM:
             return 1 if signal.SIGTERM in passed_on else 3, time_s  # 3: the launcher has ended it
         return 0, time_s
+
+
+def cause(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> Failure:
+    """Which of several failures has brought about the others."""
+    return min(failures, key=lambda each: each.order(passed_on))
 
 
 def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> int:
@@ -51,7 +63,7 @@ def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> i
     Raises:
         HeadwaterError: what the first one has met.
     """
-    first = min(failures, key=lambda each: each.order(passed_on))
+    first = cause(failures, passed_on)
     if "traceback" in first.told:
         print(f"rank {first.rank} has failed:\n{first.told['traceback']}", end="", file=sys.stderr)
         return 1
@@ -62,7 +74,7 @@ def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> i
     elif first.exit_code < 0:
         if -first.exit_code in passed_on:
             return 128 - first.exit_code
-        ended = f"was ended by {signal.Signals(-first.exit_code).name}"
+        ended = f"was ended by {_signal_name(-first.exit_code)}"
     else:
         if first.exit_code == INTERRUPTED or first.rank == 0:
             return first.exit_code
@@ -71,3 +83,10 @@ def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> i
         f"rank {first.rank} ({first.place}) {ended}",
         remedy="see why; the same command goes on from the last complete checkpoint, if it has written one",
     )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

@@ -181,7 +181,7 @@ def launch(request: Request, arguments: Sequence[str]) -> int:
     with _connected(request.address):
         ranks = _place(request)
         with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, _: heard.append(number))):
-            _start(ranks, arguments, request.cpus_per_rank)
+            _start(ranks, arguments, request)
             failures = _watch(ranks, heard)
     code = exit_code(failures, [_STOP] if heard else []) if failures else 0
     return INTERRUPTED if code == 128 + _STOP and signal.SIGINT in heard else code
@@ -269,8 +269,9 @@ def _resources(there: Mapping[str, float], kinds: Iterable[str]) -> str:
     return ", ".join(f"{there.get(kind, 0):.0f} {kind}s" for kind in kinds)
 
 
-def _start(ranks: Sequence[_Rank], arguments: Sequence[str], num_threads: int) -> None:
+def _start(ranks: Sequence[_Rank], arguments: Sequence[str], request: Request) -> None:
     """Start the program of every rank; the first listens on its node."""
+    hidden = {} if request.gpus_per_rank else {"CUDA_VISIBLE_DEVICES": ""}
     ids = [rank.node.id for rank in ranks]
     hosts = list(dict.fromkeys(ids))
     ray.get([
@@ -281,7 +282,8 @@ def _start(ranks: Sequence[_Rank], arguments: Sequence[str], num_threads: int) -
             "GROUP_RANK": str(hosts.index(rank.node.id)),
             "MASTER_ADDR": ranks[0].node.address,
             "MASTER_PORT": str(ranks[0].node.port),
-            "OMP_NUM_THREADS": str(num_threads),
+            "OMP_NUM_THREADS": str(request.cpus_per_rank),
+            **hidden,
         })
         for rank in ranks
     ])  # fmt: skip

@@ -31,7 +31,10 @@ def _write(text: str, told: dict[str, Any]) -> bool:
         return False
     now = time.time()
     message = {"message": text, "extraInfo": {"timestamp": int(now), "headwater": {**told, "time_s": now}}}
-    Path(path).write_text(json.dumps({"message": message}))
+    try:
+        Path(path).write_text(json.dumps({"message": message}))
+    except OSError:  # no room, say, which may be what is to be told: then it is said here
+        return False
     return True
 
 

@@ -31,9 +31,10 @@ from headwater.fabric.cluster import DEFAULT_TIMEOUT_S, host_name
 from headwater.fabric.cores import check_cores
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.launch import become_launcher
-from headwater.fabric.membership import current, end_with_launcher, is_rank, join
+from headwater.fabric.membership import current, is_rank, join
+from headwater.fabric.parent import PARENT, find_parent
 from headwater.fabric.report import report_traceback
-from headwater.fabric.streams import LAUNCHER, STDERR, STDIN, STDOUT, silence
+from headwater.fabric.streams import OF_SCRIPT, STDERR, STDIN, STDOUT, silence
 
 _stderr: int | None = None  # where it went before it was silenced
 
@@ -51,12 +52,13 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
             to run again, or ranks run different scripts.
         RankError: if the ranks do not find each other.
     """
+    find_parent()
     if current().size > 1 or is_rank():
         _check_size(num_csx, int(os.environ["WORLD_SIZE"]), where)
     if current().size > 1:
         return
     if is_rank():
-        if LAUNCHER in os.environ and not _is_started_by_launcher():
+        if OF_SCRIPT in os.environ and not _is_started_by_launcher():
             raise RankError(
                 "this process is no rank: it was started by one, or its launcher is gone",
                 where=where,
@@ -115,14 +117,14 @@ def begin() -> None:
     global _stderr
     if not _is_started_by_launcher():
         return  # something that a rank has started
-    end_with_launcher()
+    find_parent()
     sys.excepthook = _report
     _stderr = os.dup(STDERR)
     silence(STDERR)
 
 
 def _is_started_by_launcher() -> bool:
-    return os.getppid() == int(os.environ.get(LAUNCHER, "0"))
+    return os.getppid() == int(os.environ.get(PARENT, "0"))
 
 
 def _speak(fabric: Fabric) -> None:
@@ -130,7 +132,7 @@ def _speak(fabric: Fabric) -> None:
     global _stderr
     sys.stdout.flush()
     sys.stderr.flush()
-    if LAUNCHER in os.environ and fabric.rank == 0:
+    if OF_SCRIPT in os.environ and fabric.rank == 0:
         assert _stderr is not None, "it was silenced when the package was imported"
         os.dup2(STDIN, STDOUT)
         os.dup2(_stderr, STDERR)
@@ -138,7 +140,7 @@ def _speak(fabric: Fabric) -> None:
             stream.reconfigure(line_buffering=stream.isatty())  # type: ignore[union-attr]
     elif fabric.rank > 0:
         silence(STDOUT)
-    if LAUNCHER not in os.environ:
+    if OF_SCRIPT not in os.environ:
         _stderr = os.dup(STDERR)
         sys.excepthook = _report
         if fabric.rank > 0:
@@ -158,7 +160,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     """What ends this rank, said to the launcher. Threads that wait for other ranks are not waited for."""
     interrupted = issubclass(kind, KeyboardInterrupt)
     text = "".join(traceback.format_exception(kind, error, trace))
-    if LAUNCHER not in os.environ:  # it would say which rank it was
+    if OF_SCRIPT not in os.environ:  # it would say which rank it was
         text = f"rank {current().rank} on {host_name()} has failed:\n{text}"
     if not interrupted and not report_traceback(text) and _stderr is not None:
         os.write(_stderr, text.encode())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-LAUNCHER = "HEADWATER_LAUNCHER"
-"""Environment variable: the process that has started this script as one of its ranks."""
+OF_SCRIPT = "HEADWATER_SCRIPT"
+"""Environment variable: set where a launcher has started this script as one of its ranks."""
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 """Open files. A rank finds at the first what is the second's of the launcher, and nobody reads there."""

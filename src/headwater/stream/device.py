@@ -70,17 +70,14 @@ class CpuDevice(Device):
 
 
 class CudaDevice(Device):
-    """Slabs in device memory, filled on a stream of their own from page-locked host memory.
-
-    Args:
-        local_rank: of the ranks of a host each computes on a device of its own, this one.
-    """
+    """The current CUDA device: slabs in its memory, filled on a stream of their own from host memory."""
 
     reads_host = False
 
-    def __init__(self, local_rank: int = 0) -> None:
-        self.torch_device = cuda_device(local_rank)
-        torch.cuda.set_device(self.torch_device)  # what is only called "cuda" goes there too
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise PlanError("there is no CUDA device here", where="device", remedy="use device cpu")
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._copies = torch.cuda.Stream(self.torch_device)
 
     def allocate_slab(self, num_bytes: int) -> torch.Tensor:
@@ -116,6 +113,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def copying(self, after: object) -> Iterator[None]:
+        torch.cuda.set_device(self.torch_device)  # of this thread, which would touch the first one otherwise
         with torch.cuda.stream(self._copies):
             if isinstance(after, torch.cuda.Event):
                 self._copies.wait_event(after)
@@ -126,21 +124,10 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
 
-def cuda_device(local_rank: int) -> torch.device:
-    """The CUDA device of a rank: one after the other where it sees several, else the one that it sees.
-
-    Raises:
-        PlanError: if it sees none.
-    """
-    if not torch.cuda.is_available():
-        raise PlanError("there is no CUDA device here", where="device", remedy="use device cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def make_device(name: str, local_rank: int = 0) -> Device:
-    """The device called `cpu` or `cuda` of a rank of this host."""
+def make_device(name: str) -> Device:
+    """The device called `cpu` or `cuda`."""
     if name == "cpu":
         return CpuDevice()
     if name == "cuda":
-        return CudaDevice(local_rank)
+        return CudaDevice()
     raise PlanError(f"there is no device {name!r}", remedy="write cpu or cuda")

@@ -105,7 +105,7 @@ class Engine:
         self.plan = plan
         self._seed = seed
         self._loss_function = loss_function
-        self._device = make_device(plan.device if fabric.computes else "cpu", fabric.local_rank)
+        self._device = make_device(plan.device if fabric.computes else "cpu")
         self._matmul: Callable[[], AbstractContextManager[object]] = nullcontext
         if fast_matmul and plan.device == "cpu":
             self._matmul = FastMatmul

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.api.machine import device_of
-from headwater.api.ranks import check_accelerators
+from headwater.api.ranks import take_accelerator
 from headwater.config.run import SetupConfig
 from headwater.core.buffers import tune_allocator
 from headwater.fabric.fabric import ALONE, Fabric
@@ -37,6 +37,7 @@ def open_engine(
 ) -> Iterator[Engine]:
     """The engine for `work`; `blank`: a checkpoint will replace the parameters. The plan is shown first."""
     device = device_of(init.backend)
+    take_accelerator(device, fabric, where=NUM_CSX)
     plan = fabric.agree(
         lambda: plan_run(
             init,
@@ -49,7 +50,6 @@ def open_engine(
             share=host_share(fabric.placement, fabric.hosts, fabric.host),
         )
     )
-    check_accelerators(plan.device, fabric, where=NUM_CSX)
     show(plan)
     if device == "cpu" and init.backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)

@@ -1,0 +1,53 @@
+"""Who has started this process as a rank, and ends with it or is gone already. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+from headwater.fabric.report import ERROR_FILE
+
+PARENT = "HEADWATER_PARENT"
+"""Environment variable: the launcher that has started this process as a rank, or the rank that started it."""
+
+LISTENER = "HEADWATER_LISTENER"
+"""Environment variable: the open file at which rank 0 listens for the others, who may be there before it."""
+
+_OF_RANKS = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *(PARENT, LISTENER, ERROR_FILE),
+)
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """From now on this process gets SIGTERM when the one that has started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def find_parent() -> None:
+    """Be a rank of the launcher that has started this process, and end with it; or be none.
+
+    A program that a rank has started finds the rank's variables, and is no rank.
+    """
+    launcher = int(os.environ.get(PARENT, "0"))
+    if not launcher:
+        return
+    if _is_alive(launcher) and os.getppid() != launcher:
+        for name in _OF_RANKS:
+            os.environ.pop(name, None)
+        return
+    end_with_parent()
+    if os.getppid() != launcher:  # it has ended before it could be heard of
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
