@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from headwater.core.errors import HeadwaterError, RankError
 from headwater.core.placement import Placement
 from headwater.fabric.fabric import Fabric, Value
 from headwater.fabric.link import Link
+from headwater.fabric.parent import is_alive
 
 _LONGEST_PAUSE_S = 1e-3
 _LIVENESS_S = 0.5
@@ -123,7 +123,7 @@ class HostFabric(Fabric):
     def _check_alive(self, what: str) -> None:
         first = self.rank - self.local_rank
         for rank, process in enumerate(self._neighbours, start=first):
-            if not _is_alive(process.pid):
+            if not is_alive(process.pid):
                 raise RankError(
                     f"rank {rank} (process {process.pid}) is gone, and rank {self.rank} waits for {what}",
                     remedy="see why it ended; the run goes on from its last complete checkpoint",
@@ -203,11 +203,3 @@ class HostFabric(Fabric):
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._file)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
-        return state not in (b"Z", b"X")
-    except OSError:
-        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 from headwater.fabric.report import ERROR_FILE
 
@@ -34,7 +35,7 @@ def find_parent() -> None:
     launcher = int(os.environ.get(PARENT, "0"))
     if not launcher:
         return
-    if _is_alive(launcher) and os.getppid() != launcher:
+    if is_alive(launcher) and os.getppid() != launcher:
         for name in _OF_RANKS:
             os.environ.pop(name, None)
         return
@@ -43,11 +44,10 @@ def find_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether a process of this host runs; one that has ended and is not yet waited for does not."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        return state not in (b"Z", b"X")
+    except OSError:
         return False
-    except PermissionError:
-        pass
-    return True
