@@ -287,6 +287,7 @@ def test_sums_of_gradients_that_hosts_exchange_stay_in_memory():
             optimizer_state_bytes=8,
             resources=Resources(host_memory=1 * GIB),
             fixed=Fixed(micro_batch_size=2),
+            base_bytes=MIB,
             share=share,
         ).prediction.host_parts["gradients"]
         for share in (StoreShare(), StoreShare(sums_stay=True))
