@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from headwater.api.ranks import refuse_restarts
 from headwater.cli import early, fit, validate
 from headwater.cli.arguments import add_override_options, overrides, read_params
 from headwater.cli.main import guarded
@@ -118,12 +119,7 @@ def _given(get_eval_dataloader: DataFunction | None, mode: str) -> DataFunction:
 def _ranks(config: UserConfig) -> Fabric:
     """The ranks that the params ask for; without a launcher the script is started anew as each of them."""
     cluster, section = config.init.backend.cluster_config, "trainer.init.backend.cluster_config"
-    if cluster.max_restarts:
-        raise ConfigError(
-            "only `headwater fit` starts a run again by itself",
-            where=f"{section}.max_restarts",
-            remedy="leave it out, and start the script again",
-        )
+    refuse_restarts(cluster, where=f"{section}.max_restarts")
     if cluster.num_csx > 1:
         where = f"{section}.num_csx"
         use_ranks(cluster.num_csx, where=where, timeout_s=cluster.rank_timeout_s)

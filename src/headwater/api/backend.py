@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from headwater.api.building import BuildInFiles
-from headwater.api.ranks import take_accelerator
+from headwater.api.ranks import refuse_restarts, take_accelerator
 from headwater.config.base import nearest
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
@@ -136,12 +136,7 @@ def backend(
             where="backend, option cluster_config.num_memx",
             remedy="leave it out",
         )
-    if config.cluster_config.max_restarts:
-        raise ConfigError(
-            "only `headwater fit` starts a run again by itself",
-            where="backend, option cluster_config.max_restarts",
-            remedy="leave it out, and start the loop again",
-        )
+    refuse_restarts(config.cluster_config, where="backend, option cluster_config.max_restarts")
     made = Backend(config, Path(compile_dir), compile_only=compile_only, validate_only=validate_only)
     if made.num_csx > 1 and not (compile_only or validate_only):
         timeout_s = config.cluster_config.rank_timeout_s

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from headwater.config.sections import ClusterConfig
 from headwater.core.batches import num_samples, slice_batch
 from headwater.core.errors import ConfigError, DataError, StreamError
 from headwater.core.lazy import LazyTensor
@@ -89,6 +90,16 @@ def whole(value: torch.Tensor) -> torch.Tensor:
             remedy="give a closure a mean (floating point), a count (a whole number), or one entry a sample",
         )
     return value
+
+
+def refuse_restarts(cluster: ClusterConfig, *, where: str) -> None:
+    """Raise `ConfigError` if a script of the user's own is to be started again by itself."""
+    if cluster.max_restarts:
+        raise ConfigError(
+            "only `headwater fit` starts a run again by itself",
+            where=where,
+            remedy="leave it out, and start the script again",
+        )
 
 
 def take_accelerator(device: str, fabric: Fabric, *, where: str) -> None:
