@@ -14,6 +14,7 @@ from own_models import (
 )
 from torch import nn
 
+import headwater
 from headwater.config.user import load_user_params
 from headwater.core.errors import ConfigError, DataError
 from headwater.run import PyTorchBaseModel, run
@@ -216,6 +217,12 @@ def test_a_batch_that_is_not_full_cannot_be_divided(refused):
     ragged = [*batches(), clusters(7, 9)]
     err = refused("--micro_batch_size", "4", data=lambda params: ragged)
     assert "7 samples cannot be divided into 2 equal micro-batches" in err
+
+
+def test_only_fit_starts_again_by_itself(refused):
+    assert "only `headwater fit` starts a run again by itself" in refused("--max_restarts", "2")
+    with pytest.raises(ConfigError, match=r"(?s)only `headwater fit`.*cluster_config\.max_restarts"):
+        headwater.backend("CSX", cluster_config={"max_restarts": 1})
 
 
 def test_a_checkpoint_of_other_data(refused, tmp_path):
