@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch._dynamo  # once, and not by each rank
-from tests.stream.rank_processes import run_ranks
+from tests.rank_processes import run_ranks
 from torch import nn
 from torch.testing import assert_close
 

@@ -6,7 +6,7 @@ The ranks are threads of one process, or processes that believe to be on two hos
 import numpy as np
 import pytest
 import torch
-from tests.stream.rank_processes import run_ranks
+from tests.rank_processes import run_ranks
 from thread_fabric import ranks
 from torch.utils._pytree import tree_map_only
 

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 from harness import FP32
-from rank_processes import run_ranks
 from rank_training import Net, plan_of, train
 from test_several_hosts import Choosing
+from tests.rank_processes import run_ranks
 
 from headwater.api.ranks import take_accelerator
 from headwater.core.buffers import PAGE_BYTES, aligned_empty

@@ -6,10 +6,10 @@ import functools
 import pytest
 import torch
 from harness import FP32, SEED
-from rank_processes import run_ranks
 from rank_training import Net, plan_of, tokens, train, wire
 from test_several_hosts import assert_close
 from test_shared_disk import BF16, fetched, small_blocks
+from tests.rank_processes import run_ranks
 from torch import nn
 
 from headwater.fabric.fabric import ALONE

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from harness import FP32
-from rank_processes import run_ranks
 from rank_training import Net, plan_of, tokens, train
+from tests.rank_processes import run_ranks
 
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec, StageSpec

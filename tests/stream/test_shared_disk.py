@@ -5,9 +5,9 @@ import functools
 
 import pytest
 from harness import FP32
-from rank_processes import run_ranks
 from rank_training import Net, plan_of, train, wire
 from test_several_hosts import Choosing
+from tests.rank_processes import run_ranks
 
 from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.precision import Precision

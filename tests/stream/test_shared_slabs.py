@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 from harness import FP32
-from rank_processes import run_ranks
 from rank_training import masters, plan_of, train
+from tests.rank_processes import run_ranks
 
 from headwater.core.errors import DiskFullError, StreamError
 from headwater.core.precision import Precision

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 from harness import FP32, SEED, Job
-from rank_processes import run_ranks
 from rank_training import Net, loss_of, plan_of, tokens
+from tests.rank_processes import run_ranks
 
 from headwater.store.parameters import read_param
 from headwater.store.snapshot import Snapshot, SnapshotElsewhere

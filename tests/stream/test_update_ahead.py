@@ -3,8 +3,8 @@
 import time
 
 from harness import FP32
-from rank_processes import run_ranks
 from rank_training import plan_of, train, wire
+from tests.rank_processes import run_ranks
 
 from headwater.store.store import WeightStore
 

@@ -9,7 +9,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -76,9 +77,18 @@ class HostFabric(Fabric):
         self._taken = taken.numpy()  # the last allocation of each rank
         self._arrived, self._values = arrived.numpy(), values.view(torch.float64).numpy()
         self._allocations = self._barriers = 0
-        ranks = range(self.num_csx)
-        self._computing = torch.distributed.new_group(list(ranks)) if self.placement.num_memx else None
+        # The default group is more patient: it is there while the first rank does something for all.
+        self._every = self._group(range(self.size))
+        self._computing = self._group(range(self.num_csx)) if self.placement.num_memx else self._every
         torch.distributed.barrier()  # the file is as long as it is to be, and everybody has it open
+
+    def _group(self, ranks: Iterable[int]) -> torch.distributed.ProcessGroup:
+        """A process group of its own; all ranks make it, also those that are not among its ranks."""
+        timeout = timedelta(seconds=self._timeout_s)
+        group: torch.distributed.ProcessGroup = torch.distributed.new_group(
+            list(ranks), timeout=timeout, backend="gloo"
+        )
+        return group
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         size = max(round_up(num_bytes), PAGE_BYTES)
@@ -114,11 +124,15 @@ class HostFabric(Fabric):
             if now - looked > _LIVENESS_S:
                 looked = now
                 self._check_alive(what)
-                if now - start > self._timeout_s:
+                if now - self._patient_from(start) > self._timeout_s:
                     raise RankError(
-                        f"rank {self.rank} has waited {self._timeout_s:.0f} s for {what}",
+                        f"rank {self.rank} has waited {now - start:.0f} s for {what}",
                         remedy="see what the other ranks are doing; the last complete checkpoint is intact",
                     )
+
+    def _patient_from(self, start: float) -> float:
+        """Since when something that has been waited for since `start` has been late."""
+        return start
 
     def _check_alive(self, what: str) -> None:
         first = self.rank - self.local_rank
@@ -166,7 +180,7 @@ class HostFabric(Fabric):
     def gather_objects(self, value: Value) -> list[Value]:
         values: list[Value | None] = [None] * self.size
         with self._errors():
-            torch.distributed.all_gather_object(values, value)
+            torch.distributed.all_gather_object(values, value, group=self._every)
         return values  # type: ignore[return-value]
 
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
@@ -196,9 +210,13 @@ class HostFabric(Fabric):
             yield
         except RuntimeError as error:
             raise RankError(
-                f"rank {self.rank} cannot reach the others: {error}",
+                f"rank {self.rank} cannot reach {self._others()}: {error}",
                 remedy="see what the other ranks say, and why they ended",
             ) from error
+
+    def _others(self) -> str:
+        """Who they are, for messages."""
+        return "the others"
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

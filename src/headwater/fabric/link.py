@@ -26,10 +26,17 @@ class Link:
         leaders: the rank of each host's leader.
         names: of the hosts.
         host: this one.
+        note_call: is called whenever a call begins; it ends within the timeout of the group.
     """
 
     def __init__(
-        self, purpose: str, group: ProcessGroup, leaders: Sequence[int], names: Sequence[str], host: int
+        self,
+        purpose: str,
+        group: ProcessGroup,
+        leaders: Sequence[int],
+        names: Sequence[str],
+        host: int,
+        note_call: Callable[[], None],
     ) -> None:
         self.host = host
         self.num_hosts = len(leaders)
@@ -37,12 +44,13 @@ class Link:
         self._group: ProcessGroup | None = group
         self._leaders = leaders
         self._names = names
+        self._note_call = note_call
         self._others = [other for other in range(self.num_hosts) if other != host]
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """The values [n] of every host, [hosts, n]."""
         every = torch.empty(self.num_hosts, *values.shape, dtype=values.dtype)
-        with self._errors(*self._others):
+        with self._calling(*self._others):
             torch.distributed.all_gather(list(every), values.contiguous(), group=self._group)
         return every
 
@@ -63,11 +71,11 @@ class Link:
         others = self._others
         operations = [self._operation(irecv, piece, host) for host in others for piece in _pieces(into[host])]
         operations += [self._operation(isend, piece, host) for host in others for piece in _pieces(out[host])]
-        with self._errors(*self._others):
+        with self._calling(*self._others):
             works = batch_isend_irecv(operations) if operations else []
 
         def finish() -> None:
-            with self._errors(*self._others):
+            with self._calling(*self._others):
                 for work in works:
                     work.wait()
 
@@ -78,12 +86,12 @@ class Link:
 
     def send(self, data: torch.Tensor, host: int) -> None:
         """Send a contiguous tensor to a host, which calls `receive`."""
-        with self._errors(host):
+        with self._calling(host):
             torch.distributed.send(data, self._leaders[host], group=self._group)
 
     def receive(self, data: torch.Tensor, host: int) -> None:
         """Fill a contiguous tensor with what a host sends."""
-        with self._errors(host):
+        with self._calling(host):
             torch.distributed.recv(data, self._leaders[host], group=self._group)
 
     def close(self) -> None:
@@ -93,7 +101,8 @@ class Link:
             torch.distributed.destroy_process_group(group)
 
     @contextmanager
-    def _errors(self, *hosts: int) -> Iterator[None]:
+    def _calling(self, *hosts: int) -> Iterator[None]:
+        self._note_call()
         try:
             yield
         except RuntimeError as error:

@@ -12,7 +12,7 @@ from headwater.fabric.cluster import join_ranks
 TIMEOUT_S = 200
 
 
-def run_ranks(function, count=2, hosts=1, num_memx=0):
+def run_ranks(function, count=2, hosts=1, num_memx=0, timeout_s=TIMEOUT_S / 2):
     """What `function(fabric)` gives on each rank.
 
     Args:
@@ -20,6 +20,7 @@ def run_ranks(function, count=2, hosts=1, num_memx=0):
         count: how many there are.
         hosts: among how many they believe to be divided.
         num_memx: how many of them, the last ones, are store ranks.
+        timeout_s: how long one may keep another waiting.
 
     Raises:
         AssertionError: with the traceback of a rank that has failed.
@@ -32,7 +33,7 @@ def run_ranks(function, count=2, hosts=1, num_memx=0):
     ranks = [
         context.Process(
             target=_be_rank,
-            args=(function, rank, count, rank * hosts // count, num_memx, port, channel[1]),
+            args=(function, rank, count, rank * hosts // count, num_memx, timeout_s, port, channel[1]),
             daemon=True,
         )
         for rank, channel in enumerate(channels)
@@ -53,7 +54,7 @@ def run_ranks(function, count=2, hosts=1, num_memx=0):
     return [result for _, result in results]
 
 
-def _be_rank(function, rank, count, host, num_memx, port, channel):
+def _be_rank(function, rank, count, host, num_memx, timeout_s, port, channel):
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -63,7 +64,7 @@ def _be_rank(function, rank, count, host, num_memx, port, channel):
     }
     torch.set_num_threads(1)
     try:
-        fabric = join_ranks(timeout_s=TIMEOUT_S / 2, num_memx=num_memx)
+        fabric = join_ranks(timeout_s=timeout_s, num_memx=num_memx)
         channel.send(("", function(fabric)))
         fabric.barrier("the others")
     except BaseException:  # noqa: BLE001 - of any kind, pytest's own too: the process that waits raises it

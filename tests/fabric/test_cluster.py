@@ -1,0 +1,63 @@
+"""What the ranks of a host say when another host does not answer: who is missing."""
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+import torch
+from tests.rank_processes import run_ranks
+
+from headwater.core.errors import RankError
+
+TIMEOUT_S = 1.0
+
+
+def test_who_waits_for_what_another_host_sends_hears_which_host_is_missing():
+    """The ranks of the first host wait already when their leader asks the other host, which says nothing."""
+    missed = multiprocessing.get_context("fork").Event()
+
+    def wait(fabric):
+        link, told = fabric.connect("weights"), fabric.allocate(1)
+        if fabric.host == 1:
+            missed.wait(100 * TIMEOUT_S)
+            return None
+        failures = []
+
+        def ask():
+            time.sleep(0.6 * TIMEOUT_S)
+            try:
+                link.gather(torch.zeros(1))
+            except RankError as error:
+                failures.append(error.what)
+                told[0] = 1
+
+        asking = threading.Thread(target=ask)
+        if link is not None:
+            asking.start()
+        fabric.wait_until(lambda: bool(told[0]), "weights")
+        missed.set()
+        return failures
+
+    first, second, *_ = run_ranks(wait, count=4, hosts=2, timeout_s=TIMEOUT_S)
+    assert len(first) == 1 and not second
+    assert "(node 0), ranks 0 to 1 cannot reach " in first[0]
+    assert "(node 1), ranks 2 to 3 for weights" in first[0]
+
+
+def test_values_of_all_ranks_are_waited_for_as_long_as_anything():
+    """A rank that does not come is missed after the run's timeout, not after that of the first meeting."""
+    missed = multiprocessing.get_context("fork").Event()
+
+    def ask(fabric):
+        if fabric.rank == 1:
+            missed.wait(100 * TIMEOUT_S)
+            return
+        for ask_all in (fabric.gather_objects, fabric.gather_tensors):
+            with pytest.raises(
+                RankError, match=r"rank 0 cannot reach .*\(node 1\), rank 1: .*[Tt]ime(d )?out"
+            ):
+                ask_all(torch.zeros(1))
+        missed.set()
+
+    run_ranks(ask, hosts=2, timeout_s=TIMEOUT_S)
