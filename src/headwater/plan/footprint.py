@@ -121,8 +121,8 @@ class Footprint:
         """Peak bytes of `plan` by where they lie."""
         peak = self.peak(plan)
         slabs = 0 if plan.in_place else _pool_bytes(self.slab_sizes, plan.slabs)
-        if plan.tier == "memory":
-            slabs *= self._ranks_beside(plan)  # those of the disk tier are shared
+        if not plan.shares_slabs:
+            slabs *= self._ranks_beside(plan)
         compute = {"slabs": slabs} | peak.parts
         host, disk = self._store_bytes(plan)
         held, moved = self.held_gradients(plan), self.offloaded_bytes(plan.activations)

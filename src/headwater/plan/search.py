@@ -22,6 +22,7 @@ from headwater.plan.types import (
     StoreShare,
     Tier,
     Trace,
+    shares_slabs,
 )
 
 TraceFor = Callable[[int], Trace]
@@ -81,9 +82,9 @@ class Request:
     ranks: int = 1
 
     def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
-        """Fewest slabs of a size class; on CPUs ranks share those of the disk tier."""
-        are_shared = tier == "disk" and self.device == "cpu"
-        return minimum_slabs(trace, self.ranks - self.share.store_ranks if are_shared else 1)
+        """Fewest slabs of a size class."""
+        sharers = self.ranks - self.share.store_ranks if shares_slabs(tier, self.device) else 1
+        return minimum_slabs(trace, sharers)
 
 
 def best_plan(request: Request) -> Plan | None:

@@ -211,6 +211,14 @@ Tier = Literal["memory", "disk"]
 Masters = Literal["split", "whole"]
 
 
+def shares_slabs(tier: Tier | None, device: str) -> bool:
+    """Whether the ranks of a host have slabs together: where what is on disk is read to where they compute.
+
+    What is in memory each rank copies by itself, and to an accelerator it brings everything by itself.
+    """
+    return tier == "disk" and device == "cpu"
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Schedule, slabs, tiers, activations and micro-batches, decided before anything is allocated.
@@ -252,6 +260,11 @@ class Plan:
         """Whether the fp32 masters of bf16 weights share memory with them; see `ParamSpec.split_master`."""
         params = (param for stage in self.trace.stages for param in stage.params)
         return "split" if all(param.split_master for param in params) else "whole"
+
+    @property
+    def shares_slabs(self) -> bool:
+        """Whether the ranks of a host have slabs together; see `shares_slabs`."""
+        return shares_slabs(self.tier, self.device)
 
     @property
     def memory_is_ample(self) -> bool:

@@ -77,9 +77,9 @@ def make_store(
 
 def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric) -> Weights:
     """What brings weights to the device of this rank."""
-    if plan.in_place or not (fabric.computes or _shares_slabs(plan)):
+    if plan.in_place or not (fabric.computes or plan.shares_slabs):
         return InPlaceWeights(store)
-    sharing = fabric if _shares_slabs(plan) else ALONE
+    sharing = fabric if plan.shares_slabs else ALONE
     if sharing.local_rank != 0 or not sharing.computes:
         return BorrowedWeights(store, plan.trace.stages, plan.slabs, sharing)
     return SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing)
@@ -103,7 +103,7 @@ def _disk_tier(layouts: list[StageLayout], plan: Plan, verify: bool, fabric: Fab
     every = fabric.gather_objects([] if tier is None else tier.origins)
     if tier is not None:
         return tier
-    reads = own_loop or (fabric.computes and not _shares_slabs(plan))
+    reads = own_loop or (fabric.computes and not plan.shares_slabs)
     if reads or any(fabric.rank in each.owners for each in shares):
         return make(origins=every[fabric.rank - fabric.local_rank])
     return ElsewhereTier(layouts)
@@ -112,11 +112,3 @@ def _disk_tier(layouts: list[StageLayout], plan: Plan, verify: bool, fabric: Fab
 def _folder(plan: Plan) -> Path:
     assert plan.disk is not None, "a plan with a disk tier names a folder"
     return plan.disk
-
-
-def _shares_slabs(plan: Plan) -> bool:
-    """Whether the ranks of a host have slabs together: where what is on disk is read to where they compute.
-
-    What is in memory each rank copies by itself, and to an accelerator it brings everything by itself.
-    """
-    return plan.tier == "disk" and plan.device == "cpu"
