@@ -130,12 +130,15 @@ def main() -> None:
     add_workload_arguments(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--disk", help="a folder; the runs then use the disk tier there")
+    parser.add_argument("--host_memory", help="what the ranks of a run may take together, such as 2GiB")
     args = parser.parse_args()
     workload = workload_of(args)
     cores = len(os.sched_getaffinity(0))
     backend: dict[str, object] = {}
     if args.disk:
         backend = {"disk": {"path": args.disk}, "tier": "disk"}
+    if args.host_memory:
+        backend["host_memory"] = args.host_memory
     cases = {
         f"1 rank x {cores} threads": {"ranks": 1, "threads": cores, "batch": workload.batch},
         f"{cores} ranks x 1 thread": {"ranks": cores, "threads": 1, "batch": workload.batch},
@@ -165,6 +168,7 @@ def main() -> None:
     row = {
         "tier": "disk" if args.disk else "memory",
         "dtype": workload.dtype,
+        "host_memory": args.host_memory or "all there is",
         "strong": ratio("tokens_per_s", many, whole),
         "weak": ratio("tokens_per_s", many, single, cores),
         "runs apart": ratio("tokens_per_s", several, single, cores),
@@ -172,7 +176,8 @@ def main() -> None:
         "memory": ratio("peak_bytes", many, whole),
     }
     print_table([row])
-    print(save(f"ranks_{row['tier']}_{workload.dtype}", {"rows": [row], "runs": results}))
+    budget = f"_{args.host_memory}" if args.host_memory else ""
+    print(save(f"ranks_{row['tier']}_{workload.dtype}{budget}", {"rows": [row], "runs": results}))
 
 
 if __name__ == "__main__":
