@@ -8,6 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from headwater.core.precision import Precision
+from headwater.models.loss import linear_cross_entropy
 from headwater.plan.partition import find_stages
 from headwater.plan.trace import trace_step
 
@@ -44,6 +45,25 @@ def test_flops_of_a_gpt(layers, hidden, batch):
     backward = sum(cost.backward_flops for cost in trace.costs)
     assert forward == pytest.approx(products + attention, rel=0.01)
     assert backward == pytest.approx(2 * forward, rel=0.01)
+
+
+class Classifier(nn.Module):
+    """Its loss makes the gradient of the weight in place, a part of the rows after the other."""
+
+    def __init__(self, width, classes):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(classes, width, device="meta"))
+
+    def forward(self, hidden):
+        rows = torch.ones(len(hidden))
+        return linear_cross_entropy(hidden, self.weight, None, torch.zeros(len(hidden)), rows, chunk_rows=32)
+
+
+def test_flops_of_a_product_that_is_added_to_another():
+    model, hidden = Classifier(64, 1000), torch.zeros(128, 64)
+    trace = trace_step(model, hidden, Precision(), loss_function=lambda model, x: model(x))
+    logits = gradient_of_weight = 2 * 128 * 64 * 1000
+    assert sum(cost.flops + cost.backward_flops for cost in trace.costs) == logits + gradient_of_weight
 
 
 def test_flops_and_bytes_lie_where_they_arise():

@@ -7,6 +7,7 @@ and not only to the module that owns it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -284,7 +285,7 @@ class _Recorder(TorchDispatchMode):
                     self._read(stage)
         cost = self._costs[self._current]
         cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, out))
-        count = flop_registry.get(func._overloadpacket)
+        count = _flop_count(func._overloadpacket)
         flops = 0 if count is None else count(*args, **kwargs, out_val=out)
         if self._in_backward:
             cost.backward_flops += flops
@@ -335,6 +336,19 @@ class _Recorder(TorchDispatchMode):
             micro_batch_size=micro_batch_size,
             inference=self._inference,
         )
+
+
+@functools.cache
+def _flop_count(operator: Any) -> Callable[..., int] | None:
+    """What counts an operator's floating-point operations.
+
+    Torch counts those that return their result; what writes to its first argument (`addmm_`) does the same.
+    """
+    in_place = operator.__name__.endswith("_") and not operator.__name__.endswith("__")
+    found = flop_registry.get(operator)
+    if found is None and in_place:
+        found = flop_registry.get(getattr(torch.ops.aten, operator.__name__[:-1], None))
+    return found
 
 
 def _tensors(tree: Any) -> Sequence[torch.Tensor]:
