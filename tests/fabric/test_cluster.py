@@ -10,7 +10,7 @@ from tests.rank_processes import run_ranks
 
 from headwater.core.errors import RankError
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
 
 
 def test_who_waits_for_what_another_host_sends_hears_which_host_is_missing():
