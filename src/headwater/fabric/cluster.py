@@ -14,7 +14,7 @@ import torch.distributed
 
 from headwater.core.errors import ConfigError, RankError
 from headwater.core.placement import Placement
-from headwater.fabric.fabric import ALONE, Board, Fabric, Value
+from headwater.fabric.fabric import ALONE, Fabric, Value
 from headwater.fabric.host import HostFabric, Process
 from headwater.fabric.link import Link
 from headwater.fabric.meeting import meet
@@ -73,11 +73,8 @@ class ClusterFabric(HostFabric):
         num_memx: how many of them, the last ones, are store ranks.
     """
 
-    _called: Board | None = None
-
     def __init__(self, processes: Sequence[Process], rank: int, timeout_s: float, num_memx: int = 0) -> None:
         super().__init__(processes, rank, timeout_s, num_memx)
-        self._called = Board(self, 1)  # when the leader began to speak with other hosts, the last time, ns
         names = list(dict.fromkeys(process.host for process in processes))
         self._leaders = [self.hosts.index(host) for host in range(self.num_hosts)]
         self._names = [_with_ranks(name, self.hosts, host) for host, name in enumerate(names)]
@@ -99,13 +96,7 @@ class ClusterFabric(HostFabric):
         return link
 
     def _note_call(self) -> None:
-        assert self._called is not None, "links are made later"
-        self._called.post(0, time.monotonic_ns())
-
-    def _patient_from(self, start: float) -> float:
-        # A call that is under way ends by itself in time, and says which host is missing.
-        called = self._called.read(0) if self._called is not None else 0
-        return max(start, called * 1e-9 + self._timeout_s) if called else start
+        self._called[0] = time.monotonic_ns()
 
     def _others(self) -> str:
         return " or ".join(name for host, name in enumerate(self._names) if host != self.host)

@@ -69,13 +69,14 @@ class HostFabric(Fabric):
         if self.local_rank != 0:
             os.close(self._file)
             self._file = self._file_of_leader(self._neighbours[0].file)
-        sizes = [2, self.local_size, self.local_size, self.size]
+        sizes = [2, self.local_size, self.local_size, self.size, 1]
         os.ftruncate(self._file, round_up(8 * sum(sizes)))  # the leader may not have come to it yet
         numbers = torch.frombuffer(mmap.mmap(self._file, 8 * sum(sizes)), dtype=torch.int64)
-        offered, taken, arrived, values = numbers.split(sizes)
+        offered, taken, arrived, values, called = numbers.split(sizes)
         self._offered = offered.numpy()  # the leader's file of an allocation, and the allocation's number
         self._taken = taken.numpy()  # the last allocation of each rank
         self._arrived, self._values = arrived.numpy(), values.view(torch.float64).numpy()
+        self._called = called.numpy()  # when the leader last began to speak with other hosts, ns; 0: never
         self._allocations = self._barriers = 0
         # The default group is more patient: it is there while the first rank does something for all.
         self._every = self._group(range(self.size))
@@ -131,8 +132,12 @@ class HostFabric(Fabric):
                     )
 
     def _patient_from(self, start: float) -> float:
-        """Since when something that has been waited for since `start` has been late."""
-        return start
+        """From when on the timeout counts for something that is waited for since `start`.
+
+        A call to other hosts that may be under way ends by itself in time, and says which is missing.
+        """
+        called = int(self._called[0])
+        return max(start, called * 1e-9 + self._timeout_s) if called else start
 
     def _check_alive(self, what: str) -> None:
         first = self.rank - self.local_rank

@@ -344,10 +344,9 @@ def _flop_count(operator: Any) -> Callable[..., int] | None:
 
     Torch counts those that return their result; what writes to its first argument (`addmm_`) does the same.
     """
-    in_place = operator.__name__.endswith("_") and not operator.__name__.endswith("__")
-    found = flop_registry.get(operator)
-    if found is None and in_place:
-        found = flop_registry.get(getattr(torch.ops.aten, operator.__name__[:-1], None))
+    found, name = flop_registry.get(operator), operator.__name__
+    if found is None and name.endswith("_") and getattr(torch.ops.aten, name, None) is operator:
+        found = flop_registry.get(getattr(torch.ops.aten, name[:-1], None))
     return found
 
 
