@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from headwater.config.data import DataConfig
 from headwater.config.run import RunConfig, SetupConfig
@@ -51,12 +51,18 @@ class FitResult:
     validation: list[ValidateEnd]
 
 
-def fit(config: RunConfig, *, console: Console | None = None) -> FitResult:
+def fit(
+    config: RunConfig,
+    *,
+    console: Console | None = None,
+    describe: Callable[[Plan], RenderableType] = render_plan,
+) -> FitResult:
     """Train as the params say, from the last checkpoint in the model_dir on.
 
     Args:
         config: the params.
         console: shows the plan and the progress; nothing is shown without.
+        describe: returns what the console shows of the plan.
 
     Raises:
         HeadwaterError: if something is wrong; the last complete checkpoint is then intact.
@@ -65,16 +71,23 @@ def fit(config: RunConfig, *, console: Console | None = None) -> FitResult:
     fabric = join(cluster.rank_timeout_s, cluster.num_memx)
     if fabric.size > 1:
         check_alike(fabric, program_and_params(config))
-    return fit_job(zoo_job(config, fabric), console=console, fabric=fabric)
+    return fit_job(zoo_job(config, fabric), console=console, fabric=fabric, describe=describe)
 
 
-def fit_job(job: Job, *, console: Console | None = None, fabric: Fabric = ALONE) -> FitResult:
-    """Do a training run, from the last checkpoint in its model_dir on.
+def fit_job(
+    job: Job,
+    *,
+    console: Console | None = None,
+    fabric: Fabric = ALONE,
+    describe: Callable[[Plan], RenderableType] = render_plan,
+) -> FitResult:
+    """Run a training job, from the last checkpoint in its model_dir on.
 
     Args:
         job: the run; its training data are this rank's.
         console: shows the plan and the progress; nothing is shown without.
         fabric: the ranks that train together; the first writes checkpoints and logs.
+        describe: returns what the console shows of the plan.
 
     Raises:
         HeadwaterError: if something is wrong; the last complete checkpoint is then intact.
@@ -96,7 +109,7 @@ def fit_job(job: Job, *, console: Console | None = None, fabric: Fabric = ALONE)
             if leads:
                 run_dir.write_plan(plan)
             if console is not None:
-                console.print(render_plan(plan))
+                console.print(describe(plan))
 
         with open_engine(init, job.trainable, work, disk, blank=blank, show=show, fabric=fabric) as engine:
             trainer = Trainer(
