@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from headwater.core.errors import ConfigError
-from headwater.core.units import GIB, format_bytes, format_count, parse_bytes
+from headwater.core.units import GIB, format_bytes, format_count, format_duration, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,24 @@ def test_format_bytes(count, text):
 )
 def test_format_count(count, text):
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 µs"),
+        (1.71e-3, "1.71 ms"),
+        (0.364, "364 ms"),
+        (59.4, "59.4 s"),
+        (59.98, "1.00 min"),
+        (100_000, "1.16 days"),
+        (99_999 - 14_000, "23.9 h"),
+        (-2000, "-33.3 min"),
+        (400 * 86400, "400 days"),
+    ],
+)
+def test_format_duration(seconds, text):
+    assert format_duration(seconds) == text
 
 
 @settings(deadline=None)

@@ -61,6 +61,19 @@ def format_count(count: float) -> str:
     return _format(count, 1000.0, ("", "k", "M", "G", "T", "P"))
 
 
+_DURATIONS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def format_duration(seconds: float) -> str:
+    """A duration in the largest unit that fits, with three significant digits: `27.8 h`, `364 ms`."""
+    sign, value = ("-", -seconds) if seconds < 0 else ("", seconds)
+    # Three digits round 59.98 s up to "60.0 s"; the margin makes it "1.00 min".
+    factor, unit = next((each for each in _DURATIONS if value >= each[0] * 0.9995), _DURATIONS[-1])
+    value /= factor
+    digits = 0 if value >= 99.95 or value == 0 else 1 if value >= 9.995 else 2
+    return f"{sign}{value:.{digits}f} {unit}"
+
+
 def _format(value: float, base: float, units: tuple[str, ...]) -> str:
     sign, value = ("-", -value) if value < 0 else ("", value)
     index = 0
