@@ -1,4 +1,4 @@
-"""Training runs that kill themselves at their n-th file operation, and go on in another process.
+"""Training runs that kill themselves at a file operation, and resume in another process.
 
 Called with a folder and a tier; prints what became of each run as JSON. Runs are forks of this process, which
 has imported everything and started no thread.
@@ -23,11 +23,15 @@ from headwater.plan.trace import Trace, trace_step
 from headwater.plan.types import Activations, Plan
 from headwater.store.store import Update
 from headwater.stream.engine import Engine
+from headwater.trainer.callback import FitStart, StepEnd
 from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints
+from headwater.trainer.history import History
 
 NUM_STEPS = 6
 NUM_KILLS = 10
-_OPERATIONS = ("open", "pwrite", "posix_fallocate", "fsync", "rename", "mkdir", "unlink", "rmdir")
+HISTORY_WRITTEN = "replace"
+"""The instant at which a whole new history is on disk and does not have its name yet."""
+_OPERATIONS = ("open", "pwrite", "posix_fallocate", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
 def make_model() -> nn.Module:
@@ -45,7 +49,8 @@ def batch_of(step: int) -> torch.Tensor:
 
 
 def train(model_dir: Path, model: nn.Module, plan: Plan) -> None:
-    """From the last checkpoint to the last step, with a checkpoint after each."""
+    """From the last checkpoint to the last step, with a checkpoint and a line of history after each."""
+    history = History(model_dir / "history.jsonl")
     checkpoints = CheckpointManager(model_dir, keep_n=2)
     optimizer = OptimizerSpec("AdamW", {"lr": 0.1})
     with (
@@ -54,22 +59,28 @@ def train(model_dir: Path, model: nn.Module, plan: Plan) -> None:
     ):
         latest = checkpoints.latest()
         step, state = checkpoints.load(engine.store, latest) if latest else (0, {"losses": []})
+        history.on_fit_start(FitStart(step, NUM_STEPS, plan))
         while step < NUM_STEPS:
             loss = engine.train_step([batch_of(step)], Update(step, {"lr": 0.1}, max_norm=0.5)).loss
             step, state = step + 1, {"losses": [*state["losses"], loss]}
-            checkpoints.save(engine.store, step, state)
+            history.on_step_end(StepEnd(step, loss, 0.1, 1.0, True, 1.0, 0, 1.0, 0, 0, 0.0, 0.0))
+            path = checkpoints.save(engine.store, step, state)
+            history.on_checkpoint(step, path)
+        history.on_fit_end()
         checkpoints.wait()
 
 
-def count_operations(kill_at: int | None) -> Callable[[], int]:
-    """Count the file operations of this process from now on, and kill it instead of number `kill_at`."""
+def count_operations(kill_at: int | str | None) -> Callable[[], int]:
+    """Count the file operations of this process; kill it before number `kill_at`, or the first so named."""
     counted = 0
 
     def counting(operation: Callable[..., object]) -> Callable[..., object]:
+        name = operation.__name__
+
         def wrapper(*args: object, **kwargs: object) -> object:
             nonlocal counted
             counted += 1
-            if counted == kill_at:
+            if kill_at in (counted, name):
                 os.kill(os.getpid(), signal.SIGKILL)
             return operation(*args, **kwargs)
 
@@ -80,7 +91,7 @@ def count_operations(kill_at: int | None) -> Callable[[], int]:
     return lambda: counted
 
 
-def fork(model_dir: Path, tier: str, trace: Trace, kill_at: int | None = None) -> int:
+def fork(model_dir: Path, tier: str, trace: Trace, kill_at: int | str | None = None) -> int:
     """Run `train` in a process of its own; gives its exit status."""
     process = os.fork()
     if process:
@@ -107,18 +118,24 @@ def main(root: Path, tier: str) -> None:
     assert fork(root / "undisturbed", tier, trace) == 0
     undisturbed = files_in(root / "undisturbed" / f"checkpoint_{NUM_STEPS}")
     num_operations = int((root / "undisturbed.count").read_text())
+    history = (root / "undisturbed" / "history.jsonl").read_text()
     outcomes = []
-    for instant in sorted(random.Random(tier).sample(range(1, num_operations + 1), NUM_KILLS)):
+    instants = sorted(random.Random(tier).sample(range(1, num_operations + 1), NUM_KILLS))
+    for instant in [*instants, HISTORY_WRITTEN]:
         model_dir = root / f"killed_at_{instant}"
         killed = fork(model_dir, tier, trace, kill_at=instant)
+        left_at_once = sorted(path.name for path in model_dir.iterdir())
         resumed_from = [path.name for path in complete_checkpoints(model_dir)]
         resumed = fork(model_dir, tier, trace)
         outcomes.append({
             "instant": instant,
             "killed": killed,
+            "left_at_once": left_at_once,
             "resumed_from": resumed_from,
             "resumed": resumed,
             "same": files_in(model_dir / f"checkpoint_{NUM_STEPS}") == undisturbed,
+            "history": (model_dir / "history.jsonl").read_text(),
+            "undisturbed_history": history,
             "left": sorted(path.name for path in model_dir.iterdir()),
         })  # fmt: skip
     print(json.dumps(outcomes))

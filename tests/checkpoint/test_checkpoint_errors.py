@@ -26,7 +26,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.store.snapshot import publish, recover, retire
 from headwater.store.snapshot_load import SavedCheckpoint, load_weights
 from headwater.store.snapshot_manifest import FORMAT_VERSION
-from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, describe
+from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, describe, find_damage
 
 
 @pytest.fixture(scope="module")
@@ -362,3 +362,71 @@ def test_damaged_checkpoint_leaves_the_older_one_usable(tmp_path):
         load(tmp_path / "checkpoint_2", fresh)
     load(tmp_path / "checkpoint_1", fresh)
     assert_same(fresh, reference)
+
+
+# manifests with a right checksum that no run has written
+
+
+def forge(checkpoint: Path, change) -> None:
+    path = checkpoint / "manifest.json"
+    document = json.loads(path.read_text())
+    change(document)
+    canonical = json.dumps(document["content"], sort_keys=True, separators=(",", ":")).encode()
+    document["checksum"] = zlib.crc32(canonical)
+    path.write_text(json.dumps(document))
+
+
+def without(file: str):
+    return lambda document: document["content"]["files"].pop(file)
+
+
+def scalar_of_unknown_dtype(document):
+    document["content"]["stages"][0]["params"][0]["scalars"] = {"step": {"dtype": "F9", "value": 1}}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (without("trainer.json"), "does not list trainer.json"),
+        (without("trainer.safetensors"), "does not list trainer.safetensors"),
+        (without("weights_buffers.safetensors"), "does not list weights_buffers.safetensors"),
+        (lambda document: document.update(format_version=True), "format version is True"),
+        (scalar_of_unknown_dtype, "optimizer state of embed.weight cannot be read"),
+    ],
+)
+def test_a_forged_manifest(checkpoint, change, what):
+    forge(checkpoint, change)
+    with pytest.raises(CorruptError, match=what):
+        load(checkpoint)
+
+
+def test_a_manifest_of_deep_nesting(checkpoint):
+    (checkpoint / "manifest.json").write_text("[" * 200_000)
+    with pytest.raises(CorruptError, match="manifest is damaged"):
+        load(checkpoint)
+    assert find_damage(checkpoint) is not None
+
+
+@pytest.mark.parametrize("state", [b"[]", b'{"a": {"__tensor__": "none"}}', b"[" * 200_000, b'{"a": \xff}'])
+def test_a_state_that_no_run_has_written(checkpoint, state):
+    (checkpoint / "trainer.json").write_bytes(state)
+
+    def describe_state(document):
+        chunks = [[0, len(state), zlib.crc32(state)]]
+        document["content"]["files"]["trainer.json"] = {"num_bytes": len(state), "chunks": chunks}
+
+    forge(checkpoint, describe_state)
+    with pytest.raises(CorruptError, match="state of the run"):
+        load(checkpoint)
+
+
+def test_the_newest_whole_checkpoint(checkpoint, caplog):
+    model_dir = checkpoint.parent
+    shutil.copytree(checkpoint, model_dir / "checkpoint_7")
+    manager = CheckpointManager(model_dir)
+    assert manager.newest_whole() == checkpoint
+    assert "its manifest says step 1" in caplog.text
+    (checkpoint / "weights_0001.safetensors").unlink()
+    with pytest.raises(CorruptError, match="every checkpoint of this run is damaged"):
+        manager.newest_whole()
+    assert CheckpointManager(model_dir / "none").newest_whole() is None

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from killed_run import NUM_KILLS, NUM_STEPS
+from killed_run import HISTORY_WRITTEN, NUM_KILLS, NUM_STEPS
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 
@@ -20,13 +20,16 @@ def test_killed_run_resumes_to_the_same_bits(tmp_path, tier):
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     outcomes = json.loads(finished.stdout)
-    assert len(outcomes) == NUM_KILLS
+    assert len(outcomes) == NUM_KILLS + 1
+    (half_written,) = (outcome for outcome in outcomes if outcome["instant"] == HISTORY_WRITTEN)
+    assert "history.jsonl.partial" in half_written["left_at_once"]
     for outcome in outcomes:
         assert outcome["killed"] == -signal.SIGKILL, outcome
         assert outcome["resumed"] == 0, (outcome, finished.stderr)
         assert outcome["same"], outcome
         last_two = [f"checkpoint_{NUM_STEPS - 1}", f"checkpoint_{NUM_STEPS}"]
-        assert outcome["left"] == [*last_two, "run.lock"], outcome
+        assert outcome["left"] == [*last_two, "history.jsonl", "run.lock"], outcome
+        assert outcome["history"] == outcome["undisturbed_history"], outcome
     assert (
         len({tuple(outcome["resumed_from"]) for outcome in outcomes}) >= 4
     )  # kills were spread over the run

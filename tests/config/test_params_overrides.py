@@ -111,6 +111,7 @@ def test_every_short_name_leads_to_a_key_that_exists(newer):
         "compile_dir": "x",
         "target_device": "GPU",
         "eval_frequency": 10,
+        "autoload_last_checkpoint": False,
         "disk": "x",
         "checkpoint_path": "x",
         "job_labels": "kind=try",

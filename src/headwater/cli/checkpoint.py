@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,8 +18,13 @@ from headwater.config import ModelConfig, RunConfig, find_params, load_params
 from headwater.convert.checkpoint import export_hf, import_hf
 from headwater.core.errors import RunError
 from headwater.core.units import format_bytes
-from headwater.store.snapshot_load import SavedCheckpoint
-from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints, describe
+from headwater.trainer.checkpoint import (
+    CheckpointManager,
+    ModelDirLock,
+    complete_checkpoints,
+    describe,
+    find_damage,
+)
 from headwater.trainer.pretrained import checkpoint_weights, import_weights
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import find_trained
@@ -64,19 +70,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    """Prints a table of checkpoints; returns the exit code."""
+    """Prints a table of checkpoints; returns the exit code: 1 if one of them is damaged."""
     paths = complete_checkpoints(args.path) or [args.path]
-    table = Table("checkpoint", "step", "parameters", "optimizer", "size", box=None, pad_edge=False)
+    columns = ("checkpoint", "step", "parameters", "optimizer", "size")
+    table = Table(*columns, "state", box=None, pad_edge=False)
+    damaged = []
     for path in paths:
+        damage = find_damage(path, deep=args.verify)
+        if damage is not None:
+            damaged.append(f"{path.name} is damaged: {damage}")
+            table.add_row(path.name, *("-" * (len(columns) - 1)), "damaged")
+            continue
         found = describe(path)
-        if args.verify:
-            SavedCheckpoint(path).verify()
         size = format_bytes(found.num_bytes)
-        table.add_row(path.name, str(found.step), f"{found.num_parameters:,}", found.optimizer, size)
+        state = "whole" if args.verify else "not verified"
+        table.add_row(path.name, str(found.step), f"{found.num_parameters:,}", found.optimizer, size, state)
     Console(highlight=False).print(table)
-    if args.verify:
+    for line in damaged:
+        print(line, file=sys.stderr)
+    if args.verify and not damaged:
         print("every byte is as it was written")
-    return 0
+    return 1 if damaged else 0
 
 
 def run_export(args: argparse.Namespace) -> int:

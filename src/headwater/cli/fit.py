@@ -33,7 +33,8 @@ _SUBMIT = "--submit"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `headwater fit`."""
     parser.description = (
-        "Train a model. A run goes on from the last checkpoint in its model_dir. "
+        "Train a model. The same command run again continues from the last checkpoint in the model_dir; "
+        "--autoload_last_checkpoint=false starts over. "
         "Ctrl-C finishes the step and writes a checkpoint; a second one stops at once."
     )
     parser.usage = f"headwater fit [-h] [--compile_only | --validate_only] [--submit] {USAGE}"

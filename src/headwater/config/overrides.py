@@ -28,6 +28,7 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
     "micro_batch_size": ("trainer.init.backend.micro_batch_size",),
     "batch_size": ("trainer.fit.train_dataloader.batch_size",),
     "checkpoint_steps": ("trainer.init.checkpoint.steps",),
+    "autoload_last_checkpoint": ("trainer.init.checkpoint.autoload_last_checkpoint",),
     "log_steps": ("trainer.init.logging.log_steps",),
     "job_labels": ("trainer.init.backend.cluster_config.job_labels",),
     "job_priority": ("trainer.init.backend.cluster_config.job_priority",),

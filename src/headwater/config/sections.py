@@ -225,7 +225,7 @@ class CheckpointConfig(Section):
     Attributes:
         steps: steps between checkpoints; one at the end is always written.
         keep_n: newest checkpoints to keep; all where absent.
-        autoload_last_checkpoint: go on from the newest checkpoint in `model_dir`.
+        autoload_last_checkpoint: continue from the newest checkpoint in `model_dir`; otherwise start over.
         disable_strict_checkpoint_loading: allow a checkpoint with missing or further parameters.
     """
 

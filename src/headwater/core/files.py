@@ -8,7 +8,7 @@ import weakref
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +19,9 @@ CHUNK_BYTES = 4 << 20
 
 Chunk = tuple[int, int, int]
 """Offset in the file, length, CRC-32."""
+
+PARTIAL_SUFFIX = ".partial"
+"""Suffix of a file or folder that is still being written, or that is being deleted."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OTHER_COPY = "use another checkpoint, or another copy of this one"
@@ -46,6 +49,35 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its missing parents; their names survive a loss of power."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file as a whole. A crash at any time leaves the old content or the new one under its name.
+
+    Raises:
+        DiskFullError: if there is no room; the old content stays.
+    """
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    with disk_errors(path):
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        sync_folder(path.parent)
 
 
 class CheckedFile:

@@ -198,7 +198,7 @@ def _parse_header(
         entries = json.loads(header)
         metadata = dict(entries.pop("__metadata__", {}))
         places = {name: _parse_place(entry, start) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _not_safetensors(path, f"its header cannot be read ({error!r})") from error
     for name, place in places.items():
         if not start <= place.offset <= place.offset + place.num_bytes <= file_bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from headwater.core.errors import HeadwaterError
-from headwater.core.files import CheckedFile, disk_errors, sync_folder
+from headwater.core.files import PARTIAL_SUFFIX, CheckedFile, disk_errors, sync_folder
 from headwater.core.safetensors import DTYPE_CODES, DTYPES, TensorFileWriter
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.pieces import PieceState
@@ -26,9 +26,6 @@ from headwater.store.snapshot_manifest import (
     encode_scalars,
 )
 from headwater.store.store import WeightStore
-
-PARTIAL_SUFFIX = ".partial"
-"""Of a folder that is not a checkpoint yet, or no longer."""
 
 BUFFERS_FILE = "weights_buffers.safetensors"
 """The model's buffers; with the stages' weights files it is the whole model."""
@@ -75,7 +72,7 @@ class Snapshot:
         self._received = _receive_pieces(store)
         with self._nothing_left_on_failure():
             with disk_errors(self._partial):
-                remove_folder(self._partial)
+                remove(self._partial)
                 self._partial.mkdir(parents=True)
             self._extras = [self._write_extra(name, data) for name, data in (extras or {}).items()]
             self._extras.append(self._write_buffers(buffers or {}))
@@ -273,36 +270,38 @@ def publish(partial: Path, folder: Path) -> None:
     with disk_errors(folder):
         sync_folder(partial)
         if folder.exists():
-            remove_folder(replaced)
+            remove(replaced)
             folder.rename(replaced)
         partial.rename(folder)
         sync_folder(folder.parent)
-        remove_folder(replaced)
+        remove(replaced)
 
 
 def recover(model_dir: Path) -> None:
-    """Clear away what a killed process has left among the checkpoints in `model_dir`."""
+    """Remove what a killed process left in `model_dir`: checkpoints and files that were not complete."""
     with disk_errors(model_dir):
         for replaced in model_dir.glob(f"*{REPLACED_SUFFIX}"):
             folder = replaced.with_name(replaced.name.removesuffix(REPLACED_SUFFIX))
             if folder.exists():
-                remove_folder(replaced)
+                remove(replaced)
             else:
                 replaced.rename(folder)
         for partial in model_dir.glob(f"*{PARTIAL_SUFFIX}"):
-            remove_folder(partial)
+            remove(partial)
 
 
 def retire(folder: Path) -> None:
     """Delete a checkpoint; at no instant is there half of it under its name."""
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_errors(folder):
-        remove_folder(partial)
+        remove(partial)
         folder.rename(partial)
-        remove_folder(partial)
+        remove(partial)
 
 
-def remove_folder(folder: Path) -> None:
-    """Delete a folder with all it holds, if it is there."""
-    if folder.exists():
-        shutil.rmtree(folder)
+def remove(path: Path) -> None:
+    """Delete a folder with its content, a file or a link, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

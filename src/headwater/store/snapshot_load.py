@@ -6,11 +6,12 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from headwater.core.errors import CheckpointError
+from headwater.core.errors import CheckpointError, CorruptError
 from headwater.core.files import FileBytes
 from headwater.core.safetensors import TensorFile
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec, StageSpec
@@ -19,6 +20,7 @@ from headwater.store.rule import Scalars
 from headwater.store.snapshot import BUFFERS_FILE, state_entries, state_name
 from headwater.store.snapshot_manifest import (
     MANIFEST_FILE,
+    FileEntry,
     ParamEntry,
     TensorEntry,
     decode_scalars,
@@ -34,6 +36,9 @@ Names = Callable[[str], Sequence[str]]
 
 With `MAY_BE_MISSING` last it need not be there, and keeps its value then.
 """
+
+_VERIFY_THREADS = 4
+"""Checksums of several files are computed at once, so that `verify` is as fast as the disk."""
 
 _OTHER_MODEL = (
     "the weights are of another model; set its section to what they were trained with, or begin a new run "
@@ -68,25 +73,45 @@ class SavedCheckpoint:
         self.manifest = read_manifest(folder)
 
     def tensors(self, file: str) -> TensorFile:
-        """One of its safetensors files; what is read of it is checked."""
-        return TensorFile(self.folder / file, self.manifest.files[file].chunks)
-
-    def read(self, file: str) -> bytes:
-        """One of its files, whole."""
-        entry = self.manifest.files[file]
-        return FileBytes(self.folder / file, entry.chunks).read(0, entry.num_bytes, file)
-
-    def verify(self) -> None:
-        """Compare every byte with its checksum.
+        """Open one of its safetensors files; all that is read from it is compared with its checksums.
 
         Raises:
+            CheckpointError: if the file is missing.
+            CorruptError: if the manifest does not list it, or it does not have the listed length.
+        """
+        return TensorFile(self.folder / file, self._entry(file).chunks)
+
+    def read(self, file: str) -> bytes:
+        """Return the content of one of its files; raises as `tensors` does."""
+        entry = self._entry(file)
+        return FileBytes(self.folder / file, entry.chunks).read(0, entry.num_bytes, file)
+
+    def _entry(self, file: str) -> FileEntry:
+        if file not in self.manifest.files:
+            raise CorruptError(
+                f"the manifest does not list {file}, which every checkpoint has",
+                where=str(self.folder / MANIFEST_FILE),
+                remedy="use another checkpoint, or another copy of this one",
+            )
+        return self.manifest.files[file]
+
+    def verify(self) -> None:
+        """Read every byte and compare it with its checksum, several files at a time.
+
+        Raises:
+            CheckpointError: if a file is missing.
             CorruptError: naming the file, and the tensor in it, that is damaged.
         """
-        for name in self.manifest.files:
-            if name.endswith(".safetensors"):
-                self.tensors(name).verify()
-            else:
-                self.read(name)
+        self._entry(BUFFERS_FILE)
+        with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="headwater-verify") as threads:
+            for _ in threads.map(self._verify_file, self.manifest.files):
+                pass
+
+    def _verify_file(self, name: str) -> None:
+        if name.endswith(".safetensors"):
+            self.tensors(name).verify()
+        else:
+            self.read(name)
 
     def weights(self) -> list[TensorFile]:
         """The files that are the model."""
@@ -124,8 +149,18 @@ class SavedCheckpoint:
             for param in stage.params:
                 if param.scalars is not None and param.name in specs:
                     self._check_states(store, specs[param.name], param)
-                    states[param.name] = _SavedState(file, decode_scalars(param.scalars))
+                    states[param.name] = _SavedState(file, self._scalars(param))
         return states
+
+    def _scalars(self, param: ParamEntry) -> Scalars | None:
+        try:
+            return decode_scalars(param.scalars)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(
+                f"the optimizer state of {param.name} cannot be read: {error!r}",
+                where=str(self.folder / MANIFEST_FILE),
+                remedy="use another checkpoint, or another copy of this one",
+            ) from error
 
     def _check_states(self, store: WeightStore, spec: ParamSpec, entry: ParamEntry) -> None:
         ours, saved = state_entries(store.rule, spec), entry.states

@@ -120,9 +120,10 @@ def read_manifest(folder: Path) -> Manifest:
         with disk_errors(path):
             document = json.loads(path.read_bytes())
         version, checksum, content = (document[key] for key in ("format_version", "checksum", "content"))
-    except (ValueError, KeyError, TypeError) as error:
+        actual = zlib.crc32(_canonical(content))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, repr(error)) from error
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise _damaged(path, f"its format version is {version!r}")
     if version > FORMAT_VERSION:
         raise CheckpointError(
@@ -130,12 +131,12 @@ def read_manifest(folder: Path) -> Manifest:
             where=str(path),
             remedy="install the headwater that wrote it, or a newer one",
         )
-    return _parse_content(path, content, checksum)
-
-
-def _parse_content(path: Path, content: object, checksum: object) -> Manifest:
-    if zlib.crc32(_canonical(content)) != checksum:
+    if actual != checksum:
         raise _damaged(path, "its checksum does not match")
+    return _parse_content(path, content)
+
+
+def _parse_content(path: Path, content: object) -> Manifest:
     try:
         manifest = TypeAdapter(Manifest).validate_python(content)
     except ValidationError as error:
@@ -183,7 +184,11 @@ def _encode(name: str, value: object) -> object:
 
 
 def decode_scalars(scalars: Mapping[str, Any] | None) -> Scalars | None:
-    """The inverse of `encode_scalars`."""
+    """The inverse of `encode_scalars`.
+
+    Raises:
+        KeyError, TypeError, ValueError: if the values were not written by `encode_scalars`.
+    """
     if scalars is None:
         return None
     return {

@@ -7,6 +7,7 @@ import datetime
 import fcntl
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -20,17 +21,27 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from headwater.core.errors import ConfigError, HeadwaterError, ModelDirBusyError
-from headwater.core.files import disk_errors
+from headwater.core.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    HeadwaterError,
+    ModelDirBusyError,
+    StoreError,
+)
+from headwater.core.files import disk_errors, make_folder
 from headwater.store.snapshot import Snapshot, SnapshotElsewhere, recover, retire
 from headwater.store.snapshot_load import Buffers, Names, SavedCheckpoint, load_weights
 from headwater.store.snapshot_manifest import MANIFEST_FILE
 from headwater.store.store import WeightStore
 
+logger = logging.getLogger(__name__)
+
 _NAME = re.compile(r"checkpoint_(\d+)")
 _STATE_FILE = "trainer.json"
 _STATE_TENSORS_FILE = "trainer.safetensors"
 _TENSOR_KEY = "__tensor__"
+_OTHER_COPY = "use another checkpoint, or another copy of this one"
 _LOCK_FILE = "run.lock"
 _SET_ASIDE_SUFFIX = ".superseded"
 
@@ -124,7 +135,38 @@ class CheckpointManager:
 
     def latest(self) -> Path | None:
         """The complete checkpoint with the highest step."""
-        return max(complete_checkpoints(self.model_dir), key=_step_of, default=None)
+        return max(complete_checkpoints(self.model_dir), key=step_of, default=None)
+
+    def newest_whole(self) -> Path | None:
+        """Return the newest undamaged checkpoint, or `None` if the run has no checkpoints.
+
+        Every byte is compared with its checksum. Damaged checkpoints are passed over with a warning.
+
+        Raises:
+            CorruptError: if all of them are damaged.
+            CheckpointError: if a newer version of headwater wrote one.
+        """
+        damaged: list[tuple[Path, HeadwaterError]] = []
+        for path in reversed(complete_checkpoints(self.model_dir)):
+            damage = find_damage(path)
+            if damage is None:
+                for other, why in damaged:
+                    logger.warning("%s is damaged and passed over: %s", other, why.what)
+                return path
+            damaged.append((path, damage))
+        if damaged:
+            _, newest = damaged[0]
+            raise CorruptError(
+                f"every checkpoint of this run is damaged; of the newest: {newest.what}",
+                where=newest.where,
+                remedy="restore a copy of one, or start over with --autoload_last_checkpoint=false",
+            ) from newest
+        return None
+
+    def is_own(self, path: Path) -> bool:
+        """True if `path` is named like a checkpoint of this run and lies in its model_dir."""
+        named = _NAME.fullmatch(path.name) is not None
+        return named and path.parent.resolve() == self.model_dir.resolve()
 
     def set_aside(self, step: int, start: Path | None) -> list[Path]:
         """Rename the checkpoints of what a run that starts at `step` will do in another way.
@@ -139,7 +181,7 @@ class CheckpointManager:
             Their new names.
         """
         kept = start and start.resolve()
-        later = [path for path in complete_checkpoints(self.model_dir) if _step_of(path) >= step]
+        later = [path for path in complete_checkpoints(self.model_dir) if step_of(path) >= step]
         with disk_errors(self.model_dir):
             return [path.rename(_unused(path)) for path in later if path.resolve() != kept]
 
@@ -228,10 +270,39 @@ def describe(path: Path) -> CheckpointDescription:
     )
 
 
+def find_damage(path: Path, *, deep: bool = True) -> HeadwaterError | None:
+    """Return what is wrong with a complete checkpoint; `None` if nothing is.
+
+    Args:
+        path: its folder.
+        deep: compare every byte with its checksum, not only manifest, state and step.
+
+    Raises:
+        CheckpointError: if it is not complete, or a newer version of headwater wrote it.
+    """
+    try:
+        saved = SavedCheckpoint(path)
+    except StoreError as error:
+        return error
+    if _NAME.fullmatch(path.name) and saved.manifest.step != step_of(path):
+        return CorruptError(
+            f"the folder is named {path.name}, but its manifest says step {saved.manifest.step}",
+            where=str(path),
+            remedy="give the folder the name that it had",
+        )
+    try:
+        _unpack_state(saved)
+        if deep:
+            saved.verify()
+    except (CheckpointError, StoreError) as error:
+        return error
+    return None
+
+
 def complete_checkpoints(model_dir: Path) -> list[Path]:
     """Every complete checkpoint in a model_dir, by step."""
     folders = [path.parent for path in model_dir.glob(f"checkpoint_*/{MANIFEST_FILE}")]
-    return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=_step_of)
+    return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def _unused(path: Path) -> Path:
@@ -241,7 +312,8 @@ def _unused(path: Path) -> Path:
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, f"{path.name} is not the name of a checkpoint"
     return int(match[1])
@@ -280,12 +352,26 @@ def _split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _unpack_state(saved: SavedCheckpoint) -> dict[str, Any]:
-    tensors = safetensors.torch.load(saved.read(_STATE_TENSORS_FILE))
+    """The inverse of `_pack_state`.
 
-    def join(entry: dict[str, Any]) -> Any:
-        return tensors[entry[_TENSOR_KEY]] if _TENSOR_KEY in entry else entry
+    Raises:
+        CheckpointError: if a file is missing.
+        CorruptError: if a file is damaged, or does not hold a state.
+    """
+    path = saved.folder / _STATE_FILE
+    try:
+        tensors = safetensors.torch.load(saved.read(_STATE_TENSORS_FILE))
 
-    state: dict[str, Any] = json.loads(saved.read(_STATE_FILE), object_hook=join)
+        def join(entry: dict[str, Any]) -> Any:
+            return tensors[entry[_TENSOR_KEY]] if _TENSOR_KEY in entry else entry
+
+        state = json.loads(saved.read(_STATE_FILE), object_hook=join)
+    except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
+        what = f"the state of the run cannot be read: {error!r}"
+        raise CorruptError(what, where=str(path), remedy=_OTHER_COPY) from error
+    if not isinstance(state, dict):
+        what = f"expected the state of the run to be a mapping, found a {type(state).__name__}"
+        raise CorruptError(what, where=str(path), remedy=_OTHER_COPY)
     return state
 
 
@@ -308,7 +394,7 @@ class ModelDirLock:
 
     def __enter__(self) -> Self:
         with disk_errors(self._path):
-            self._model_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(self._model_dir)
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

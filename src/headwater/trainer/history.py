@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from headwater.core.files import disk_errors
+from headwater.core.files import disk_errors, replace_file
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
+
+logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 4096
 """The line of a step is shorter."""
 
+_STEP_FIELDS = dataclasses.fields(StepEnd)
+
 
 class History(Callback):
-    """Writes a file as the run goes on; what it holds beyond the step at which a run resumes is replaced.
+    """Appends a line for each event. Lines beyond the step at which a run resumes are removed first.
+
+    All lines up to a checkpoint's step are on disk soon after this callback is told of the checkpoint.
 
     Args:
         path: the file.
@@ -28,11 +35,11 @@ class History(Callback):
         self._file: TextIO | None = None
 
     def on_fit_start(self, event: FitStart) -> None:
-        kept = [record for record in read_history(self._path) if record["step"] <= event.start_step]
-        fresh = self._path.with_suffix(".partial")
+        records = read_history(self._path) if event.start_step else ()
+        kept = "".join(_line(record) for record in records if record["step"] <= event.start_step).encode()
         with disk_errors(self._path):
-            fresh.write_text("".join(_line(record) for record in kept) if event.start_step else "")
-            fresh.replace(self._path)
+            if not self._path.is_file() or self._path.read_bytes() != kept:
+                replace_file(self._path, kept)
             self._file = self._path.open("a")
 
     def on_step_end(self, event: StepEnd) -> None:
@@ -41,10 +48,15 @@ class History(Callback):
     def on_validate_end(self, event: ValidateEnd) -> None:
         self._write({"kind": "validate", **dataclasses.asdict(event)})
 
-    def on_fit_end(self) -> None:
+    def on_checkpoint(self, step: int, path: Path) -> None:
         if self._file is not None:
             with disk_errors(self._path):
-                self._file.close()
+                os.fsync(self._file.fileno())
+
+    def on_fit_end(self) -> None:
+        if self._file is not None:
+            with disk_errors(self._path), self._file as file:
+                os.fsync(file.fileno())
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None, "a run starts before its first step"
@@ -54,27 +66,55 @@ class History(Callback):
 
 
 def read_last_steps(path: Path, count: int) -> list[StepEnd]:
-    """The last steps in a history file, at most `count` of them, without reading all of a long one."""
+    """Return the last `count` steps in a history file, without reading all of a long one."""
     try:
         with path.open("rb") as file:
             begin = max(file.seek(0, os.SEEK_END) - count * _MAX_LINE_BYTES, 0)
             file.seek(begin)
-            lines = file.read().decode(errors="replace").splitlines(keepends=True)
+            lines = file.read().splitlines(keepends=True)
     except OSError:
         return []
-    records = [json.loads(line) for line in lines[1 if begin else 0 :] if line.endswith("\n")]
-    steps = [record for record in records if record.pop("kind") == "train"]
-    return [StepEnd(**record) for record in steps[-count:]]
+    records = (record for line in lines[1 if begin else 0 :] if (record := _record(line)) is not None)
+    steps = [step for record in records if (step := _step(record)) is not None]
+    return steps[-count:]
+
+
+def read_history(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records in a history file; none if it does not exist.
+
+    A line cut off by a kill is left out. Lines damaged by a loss of power are left out with a warning.
+    """
+    if not path.exists():
+        return
+    with disk_errors(path):
+        lines = path.read_bytes().splitlines(keepends=True)
+    damaged = 0
+    for line in lines:
+        record = _record(line)
+        if record is not None:
+            yield record
+        elif line.endswith(b"\n") or b"\0" in line:
+            damaged += 1
+    if damaged:
+        logger.warning("%s: %d damaged lines are left out; a loss of power can cause this", path, damaged)
 
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record) + "\n"  # Python writes the shortest digits that give the same float again
 
 
-def read_history(path: Path) -> Iterator[dict[str, Any]]:
-    """The records in a history file; none if it does not exist. A line cut off by a kill is left out."""
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record on a line of a history; `None` where the line is cut off or damaged."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    whole = line.endswith(b"\n") and isinstance(record, dict) and {"kind", "loss"} <= record.keys()
+    return record if whole and isinstance(record.get("step"), int) else None
+
+
+def _step(record: dict[str, Any]) -> StepEnd | None:
+    """The step that a record describes; `None` for an evaluation."""
+    known = {field.name: record[field.name] for field in _STEP_FIELDS if field.name in record}
+    needed = {field.name for field in _STEP_FIELDS if field.default is dataclasses.MISSING}
+    return StepEnd(**known) if record["kind"] == "train" and known.keys() >= needed else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from headwater.config.run import RunConfig
 from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError
-from headwater.core.files import disk_errors
+from headwater.core.files import disk_errors, replace_file
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 
@@ -66,19 +66,20 @@ class RunDir:
         self._write_params({**config.params, "runconfig": keys})
 
     def _write_params(self, tree: dict[str, Any]) -> None:
-        with disk_errors(self.params):
-            self.params.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+        replace_file(self.params, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode())
 
     def write_plan(self, plan: Plan) -> None:
         """Write the plan as `headwater plan` prints it."""
-        with disk_errors(self.plan), self.plan.open("w") as file:
-            Console(file=file, width=120).print(render_plan(plan))
+        text = io.StringIO()
+        Console(file=text, width=120).print(render_plan(plan))
+        replace_file(self.plan, text.getvalue().encode())
 
     def keep_tokenizer(self, source: Path | None) -> None:
         """Copy the tokenizer of the training data, so that text can be generated without the data."""
         if source is not None and source.absolute() != self.tokenizer.absolute():
-            with disk_errors(self.tokenizer):
-                shutil.copyfile(source, self.tokenizer)
+            with disk_errors(source):
+                content = source.read_bytes()
+            replace_file(self.tokenizer, content)
 
     def require_params(self) -> Path:
         """The params file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
 from headwater.config.run import SetupConfig
@@ -10,8 +11,11 @@ from headwater.core.errors import CheckpointError, ConfigError
 from headwater.optim.loss_scale import LossScale
 from headwater.store.snapshot_load import Names
 from headwater.stream.engine import Engine
-from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
+from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers, step_of
 from headwater.trainer.state import RunState
+
+logger = logging.getLogger(__name__)
+_START_OVER = "--autoload_last_checkpoint=false"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +25,14 @@ class Start:
     Attributes:
         path: the checkpoint; `None`: initial values.
         state: where the run stood then; `None` where only weights are taken from the checkpoint.
-        own: whether it is a checkpoint of the same run.
+        own: True if it is the newest checkpoint of the same run.
+        returned_to: see `RunState`.
     """
 
     path: Path | None = None
     state: RunState | None = None
     own: bool = False
+    returned_to: int | None = None
 
     def enter(
         self, engine: Engine, checkpoints: CheckpointManager, *, names: Names, strict: bool = True
@@ -51,29 +57,46 @@ class Start:
                 buffers=persistent_buffers(engine.model),
                 names=names,
             )
-        if self.state is None:
-            return RunState(0, LossScale.of(engine.plan.precision), engine.plan.micro_batch_size)
-        return dataclasses.replace(self.state, micro_batch_size=engine.plan.micro_batch_size)
+        state = self.state or RunState(0, LossScale.of(engine.plan.precision))
+        return dataclasses.replace(
+            state, micro_batch_size=engine.plan.micro_batch_size, returned_to=self.returned_to
+        )
 
 
 def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointManager) -> Start:
-    """Where a training run starts.
+    """Decide where a training run starts.
+
+    The newest undamaged checkpoint of the run itself comes first, so that the same command continues the run.
+    A named checkpoint is for a run without checkpoints. If it is an earlier one of this run, the run is sent
+    back to it, once: afterwards the same command continues from there.
 
     Args:
-        init: the params.
-        named: the checkpoint that the params or the command line name; it comes before the run's own.
+        init: the params. With `autoload_last_checkpoint: false` the run starts over.
+        named: the checkpoint that the params or the command line name.
         checkpoints: of the run's model_dir.
 
     Raises:
         CheckpointError: if the checkpoint does not exist or is not complete.
+        CorruptError: if every checkpoint of the run is damaged.
     """
-    own = checkpoints.latest() if init.checkpoint.autoload_last_checkpoint else None
-    path = named or own
-    if path is None:
-        return Start()
-    if named is not None and _weights_only(init):
-        return Start(path)
-    return Start(path, read_state(checkpoints, path), own=path == own)
+    own = checkpoints.newest_whole() if init.checkpoint.autoload_last_checkpoint else None
+    state = None if own is None else read_state(checkpoints, own)
+    if named is None:
+        return _start_of_own(own, state)
+    target = step_of(named) if own is not None and checkpoints.is_own(named) else None
+    if own is not None and (target is None or target in (state and state.returned_to, step_of(own))):
+        if own.resolve() != named.resolve():
+            logger.info(
+                "ckpt_path %s is not used: this run has checkpoints; %s starts over", named, _START_OVER
+            )
+        return _start_of_own(own, state)
+    if _weights_only(init):
+        return Start(named, returned_to=target)
+    return Start(named, read_state(checkpoints, named), returned_to=target)
+
+
+def _start_of_own(own: Path | None, state: RunState | None) -> Start:
+    return Start(own, state, own=own is not None, returned_to=state.returned_to if state else None)
 
 
 def read_state(checkpoints: CheckpointManager, path: Path) -> RunState:
@@ -82,12 +105,12 @@ def read_state(checkpoints: CheckpointManager, path: Path) -> RunState:
 
 
 def find_trained(named: Path | None, checkpoints: CheckpointManager, model_dir: Path) -> Path:
-    """The checkpoint to evaluate: the one that is named, or the newest in the model_dir.
+    """Return the checkpoint to evaluate: the named one, or the newest undamaged one in the model_dir.
 
     Raises:
         CheckpointError: if there is none.
     """
-    path = named or checkpoints.latest()
+    path = named or checkpoints.newest_whole()
     if path is None:
         raise CheckpointError(
             "there is no checkpoint to evaluate",

@@ -22,6 +22,7 @@ class RunState:
         validated_step: step of the last finished validation; -1 before the first.
         data: position after the batch of the last step; `None` before the first.
         masks: of the weights that are kept sparse; `None` where none are.
+        returned_to: step of the run's own checkpoint to which `ckpt_path` last sent it back; `None` if never.
     """
 
     step: int
@@ -30,6 +31,7 @@ class RunState:
     validated_step: int = -1
     data: Mapping[str, Any] | None = None
     masks: Mapping[str, Any] | None = None
+    returned_to: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for a checkpoint."""

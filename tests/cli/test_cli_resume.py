@@ -1,0 +1,157 @@
+"""The same command, run again after a kill, a full disk or damage: it continues the run."""
+
+import os
+import shutil
+import subprocess
+from contextlib import suppress
+
+import pytest
+from run_samples import assert_same_checkpoint, history, write_params
+
+from headwater.trainer.history import read_history
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, data):
+    from headwater.cli.main import main
+
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert main(["fit", str(write_params(folder, data))]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def trained(params, tmp_path, undisturbed):
+    """A finished run in the model_dir of `params`."""
+    return shutil.copytree(undisturbed, tmp_path / "run")
+
+
+def assert_same_run(run, other):
+    assert history(run) == history(other)
+    assert_same_checkpoint(run / "checkpoint_6", other / "checkpoint_6")
+
+
+def flip_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_history_with_zero_bytes_and_one_left_half_written(headwater, params, tmp_path, undisturbed):
+    assert headwater("fit", params, "--max_steps", 3)[0] == 0
+    for name in ("history.partial", "history.jsonl.partial"):
+        (tmp_path / "run" / name).write_text("{")
+    with (tmp_path / "run" / "history.jsonl").open("ab") as file:
+        file.write(b"\0" * 700)
+    assert headwater("fit", params)[0] == 0
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parametrize("file", ["weights_0001.safetensors", "manifest.json", "trainer.json"])
+def test_a_damaged_newest_checkpoint_is_passed_over(headwater, params, trained, undisturbed, file):
+    run = trained
+    flip_byte(run / "checkpoint_6" / file)
+    code, _, error = headwater("validate", params)
+    assert (code, f"{run / 'checkpoint_6'} is damaged and passed over" in error) == (0, True)
+    code, _, error = headwater("fit", params)
+    assert code == 0
+    assert f"{run / 'checkpoint_6'} is damaged and passed over" in error
+    assert (run / "checkpoint_6.superseded").is_dir()
+    assert_same_run(run, undisturbed)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(headwater, params, trained, undisturbed):
+    run = trained
+    shutil.rmtree(run / "checkpoint_6")
+    (run / "checkpoint_3").rename(run / "checkpoint_9")
+    code, out, error = headwater("checkpoint", "info", run)
+    assert code == 1 and "damaged" in out and "its manifest says step 3" in error
+    code, _, error = headwater("fit", params)
+    assert code != 0 and "every checkpoint of this run is damaged" in error
+    (run / "checkpoint_9").rename(run / "checkpoint_3")
+    assert headwater("fit", params)[0] == 0
+    assert_same_run(run, undisturbed)
+
+
+def test_info_says_of_every_checkpoint_whether_it_is_whole(headwater, trained):
+    run = trained
+    shutil.copytree(run / "checkpoint_6", run / "checkpoint_4")
+    flip_byte(run / "checkpoint_3" / "weights_0000.safetensors")
+    code, out, error = headwater("checkpoint", "info", run, "--verify")
+    assert code == 1
+    states = {line.split()[0]: line.split()[-1] for line in out.splitlines()[1:]}
+    assert states == {"checkpoint_3": "damaged", "checkpoint_4": "damaged", "checkpoint_6": "whole"}
+    assert str(run / "checkpoint_3" / "weights_0000.safetensors") in error
+    assert "every byte is as it was written" not in out
+
+
+def fine_tuning(params, start):
+    """The params with a start from the weights of another run."""
+    text = params.read_text().replace(
+        "callbacks:", "callbacks:\n    - LoadCheckpointStates: {load_checkpoint_states: model}"
+    )
+    params.write_text(text.replace("  fit:\n", f"  fit:\n    ckpt_path: {start}\n"))
+    return params
+
+
+def test_a_fine_tuning_command_that_is_run_again_continues(headwater, data, tmp_path, undisturbed):
+    whole, stopped = (
+        fine_tuning(write_params(tmp_path, data, name), undisturbed / "checkpoint_6")
+        for name in ("whole", "stopped")
+    )
+    assert headwater("fit", whole)[0] == 0
+    assert headwater("fit", stopped, "--max_steps", 3)[0] == 0
+    code, _, error = headwater("fit", stopped)
+    assert (code, "set aside" in error) == (0, False)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    code, _, error = headwater("fit", stopped)
+    assert code == 0 and "nothing to do" in error
+    over = "--autoload_last_checkpoint=false"
+    code, _, error = headwater("fit", stopped, over, "--max_steps", 3)
+    assert code == 0 and "checkpoint_6.superseded" in error
+    assert history(tmp_path / "stopped") == history(tmp_path / "whole")[:4]
+
+
+def test_a_run_is_sent_back_once_by_the_same_command(headwater, params, trained):
+    run = trained
+    back = ("fit", params, f"--checkpoint_path={run / 'checkpoint_3'}", "--max_steps")
+    code, _, error = headwater(*back, 5)
+    assert code == 0 and "checkpoint_6.superseded" in error
+    code, _, error = headwater(*back, 6)
+    assert (code, "set aside" in error) == (0, False)
+    assert [r["step"] for r in history(run) if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert (run / "checkpoint_5").is_dir()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mounting, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_and_room_again(headwater, small_disk, data, undisturbed):
+    params = write_params(small_disk, data)
+    run = small_disk / "run"
+    assert headwater("fit", params, "--max_steps", 3)[0] == 0
+    before = (run / "history.jsonl").read_bytes()
+    fill_disk(small_disk / "ballast")
+    with (run / "history.jsonl").open("ab") as file:
+        file.truncate(len(before) - 1)  # so that the history has to be replaced
+    code, _, error = headwater("fit", params)
+    assert code == 1 and "no space left" in error
+    (small_disk / "ballast").unlink()
+    assert headwater("fit", params)[0] == 0
+    assert [record["step"] for record in read_history(run / "history.jsonl")][-1] == 6
+    assert_same_checkpoint(run / "checkpoint_6", undisturbed / "checkpoint_6")
+
+
+def fill_disk(path):
+    """Write a file as large as the disk allows."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
