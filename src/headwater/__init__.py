@@ -31,7 +31,7 @@ _HOMES = {
     "checkpoint_closure": "headwater.api.step",
     "save": "headwater.api.files",
     "load": "headwater.api.files",
-    "empty_parameters": "headwater.api.empty",
+    "empty_parameters": "headwater.core.empty",
     "load_pretrained": "headwater.api.pretrained",
     "save_pretrained": "headwater.api.pretrained",
     "compile_only": "headwater.api.early",
@@ -83,10 +83,10 @@ if TYPE_CHECKING:
     from headwater.api.backend import backend, current_backend
     from headwater.api.compile import compile, release
     from headwater.api.early import compile_only, validate_only
-    from headwater.api.empty import empty_parameters
     from headwater.api.files import load, save
     from headwater.api.pretrained import load_pretrained, save_pretrained
     from headwater.api.step import checkpoint_closure, compile_step, step_closure, trace
+    from headwater.core.empty import empty_parameters
 
 
 def __getattr__(name: str) -> Any:

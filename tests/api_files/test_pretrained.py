@@ -14,8 +14,8 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from headwater.api.empty import empty_parameters, fill_parameters, initial_values  # noqa: E402
 from headwater.api.pretrained import load_pretrained, save_pretrained  # noqa: E402
+from headwater.core.empty import empty_parameters, fill_parameters, initial_values  # noqa: E402
 from headwater.core.errors import CheckpointError, DiskFullError  # noqa: E402
 from headwater.core.lazy import LazyTensor  # noqa: E402
 
@@ -396,7 +396,7 @@ def test_full_disk_leaves_what_was_there(checkpoints, tmp_path):
 _MEMORY = """
 import sys, torch
 from torch import nn
-from headwater.api.empty import empty_parameters, initial_values
+from headwater.core.empty import empty_parameters, initial_values
 from headwater.core.lazy import LazyTensor
 from headwater.api.pretrained import load_pretrained, save_pretrained
 

@@ -7,9 +7,9 @@ transformers = pytest.importorskip("transformers")
 
 from headwater.api.backend import backend  # noqa: E402
 from headwater.api.compile import compile  # noqa: E402
-from headwater.api.empty import empty_parameters  # noqa: E402
 from headwater.api.files import load, save  # noqa: E402
 from headwater.api.pretrained import load_pretrained, save_pretrained  # noqa: E402
+from headwater.core.empty import empty_parameters  # noqa: E402
 from headwater.core.lazy import LazyTensor  # noqa: E402
 
 AUTO = transformers.AutoModelForCausalLM

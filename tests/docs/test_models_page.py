@@ -20,6 +20,7 @@ def models_table():
     yield "|---|---|---|"
     for name, schema in MODELS.items():
         classes = [f"`{format.architecture}`" for format in FORMATS if name in format.models]
+        classes = ["any"] if name == "hf" else classes
         yield f"| `{name}` | `{schema.__name__}` | {', '.join(classes) or '–'} |"
 
 

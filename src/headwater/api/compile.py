@@ -9,8 +9,8 @@ from torch import nn
 from headwater.api import optimizers as _optimizers  # noqa: F401 its hook serves streamed parameters
 from headwater.api.backend import Backend, current_backend
 from headwater.api.backend import backend as make_backend
-from headwater.api.empty import fill_parameters
 from headwater.api.streamed import StreamedModel
+from headwater.core.empty import fill_parameters
 from headwater.core.errors import StreamError
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from headwater.api import huggingface
-from headwater.api.empty import give_values, record_values, recorded_values
 from headwater.api.files import lazy_tensors, load_pickled
 from headwater.convert.shards import (
     INDEX_FILE,
@@ -25,6 +24,7 @@ from headwater.convert.shards import (
     weight_files,
     write_index,
 )
+from headwater.core.empty import give_values, record_values, recorded_values
 from headwater.core.errors import CheckpointError
 from headwater.core.files import disk_errors
 from headwater.core.lazy import pieces_of
@@ -78,6 +78,13 @@ def load_pretrained(
             which. Nothing is changed then.
     """
     directory = Path(directory)
+    report = record_pretrained(model, directory, strict=strict)
+    _initialize_rest(model, directory)
+    return report
+
+
+def record_pretrained(model: nn.Module, directory: Path, *, strict: bool = True) -> LoadReport:
+    """Do what `load_pretrained` does, but leave empty parameters that the checkpoint lacks without values."""
     _require_buffers(model)
     places = _places(model)
     found = huggingface.named_by_model(model, _checkpoint_tensors(directory), places)
@@ -92,7 +99,6 @@ def load_pretrained(
     with torch.no_grad():
         for name, tensor in values.items():
             _assign(places[name], tensor)
-    _initialize_rest(model, directory)
     return report
 
 

@@ -21,7 +21,6 @@ from headwater.api import transaction
 from headwater.api.backend import Backend
 from headwater.api.calls import Call, asked_precision, guard_call, own_randomness, stand_in_loss
 from headwater.api.early import EarlyOptions, check
-from headwater.api.empty import initial_values
 from headwater.api.machine import (
     NO_UPDATES,
     device_of,
@@ -31,6 +30,7 @@ from headwater.api.machine import (
 )
 from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
+from headwater.core.empty import initial_values
 from headwater.core.errors import StreamError
 from headwater.core.precision import Precision
 from headwater.core.seeding import drawing_devices

@@ -92,4 +92,9 @@ def read_model_dir(folder: Path, changes: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: if no run was ever there.
     """
-    return load_params(RunDir(folder).require_params(), [f"model_dir={folder}", *changes])
+    run_dir = RunDir(folder)
+    params = run_dir.require_params()
+    here = [f"model_dir={folder}"]
+    if run_dir.model_config.is_file():
+        here.append(f"trainer.init.model.hf={folder}")
+    return load_params(params, [*here, *changes])

@@ -15,8 +15,10 @@ from headwater.cli import convert
 from headwater.cli.arguments import read_model_dir
 from headwater.cli.parser import Parser
 from headwater.config import ModelConfig, RunConfig, find_params, load_params
-from headwater.convert.checkpoint import export_hf, import_hf
+from headwater.config.models import HuggingFaceConfig
+from headwater.convert.checkpoint import export_hf, import_hf, read_config
 from headwater.core.errors import RunError
+from headwater.core.side_files import end_tokens, keep_generation_tokens, side_files
 from headwater.core.units import format_bytes
 from headwater.trainer.checkpoint import (
     CheckpointManager,
@@ -25,6 +27,7 @@ from headwater.trainer.checkpoint import (
     describe,
     find_damage,
 )
+from headwater.trainer.huggingface import export_library_model
 from headwater.trainer.pretrained import checkpoint_weights, import_weights
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import find_trained
@@ -97,16 +100,26 @@ def run_export(args: argparse.Namespace) -> int:
     """Writes a folder that `AutoModelForCausalLM` loads; returns the exit code."""
     config, run_dir = read_model_dir(args.model_dir), RunDir(args.model_dir)
     path = find_trained(args.checkpoint_path, CheckpointManager(args.model_dir), args.model_dir)
-    tokenizer = [run_dir.tokenizer] if run_dir.tokenizer.is_file() else []
-    export_hf(
-        checkpoint_weights(path),
-        config.init.model,
-        args.out,
-        dtype=convert.DTYPES[args.dtype],
-        tokenizer_files=tokenizer,
-    )
+    model, dtype = config.init.model, convert.DTYPES[args.dtype]
+    if isinstance(model, HuggingFaceConfig):
+        export_library_model(path, model, args.out, dtype=dtype)
+    else:
+        export_hf(
+            checkpoint_weights(path),
+            model,
+            args.out,
+            dtype=dtype,
+            tokenizer_files=side_files(run_dir.path),
+            end_of_text=_end_of_text(run_dir),
+        )
     print(f"{path} written to {args.out}")
     return 0
+
+
+def _end_of_text(run_dir: RunDir) -> int | None:
+    """The token that ends a text in the training data, unless a `generation_config.json` says more."""
+    facts = run_dir.prepared_data()
+    return None if facts is None or end_tokens(run_dir.path) else facts.end_of_text_id
 
 
 def run_import(args: argparse.Namespace) -> int:
@@ -122,8 +135,8 @@ def run_import(args: argparse.Namespace) -> int:
         config = _config_with(model, args.params, Path(scratch), args.model_dir)
         path = import_weights(config, weights, Path(scratch))
         run_dir = RunDir(args.model_dir)
-        tokenizer = args.folder / "tokenizer.json"
-        run_dir.keep_tokenizer(tokenizer if tokenizer.is_file() else None)
+        run_dir.keep_files_of(args.folder)
+        keep_generation_tokens(read_config(args.folder), run_dir.path)
         run_dir.write_params(config)
     print(f"{args.folder} imported to {path}; params in {run_dir.params}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -10,12 +11,14 @@ import torch
 
 from headwater.cli.arguments import read_model_dir
 from headwater.config import RunConfig
+from headwater.config.models import DPOConfig
 from headwater.core.errors import ConfigError, DataError
+from headwater.core.side_files import end_tokens, special_token
 from headwater.models.generation import LanguageModel, generate
 from headwater.trainer.engines import trained_model
 from headwater.trainer.planning import Workload
 from headwater.trainer.run_dir import RunDir
-from headwater.trainer.zoo_job import language_model, zoo_trainable
+from headwater.trainer.zoo_job import language_model, policy_names, zoo_trainable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,9 +26,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `headwater generate`."""
-    parser.description = "Continue a text with the newest checkpoint of a run."
+    parser.description = "Continue a text, or answer a message, with the newest checkpoint of a run."
     parser.add_argument("--model_dir", required=True, type=Path, metavar="DIR", help="folder of the run")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="how the text begins")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="how the text begins, or the message")
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="answer PROMPT as a message, by the chat template (the default of a run on conversations)",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message before PROMPT; needs --chat")
     parser.add_argument(
         "--max_new_tokens", type=int, default=100, metavar="N", help="tokens to add at most (%(default)s)"
     )
@@ -41,17 +50,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (the one in the folder of the run)"
     )
-    parser.add_argument("--end_of_text", metavar="TOKEN", help="token that ends a text (the tokenizer's own)")
+    parser.add_argument(
+        "--end_of_text", metavar="TOKEN", help="token that ends a text (those of generation_config.json)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the prompt and what follows it; returns the exit code."""
+    """Prints the prompt and what follows it, or the answer to a message; returns the exit code."""
     print(continued(read_model_dir(args.model_dir), args))
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    """What the model reads, and how its output is turned into text.
+
+    Attributes:
+        tokenizer: of the run.
+        tokens: ids of the prompt.
+        ends: ids of the tokens that end the text.
+        is_message: True if only the answer is shown.
+    """
+
+    tokenizer: Tokenizer
+    tokens: list[int]
+    ends: list[int]
+    is_message: bool
+
+    def text(self, tokens: list[int]) -> str:
+        """Return the text to show for the prompt's and the new tokens."""
+        return str(self.tokenizer.decode(tokens[len(self.tokens) :] if self.is_message else tokens))
+
+
 def continued(config: RunConfig, args: argparse.Namespace) -> str:
-    """The prompt and what follows it.
+    """The prompt and what follows it; of a conversation the answer alone.
 
     Args:
         config: the run.
@@ -62,43 +94,92 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
         CheckpointError: if there is no checkpoint.
         DataError: if the prompt does not fit the model.
     """
-    language_model(config)
-    tokenizer, end = _load_tokenizer(
-        args.tokenizer or RunDir(config.init.model_dir).tokenizer, args.end_of_text
-    )
-    prompt = torch.tensor([tokenizer.encode(args.prompt).ids], dtype=torch.int64)
-    _check_vocabulary(prompt, config)
-    trainable = zoo_trainable(config.init)
+    model = language_model(config)
+    prompt = _read_prompt(RunDir(config.init.model_dir), args)
+    input_ids = torch.tensor([prompt.tokens], dtype=torch.int64)
+    _check_vocabulary(input_ids, model.vocab_size)
+    is_tuned = isinstance(config.init.model, DPOConfig)
+    init = config.init.model_copy(update={"model": model})
     with (
-        trained_model(config.init, trainable, Workload(1), args.checkpoint_path) as engine,
+        trained_model(
+            init,
+            zoo_trainable(init),
+            Workload(1),
+            args.checkpoint_path,
+            names=policy_names if is_tuned else None,
+        ) as engine,
         engine.inference(),
     ):
         tokens = generate(
             cast(LanguageModel, engine.model),
-            prompt.to(engine.plan.device),
+            input_ids.to(engine.plan.device),
             args.max_new_tokens,
             temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,
             seed=args.seed,
-            eos=end,
+            eos=prompt.ends,
         )
-    return str(tokenizer.decode(tokens[0].tolist()))
+    return prompt.text(tokens[0].tolist())
 
 
-def _load_tokenizer(path: Path, end_of_text: str | None) -> tuple[Tokenizer, int]:
+def _read_prompt(run_dir: RunDir, args: argparse.Namespace) -> _Prompt:
+    """The tokens of the prompt, as the model was trained to read them."""
     try:
         from headwater.data.tokenizer import end_of_text_id, load_tokenizer
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"reading text needs {error.name}", remedy="pip install 'headwater[data]'"
         ) from error
+    path = args.tokenizer or run_dir.tokenizer
     tokenizer = load_tokenizer(path)
-    return tokenizer, end_of_text_id(tokenizer, end_of_text)
+    folder = path if path.is_dir() else path.parent
+    ends = [] if args.end_of_text else _known_ends(tokenizer, run_dir, folder)
+    ends = ends or [end_of_text_id(tokenizer, args.end_of_text)]
+    is_message = _is_message(run_dir, args)
+    text = _message_text(tokenizer, folder, ends[0], args) if is_message else args.prompt
+    tokens = tokenizer.encode(text, add_special_tokens=not is_message).ids
+    return _Prompt(tokenizer, tokens, ends, is_message)
 
 
-def _check_vocabulary(prompt: torch.Tensor, config: RunConfig) -> None:
-    size = language_model(config).vocab_size
+def _known_ends(tokenizer: Tokenizer, run_dir: RunDir, folder: Path) -> list[int]:
+    """Ids that end a text, of `generation_config.json`, of the tokenizer and of the training data."""
+    ends = end_tokens(folder)
+    token = special_token(folder, "eos_token")
+    number = None if token is None else tokenizer.token_to_id(token)
+    prepared = run_dir.prepared_data()
+    others = (number, None if prepared is None else prepared.end_of_text_id)
+    return list(dict.fromkeys([*ends, *(other for other in others if other is not None)]))
+
+
+def _is_message(run_dir: RunDir, args: argparse.Namespace) -> bool:
+    """True if the prompt is a message: by the option, or because the run was trained on conversations."""
+    prepared = run_dir.prepared_data()
+    chosen = args.chat
+    if chosen is None:
+        chosen = args.system is not None or (prepared is not None and prepared.mode == "chat")
+    if args.system is not None and not chosen:
+        raise ConfigError(
+            "a system message is part of a conversation", where="--system", remedy="leave out --no-chat"
+        )
+    return bool(chosen)
+
+
+def _message_text(tokenizer: Tokenizer, folder: Path, end: int, args: argparse.Namespace) -> str:
+    """The text that the chat template makes of the message, up to where the answer begins."""
+    from headwater.data.modes.chat import PLAIN_TEMPLATE, find_template, render, template_tokens
+
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    named = {key: special_token(folder, key) for key in ("bos_token", "eos_token")}
+    return render(
+        find_template(folder) or PLAIN_TEMPLATE,
+        [*system, {"role": "user", "content": args.prompt}],
+        prompt=True,
+        **template_tokens(tokenizer, end) | {key: token for key, token in named.items() if token is not None},
+    )
+
+
+def _check_vocabulary(prompt: torch.Tensor, size: int) -> None:
     if prompt.numel() and int(prompt.max()) >= size:
         raise DataError(
             f"token id {int(prompt.max())} is beyond the vocabulary, vocab_size {size}",

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from headwater.config.base import FilePath, OneOrMore, Section, nearest
 from headwater.config.document import Document, KeyPath, no_effect
 from headwater.config.files import read_params
-from headwater.config.models import MODELS, AnyModel
+from headwater.config.models import MODELS, AnyModel, named
 from headwater.config.optimizers import OptimizerConfig, ScheduleConfig
 from headwater.config.overrides import parse_overrides
 from headwater.config.problems import config_error
@@ -226,11 +226,14 @@ def read_section(
 def _check_model_name(document: Document) -> None:
     """Raise if the model is none that there is, before its keys are looked at: they would all be unknown."""
     path: KeyPath = ("trainer", "init", "model")
-    model = document.get(path)
+    model = named(document.get(path))
     if not isinstance(model, dict) or str(model.get("name")) in MODELS:
         return
     close = nearest(str(model.get("name")), MODELS)
-    listed = f"models are: {', '.join(sorted(MODELS))}"
+    listed = (
+        f"models are: {', '.join(sorted(MODELS))}; any model of the transformers library is trained with "
+        "model: {hf: FOLDER}, where FOLDER has its config.json"
+    )
     raise ConfigError(
         f"unknown model {model['name']!r}" if "name" in model else "the model has no name",
         where=str(document.origin((*path, "name"))),

@@ -124,7 +124,7 @@ def import_hf(
         CheckpointError: while iterating, if a file is damaged, or a tensor is missing, unknown or misshapen.
     """
     path = config_file or folder / CONFIG_FILE
-    hf = _read_config(path) if path.is_file() or config_file else _read_configs(folder)
+    hf = _read_config(path) if path.is_file() or config_file else read_config(folder)
     found = format_of_hf(hf, where=str(path))
     if format is not None and not _is_of(hf, format, found):
         raise ConfigError(
@@ -138,19 +138,26 @@ def import_hf(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    remedy = "name a folder that save_pretrained has written"
     try:
-        hf: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"cannot read the model's config: {error}",
-            where=str(path),
-            remedy="name a folder that save_pretrained has written",
+            f"cannot read the model's config: {error}", where=str(path), remedy=remedy
         ) from error
+    if not isinstance(hf, dict):
+        raise ConfigError(
+            f"expected a mapping of keys, found {type(hf).__name__}", where=str(path), remedy=remedy
+        )
     return hf
 
 
-def _read_configs(folder: Path) -> dict[str, Any]:
-    """One content for the configs of a model that lies in several folders; that of `folder` otherwise."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's `config.json`; of a model in several folders, that of all together.
+
+    Raises:
+        ConfigError: if it is missing or is not a mapping.
+    """
     for format in FORMATS:
         files = {name: folder / name / CONFIG_FILE for name in format.folders}
         if files and all(file.is_file() for file in files.values()):

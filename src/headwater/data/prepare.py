@@ -20,19 +20,18 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemaining
 from tokenizers import Tokenizer
 
 from headwater.core.errors import ConfigError, DataError
+from headwater.core.side_files import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, copy_side_files
 from headwater.data.documents import Piece, find_inputs, read_pieces
 from headwater.data.examples import Block, MakeExamples, Places, WriteExamples
 from headwater.data.journal import Corpus
 from headwater.data.modes import Mode, ModeOptions, find_mode
-from headwater.data.modes.chat import find_template
+from headwater.data.modes.chat import PLAIN_TEMPLATE, find_template
 from headwater.data.packing import Encode, WriteSamples, numbered_tasks, pack, split_samples
 from headwater.data.raw_records import BadRecords, Record, read_records
 from headwater.data.staging import staged_folder
 from headwater.data.statistics import FILE_NAME, Statistics, entropy
 from headwater.data.tokenizer import TrainBPE, end_of_text_id, load_tokenizer
 from headwater.data.workers import ordered_map
-
-TOKENIZER_FILE = "tokenizer.json"
 
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>")
 
@@ -228,10 +227,21 @@ class _Preparation:
         added = self.mode.added_tokens
         if added and all(tokenizer.token_to_id(token.replace("|", "")) is None for token in added):
             tokenizer.add_special_tokens([t for t in added if tokenizer.token_to_id(t) is None])
+        if isinstance(source, Path):
+            copy_side_files(source if source.is_dir() else source.parent, self.folder, but=(TOKENIZER_FILE,))
+        self._keep_template()
         partial = path.with_suffix(".partial")
         tokenizer.save(str(partial))
         partial.rename(path)
         return tokenizer
+
+    def _keep_template(self) -> None:
+        """Write the chat template that makes the samples into the folder."""
+        template = self.settings.options.chat_template
+        if self.settings.mode == "chat":
+            template = template or PLAIN_TEMPLATE
+        if template is not None:
+            (self.folder / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
     def _texts(self) -> Iterator[str]:
         """Everything that a tokenizer may be trained on."""

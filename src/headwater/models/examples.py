@@ -20,6 +20,7 @@ from headwater.config.models import (
     DPRConfig,
     ExtractiveSummarizationConfig,
     FCMnistConfig,
+    HuggingFaceConfig,
     MultimodalSection,
     Seq2SeqConfig,
     UNetConfig,
@@ -128,3 +129,23 @@ def views(config: DinoConfig, size: int, length: int | None) -> Example:
         "local_view": _real(size, 8, model.num_channels, rows * patch_height, columns * patch_width),
         "collated_masks": torch.empty(size, 2, model.num_patches, dtype=torch.bool, device="meta"),
     }
+
+
+def library_batch(config: HuggingFaceConfig, size: int, length: int | None) -> Example:
+    """Return a batch for a model of the transformers library."""
+    seq = length or config.example_length
+    texts = {name: _whole(size, seq) for name in ("input_ids", "attention_mask")}
+    match config.kind:
+        case "causal_lm":
+            return texts | {"labels": _whole(size, seq)}
+        case "masked_lm":
+            names = ("masked_lm_positions", "masked_lm_ids", "masked_lm_weights")
+            return texts | {name: _whole(size, math.ceil(0.15 * seq)) for name in names}
+        case "seq2seq":
+            names = ("decoder_input_ids", "decoder_attention_mask", "labels")
+            return texts | {name: _whole(size, seq) for name in names}
+        case "sequence_classification":
+            return texts | {"token_type_ids": _whole(size, seq), "labels": _whole(size)}
+        case "image_classification":
+            inputs = _real(size, config.num_channels, *config.image_size)
+            return {"inputs": inputs, "labels": _whole(size)}

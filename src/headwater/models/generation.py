@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.seeding import derive_seed
-from headwater.models.layers.attention import KeyValueCache
 
 
 class LanguageModel(Protocol):
@@ -19,10 +19,10 @@ class LanguageModel(Protocol):
     def max_length(self) -> int:
         """Longest sequence in tokens."""
 
-    def new_cache(self, max_length: int) -> KeyValueCache:
+    def new_cache(self, max_length: int) -> Any:
         """An empty cache for sequences of up to `max_length` tokens."""
 
-    def next_logits(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def next_logits(self, input_ids: Tensor, cache: Any = None) -> Tensor:
         """Logits [batch, vocab] of the token after the last of `input_ids` [batch, seq]."""
 
 
@@ -36,7 +36,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    eos: int | None = None,
+    eos: int | Sequence[int] | None = None,
 ) -> Tensor:
     """Continue each prompt; the same arguments give the same tokens.
 
@@ -48,7 +48,7 @@ def generate(
         top_k: sample among the k most likely tokens only.
         top_p: sample among the smallest set of most likely tokens whose probability reaches `top_p` only.
         seed: keys the random stream.
-        eos: token that ends a sequence; a sequence that has ended is filled up with it.
+        eos: token that ends a sequence, or several; a sequence that has ended is filled up with the first.
 
     Returns:
         Prompts and what follows them, [batch, seq + up to max_new_tokens].
@@ -62,13 +62,14 @@ def generate(
     generator = torch.Generator(input_ids.device).manual_seed(derive_seed(seed, "generate"))
     cache = model.new_cache(input_ids.shape[1] + max_new_tokens)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    ends = torch.tensor([] if eos is None else eos, dtype=input_ids.dtype, device=input_ids.device).view(-1)
     output, unseen = input_ids, input_ids
     for _ in range(max_new_tokens):
         logits = model.next_logits(unseen, cache).float()
         tokens = _sample(logits, temperature, top_k, top_p, generator).to(input_ids.dtype)
-        if eos is not None:
-            tokens = tokens.masked_fill(ended, eos)
-            ended |= tokens == eos
+        if len(ends):
+            tokens = torch.where(ended, ends[0], tokens)
+            ended |= torch.isin(tokens, ends)
         unseen = tokens.unsqueeze(1)
         output = torch.cat([output, unseen], dim=1)
         if ended.all():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from headwater.config.data import (
     DataConfig,
@@ -38,6 +38,7 @@ from headwater.config.models import (
     DPRConfig,
     ExtractiveSummarizationConfig,
     FCMnistConfig,
+    HuggingFaceConfig,
     ModelConfig,
     MultimodalSection,
     QuestionAnsweringConfig,
@@ -47,6 +48,7 @@ from headwater.config.models import (
     ViTConfig,
 )
 from headwater.core.errors import ConfigError
+from headwater.core.side_files import TOKENIZER_FILE
 from headwater.fabric.fabric import ALONE, Fabric
 
 if TYPE_CHECKING:
@@ -72,7 +74,9 @@ def open_data(
     if config.shuffle_seed is None:
         config = config.model_copy(update={"shuffle_seed": seed})
     schema, opened = _OPENERS[type(config)]
-    if not isinstance(model, schema):
+    if isinstance(model, HuggingFaceConfig):
+        _check_task(config, model)
+    elif not isinstance(model, schema):
         raise ConfigError(
             f"{config.data_processor} is not for the model {model.name}",
             where="data_processor",
@@ -100,6 +104,18 @@ def open_data(
         rank=fabric.rank % fabric.num_csx,  # a store rank reads nothing of it
         world_size=fabric.num_csx,
     )
+
+
+def _check_task(config: DataConfig, model: HuggingFaceConfig) -> None:
+    """Raise if the data are not for the task of a model of the transformers library."""
+    found = next((task for kind, task in _LIBRARY_TASKS.items() if isinstance(config, kind)), None)
+    if model.kind != found:
+        known = [name for name, task in _PROCESSORS.items() if task == model.kind]
+        raise ConfigError(
+            f"expected data for the task {model.kind}, found {config.data_processor}",
+            where="data_processor",
+            remedy=f"write {' or '.join(known)}, or set the model's task",
+        )
 
 
 def _gpt(config: GptDataConfig, model: DecoderConfig) -> Samples:
@@ -323,9 +339,28 @@ _OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples
 """For each kind of data section the models that read it, and what opens it."""
 
 
-def find_tokenizer(config: DataConfig) -> Path | None:
-    """The tokenizer that `headwater data` left beside the folder of samples, if it did."""
-    if not isinstance(config, GptDataConfig):
-        return None
-    candidates = (folder.absolute().parent / "tokenizer.json" for folder in config.data_dir)
-    return next((path for path in candidates if path.is_file()), None)
+_LIBRARY_TASKS: dict[type, str] = {
+    GptDataConfig: "causal_lm",
+    MaskedTextDataConfig: "masked_lm",
+    DynamicMaskDataConfig: "masked_lm",
+    SpanCorruptionDataConfig: "seq2seq",
+    TranslationDataConfig: "seq2seq",
+    TextClassificationDataConfig: "sequence_classification",
+    ImageFolderDataConfig: "image_classification",
+}
+"""For each kind of data section the task of models of the transformers library that read it."""
+
+_PROCESSORS = {
+    name: task
+    for kind, task in _LIBRARY_TASKS.items()
+    for name in get_args(kind.model_fields["data_processor"].annotation)  # type: ignore[attr-defined]
+}
+"""The same by the names that params files give."""
+
+
+def find_prepared(config: DataConfig) -> Path | None:
+    """Return the folder that `headwater data` wrote, if the samples are in one."""
+    places = getattr(config, "data_dir", None) or ()
+    folders = [places] if isinstance(places, Path) else [each for each in places if isinstance(each, Path)]
+    candidates = (folder.absolute().parent for folder in folders)
+    return next((folder for folder in candidates if (folder / TOKENIZER_FILE).is_file()), None)

@@ -16,6 +16,7 @@ from headwater.core.buffers import tune_allocator
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import calibrate
 from headwater.plan.types import Plan
+from headwater.store.snapshot_load import Names
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.job import Trainable
@@ -59,7 +60,12 @@ def open_engine(
 
 @contextmanager
 def trained_model(
-    init: SetupConfig, trainable: Trainable, work: Workload, checkpoint: Path | None
+    init: SetupConfig,
+    trainable: Trainable,
+    work: Workload,
+    checkpoint: Path | None,
+    *,
+    names: Names | None = None,
 ) -> Iterator[Engine]:
     """An engine in eval mode with the weights of a checkpoint, the newest in the model_dir if none is named.
 
@@ -68,6 +74,7 @@ def trained_model(
         trainable: the model.
         work: the largest batch that will be computed.
         checkpoint: its path.
+        names: what a parameter may be called in the checkpoint; its own name if not given.
 
     Raises:
         CheckpointError: if there is no checkpoint, or it is damaged or of another shape.
@@ -75,7 +82,13 @@ def trained_model(
     checkpoints = CheckpointManager(init.model_dir)
     path = find_trained(checkpoint, checkpoints, init.model_dir)
     with _scratch_disk(init) as disk, open_engine(init, trainable, work, disk, blank=True) as engine:
-        checkpoints.load(engine.store, path, weights_only=True, buffers=persistent_buffers(engine.model))
+        checkpoints.load(
+            engine.store,
+            path,
+            weights_only=True,
+            buffers=persistent_buffers(engine.model),
+            names=names or (lambda name: (name,)),
+        )
         engine.model.eval()
         yield engine
 

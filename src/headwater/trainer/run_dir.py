@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
 
+from headwater.config.models import HuggingFaceConfig
+from headwater.config.models.huggingface import CONFIG_FILE
 from headwater.config.run import RunConfig
 from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError
 from headwater.core.files import disk_errors, replace_file
+from headwater.core.side_files import copy_file, copy_side_files
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
+
+STATISTICS_FILE = "statistics.json"
+"""The name of the file that `headwater data` writes last into a folder of prepared data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedData:
+    """Facts of training data that `headwater data` prepared.
+
+    Attributes:
+        mode: the kind of samples.
+        end_of_text_id: id of the token that ends each text.
+    """
+
+    mode: str
+    end_of_text_id: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +73,16 @@ class RunDir:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
+    @property
+    def model_config(self) -> Path:
+        """The `config.json` of a model of the transformers library; other runs have none."""
+        return self.path / CONFIG_FILE
+
+    @property
+    def statistics(self) -> Path:
+        """The statistics of the training data."""
+        return self.path / "data_statistics.json"
+
     def write_params(self, config: RunConfig) -> None:
         """Write the params as resolved, without the checkpoint from which the run started: it has its own."""
         tree = resolved_params(config)
@@ -74,12 +104,46 @@ class RunDir:
         Console(file=text, width=120).print(render_plan(plan))
         replace_file(self.plan, text.getvalue().encode())
 
-    def keep_tokenizer(self, source: Path | None) -> None:
-        """Copy the tokenizer of the training data, so that text can be generated without the data."""
-        if source is not None and source.absolute() != self.tokenizer.absolute():
-            with disk_errors(source):
-                content = source.read_bytes()
-            replace_file(self.tokenizer, content)
+    def keep_files_of(self, folder: Path) -> None:
+        """Copy the tokenizer's files and what belongs to them, so that `folder` is not needed later."""
+        copy_side_files(folder, self.path)
+
+    def keep_data_files(self, folder: Path) -> None:
+        """Copy the tokenizer's files and the statistics of prepared data."""
+        self.keep_files_of(folder)
+        source = folder / STATISTICS_FILE
+        if source.is_file():
+            copy_file(source, self.statistics)
+
+    def prepared_data(self) -> PreparedData | None:
+        """Return what the run knows of its training data; `None` if `headwater data` did not prepare them.
+
+        Raises:
+            ConfigError: if the file is damaged.
+        """
+        if not self.statistics.is_file():
+            return None
+        try:
+            found = json.loads(self.statistics.read_text(encoding="utf-8"))
+            return PreparedData(str(found["mode"]), int(found["end_of_text_id"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"the statistics of the training data cannot be read: {error!r}",
+                where=str(self.statistics),
+                remedy="copy statistics.json of the prepared data to this name",
+            ) from error
+
+    def keep_library_model(self, model: HuggingFaceConfig) -> HuggingFaceConfig:
+        """Copy the `config.json` and side files of a model of the transformers library.
+
+        Returns:
+            The section that describes the same model by the copies.
+        """
+        source = model.hf / CONFIG_FILE
+        if source.resolve() != self.model_config.resolve():
+            copy_file(source, self.model_config)
+            self.keep_files_of(model.hf)
+        return model.model_copy(update={"hf": self.path})
 
     def require_params(self) -> Path:
         """The params file.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import nn
 
-from headwater.config.models import DecoderConfig, ModelConfig
+from headwater.config.models import DecoderConfig, DPOConfig, HuggingFaceConfig, ModelConfig
 from headwater.config.run import InitConfig, RunConfig
 from headwater.config.sections import FitConfig
 from headwater.core.errors import ConfigError
 from headwater.fabric.fabric import ALONE, Fabric
+from headwater.models.huggingface import HuggingFaceModel
 from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
 from headwater.optim.param_groups import learning_rate_factors
+from headwater.stream.engine import Initial
 from headwater.trainer.batches import num_samples
-from headwater.trainer.datasets import find_tokenizer, open_data
+from headwater.trainer.datasets import find_prepared, open_data
+from headwater.trainer.huggingface import initial_of, weights_folder
 from headwater.trainer.job import Average, Batch, Job, Trainable
 from headwater.trainer.metrics import find_metrics
 from headwater.trainer.ranks import check_alike
@@ -35,12 +40,15 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
     adjustments = init.optimizer.arguments.adjust_learning_rate
     factors = learning_rate_factors(adjustments, [name for name, _ in model.named_parameters()])
     family = FAMILIES[init.model.name]
+    initial: Initial = lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed)  # noqa: E731
+    if isinstance(model, HuggingFaceModel):
+        initial = initial_of(model, init.seed)
     return Trainable(
         model=model,
         example=lambda size: meta_batch(init.model, size, sequence_length),
-        initial=lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed),
+        initial=initial,
         learning_rate_scale=lambda name: factors.get(name, 1.0) * learning_rate_scale(name, init.model),
-        divisible=family.divisible,
+        divisible=model.divisible if isinstance(model, HuggingFaceModel) else family.divisible,
         weight=lambda batch: _weight(init.model, batch),
         metrics=find_metrics(model),
         pretrained_names=lambda name: family.pretrained_names(name, init.model),
@@ -76,8 +84,12 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
     ]
 
     def write(run_dir: RunDir) -> None:
-        run_dir.write_params(config)
-        run_dir.keep_tokenizer(find_tokenizer(section.train_dataloader))
+        run_dir.write_params(_kept(config, run_dir))
+        if section.ckpt_path is not None:
+            run_dir.keep_files_of(section.ckpt_path)
+        prepared = find_prepared(section.train_dataloader)
+        if prepared is not None:
+            run_dir.keep_data_files(prepared)
 
     batch_size = section.train_dataloader.batch_size
     return Job(
@@ -92,13 +104,33 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
     )
 
 
-def language_model(config: RunConfig) -> DecoderConfig:
-    """The model, which continues texts.
+def _kept(config: RunConfig, run_dir: RunDir) -> RunConfig:
+    """The params, with the model's `config.json` in the run's folder if it is of the transformers library."""
+    model = config.init.model
+    if not isinstance(model, HuggingFaceConfig):
+        return config
+    if model.weights is None:
+        model = model.model_copy(update={"weights": weights_folder(model) or "random"})
+    kept = run_dir.keep_library_model(model)
+    return dataclasses.replace(config, init=config.init.model_copy(update={"model": kept}))
+
+
+def policy_names(name: str) -> tuple[str, ...]:
+    """Return what a parameter of a policy is called in a checkpoint of preference tuning, the best first."""
+    return (f"policy.{name}", f"reference.{name}")
+
+
+def language_model(config: RunConfig) -> DecoderConfig | HuggingFaceConfig:
+    """The model, which continues texts; of preference tuning, the policy.
 
     Raises:
         ConfigError: if it is one that does not.
     """
     model = config.init.model
+    if isinstance(model, DPOConfig):
+        return model.policy_model
+    if isinstance(model, HuggingFaceConfig) and model.kind == "causal_lm":
+        return model
     if not isinstance(model, DecoderConfig):
         raise ConfigError(
             f"a {model.name} does not continue texts",

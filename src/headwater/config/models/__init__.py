@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from headwater.config.base import Section
 from headwater.config.models.common import InitializerConfig, InitializerName, Nonlinearity
@@ -21,6 +21,7 @@ from headwater.config.models.encoder import (
     TokenClassifierConfig,
     TowerConfig,
 )
+from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.config.models.multimodal import (
     ImageModelConfig,
     LlavaConfig,
@@ -50,10 +51,19 @@ ModelConfig = (
     | DPOConfig
     | LlavaConfig
     | MultimodalSimpleConfig
+    | HuggingFaceConfig
 )
 """Any model section."""
 
-AnyModel = Annotated[ModelConfig, Field(discriminator="name")]
+
+def named(section: Any) -> Any:
+    """Return a model section with its name: a section with the key `hf` need not say `name: hf`."""
+    if isinstance(section, dict) and "hf" in section and "name" not in section:
+        return {"name": "hf", **section}
+    return section
+
+
+AnyModel = Annotated[ModelConfig, Field(discriminator="name"), BeforeValidator(named)]
 """The same as a key of a params file: the name says which."""
 
 
@@ -80,6 +90,7 @@ __all__ = [
     "EncoderSection",
     "ExtractiveSummarizationConfig",
     "FCMnistConfig",
+    "HuggingFaceConfig",
     "ImageEncoderSection",
     "ImageModelConfig",
     "InitializerConfig",
@@ -97,4 +108,5 @@ __all__ = [
     "TowerConfig",
     "UNetConfig",
     "ViTConfig",
+    "named",
 ]

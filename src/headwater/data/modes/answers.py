@@ -6,7 +6,14 @@ import numpy as np
 
 from headwater.core.errors import DataError
 from headwater.data.modes.base import Context, Example, Tokens, Unusable, find_field, find_text, renamed
-from headwater.data.modes.chat import ASSISTANT, PLAIN_TEMPLATE, Message, conversation, render
+from headwater.data.modes.chat import (
+    ASSISTANT,
+    PLAIN_TEMPLATE,
+    Message,
+    conversation,
+    render,
+    template_tokens,
+)
 from headwater.data.raw_records import Record, checked_text
 
 _PROMPTS = ("prompt", "instruction", "question")
@@ -93,14 +100,8 @@ def _answers(context: Context, messages: list[Message], where: str) -> tuple[str
 
 def chat_text(context: Context, messages: list[Message], *, prompt: bool = False) -> str:
     """The text that the template makes of a conversation."""
-    end = str(context.tokenizer.id_to_token(context.end))
-    begin = next((name for name in ("<s>", "<|begin_of_text|>", "<bos>") if _known(context, name)), end)
     template = context.options.chat_template or PLAIN_TEMPLATE
-    return render(template, messages, prompt=prompt, eos_token=end, bos_token=begin)
-
-
-def _known(context: Context, token: str) -> bool:
-    return context.tokenizer.token_to_id(token) is not None
+    return render(template, messages, prompt=prompt, **template_tokens(context.tokenizer, context.end))
 
 
 def prompt_text(record: Record, separator: str | None) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ConfigError, DataError
 from headwater.data.modes.base import find_field
 from headwater.data.raw_records import Record, checked_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Message = dict[str, str]
 """`role` and `content`."""
@@ -58,6 +61,19 @@ def messages_of(value: Any, where: str) -> list[Message]:
         role, content = (checked_text(message[key], key, where) for key in keys)
         found.append({"role": _ROLES.get(role, role), "content": content})
     return found
+
+
+def template_tokens(tokenizer: Tokenizer, end: int) -> dict[str, str]:
+    """Return the special tokens that a template may name.
+
+    Args:
+        tokenizer: has them.
+        end: id of the token that ends a text.
+    """
+    last = str(tokenizer.id_to_token(end))
+    names = ("<s>", "<|begin_of_text|>", "<bos>")
+    first = next((name for name in names if tokenizer.token_to_id(name) is not None), last)
+    return {"eos_token": last, "bos_token": first}
 
 
 def _has(message: Any, keys: tuple[str, str]) -> bool:

@@ -1,0 +1,136 @@
+"""Runs of models of the transformers library: where their weights come from, and how they are exported."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headwater.api.pretrained import PICKLED_FILE, record_pretrained, save_pretrained
+from headwater.config.models import HuggingFaceConfig
+from headwater.convert.shards import has_weights
+from headwater.core.empty import record_values, recorded_values
+from headwater.core.errors import CheckpointError
+from headwater.core.lazy import LazyTensor
+from headwater.core.side_files import copy_side_files
+from headwater.core.stage import ParamSpec
+from headwater.models.huggingface import HuggingFaceModel
+from headwater.models.registry import build_model, init_parameter
+from headwater.store.snapshot_load import SavedCheckpoint
+from headwater.stream.engine import Initial
+
+logger = logging.getLogger(__name__)
+
+_OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
+_LISTED = 6
+
+
+def initial_of(model: HuggingFaceModel, seed: int) -> Initial:
+    """Return what gives the initial values: those in the folder of weights, or random ones.
+
+    The folder is first read when a value is wanted. Then the model's buffers get their values too.
+    """
+    values = functools.cache(lambda: _pretrained(model))
+
+    def initial(spec: ParamSpec) -> Tensor:
+        stored = values().get(spec.name)
+        if stored is None:
+            return init_parameter(spec.name, spec.shape, model.config, seed)
+        return stored.clone().to(torch.float32)
+
+    return initial
+
+
+def _pretrained(model: HuggingFaceModel) -> dict[str, Tensor]:
+    """The parameters that a folder of weights holds, by the model's names; empty if the weights are random.
+
+    Raises:
+        CheckpointError: if the folder has no weights that can be read, or these are of another model.
+    """
+    folder = weights_folder(model.config)
+    if folder is None:
+        return {}
+    report = record_pretrained(model.hf, folder, strict=False)
+    prefix = f"{model.hf.base_model_prefix}."
+    if lacking := [name for name in report.missing if name.startswith(prefix)]:
+        raise CheckpointError(
+            f"{len(lacking)} tensors of the model are missing: {_listed(lacking)}",
+            where=str(folder),
+            remedy="name a folder with the weights of this model, or write weights: random",
+        )
+    if report.missing:
+        logger.warning("not in %s, and random at first: %s", folder, _listed(report.missing))
+    if report.unexpected:
+        logger.warning("in %s, and not in the model: %s", folder, _listed(report.unexpected))
+    found = ((name, recorded_values(parameter)) for name, parameter in model.named_parameters())
+    return {name: tensor for name, tensor in found if tensor is not None}
+
+
+def weights_folder(config: HuggingFaceConfig) -> Path | None:
+    """Return the folder whose weights training starts from; `None` if they are random.
+
+    Raises:
+        CheckpointError: if the folder has no weights that can be read, although it is named or has files that
+            look like weights.
+    """
+    if config.weights == "random":
+        return None
+    folder = config.weights or config.hf
+    if has_weights(folder) or has_weights(folder, PICKLED_FILE):
+        return folder
+    other = sorted({path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)})
+    if other or config.weights is not None:
+        raise CheckpointError(
+            f"expected model.safetensors or {PICKLED_FILE}, found {_listed(other) or 'no weights'}",
+            where=str(folder),
+            remedy="save the model with save_pretrained, or write weights: random in the model's section",
+        )
+    return None
+
+
+def export_library_model(
+    checkpoint: Path, config: HuggingFaceConfig, out_dir: Path, *, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write a checkpoint of a run as `save_pretrained` of the transformers library does.
+
+    One tensor is in memory at a time.
+
+    Raises:
+        CheckpointError: if the folder is not empty, or the checkpoint is of another model.
+    """
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise CheckpointError(
+            "the export folder is not empty", where=str(out_dir), remedy="name a new folder"
+        )
+    model = build_model(config, device="meta")
+    assert isinstance(model, HuggingFaceModel), "the section makes such a model"
+    read = _readers(SavedCheckpoint(checkpoint))
+    for name, parameter in model.named_parameters():
+        if name not in read:
+            raise CheckpointError(
+                f"tensor {name} is missing",
+                where=str(checkpoint),
+                remedy="name a checkpoint of this run",
+            )
+        record_values(parameter, LazyTensor.whole(read[name], parameter.shape, torch.float32))
+    for name, buffer in model.named_buffers():
+        if name in read:
+            buffer.copy_(read[name]())
+    save_pretrained(model.hf, out_dir, dtype=dtype)
+    copy_side_files(config.hf, out_dir)
+
+
+def _readers(saved: SavedCheckpoint) -> dict[str, Callable[[], Tensor]]:
+    """What reads each parameter of a checkpoint, by name."""
+    return {
+        name: functools.partial(file.read_whole, name) for file in saved.weights() for name in file.places
+    }
+
+
+def _listed(names: tuple[str, ...] | list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
