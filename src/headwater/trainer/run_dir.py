@@ -16,7 +16,7 @@ from headwater.config.models.huggingface import CONFIG_FILE
 from headwater.config.run import RunConfig
 from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError
-from headwater.core.files import disk_errors, replace_file
+from headwater.core.files import replace_file
 from headwater.core.side_files import copy_file, copy_side_files
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
