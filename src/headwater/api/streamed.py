@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
-import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from headwater.api import transaction
 from headwater.api.backend import Backend
 from headwater.api.calls import Call, asked_precision, guard_call, own_randomness, stand_in_loss
-from headwater.api.early import EarlyOptions, check
-from headwater.api.machine import (
-    NO_UPDATES,
-    device_of,
-    fixed_by,
-    optimizer_state_bytes,
-    resources_of,
-)
+<<<<<<< HEAD
+from headwater.api.leaving import give_back
+=======
+from headwater.api.empty import initial_values
+>>>>>>> 91073a3 (Parameters that get another shape or dtype leave the store; parameters that share memory are refused)
+from headwater.api.planner import Planner
+from headwater.api.updaters import Updaters, live_optimizers
+from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_memory
 from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
 from headwater.core.empty import initial_values
@@ -38,32 +34,17 @@ from headwater.core.stage import ParamSpec
 from headwater.core.trees import tensors_in
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.fabric.membership import current
-from headwater.optim.spec import OptimizerSpec
-from headwater.plan.budget import make_plan
-from headwater.plan.calibrate import calibrate
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.trace import trace_step
-from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
+from headwater.plan.types import Plan, Trace
+from headwater.store.gradients import ParamKey
 from headwater.store.replicas import take_from_first_host
-from headwater.store.rule import SeveralRules, UpdateRule
 from headwater.store.store import WeightStore
 from headwater.store.takeover import take_over
 from headwater.stream.engine import Engine, Initial
+from headwater.stream.leaving import give_back
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Updated:
-    """How a parameter is updated.
-
-    Attributes:
-        spec: by what kind of optimizer.
-        by: the optimizer, for as long as it lives.
-    """
-
-    spec: OptimizerSpec
-    by: Callable[[], torch.optim.Optimizer | None]
 
 
 owners: weakref.WeakKeyDictionary[WeightStore, StreamedModel] = weakref.WeakKeyDictionary()
@@ -86,16 +67,18 @@ class StreamedModel:
     """
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
+        refuse_shared_memory(model)
         self.model = model
         self.backend = backend
         self.precision: Precision | None = None
         self.engine: Engine | None = None
         self.fabric: Fabric = ALONE
         self._scalars_shared = 0  # commits whose optimizer scalars all ranks have
-        self._optimizers: dict[str, _Updated] = {}  # by name of the parameter
+        self._updaters = Updaters()
+        self._structure = Structure(model)
         self._trained: frozenset[str] = frozenset()
         self._largest_batch = 0
-        self._disk: tempfile.TemporaryDirectory[str] | None = None
+        self._planner = Planner(backend)
         self._undo_buffers: Callable[[], None] = _nothing
         self._hook = self._hook_forward()
         self._is_planning = False
@@ -117,22 +100,47 @@ class StreamedModel:
         self._hook = self._hook_forward()
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See to it that there is an engine for a batch like this one; a hook on every forward of the model.
+        """See to it that there is an engine for this model and batch; a hook on every forward of the model.
 
         What was trained once stays in the plan, as loops freeze one model while they train another.
         """
         size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
+        changed = self._has_changed()
         if self.engine is None or torch.is_grad_enabled():
-            size = int(max(current().gather(size)))  # ranks plan alike
+            seen = current().gather(2 * size + changed)  # ranks plan alike
+            size, changed = int(max(seen)) // 2, any(int(each) % 2 for each in seen)
         fits = size <= self._largest_batch and _trained(self.model) <= self._trained
-        if self.engine is not None and (fits or not torch.is_grad_enabled()):
+        if self.engine is not None and not changed and (fits or not torch.is_grad_enabled()):
             return
+        if has_lent_parameters(self.model):
+            return  # for this call alone: what the model has otherwise is not known now
+        self._check_not_alone()
         self._largest_batch = max(size, self._largest_batch)
-        self._trained |= _trained(self.model)
-        with torch.inference_mode(False), torch.enable_grad(), _unfrozen(self.model, self._trained):
-            self._start((args, kwargs))
+        self._start((args, kwargs))
         assert self.engine is not None, "it was just built"
         self.engine.executor.enter_model()
+
+    def _has_changed(self) -> bool:
+        """True if the model has another structure than the engine, and no forward runs that would notice."""
+        if self.engine is None or not self.engine.executor.is_idle:
+            return False
+        if self._structure.is_current:
+            return bool(self.engine.departed)
+        return not has_lent_parameters(self.model)
+
+    def _check_not_alone(self) -> None:
+        """Check that every rank plans.
+
+        Raises:
+            StreamError: if this rank alone calls a model whose structure has changed.
+        """
+        if self.engine is not None and current().size < self.fabric.size:
+            change = self._structure.difference(Structure(self.model))
+            raise StreamError(
+                f"the model has changed ({change}), and only one rank calls it",
+                where=type(self.model).__name__,
+                remedy="call it on all ranks once after such a change, outside of closures",
+            )
 
     def _randomness(self) -> AbstractContextManager[None]:
         """Surrounds a call of the model."""
@@ -148,118 +156,90 @@ class StreamedModel:
 
     def _start(self, call: Call) -> None:
         """Plan for this call of the model, and move the weights to a store of that plan."""
+        refuse_shared_memory(self.model)
         if self.engine is None:
             self.fabric = current()
-            for optimizer in live_optimizers(self.model):
-                self._note(optimizer)
-        device = device_of(self.backend.config)
+        old_names = self._structure.old_names(Structure(self.model))
+        updaters = self._updaters.renamed(old_names)
+        self._note_live(updaters)
+        kept = self._still_streamed(old_names)
+        trained = _trained(self.model).union(new for new, old in old_names.items() if old in self._trained)
+        device = self._planner.device
         precision = self.engine.plan.precision if self.engine else self.precision or asked_precision(device)
         self._hook.remove()  # the dry run is no call of the user's
         self._is_planning = True
         try:
-            with torch.random.fork_rng(devices=drawing_devices()):  # it belongs to the user
-                self._stop_early(call, precision, device)
-                trace = self._trace(apart(call), precision)
-                self._rebuild(self._plan(trace, precision, device))
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                _unfrozen(self.model, trained),
+                torch.random.fork_rng(devices=drawing_devices()),  # it belongs to the user
+            ):
+                self._planner.stop_early(self.model, call, precision)
+                trace = self._trace(apart(call), precision, kept, inference=not trained)
+                plan = self._planner.plan(trace, precision, updaters.state_bytes, self.fabric)
+                self._rebuild(plan, updaters, kept)
+                self._trained = trained
         finally:
             self._is_planning = False
             self._be_first()
 
-    def _trace(self, call: Call, precision: Precision) -> Trace:
-        partition = find_stages(self.model, precision)
+    def _still_streamed(self, old_names: Mapping[str, str]) -> dict[str, str]:
+        """Return the same names without the parameters whose values the engine does not have any more."""
         if self.engine is None:
-            return self._dry_run(call, precision, partition)
-        self.engine.store.flush()  # no update must meet fake tensors
-        with self.engine.executor.paused():
-            return self._dry_run(call, precision, _with_masters_of(self.engine, partition))
+            return {}
+        gone = {self.engine.store.spec(key).name for key in self.engine.departed}
+        return {new: old for new, old in old_names.items() if old not in gone}
 
-    def _dry_run(self, call: Call, precision: Precision, partition: Partition) -> Trace:
-        return trace_step(
-            self.model,
-            call,
-            precision,
-            loss_function=stand_in_loss,
-            partition=partition,
-            inference=not self._trained,
-        )
+    def _note_live(self, updaters: Updaters) -> None:
+        """Record who updates the parameters that no optimizer has updated yet."""
+        known = updaters.specs
+        params = [(name, param) for name, param in self.model.named_parameters() if name not in known]
+        names = {id(param): name for name, param in params}
+        for optimizer in live_optimizers([param for _, param in params]) if params else []:
+            updaters.note(optimizer, names)
 
-    def _stop_early(self, call: Call, precision: Precision, device: str) -> None:
-        """Do what the backend asks for in place of training, and end the script."""
-        backend = self.backend
-        if not (backend.compile_only or backend.validate_only):
-            return
-        options = EarlyOptions(
-            compile_only=backend.compile_only,
-            validate_only=backend.validate_only,
-            compile_dir=backend.compile_dir,
-            precision=precision,
-            device=device,
-            resources=resources_of(backend.config),
-        )
-        report = check(self.model, *call, options)
-        assert report is not None, "something was asked for"
-        Console().print(report.render())
-        raise SystemExit(0)
+    def _trace(
+        self, call: Call, precision: Precision, old_names: Mapping[str, str], *, inference: bool
+    ) -> Trace:
+        """Run the model dry."""
 
-    def _plan(self, trace: Trace, precision: Precision, device: str) -> Plan:
-        disk = self._folder()
-
-        def make() -> Plan:
-            return make_plan(
-                lambda size: trace,
-                batch_size=trace.micro_batch_size,
-                precision=precision,
-                optimizer_state_bytes=self._state_bytes(),
-                resources=resources_of(self.backend.config, disk),
-                device=device,
-                calibration=calibrate(device, disk),
-                fixed=fixed_by(self.backend.config, trace.micro_batch_size),
-                ranks=self.fabric.local_size,
-                share=self._share(),
+        def run(partition: Partition) -> Trace:
+            return trace_step(
+                self.model,
+                call,
+                precision,
+                loss_function=stand_in_loss,
+                partition=partition,
+                inference=inference,
             )
 
-        return dataclasses.replace(self.fabric.agree(make), disk=disk)
+        partition = find_stages(self.model, precision)
+        if self.engine is None:
+            return run(partition)
+        self.engine.store.flush()  # no update must meet fake tensors
+        with self.engine.executor.paused():
+            return run(_with_masters_of(self.engine, partition, old_names))
 
-    def _share(self) -> StoreShare:
-        """What of the store is on this host: all of it, for each rank to read."""
-        if self.fabric.size == 1:
-            return WHOLE_STORE
-        return StoreShare(
-            disk_ranks=self.fabric.local_size,
-            images=1,  # updates come before the forward; see `apply_updates`
-            sums_stay=self.fabric.num_hosts > 1,
-        )
+    def _rebuild(self, plan: Plan, updaters: Updaters, old_names: Mapping[str, str]) -> None:
+        """Stream by this plan and these optimizers from now on; weights and optimizer state are kept.
 
-    def _state_bytes(self) -> int:
-        return max((optimizer_state_bytes(entry.spec) for entry in self._optimizers.values()), default=0)
-
-    @property
-    def _rule(self) -> UpdateRule:
-        specs = {name: entry.spec for name, entry in self._optimizers.items()}
-        return SeveralRules(specs) if specs else UpdateRule(NO_UPDATES)
-
-    def _folder(self) -> Path | None:
-        """A folder of this model's own on the disk of the backend."""
-        if self.backend.config.disk is None:
-            return None
-        if self._disk is None:
-            parent = self.backend.config.disk.path
-            parent.mkdir(parents=True, exist_ok=True)
-            self._disk = tempfile.TemporaryDirectory(dir=parent, prefix="model-")
-        return Path(self._disk.name)
-
-    def _rebuild(self, plan: Plan) -> None:
-        """Stream by this plan and the present rule from now on; weights and optimizer state are kept."""
+        Args:
+            plan: the plan.
+            updaters: who updates what.
+            old_names: present name -> name in the engine so far, of the parameters that both have.
+        """
         config, before = self.backend.config, self.engine
         if plan.device == "cpu" and config.allocator == "tuned":
             tune_allocator(keep=plan.memory_is_ample)
+        unchanged = self._structure.is_current and not (before and before.departed)
         if before is not None:
             before.detach()
         self.engine = Engine(
             self.model,
             plan,
-            self._rule,
-            initial=self._initial(),
+            updaters.rule,
+            initial=self._initial(before, old_names),
             fast_matmul=config.matmul == "fast",
             compile_blocks=config.compile,
             verify_disk=config.verify_disk,
@@ -267,28 +247,52 @@ class StreamedModel:
             own_loop=True,
         )
         owners[self.engine.store] = self
+        self.engine.when_departed(self._give_back)
         self._be_first()
         if before is not None:
-            if self.fabric.size > 1:
-                before.store.flush()
-                before.store.share_scalars()
-            take_over(self.engine.store, before.store)
-            before.hand_over(self.engine)
+            self._succeed(before, self.engine, old_names, unchanged=unchanged)
+        self._updaters, self._structure = updaters, Structure(self.model)
+        if before is not None:
             return
         if self.fabric.num_hosts > 1:
             take_from_first_host(self.engine.store, self.fabric)
         if transaction.is_open():
             self.begin_step()
 
-    def _initial(self) -> Initial | None:
-        """Where the values of the parameters are, if not in the parameters."""
-        if self.engine is not None:
-            return self.engine.master
+    def _succeed(
+        self, before: Engine, engine: Engine, old_names: Mapping[str, str], *, unchanged: bool
+    ) -> None:
+        """Let `engine` have what the engine before it had, and parameters that left the model their own."""
+        if self.fabric.size > 1:
+            before.store.flush()
+            before.store.share_scalars()
+        take_over(engine.store, before.store, old_names)
+        kept = set(old_names.values())
+        for key, param in before.parameters():
+            name = before.store.spec(key).name
+            if name not in kept and key not in before.departed:
+                give_back(before.store, key, param, self._updaters.updater_of(name))
+        before.hand_over(engine, unchanged=unchanged)
+
+    def _give_back(self, key: ParamKey, param: nn.Parameter) -> None:
+        """Let a parameter that becomes a plain one have what it has in the store."""
+        assert self.engine is not None, "it has an engine"
+        store = self.engine.store
+        give_back(store, key, param, self._updaters.updater_of(store.spec(key).name))
+
+    def _initial(self, before: Engine | None, old_names: Mapping[str, str]) -> Initial | None:
+        """Return what reads the values of the parameters, if they are not in the parameters."""
         known = initial_values(self.model)
-        if not known:
+        if not known and before is None:
             return None
         params = dict(self.model.named_parameters())
-        return lambda spec: known[spec.name]() if spec.name in known else params[spec.name].detach()
+
+        def value(spec: ParamSpec) -> torch.Tensor:
+            if before is not None and spec.name in old_names:
+                return before.master(old_names[spec.name])
+            return known[spec.name]() if spec.name in known else params[spec.name].detach()
+
+        return value
 
     def update_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer update those of its parameters that are ours; its state begins anew.
@@ -297,34 +301,27 @@ class StreamedModel:
             ConfigError: if streaming cannot serve it.
         """
         assert self.engine is not None, "only streamed parameters are asked for"
-        before = self._rule_key()
-        fresh = self._note(optimizer)
+        names = self._structure.names
+        updaters = self._updaters.renamed({name: name for name in names.values()})
+        fresh = updaters.note(optimizer, names)
         if not fresh:
             return
-        if self._rule_key() != before:
-            self._rebuild(self.engine.plan)
+        if updaters.specs != self._updaters.specs:
+            if self.engine.departed:
+                raise StreamError(
+                    "a parameter got another shape or dtype between the backward and the step",
+                    where=self.engine.store.spec(next(iter(self.engine.departed))).name,
+                    remedy="change it after the step, or call the model again before the step",
+                )
+            with self._structure.restored():  # the next forward looks at what has changed since the last
+                self._rebuild(self.engine.plan, updaters, {name: name for name in names.values()})
+        self._updaters = updaters
         store = self.engine.store
         for stage in store.stages:
             scalars = store.scalars(stage.index)
             for index, param in enumerate(stage.params):
                 if param.name in fresh:
                     scalars[index] = None
-
-    def _rule_key(self) -> dict[str, OptimizerSpec]:
-        return {name: entry.spec for name, entry in self._optimizers.items()}
-
-    def _note(self, optimizer: torch.optim.Optimizer) -> set[str]:
-        """Remember who updates what; the names of parameters that another optimizer had, or none."""
-        names = {id(param): name for name, param in self.model.named_parameters()}
-        own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
-        fresh = {name for name in own if not self._is_updated_by(name, optimizer)}
-        if fresh:
-            spec = OptimizerSpec.of(optimizer)
-            self._optimizers |= {name: _Updated(spec, weakref.ref(optimizer)) for name in own}
-        return fresh
-
-    def _is_updated_by(self, name: str, optimizer: torch.optim.Optimizer) -> bool:
-        return name in self._optimizers and self._optimizers[name].by() is optimizer
 
     # a step as a transaction
 
@@ -379,22 +376,22 @@ class StreamedModel:
         self._unguard()
         if self.engine is not None:
             self.engine.detach()
-            for name, value in self.engine.named_masters():
-                self.model.get_parameter(name).data = value
-            for name, gradient in self.engine.named_gradients():
-                self.model.get_parameter(name).grad = gradient
+            for key, param in self.engine.parameters():
+                give_back(self.engine.store, key, param, None)
             self.engine.close()
             self.engine = None
-        if self._disk is not None:
-            self._disk.cleanup()
+        self._planner.close()
 
 
-def _with_masters_of(engine: Engine, partition: Partition) -> Partition:
-    """The same stages; what is at rest shows its wire dtype, and the engine knows that of the masters."""
+def _with_masters_of(engine: Engine, partition: Partition, old_names: Mapping[str, str]) -> Partition:
+    """Return the same stages with the dtypes of the masters: what is at rest shows only its wire dtype."""
     known = {param.name: param for stage in engine.plan.trace.stages for param in stage.params}
 
     def corrected(param: ParamSpec) -> ParamSpec:
-        return dataclasses.replace(known[param.name], requires_grad=param.requires_grad, split_master=True)
+        if param.name not in old_names:
+            return param
+        old = known[old_names[param.name]]
+        return dataclasses.replace(param, dtype=old.dtype, wire_dtype=old.wire_dtype)
 
     stages = (
         dataclasses.replace(stage, params=tuple(corrected(param) for param in stage.params))
@@ -422,18 +419,3 @@ def _unfrozen(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     finally:
         for param in frozen:
             param.requires_grad_(False)
-
-
-def live_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Every optimizer over parameters of `model`, whoever built it; the newest last.
-
-    A trainer's wrapper of an optimizer shows the groups of another, and has none itself: it is left out.
-    """
-    params = set(map(id, model.parameters()))
-    return [
-        found
-        for found in gc.get_objects()
-        if issubclass(type(found), torch.optim.Optimizer)
-        and "param_groups" in vars(found)
-        and any(id(param) in params for group in found.param_groups for param in group["params"])
-    ]

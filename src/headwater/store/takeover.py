@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from headwater.store.gradients import ParamKey
 from headwater.store.named import keys_by_name
 from headwater.store.parameters import read_param, write_param
 from headwater.store.store import WeightStore
 
 
-def take_over(store: WeightStore, before: WeightStore) -> None:
-    """Let parameters of the same name have the optimizer state and the gradient that they had before.
+def take_over(store: WeightStore, before: WeightStore, old_names: Mapping[str, str]) -> None:
+    """Copy optimizer state and gradients of the parameters that were in the store before.
 
     A transaction that is under way goes on; commits that it has made cannot be undone any more.
 
     Args:
         store: has their weights already.
-        before: the one that it replaces.
+        before: the store that it replaces.
+        old_names: name in `store` -> name in `before`, of the parameters that are in both.
     """
     theirs = keys_by_name(before.stages)
-    for stage in store.stages:
-        for index, spec in enumerate(stage.params):
-            if spec.name in theirs:
-                _take_over_param(store, (stage.index, index), before, theirs[spec.name])
-    names = {before.spec(key).name for key in before.gradients.remembered}
-    store.begin_transaction([key for key in store.gradients.present if store.spec(key).name in names])
+    pairs = {
+        key: theirs[old_names[name]] for name, key in keys_by_name(store.stages).items() if name in old_names
+    }
+    for key, there in pairs.items():
+        _take_over_param(store, key, before, there)
+    remembered = before.gradients.remembered
+    present = store.gradients.present
+    store.begin_transaction([key for key, there in pairs.items() if there in remembered and key in present])
     if before.ledger.has_commits:
         store.ledger.keep_all()
 

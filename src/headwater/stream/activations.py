@@ -112,6 +112,7 @@ def recompute_forward(
         What gives the module its own forward back.
     """
     forward = module.forward
+    before = vars(module).get("forward")
     own = list(map(id, module.parameters()))
 
     def bound_forward(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +122,11 @@ def recompute_forward(
         finally:
             leave()
 
+    is_wrapped = True
+
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not is_wrapped:  # a forward that the user has set calls this one
+            return forward(*args, **kwargs)
         others = list(map(id, module.parameters())) != own  # lent by `functional_call`: gone in backward
         if others or not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
@@ -131,8 +136,18 @@ def recompute_forward(
             call, *call.tensors(), use_reentrant=False, context_fn=lambda: (_nothing(), buffers)
         )
 
+    def unwrap() -> None:
+        nonlocal is_wrapped
+        is_wrapped = False
+        if vars(module).get("forward") is not checkpointed:
+            return  # the user has replaced it
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
     module.forward = checkpointed
-    return lambda: setattr(module, "forward", forward)
+    return unwrap
 
 
 class _Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headwater.core.errors import StreamError
+from headwater.core.lazy import LazyTensor
 from headwater.stream.home import Home
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,27 @@ class PartAtRest(AtRest, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if is_metadata(func):
                 return func(*args, **(kwargs or {}))
+            if func == DATA.__set__ and isinstance(args[1], AtRest):
+                raise tied_by_data("parameter", args[1].home.spec.name)
             return on_values(func, args, kwargs or {})
+
+
+def home_of(value: object) -> Home | None:
+    """Return the home of a tensor whose values are those of a parameter in a store, or of a part of one."""
+    if isinstance(value, AtRest):
+        return value.home
+    owner = getattr(value.read_pieces, "__self__", None) if isinstance(value, LazyTensor) else None
+    return owner if isinstance(owner, Home) else None
+
+
+def tied_by_data(name: str, other: str) -> StreamError:
+    """Return the error for two parameters that are to share memory."""
+    return StreamError(
+        "two parameters would share memory, and each streamed parameter has its own",
+        where=f"{name}.data = {other}.data",
+        remedy=f"make them one Parameter, model.{name} = model.{other}, or assign a copy, "
+        f"model.{name}.data = model.{other}.data.clone()",
+    )
 
 
 def is_metadata(func: Any) -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec
+from headwater.store.gradients import ParamKey
 from headwater.store.store import WeightStore
 from headwater.stream.activations import WeightHandle, changed_in_place
 from headwater.stream.home import Home
+from headwater.stream.leaving import give_back
 from headwater.stream.parameters import ParameterAtRest
 
 
@@ -25,6 +28,10 @@ def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
 
 class Binder:
     """Owns the `nn.Parameter` objects of a model.
+
+    Attributes:
+        departed: the parameters that were let go, by their place in the store.
+        on_leave: called with such a parameter; gives it what the store has of it.
 
     Args:
         model: whose parameters are bound and unbound, once they are adopted.
@@ -55,6 +62,10 @@ class Binder:
         self._bound: dict[int, int] = {}  # stage -> how often its bound weights had been changed in place
         self._address: dict[int, int] = {}  # stage -> the memory that its parameters are views of
         self._stage_at: dict[int, int] = {}
+        self.departed: dict[ParamKey, nn.Parameter] = {}
+        self.on_leave: Callable[[ParamKey, nn.Parameter], None] = lambda key, param: give_back(
+            store, key, param, None
+        )
 
     def values(self, stage: int) -> list[torch.Tensor]:
         """What the parameters of a stage hold now."""
@@ -64,6 +75,12 @@ class Binder:
         """Take over the parameters of a stage; what they hold is forgotten. The objects stay the same."""
         self._params[stage] = [self._model.get_parameter(spec.name) for spec in self._stages[stage].params]
         for index, param in enumerate(self._params[stage]):
+            if isinstance(param, ParameterAtRest):
+                raise StreamError(
+                    "a parameter is streamed by another compiled model already",
+                    where=self._stages[stage].params[index].name,
+                    remedy="compile one module that holds both models, or release the other one first",
+                )
             spec = self._stages[stage].params[index]
             value = self._placeholders[stage][index]
             gradient, param.grad = param.grad, None
@@ -75,9 +92,25 @@ class Binder:
                 torch.utils.swap_tensors(param, other)
             else:
                 param.data = value
-            param.home = Home(self._store, stage, index, self._device)  # type: ignore[attr-defined]
+            let_go = weakref.WeakMethod(self.let_go)
+            param.home = Home(self._store, stage, index, self._device, let_go)  # type: ignore[attr-defined]
             self._classes[stage].append(type(param))
             param.__class__ = ParameterAtRest
+
+    def let_go(self, key: ParamKey) -> None:
+        """Turn one parameter into a plain one, with its values, gradient and optimizer state.
+
+        A dummy takes its place here until the model is planned again.
+        """
+        stage, index = key
+        param = self._params[stage][index]
+        spec = self._stages[stage].params[index]
+        self._params[stage][index] = nn.Parameter(self._placeholders[stage][index], spec.requires_grad)
+        param.__class__ = self._classes[stage][index]
+        del param.home  # type: ignore[attr-defined]
+        self.on_leave(key, param)
+        self._store.gradients.drop(stage, index)
+        self.departed[key] = param
 
     def release(self) -> None:
         """Let every parameter be an ordinary one that holds NaN."""

@@ -22,6 +22,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import LossFunction, autocast, call_model
 from headwater.plan.types import Plan
+from headwater.store.gradients import ParamKey
 from headwater.store.named import keys_by_name
 from headwater.store.parameters import read_param
 from headwater.store.pieces import PieceState
@@ -296,24 +297,26 @@ class Engine:
             flat[piece.start : piece.start + piece.master.numel()].copy_(piece.master)
         yield from zip([spec.name for spec in params], masters, strict=True)
 
-    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, gradient) of every parameter that has one that no step has used."""
-        for stage in self.store.stages:
-            for index, spec in enumerate(stage.params):
-                gradient = self.store.gradients.expose(stage.index, index)
-                if gradient is not None:
-                    yield spec.name, gradient
+    @property
+    def departed(self) -> dict[ParamKey, nn.Parameter]:
+        """The parameters that have become plain ones since this engine was made."""
+        return self._binder.departed
+
+    def when_departed(self, action: Callable[[ParamKey, nn.Parameter], None]) -> None:
+        """Call `action` with each parameter that becomes a plain one; it copies the values out of the store."""
+        self._binder.on_leave = action
+
+    def parameters(self) -> Iterator[tuple[ParamKey, nn.Parameter]]:
+        """Yield every parameter with its place in the store, whatever the model has become."""
+        for stage, index, param in self._binder.parameters():
+            yield (stage, index), param
 
     def _to_device(self, batch: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: t.to(self._device.torch_device), batch)
 
-    def master(self, spec: ParamSpec) -> torch.Tensor:
-        """The fp32 master of the parameter called as in `spec`, up to date."""
-        for stage in self.store.stages:
-            for index, own in enumerate(stage.params):
-                if own.name == spec.name:
-                    return read_param(self.store, (stage.index, index))
-        raise StreamError(f"the model had no parameter {spec.name!r} before")
+    def master(self, name: str) -> torch.Tensor:
+        """Return the master of a parameter, up to date."""
+        return read_param(self.store, keys_by_name(self.store.stages)[name])
 
     def detach(self) -> None:
         """Leave the model, whose parameters then hold NaN; the store stays, and what moved out for graphs."""
@@ -321,9 +324,14 @@ class Engine:
         self.executor.leave()
         self._binder.release()
 
-    def hand_over(self, successor: Engine) -> None:
-        """Let the graphs of forwards that ran here, before `detach`, get their weights from `successor`."""
-        self.executor.hand_over(successor.executor)
+    def hand_over(self, successor: Engine, *, unchanged: bool) -> None:
+        """Let the graphs of forwards that ran here, before `detach`, get their weights from `successor`.
+
+        Args:
+            successor: the engine that has the model now.
+            unchanged: whether the model has the structure that it had here.
+        """
+        self.executor.hand_over(successor.executor, unchanged=unchanged)
         self.store.close()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headwater.core.errors import StreamError
 from headwater.plan.types import Activations, Plan
 from headwater.store.store import WeightStore
 from headwater.stream.activations import WeightHandle, recompute_forward, without_weights
@@ -73,6 +74,12 @@ class Executor:
         ]
         self._wrapped = self._hook_recompute()
         self._successor: Executor | None = None
+        self._is_outlived = False  # by a model of another structure
+
+    @property
+    def is_idle(self) -> bool:
+        """True if neither a forward nor a backward runs."""
+        return not self._nesting and not self._in_backward
 
     # weights in
 
@@ -197,6 +204,8 @@ class Executor:
 
     def _give_gradient(self, stage: int, index: int) -> Callable[[torch.Tensor], None]:
         def hook(param: torch.Tensor) -> None:
+            if not hasattr(param, "home"):
+                return  # it has become a plain parameter
             self._notice_backward()
             with (
                 torch._C.DisableTorchFunctionSubclass()
@@ -288,15 +297,33 @@ class Executor:
 
     @property
     def _heir(self) -> Executor:
-        """Who has the model now."""
+        """The executor that has the model now.
+
+        Raises:
+            StreamError: if the model has another structure there.
+        """
         heir = self
         while heir._successor is not None:
             heir = heir._successor
+        if heir._is_outlived:
+            raise StreamError(
+                "the structure of the model was changed, and a forward has run, between this forward and its "
+                "backward",
+                remedy="run the backward before the next forward of the changed model",
+            )
         return heir
 
-    def hand_over(self, successor: Executor) -> None:
-        """Let the graphs of forwards that ran here get their weights from the one that has the model now."""
-        self._successor = successor
+    def hand_over(self, successor: Executor, *, unchanged: bool) -> None:
+        """Let the graphs of forwards that ran here get their weights from `successor`.
+
+        Args:
+            successor: the executor that has the model now.
+            unchanged: whether stages and modules are the same there.
+        """
+        if unchanged:
+            self._successor = successor
+        else:
+            self._is_outlived = True
         if self._weights.stable and not successor._weights.stable:
             self._binder.forget_saved()
 

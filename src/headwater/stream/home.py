@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import torch
@@ -24,12 +24,14 @@ class Home:
         stage: its stage.
         index: its index in the stage.
         device: where the values go that are read.
+        let_go: turns the parameter into a plain one that this home has no more to do with.
     """
 
     store: WeightStore
     stage: int
     index: int
     device: torch.device
+    let_go: Callable[[], Callable[[ParamKey], None] | None] = dataclasses.field(compare=False, repr=False)
 
     @property
     def key(self) -> ParamKey:
@@ -53,6 +55,17 @@ class Home:
     def lazy(self) -> LazyTensor:
         """The master as a tensor that is read when it is used: then, and not now."""
         return LazyTensor(self.pieces, self.spec.shape, self.spec.dtype)
+
+    def fits(self, value: torch.Tensor) -> bool:
+        """True if the parameter can have this value without becoming another kind of tensor."""
+        spec = self.spec
+        return tuple(value.shape) == spec.shape and value.dtype in (spec.dtype, spec.wire_dtype)
+
+    def leave(self) -> None:
+        """Turn the parameter into a plain one."""
+        let_go = self.let_go()
+        assert let_go is not None, "a parameter at rest has an engine"
+        let_go(self.key)
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the master by a tensor of its shape."""

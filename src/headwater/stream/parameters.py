@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from headwater.core.errors import StreamError
 from headwater.store.gradients import spent_error
-from headwater.stream.at_rest import DATA, AtRest, is_metadata, on_values, stand_in
+from headwater.stream.at_rest import DATA, AtRest, home_of, is_metadata, on_values, stand_in, tied_by_data
 from headwater.stream.home import Home
 
 _BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
@@ -58,7 +58,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
             if func is torch.Tensor.detach:
                 return args[0].home.lazy()
             if func == DATA.__set__:
-                return args[0].home.write(args[1])
+                return assign_data(args[0], args[1])
             if func is torch.Tensor.copy_ and _is_replaced(args[0], args[1]):
                 args[0].home.write(args[1])
                 torch.autograd.graph.increment_version(args[0])
@@ -84,6 +84,24 @@ class ParameterAtRest(AtRest, nn.Parameter):
             where=self.home.spec.name,
             remedy="use its state_dict(): load it into a module of the same class",
         )
+
+
+def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
+    """Do what `param.data = value` does.
+
+    Raises:
+        StreamError: if that would tie two parameters.
+    """
+    home, source = param.home, home_of(value)
+    if source is not None:
+        if source != home:
+            raise tied_by_data(home.spec.name, source.spec.name)
+        value = value.clone()  # nothing else has this memory
+    if not home.fits(value):
+        home.leave()
+        DATA.__set__(param, value)
+        return
+    home.write(value)
 
 
 def _is_replaced(param: object, value: torch.Tensor) -> bool:

@@ -1,0 +1,108 @@
+"""From a dry run to the plan of a compiled model, on one rank or several."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from torch import nn
+
+from headwater.api.backend import Backend
+from headwater.api.calls import Call
+from headwater.api.early import EarlyOptions, check
+from headwater.api.machine import device_of, fixed_by, resources_of
+from headwater.core.precision import Precision
+from headwater.fabric.fabric import Fabric
+from headwater.plan.budget import make_plan
+from headwater.plan.calibrate import calibrate
+from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
+
+
+class Planner:
+    """Plans one model within what a backend may take, and owns the model's folder on the disk tier.
+
+    Args:
+        backend: what the run may take.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._disk: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def device(self) -> str:
+        """The device that computes: `cpu` or `cuda`."""
+        return device_of(self._backend.config)
+
+    def stop_early(self, model: nn.Module, call: Call, precision: Precision) -> None:
+        """End the script with the report that the backend asks for, if it asks for one."""
+        backend = self._backend
+        if not (backend.compile_only or backend.validate_only):
+            return
+        options = EarlyOptions(
+            compile_only=backend.compile_only,
+            validate_only=backend.validate_only,
+            compile_dir=backend.compile_dir,
+            precision=precision,
+            device=self.device,
+            resources=resources_of(backend.config),
+        )
+        report = check(model, *call, options)
+        assert report is not None, "something was asked for"
+        Console().print(report.render())
+        raise SystemExit(0)
+
+    def plan(self, trace: Trace, precision: Precision, state_bytes: int, fabric: Fabric) -> Plan:
+        """Return the plan, the same on every rank.
+
+        Args:
+            trace: the dry run.
+            precision: precision of the run.
+            state_bytes: bytes of optimizer state of each trained element.
+            fabric: the ranks that train together.
+        """
+        disk, config, device = self._folder(), self._backend.config, self.device
+
+        def make() -> Plan:
+            return make_plan(
+                lambda size: trace,
+                batch_size=trace.micro_batch_size,
+                precision=precision,
+                optimizer_state_bytes=state_bytes,
+                resources=resources_of(config, disk),
+                device=device,
+                calibration=calibrate(device, disk),
+                fixed=fixed_by(config, trace.micro_batch_size),
+                ranks=fabric.local_size,
+                share=_share(fabric),
+            )
+
+        return dataclasses.replace(fabric.agree(make), disk=disk)
+
+    def _folder(self) -> Path | None:
+        """Return a folder for this model alone, on the disk of the backend."""
+        if self._backend.config.disk is None:
+            return None
+        if self._disk is None:
+            parent = self._backend.config.disk.path
+            parent.mkdir(parents=True, exist_ok=True)
+            self._disk = tempfile.TemporaryDirectory(dir=parent, prefix="model-")
+        return Path(self._disk.name)
+
+    def close(self) -> None:
+        """Delete the folder."""
+        if self._disk is not None:
+            self._disk.cleanup()
+
+
+def _share(fabric: Fabric) -> StoreShare:
+    """Return the part of the store that is on this host: all of it, for each rank to read."""
+    if fabric.size == 1:
+        return WHOLE_STORE
+    return StoreShare(
+        disk_ranks=fabric.local_size,
+        images=1,  # updates come before the forward; see `StreamedModel.apply_updates`
+        sums_stay=fabric.num_hosts > 1,
+    )

@@ -1,0 +1,99 @@
+"""Which optimizer updates each streamed parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import nn
+
+from headwater.api.machine import NO_UPDATES, optimizer_state_bytes
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.rule import SeveralRules, UpdateRule
+
+
+@dataclasses.dataclass(frozen=True)
+class _Updated:
+    """How a parameter is updated.
+
+    Attributes:
+        spec: the kind of optimizer.
+        by: the optimizer, for as long as it lives.
+    """
+
+    spec: OptimizerSpec
+    by: Callable[[], torch.optim.Optimizer | None]
+
+
+class Updaters:
+    """The optimizer of each parameter of a model, by the parameter's name.
+
+    Args:
+        entries: the optimizers that are known already.
+    """
+
+    def __init__(self, entries: Mapping[str, _Updated] | None = None) -> None:
+        self._entries = dict(entries or {})
+
+    def note(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> set[str]:
+        """Record that `optimizer` updates its parameters from now on.
+
+        Args:
+            optimizer: over any parameters.
+            names: the name of each parameter of the model, by identity.
+
+        Returns:
+            The names of the parameters that it did not update before.
+        """
+        own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+        fresh = {name for name in own if self.updater_of(name) is not optimizer}
+        if fresh:
+            spec = OptimizerSpec.of(optimizer)
+            self._entries |= {name: _Updated(spec, weakref.ref(optimizer)) for name in own}
+        return fresh
+
+    def updater_of(self, name: str) -> torch.optim.Optimizer | None:
+        """Return the optimizer of a parameter, or None if no optimizer that lives has updated it."""
+        return self._entries[name].by() if name in self._entries else None
+
+    def renamed(self, old_names: Mapping[str, str]) -> Updaters:
+        """Return the same for a model with other names.
+
+        Args:
+            old_names: new name -> old name, of the parameters that the model still has.
+        """
+        entries = self._entries
+        return Updaters({new: entries[old] for new, old in old_names.items() if old in entries})
+
+    @property
+    def specs(self) -> dict[str, OptimizerSpec]:
+        """The kind of optimizer of each parameter that has one."""
+        return {name: entry.spec for name, entry in self._entries.items()}
+
+    @property
+    def rule(self) -> UpdateRule:
+        """The update rule for a store of these parameters."""
+        return SeveralRules(self.specs) if self._entries else UpdateRule(NO_UPDATES)
+
+    @property
+    def state_bytes(self) -> int:
+        """The most bytes of optimizer state that a parameter element has."""
+        return max((optimizer_state_bytes(spec) for spec in self.specs.values()), default=0)
+
+
+def live_optimizers(params: Collection[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Return every optimizer over some of these parameters, whoever built it; the newest last.
+
+    A trainer's wrapper of an optimizer is left out: it has no groups itself and shows those of another.
+    """
+    wanted = set(map(id, params))
+    return [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), torch.optim.Optimizer)
+        and "param_groups" in vars(found)
+        and any(id(param) in wanted for group in found.param_groups for param in group["params"])
+    ]

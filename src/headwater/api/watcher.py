@@ -1,0 +1,142 @@
+"""The structure of a model at one moment: its modules, its parameters and the forwards set on instances."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import stateless
+
+from headwater.core.errors import StreamError
+from headwater.core.overlap import overlapping
+
+_LENDER = getattr(getattr(stateless, "_functional_call", None), "__code__", None)
+"""The code of `functional_call`. While it runs, modules have parameters that are lent to them."""
+
+_FORWARD = "forward"
+
+_Registry = dict[str, Any]
+
+
+class Structure:
+    """The modules, parameters and instance forwards that a model has when this object is made.
+
+    It holds every one of them, so that no new object can have the identity of an old one.
+
+    Attributes:
+        names: the first name of each parameter, by its identity.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._attributes = [vars(module) for module in self._modules]
+        self._registries: list[_Registry] = [
+            each[kind] for each in self._attributes for kind in ("_modules", "_parameters")
+        ]
+        self._contents = self._copies()
+        self._empty = [registry for registry in self._registries if not registry]
+        self._filled = [registry for registry in self._registries if registry]
+        self._forwards = self._own_forwards()
+        self._identities = self._look()
+        self._paths: dict[str, object] = dict(model.named_modules())
+        self._paths.update(model.named_parameters(remove_duplicate=False))
+        self.names = {id(param): name for name, param in model.named_parameters()}
+
+    def _copies(self) -> list[_Registry]:
+        return [dict(registry) for registry in self._registries]
+
+    def _own_forwards(self) -> list[Any]:
+        return [attributes.get(_FORWARD) for attributes in self._attributes]
+
+    def _look(self) -> tuple[object, ...]:
+        """Gather what is compared, with few statements of Python: this runs before every forward."""
+        return (
+            any(self._empty),
+            list(map(len, self._filled)),
+            list(chain.from_iterable(self._filled)),
+            list(map(id, chain.from_iterable([registry.values() for registry in self._filled]))),
+            list(map(id, self._own_forwards())),
+            list(map(type, self._modules)),
+        )
+
+    @property
+    def is_current(self) -> bool:
+        """True if the model still has this structure."""
+        return self._look() == self._identities
+
+    def old_names(self, now: Structure) -> dict[str, str]:
+        """Return the present name -> the name in this structure, of each parameter that is in both."""
+        return {name: self.names[key] for key, name in now.names.items() if key in self.names}
+
+    def difference(self, now: Structure) -> str:
+        """Return a phrase that says what the first difference is."""
+        before, after = self._paths, now._paths
+        replaced = {name for name in before.keys() & after.keys() if before[name] is not after[name]}
+        for what, names in (
+            ("replaced", replaced),
+            ("added", after.keys() - before.keys()),
+            ("removed", before.keys() - after.keys()),
+        ):
+            if names:
+                return f"{min(names)} was {what}"
+        return "the class or the forward of a module was replaced"
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give the model this structure back, for the duration of the context."""
+        contents, forwards = self._copies(), self._own_forwards()
+        self._put(self._contents, self._forwards)
+        try:
+            yield
+        finally:
+            self._put(contents, forwards)
+
+    def _put(self, contents: Sequence[_Registry], forwards: Sequence[Any]) -> None:
+        for registry, content in zip(self._registries, contents, strict=True):
+            registry.clear()
+            registry.update(content)
+        for attributes, forward in zip(self._attributes, forwards, strict=True):
+            if forward is None:
+                attributes.pop(_FORWARD, None)
+            else:
+                attributes[_FORWARD] = forward
+
+
+def has_lent_parameters(model: nn.Module) -> bool:
+    """True if a parameter of the model is lent to it for the length of a call, as by `functional_call`."""
+    params = chain.from_iterable(module._parameters.values() for module in model.modules())
+    if any(param is not None and not isinstance(param, nn.Parameter) for param in params):
+        return True
+    return _LENDER is not None and any(frame.f_code is _LENDER for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Check that no two parameters of the model lie in the same memory.
+
+    Raises:
+        StreamError: if they do: the memory of each streamed parameter is separate.
+    """
+    pair = overlapping(dict(model.named_parameters()))
+    if pair is not None:
+        first, second = pair
+        raise StreamError(
+            f"parameters {first} and {second} share memory, and each streamed parameter has its own",
+            where=type(model).__name__,
+            remedy=f"tie them as one Parameter, model.{second} = model.{first}, or separate them, "
+            f"model.{second}.data = model.{second}.data.clone()",
+        )

@@ -1,0 +1,125 @@
+"""`parameter.data = ...` equals plain PyTorch, between forwards and inside them."""
+
+import pytest
+import torch
+from any_loop import Place, adamw, assert_equal, check, some_plan
+from test_changed_models import inputs, stack, train
+from torch import nn
+
+import headwater as cstorch
+from headwater.core.errors import StreamError
+
+
+@some_plan
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtype_converted_after_an_evaluation(plan, dtype, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        with torch.no_grad():
+            before = model(inputs(0))
+        model.to(dtype)
+        optimizer = adamw(model.parameters())
+        losses = []
+        for number in range(3):
+            optimizer.zero_grad()
+            loss = model(inputs(number).to(dtype)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return before, losses, [p.dtype for p in model.parameters()], model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_data_of_the_same_and_of_another_shape(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        optimizer = adamw(model.parameters())
+        losses = train(model, optimizer, 2)
+        model[0][0].weight.data = torch.full((6, 6), 0.1)
+        losses += train(model, optimizer, 2)
+        model[3][0].weight.data = model[3][0].weight.data[:4] * 2
+        model[3][0].bias.data = model[3][0].bias.data[:4].clone()
+        between = model[3][0].weight.detach().clone(), model[3][0].weight.shape
+        second = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        return losses, between, train(model, second, 2), model
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_a_parameter_of_another_shape_keeps_its_moments(plan, tmp_path):
+    """As in plain PyTorch, where the optimizer knows nothing of the new shape."""
+
+    def script(place):
+        torch.manual_seed(0)
+        model = place.compile(stack())
+        optimizer = adamw(model.parameters())
+        train(model, optimizer, 2)
+        weight = model[1][0].weight
+        weight.data = weight.data[:3]
+        return dict(optimizer.state[weight]), weight.shape
+
+    given = script(Place(plan, tmp_path))
+    expected = script(Place(None, tmp_path))
+    assert given[1] == expected[1]
+    assert_equal(given[0], expected[0])
+
+
+def tied_before(model):
+    model[1][0].weight.data = model[0][0].weight.data
+
+
+def tied_transposed(model):
+    model[1][0].weight.data = model[0][0].weight.data.t()
+
+
+def tied_by_detach(model):
+    model[1][0].weight.data = model[0][0].weight.detach()
+
+
+def views_of_one_tensor(model):
+    base = torch.randn(8, 6)
+    model[0][0].weight.data = base[:6]
+    model[1][0].weight.data = base[2:]
+
+
+TIES = [tied_before, tied_transposed, tied_by_detach, views_of_one_tensor]
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("when", ["before compile", "before the first forward"])
+def test_parameters_that_share_memory_are_refused(tie, when, tmp_path):
+    model = stack()
+    place = Place("memory", tmp_path)
+    if when == "before compile":
+        tie(model)
+    with pytest.raises(StreamError, match=r"share memory.*\n?.*one Parameter|one Parameter") as caught:
+        place.compile(model)
+        tie(model)
+        model(inputs(0))
+    assert "1.0.weight" in str(caught.value) and "0.0.weight" in str(caught.value)
+    if cstorch.api.compile.is_compiled(model):
+        place.release()
+
+
+@pytest.mark.parametrize("tie", TIES[:3])
+def test_ties_by_data_after_a_forward_are_refused(tie, tmp_path):
+    model = Place("memory", tmp_path).compile(stack())
+    train(model, adamw(model.parameters()), 1)
+    with pytest.raises(StreamError, match=r"0\.0\.weight"):
+        tie(model)
+    cstorch.release(model)
+
+
+@some_plan
+def test_views_of_one_tensor_that_share_nothing(plan, tmp_path):
+    def script(place):
+        model = stack()
+        base = torch.randn(12, 6)
+        model[0][0].weight, model[1][0].weight = nn.Parameter(base[:6]), nn.Parameter(base[6:])
+        place.compile(model)
+        return train(model, adamw(model.parameters())), model
+
+    check(script, plan, tmp_path)

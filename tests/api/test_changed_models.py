@@ -1,0 +1,277 @@
+"""A model whose structure changes after its first streamed forward equals plain PyTorch."""
+
+import types
+
+import pytest
+import torch
+from any_loop import Place, adamw, check, some_plan
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+import headwater as cstorch
+from headwater.core.errors import StreamError
+
+
+def stack(depth=4, width=6):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+
+
+def inputs(number):
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(number))
+
+
+def step(model, optimizer, number=0):
+    optimizer.zero_grad()
+    loss = model(inputs(number)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def train(model, optimizer, count=3, start=0):
+    return [step(model, optimizer, start + number) for number in range(count)]
+
+
+def evaluate(model):
+    with torch.no_grad():
+        return model(inputs(99)).sum().item()
+
+
+def new_layer(model):
+    model[1] = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+
+def new_parameter(model):
+    model[1][0].weight = nn.Parameter(torch.randn(6, 6))
+
+
+def swap(model):
+    model[0], model[1] = model[1], model[0]
+
+
+def append(model):
+    model.append(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+
+
+def insert_first(model):
+    model.insert(0, nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+
+
+def remove(model):
+    del model[1]
+
+
+def wider_head(model):
+    model[3] = nn.Linear(6, 9)
+
+
+def prune_one(model):
+    prune.l1_unstructured(model[1][0], "weight", 0.5)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def parametrized(model):
+    parametrize.register_parametrization(model[2][0], "weight", Doubled())
+
+
+def tie(model):
+    model[2][0].weight = model[0][0].weight
+
+
+def own_forward(model):
+    old = model[1].forward
+    model[1].forward = lambda x: old(x) * 2
+
+
+def own_method(model):
+    layer = model[1][0]
+    layer.forward = types.MethodType(
+        lambda self, x: nn.functional.linear(x, self.weight * 2, self.bias), layer
+    )
+
+
+def add_module(model):
+    model[1].add_module("more", nn.Linear(6, 6))
+
+
+CHANGES = {
+    change.__name__: change
+    for change in (
+        new_layer, new_parameter, swap, append, insert_first, remove, wider_head, prune_one, parametrized,
+        tie, own_forward, own_method, add_module,
+    )
+}  # fmt: skip
+TAKING_TURNS = ["memory", "gradients on disk", "recompute"]
+
+
+def each_change(first=0, names=None):
+    """Every change, or those named, with one of the plans each."""
+    names = names or list(CHANGES)
+    pairs = [(name, TAKING_TURNS[(first + index) % 3]) for index, name in enumerate(names)]
+    return pytest.mark.parametrize("change,plan", pairs)
+
+
+@each_change()
+def test_changed_between_steps(plan, change, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        first = adamw(model.parameters())
+        losses = train(model, first, 2)
+        CHANGES[change](model)
+        second = adamw(model.parameters(), lr=0.02)
+        return losses, train(model, second, 3, start=2), evaluate(model), model, second
+
+    check(script, plan, tmp_path)
+
+
+@each_change(1, ["new_layer", "wider_head", "tie", "prune_one", "own_forward"])
+def test_changed_after_an_evaluation(plan, change, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        before = evaluate(model)
+        CHANGES[change](model)
+        optimizer = adamw(model.parameters())
+        return before, train(model, optimizer), model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@each_change(2, ["new_parameter", "swap", "remove", "insert_first", "own_forward"])
+def test_optimizer_from_before_the_change(plan, change, tmp_path):
+    """It still updates a parameter that left the model, and does not update a new one."""
+
+    def script(place):
+        model = place.compile(stack())
+        params = list(model.parameters())
+        optimizer = adamw(params)
+        losses = train(model, optimizer, 2)
+        CHANGES[change](model)
+        losses += train(model, optimizer, 3, start=2)
+        return losses, model, params, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@each_change(0, ["new_parameter", "swap", "remove", "append", "tie"])
+def test_changed_between_backward_and_the_first_step(plan, change, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        params = list(model.parameters())
+        optimizer = adamw(params)
+        model(inputs(0)).square().mean().backward()
+        CHANGES[change](model)
+        optimizer.step()
+        return train(model, optimizer, 3), model, params
+
+    check(script, plan, tmp_path)
+
+
+@each_change(1, ["new_parameter", "swap", "append"])
+def test_changed_within_gradient_accumulation(plan, change, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        params = list(model.parameters())
+        optimizer = adamw(params)
+        train(model, optimizer, 1)
+        optimizer.zero_grad()
+        model(inputs(5)).square().mean().backward()
+        CHANGES[change](model)
+        model(inputs(6)).square().mean().backward()
+        gradients = [param.grad.clone() for param in params]
+        optimizer.add_param_group(
+            {"params": [p for p in model.parameters() if id(p) not in set(map(id, params))]}
+        )
+        optimizer.step()
+        return train(model, optimizer, 2), gradients, model, params
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_heads_that_take_turns_keep_their_values_and_moments(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        heads = [model[3], nn.Linear(6, 2), nn.Linear(6, 3)]
+        optimizer = adamw([*model[:3].parameters(), *(p for head in heads for p in head.parameters())])
+        losses = []
+        for number in range(6):
+            model[3] = heads[number % 3]
+            losses.append(step(model, optimizer, number))
+        return losses, model, [head.state_dict() for head in heads], optimizer
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_changed_within_a_traced_step(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        optimizer = adamw(model.parameters())
+        train(model, optimizer, 1)
+
+        @place.trace
+        def traced(number):
+            if number == 2:
+                new_parameter(model)
+                optimizer.add_param_group({"params": [model[1][0].weight]})
+            optimizer.zero_grad()
+            loss = model(inputs(number)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return [traced(number) for number in range(4)], model
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_state_dict_assigned_after_a_forward(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        evaluate(model)
+        torch.manual_seed(3)
+        model.load_state_dict({k: torch.randn_like(v) for k, v in model.state_dict().items()}, assign=True)
+        optimizer = adamw(model.parameters())
+        return train(model, optimizer), model
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_state_dict_between_a_change_and_the_next_forward(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        train(model, adamw(model.parameters()), 1)
+        insert_first(model)
+        return model, train(model, adamw(model.parameters()), 1), model
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_parameters_that_a_call_lends_do_not_change_the_model(plan, tmp_path):
+    def script(place):
+        model, other = place.compile(stack()), stack()
+        optimizer = adamw(model.parameters())
+        losses = train(model, optimizer, 1)
+        lent = torch.func.functional_call(model, dict(other.named_parameters()), (inputs(7),))
+        lent.sum().backward()
+        losses += train(model, optimizer, 2)
+        return losses, lent, [param.grad for param in other.parameters()], model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+def test_backward_of_a_forward_before_the_change_and_after_another_forward(tmp_path):
+    model = Place("recompute", tmp_path).compile(stack())
+    loss = model(inputs(0)).sum()
+    swap(model)
+    model(inputs(1))
+    with pytest.raises(StreamError, match="structure of the model was changed"):
+        loss.backward()
+    cstorch.release(model)
