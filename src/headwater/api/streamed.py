@@ -16,11 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from headwater.api import transaction
 from headwater.api.backend import Backend
 from headwater.api.calls import Call, asked_precision, guard_call, own_randomness, stand_in_loss
-<<<<<<< HEAD
-from headwater.api.leaving import give_back
-=======
-from headwater.api.empty import initial_values
->>>>>>> 91073a3 (Parameters that get another shape or dtype leave the store; parameters that share memory are refused)
 from headwater.api.planner import Planner
 from headwater.api.updaters import Updaters, live_optimizers
 from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_memory

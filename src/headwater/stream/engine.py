@@ -303,7 +303,7 @@ class Engine:
         return self._binder.departed
 
     def when_departed(self, action: Callable[[ParamKey, nn.Parameter], None]) -> None:
-        """Call `action` with each parameter that becomes a plain one; it copies the values out of the store."""
+        """Call `action` with each parameter that becomes a plain one; it copies its values out."""
         self._binder.on_leave = action
 
     def parameters(self) -> Iterator[tuple[ParamKey, nn.Parameter]]:
