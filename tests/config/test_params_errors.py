@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from params_samples import NEWER, OLDER, write
 
 from headwater.config import load_params
-from headwater.config.document import parse_yaml
+from headwater.config.yaml_reader import parse_yaml
 from headwater.core.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ CASES = [
      "max_steps is a whole number, found 1000.0", "write a whole number"),
     ("max_steps: 100", "max_steps: many", "trainer.init.loop.max_steps", "found 'many'", "whole number"),
     ("max_steps: 100", "max_steps: 0", "trainer.init.loop.max_steps", "max_steps is at least 1, found 0", "at least 1"),
-    ("max_steps: 100", "max_steps: null", "trainer.init.loop", "give max_steps (or num_steps)", "loop"),
+    ("max_steps: 100", "max_steps: null", "trainer.init.loop", "expected max_steps, num_steps or num_epochs", "loop"),
     ("enabled: true", "enabled: 1", "trainer.init.precision.enabled", "enabled is true or false, found 1", "true"),
     ("fp16_type: bfloat16", "fp16_type: bfloat", "trainer.init.precision.fp16_type",
      "one of bfloat16, float16, cbfloat16, found 'bfloat'", "'bfloat16'"),
@@ -226,3 +226,44 @@ def test_any_text_is_a_document_or_a_config_error(text):
         assert "fuzz.yaml" in error.where
     else:
         assert isinstance(document.tree, dict)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("name: gpt2", "name: {a: 1}", "unknown model"),
+        ("name: gpt2", "name: " + "x" * 100_000, "unknown model"),
+        ("model_dir: runs/a", 'model_dir: "a\\0b"', "a path has no NUL characters"),
+        ("seed: 7", "seed: " + "x" * 100_000, "seed is a whole number, found 'xxx"),
+        ("seed: 7", "k" * 1000 + ": 7", "unknown key 'kkk"),
+        ("trainer:", "extends: " + "x" * 100_000 + "\ntrainer:", "there is no params file 'xxx"),
+        ("trainer:", "extends: ~nobody/x\ntrainer:", "there is no params file '~nobody/x'"),
+    ],
+    ids=range(7),
+)
+def test_odd_values_are_short_errors_of_the_project(tmp_path, old, new, what):
+    assert old in NEWER
+    with pytest.raises(ConfigError) as raised:
+        load_params(write(tmp_path, NEWER.replace(old, new, 1)))
+    assert what in raised.value.what
+    assert len(raised.value.what) < 400
+    assert len(str(raised.value)) < 5000
+
+
+def test_the_folder_of_a_user_who_is_not_there_is_taken_as_written(tmp_path):
+    path = write(tmp_path, NEWER.replace("model_dir: runs/a", "model_dir: ~nobody_here/a"))
+    assert str(load_params(path).init.model_dir) == "~nobody_here/a"
+
+
+def test_many_problems_are_counted_and_few_are_listed(tmp_path):
+    callbacks = "[" + ", ".join(f"{{No{index}: {{}}}}" for index in range(1000)) + "]"
+    text = NEWER.replace("    callbacks:\n    - ComputeNorm: {}\n", f"    callbacks: {callbacks}\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'No0' \(and 999 more: .*, …\)") as raised:
+        load_params(write(tmp_path, text))
+    assert len(str(raised.value)) < 2000
+
+
+def test_a_mapping_as_the_name_of_a_policy(tmp_path):
+    path = write(tmp_path, "trainer: {init: {model: {name: dpo, policy_model: {name: {a: 1}}}}}")
+    with pytest.raises(ConfigError, match="name is one of gpt2, .*, found a mapping"):
+        load_params(path)

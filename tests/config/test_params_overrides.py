@@ -107,6 +107,7 @@ def test_scalars_mean_on_the_command_line_what_they_mean_in_a_file(newer, steps,
 
 def test_every_short_name_leads_to_a_key_that_exists(newer):
     values = {
+        "model": "gpt3",
         "model_dir": "x",
         "compile_dir": "x",
         "target_device": "GPU",

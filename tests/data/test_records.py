@@ -105,3 +105,24 @@ def test_what_is_not_there_is_named(tmp_path):
         file["a"], file["b"] = np.zeros(3), np.zeros(4)
     with pytest.raises(DataError, match="datasets of one length"):
         open_records(tmp_path, FIELDS, 5)
+
+
+def test_answers_and_classes_are_read_from_csv(tmp_path):
+    from headwater.data.text.fields import answer_fields, class_fields
+
+    names = ("input_ids", "input_mask", "segment_ids", "start_position", "end_position")
+    write_csv(tmp_path / "a.csv", [([1, 2, 3], [1, 1, 1], [0, 1, 1], 1, 2)], names)
+    batch = open_records(tmp_path, answer_fields(4, vocab_size=9, segments=2), 4).__getitems__([0])
+    assert {name: batch[name].tolist() for name in batch} == {
+        "input_ids": [[1, 2, 3, 0]],
+        "attention_mask": [[1, 1, 1, 0]],
+        "token_type_ids": [[0, 1, 1, 0]],
+        "start_positions": [1],
+        "end_positions": [2],
+    }
+    labelled = tmp_path / "labelled"
+    labelled.mkdir()
+    write_csv(labelled / "a.csv", [([1, 2], [1, 1], 1)], ("input_ids", "attention_mask", "labels"))
+    batch = open_records(labelled, class_fields(3, vocab_size=9, pad=7, segments=0), 3).__getitems__([0])
+    assert batch["input_ids"].tolist() == [[1, 2, 7]]
+    assert batch["labels"].tolist() == [1]

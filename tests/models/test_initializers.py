@@ -83,3 +83,14 @@ def test_queries_may_begin_as_keys(symmetric):
         of_itself = (scores.argmax(1) == torch.arange(20)).float().mean()
         assert of_itself > 0.8 if symmetric else of_itself < 0.4
         assert torch.equal(query, key) == symmetric
+
+
+@pytest.mark.parametrize("distribution", ["truncated_normal", "normal", "uniform"])
+@pytest.mark.parametrize(("mode", "fan"), [("fan_in", 400), ("fan_out", 100), ("fan_avg", 250)])
+def test_variance_scaling(distribution, mode, fan):
+    initializer = InitializerConfig(name="variance_scaling", scale=0.5, mode=mode, distribution=distribution)
+    value = draw("a", (100, 400), initializer, 0)
+    assert value.var().item() == pytest.approx(0.5 / fan, rel=0.05)
+    assert draw("a", (100, 400), initializer.scaled(3.0), 0).std() == pytest.approx(
+        3 * value.std().item(), rel=1e-4
+    )

@@ -86,10 +86,14 @@ class Choice(Section):
         return next((value for value in values if value is not None), None)
 
 
+_LONGEST_NAME = 100
+"""Characters of a word that are compared with names; difflib is quadratic."""
+
+
 def nearest(word: str, valid: Iterable[str]) -> str | None:
     """The valid name most like `word`, if any is."""
     names = {name.lower(): name for name in valid}
-    matches = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(word[:_LONGEST_NAME].lower(), names, n=1, cutoff=0.6)
     return names[matches[0]] if matches else None
 
 
@@ -103,7 +107,19 @@ def _bytes(value: Any) -> Any:
 
 
 def _path(value: Any) -> Any:
-    return Path(os.path.expandvars(value)).expanduser() if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    if "\0" in value:
+        raise PydanticCustomError("size", "a path has no NUL characters")
+    return expand_user(Path(os.path.expandvars(value)))
+
+
+def expand_user(path: Path) -> Path:
+    """Return `path` with the home folder for `~`; as it is where there is no such user."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
 
 
 def _tuple(value: Any) -> Any:

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from headwater.config.base import Bytes, Section
-from headwater.config.document import read_document
 from headwater.config.files import find_file
 from headwater.config.run import read_section
+from headwater.config.yaml_reader import read_document
 from headwater.core.errors import ConfigError
 from headwater.core.units import parse_rate
 

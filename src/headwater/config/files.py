@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from headwater.config.base import nearest
-from headwater.config.document import Document, merge, read_document
+from headwater.config.base import expand_user, nearest
+from headwater.config.document import Document, merge
 from headwater.config.forms import OLDER_SECTIONS, canonical
 from headwater.config.overrides import apply_overrides
-from headwater.core.errors import ConfigError
+from headwater.config.releases.folders import name_model
+from headwater.config.yaml_reader import read_document
+from headwater.core.errors import ConfigError, shorten
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "params"
 _FEW_NAMES = 12
@@ -49,8 +51,8 @@ def find_file(
     Raises:
         ConfigError: if there is neither.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_file():
+    path = expand_user(Path(name_or_path))
+    if _is_file(path):
         return path
     name = path.as_posix().removesuffix(".yaml")
     if name in shipped:
@@ -58,10 +60,17 @@ def find_file(
     close = nearest(name, shipped)
     listed = f"a path, or one of: {', '.join(_in_short(shipped))}"
     raise ConfigError(
-        f"there is no {kind} {str(name_or_path)!r}",
+        f"there is no {kind} {shorten(str(name_or_path), 200)!r}",
         where=where,
         remedy=f"write {close!r}, or {listed}" if close else f"write {listed}",
     )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, or a folder that may not be read
+        return False
 
 
 def _in_short(names: Collection[str]) -> list[str]:
@@ -84,19 +93,24 @@ def read_params(path: Path, overrides: Mapping[str, Any], above: tuple[Path, ...
     """
     document = read_document(path)
     base = document.tree.get("extends")
-    if any(flag.split(".")[0] in OLDER_SECTIONS for flag in overrides) and "trainer" in document.tree:
+    older = [flag for flag in overrides if "." in flag and flag.split(".")[0] in OLDER_SECTIONS]
+    if older and "trainer" in document.tree:
         raise ConfigError(
             "the command line names keys of the older form, the file is in the newer one",
             where=str(path),
             remedy="write keys that begin with trainer.",
         )
     own = Document({key: value for key, value in document.tree.items() if key != "extends"}, document.origins)
-    own = canonical(apply_overrides(own, overrides, OLDER_SECTIONS))
+    own = apply_overrides(own, overrides, OLDER_SECTIONS)
     if base is not None:
-        own = merge(
-            _read_base(document, path, base, above, lambda file, above: read_params(file, {}, above)), own
-        )
-    return own if above else apply_overrides(own, overrides, ("trainer",))
+        below = _read_base(document, path, base, above, lambda file, above: read_params(file, {}, above))
+        own = merge(below, canonical(own))
+        return own if above else apply_overrides(name_model(own, path), overrides, ("trainer",))
+    if above:
+        return canonical(own)
+    # Keys of the older form may mean something else from model to model, so the name comes first.
+    own = canonical(name_model(own, path, overrides.get("model")))
+    return apply_overrides(own, overrides, ("trainer",))
 
 
 def read_as_written(path: Path, above: tuple[Path, ...] = ()) -> Document:
@@ -127,7 +141,7 @@ def _read_base(
         raise ConfigError("extends names one file", where=where, remedy="write for example extends: gpt/tiny")
     beside = path.parent / base
     try:
-        found = find_params(beside if beside.is_file() else base)
+        found = find_params(beside if _is_file(beside) else base)
     except ConfigError as error:
         raise ConfigError(error.what, where=where, remedy=error.remedy) from error
     chain = (*above, path)

@@ -10,10 +10,15 @@ import dataclasses
 from typing import Any
 
 from headwater.config.base import nearest
-from headwater.config.document import Document, KeyPath, Origin, no_effect, put
+from headwater.config.document import Document, move, no_effect, put
+from headwater.config.optimizers import ScheduleConfig
+from headwater.config.origins import NOWHERE, KeyPath, Origins
+from headwater.config.releases import update_release
+from headwater.config.releases.models import nest_image_encoders
+from headwater.config.releases.rules import Renamed
 from headwater.core.errors import ConfigError
 
-OLDER_SECTIONS = ("train_input", "eval_input", "model", "optimizer", "runconfig")
+OLDER_SECTIONS = ("train_input", "eval_input", "model", "optimizer", "sparsity", "runconfig")
 
 _INIT: KeyPath = ("trainer", "init")
 _LOOP, _CHECKPOINT, _LOGGING, _PRECISION = ("loop",), ("checkpoint",), ("logging",), ("precision",)
@@ -43,6 +48,10 @@ _RUNCONFIG: dict[str, KeyPath] = {
 }
 """Where each key of `runconfig` goes, below `trainer.init`."""
 
+_IGNORED_OF_SCHEDULES = {"alpha": "end_learning_rate says where the schedule ends"}
+_ELSEWHERE = ("checkpoint_path", "load_checkpoint_states")
+"""Keys of `runconfig` that become several keys, or part of a list."""
+
 OLDER_KEYS: dict[KeyPath, KeyPath] = {
     **{("trainer", "init", *path): ("runconfig", key) for key, path in _RUNCONFIG.items()},
     ("trainer", "fit", "ckpt_path"): ("runconfig", "checkpoint_path"),
@@ -50,20 +59,6 @@ OLDER_KEYS: dict[KeyPath, KeyPath] = {
     ("trainer", "init", "backend", "micro_batch_size"): ("train_input", "micro_batch_size"),
 }
 """Key of the older form for each key of the newer one that has one, optimizer and model apart."""
-
-_CLUSTER = "the plan decides how the machine is used"
-_RUNCONFIG_IGNORED = {
-    "mode": "the command says what to do",
-    "save_losses": "losses are always logged",
-    "num_workers_per_csx": _CLUSTER,
-    "num_wgt_servers": _CLUSTER,
-    "num_act_servers": _CLUSTER,
-    "mgmt_address": _CLUSTER,
-    "mount_dirs": _CLUSTER,
-    "python_paths": _CLUSTER,
-    "op_profiler_config": "there is no wafer to profile",
-}
-"""Keys of `runconfig` that have no effect, with what to know about them."""
 
 _MODEL: dict[str, KeyPath] = {
     "mixed_precision": (*_PRECISION, "enabled"),
@@ -87,13 +82,16 @@ _OPTIMIZER: dict[str, KeyPath] = {
 _OPTIMIZER_NAMES = {"weight_decay_rate": "weight_decay", "lr": "learning_rate"}
 _BETAS = {"beta1": 0.9, "beta2": 0.999}
 _SCHEDULE_NAMES = {"steps": "total_iters", "decay_steps": "total_iters"}
-_SCHEDULES = {
-    "linear": "LinearLR", "cosine": "CosineDecayLR", "cosinedecay": "CosineDecayLR", "constant": "ConstantLR",
-}  # fmt: skip
+_SCHEDULES = {"cosine": "CosineDecay"}
+"""Further names of schedules, in small letters."""
+_KNOWN_SCHEDULES = {name.lower() for name in ScheduleConfig.attributes()}
 
 _MOVES: dict[KeyPath, KeyPath] = {
     (*_INIT, "backend", "num_csx"): (*_INIT, "backend", "cluster_config", "num_csx"),
     (*_INIT, "device"): (*_INIT, "backend", "backend_type"),
+    (*_INIT, "model", "model_name"): (*_INIT, "model", "name"),
+    (*_INIT, "model", "mixed_precision"): (*_INIT, *_PRECISION, "enabled"),
+    (*_INIT, "model", "fp16_type"): (*_INIT, *_PRECISION, "fp16_type"),
 }
 """Second spellings in the newer form, and the first ones."""
 
@@ -105,6 +103,8 @@ def canonical(document: Document) -> Document:
         ConfigError: if it mixes the forms, or has a section or an older key that does not exist.
     """
     older = [key for key in document.tree if key in OLDER_SECTIONS]
+    if older and "trainer" not in document.tree:
+        document = update_release(document)
     if older and "trainer" in document.tree:
         raise ConfigError(
             f"the file mixes the older form ({', '.join(older)}) with the newer one (trainer)",
@@ -121,20 +121,12 @@ def canonical(document: Document) -> Document:
             remedy="write one file for each phase, and start it from the checkpoint of the one before",
         )
     if older:
-        return _Translation(document).run()
+        return _Translation(document, Document({"trainer": {"init": {}}}, notices=document.notices)).run()
+    document = nest_image_encoders(document, (*_INIT, "model"))
     for second, first in _MOVES.items():
-        document = _move(document, second, first)
+        if isinstance(parent := document.get(second[:-1]), dict) and second[-1] in parent:
+            document = Renamed(first).apply(document, second)
     return document
-
-
-def _move(document: Document, old: KeyPath, new: KeyPath) -> Document:
-    parent = document.get(old[:-1])
-    if not isinstance(parent, dict) or old[-1] not in parent:
-        return document
-    value, origins = document.get(old), document.below(old)
-    rest = {key: entry for key, entry in parent.items() if key != old[-1]}
-    document = put(document, old[:-1], rest, document.below(old[:-1]))
-    return put(document, new, value, origins)
 
 
 def _unknown(document: Document, path: KeyPath, key: str, valid: tuple[str, ...]) -> None:
@@ -151,7 +143,8 @@ class _Translation:
     """One translation in progress: what was read, and what has been made of it."""
 
     source: Document
-    result: Document = dataclasses.field(default_factory=lambda: Document({"trainer": {"init": {}}}, {}))
+    result: Document
+    callbacks: dict[KeyPath, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def run(self) -> Document:
         sections = {
@@ -159,12 +152,14 @@ class _Translation:
             "eval_input": self._eval_input,
             "model": self._model,
             "optimizer": self._optimizer,
+            "sparsity": self._sparsity,
             "runconfig": self._runconfig,
         }
         for section, translate in sections.items():
             if section in self.source.tree:
                 self._check_mapping((section,))
                 translate()
+        self._place_callbacks()
         self._full_precision_unless_mixed()
         return self.result
 
@@ -172,7 +167,7 @@ class _Translation:
         """In the older form nothing but `mixed_precision` turns mixed precision on."""
         precision = self.result.get((*_INIT, *_PRECISION))
         if isinstance(precision, dict) and "enabled" not in precision:
-            origin: dict[KeyPath, Origin] = {(): self.source.origin((next(iter(self.source.tree)),))}
+            origin = self.source.origin((next(iter(self.source.tree)),))
             self.result = put(self.result, (*_INIT, *_PRECISION, "enabled"), False, origin)
 
     def _check_mapping(self, path: KeyPath) -> None:
@@ -186,16 +181,16 @@ class _Translation:
 
     def _place(self, old: KeyPath, new: KeyPath) -> None:
         """Put what was at `old` at `new`, below `trainer`."""
-        self.result = put(self.result, ("trainer", *new), self.source.get(old), self.source.below(old))
+        self.result = put(self.result, ("trainer", *new), self.source.get(old), self.source.origins.at(old))
 
     def _make(self, old: KeyPath, new: KeyPath, value: Any) -> None:
         """Put `value` at `new`, below `trainer`, for what was at `old`."""
-        self.result = put(self.result, ("trainer", *new), value, {(): self.source.origin(old)})
+        self.result = put(self.result, ("trainer", *new), value, self.source.origin(old))
 
     def _train_input(self) -> None:
         self._place(("train_input",), ("fit", "train_dataloader"))
         micro_batch = ("trainer", "fit", "train_dataloader", "micro_batch_size")
-        self.result = _move(self.result, micro_batch, (*_INIT, "backend", "micro_batch_size"))
+        self.result = move(self.result, micro_batch, (*_INIT, "backend", "micro_batch_size"))
 
     def _eval_input(self) -> None:
         self._place(("eval_input",), ("fit", "val_dataloader"))
@@ -205,7 +200,7 @@ class _Translation:
     def _model(self) -> None:
         self._place(("model",), ("init", "model"))
         for key, new in _MODEL.items():
-            self.result = _move(self.result, (*_INIT, "model", key), (*_INIT, *new))
+            self.result = move(self.result, (*_INIT, "model", key), (*_INIT, *new))
 
     def _optimizer(self) -> None:
         keys = self.source.tree["optimizer"]
@@ -230,7 +225,30 @@ class _Translation:
             if key in keys:
                 self._place(("optimizer", key), (*target, "betas", index))
         if keys.get("log_summaries") is True:
-            self._make(("optimizer", "log_summaries"), ("init", "callbacks"), [{"ComputeNorm": {}}])
+            self.callbacks["optimizer", "log_summaries"] = {"ComputeNorm": {}}
+        if "adjust_learning_rate" in keys:
+            self._scale_schedules()
+
+    def _place_callbacks(self) -> None:
+        """Put the callbacks that keys of the older form stand for, in the order of those keys."""
+        path: KeyPath = ("init", "callbacks")
+        origins = Origins(
+            inside={index: Origins(self.source.origin(old)) for index, old in enumerate(self.callbacks)}
+        )
+        if self.callbacks:
+            self.result = put(self.result, ("trainer", *path), list(self.callbacks.values()), origins)
+
+    def _scale_schedules(self) -> None:
+        """Put a `ScalePerParamLR` around each schedule: in the older form it goes without saying."""
+        path: KeyPath = ("init", "schedulers")
+        for index, schedule in enumerate(self.result.get(("trainer", *path)) or []):
+            place: KeyPath = ("trainer", *path, index)
+            origins = self.result.origins.at(place)
+            self.result = put(self.result, place, {}, origins.here or NOWHERE)
+            self.result = put(self.result, (*place, "ScalePerParamLR", "scheduler"), schedule, origins)
+
+    def _sparsity(self) -> None:
+        self._place(("sparsity",), ("init", "sparsity"))
 
     def _schedules(self, rate: Any) -> None:
         """A number, one schedule, or a list of schedules that follow each other."""
@@ -251,7 +269,10 @@ class _Translation:
             target = (*new, index, next(iter(schedule)))
             self._make(entry, target, {})
             for key in self.source.get(entry):
-                if key != "scheduler":
+                if key in _IGNORED_OF_SCHEDULES:
+                    why = no_effect(self.source.origin((*entry, key)), _IGNORED_OF_SCHEDULES[key])
+                    self.result = self.result.with_notice(why)
+                elif key != "scheduler":
                     self._place((*entry, key), (*target, _SCHEDULE_NAMES.get(key, key)))
 
     def _schedule_name(self, entry: KeyPath) -> str:
@@ -263,21 +284,27 @@ class _Translation:
                 remedy="write for example {scheduler: Linear, initial_learning_rate: 0.0, "
                 "end_learning_rate: 0.001, total_iters: 100}",
             )
-        name = str(keys["scheduler"])
-        return _SCHEDULES.get(name.lower().removesuffix("lr"), name)
+        written = str(keys["scheduler"])
+        name = _SCHEDULES.get(written.lower(), written)
+        return f"{name}LR" if f"{name}LR".lower() in _KNOWN_SCHEDULES else name
 
     def _runconfig(self) -> None:
         for key in self.source.tree["runconfig"]:
             if key in _RUNCONFIG:
                 self._place(("runconfig", key), ("init", *_RUNCONFIG[key]))
+            elif key == "load_checkpoint_states":
+                self._load_states()
             elif key == "checkpoint_path":
                 for section in ("fit", "validate"):
                     if section in self.result.tree["trainer"]:
                         self._place(("runconfig", key), (section, "ckpt_path"))
-            elif key in _RUNCONFIG_IGNORED:
-                notice = no_effect(self.source.origin(("runconfig", key)), _RUNCONFIG_IGNORED[key])
-                self.result = dataclasses.replace(self.result, notices=(*self.result.notices, notice))
             else:
-                _unknown(
-                    self.source, ("runconfig",), key, (*_RUNCONFIG, *_RUNCONFIG_IGNORED, "checkpoint_path")
-                )
+                _unknown(self.source, ("runconfig",), key, (*_RUNCONFIG, *_ELSEWHERE))
+
+    def _load_states(self) -> None:
+        """Which parts of a checkpoint to read: a list, or names with commas between them."""
+        old: KeyPath = ("runconfig", "load_checkpoint_states")
+        states = self.source.get(old)
+        if isinstance(states, str):
+            states = [name.strip() for name in states.split(",")]
+        self.callbacks[old] = {"LoadCheckpointStates": {"load_checkpoint_states": states}}

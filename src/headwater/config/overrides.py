@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headwater.config.base import nearest
-from headwater.config.document import Document, KeyPath, Origin, parse_scalar, put
+from headwater.config.document import Document, put
 from headwater.config.forms import OLDER_SECTIONS
+from headwater.config.origins import KeyPath, Origin
+from headwater.config.yaml_reader import parse_scalar
 from headwater.core.errors import ConfigError
 
 SHORT_NAMES: dict[str, tuple[str, ...]] = {
@@ -15,6 +17,7 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
     "max_steps": ("trainer.init.loop.max_steps",),
     "eval_steps": ("trainer.init.loop.eval_steps",),
     "eval_frequency": ("trainer.init.loop.eval_frequency",),
+    "model": ("trainer.init.model.name",),
     "model_dir": ("trainer.init.model_dir",),
     "seed": ("trainer.init.seed",),
     "num_csx": ("trainer.init.backend.cluster_config.num_csx",),
@@ -66,7 +69,7 @@ def apply_overrides(document: Document, overrides: Mapping[str, Any], sections: 
         for path in _paths(flag, document):
             if path[0] in sections:
                 origin = Origin(SOURCE, (flag,))
-                document = put(document, path, value, {(): origin})
+                document = put(document, path, value, origin)
     return document
 
 

@@ -6,8 +6,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from headwater.config.base import nearest
-from headwater.config.document import Document, KeyPath, dotted
-from headwater.core.errors import ConfigError
+from headwater.config.document import Document
+from headwater.config.origins import KeyPath, dotted
+from headwater.core.errors import ConfigError, shorten
+
+_FEW = 5
+"""Further problems that an error names."""
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -44,7 +48,8 @@ def config_error(error: ValidationError, document: Document, root: KeyPath) -> C
     others = dict.fromkeys(str(document.origin(other)) for other in problems)
     del others[str(where)]
     if others:
-        what += f" (and {len(others)} more: {', '.join(others)})"
+        listed = ", ".join([*list(others)[:_FEW], *["…"] * (len(others) > _FEW)])
+        what += f" (and {len(others)} more: {listed})"
     return ConfigError(what, where=str(where), remedy=remedy)
 
 
@@ -67,7 +72,10 @@ def _explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
         valid = context["valid"]
         close = nearest(context["key"], valid)
         listed = f"valid keys are: {', '.join(valid)}" if valid else "no keys are valid here"
-        return f"unknown key {context['key']!r}", f"write {close!r}; {listed}" if close else listed
+        return (
+            f"unknown key {shorten(context['key'], 80)!r}",
+            f"write {close!r}; {listed}" if close else listed,
+        )
     if kind == "union_tag_not_found":
         tag = _discriminator(details)
         return f"the key {tag!r} is missing", f"add {tag}"
@@ -97,7 +105,7 @@ def _wrong_value(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
     value = found[0]["ctx"]["tag"] if found[0]["type"] == "union_tag_invalid" else found[0]["input"]
     expected = " or ".join(dict.fromkeys(_expected(details) for details in found))
     kind = _TYPE_NAMES.get(type(value))
-    shown = kind or repr(value)
+    shown = kind or shorten(repr(value), 80)
     literals = [literal for details in found for literal in _literals(details)]
     close = nearest(value, literals) if isinstance(value, str) else None
     return f"{name} is {expected}, found {shown}", f"write {close!r}" if close else f"write {expected}"

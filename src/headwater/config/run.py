@@ -10,10 +10,11 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from headwater.config.base import FilePath, OneOrMore, Section, nearest
-from headwater.config.document import Document, KeyPath, no_effect
+from headwater.config.document import Document, no_effect, put
 from headwater.config.files import read_params
 from headwater.config.models import MODELS, AnyModel, named
 from headwater.config.optimizers import OptimizerConfig, ScheduleConfig
+from headwater.config.origins import NOWHERE, KeyPath
 from headwater.config.overrides import parse_overrides
 from headwater.config.problems import config_error
 from headwater.config.sections import (
@@ -29,7 +30,7 @@ from headwater.config.sections import (
     ValidateConfig,
 )
 from headwater.config.sparsity import SparsityConfig
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, shorten
 from headwater.optim import Constant, OptimizerSpec, Schedule
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -191,7 +192,7 @@ def load_params(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
         ConfigError: if anything is wrong, with file, line, key and what to write instead.
     """
     source = Path(path)
-    document = read_params(source, parse_overrides(overrides))
+    document = _without_training(read_params(source, parse_overrides(overrides)))
     _check_model_name(document)
     trainer, notices = read_section(TrainerConfig, document, ("trainer",))
     return RunConfig(
@@ -202,6 +203,18 @@ def load_params(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
         source=source,
         notices=notices,
     )
+
+
+def _without_training(document: Document) -> Document:
+    """Return `document` with an optimizer and a loop that do nothing, where it neither trains nor has any."""
+    init: KeyPath = ("trainer", "init")
+    trainer, section = document.get(init[:1]), document.get(init)
+    if not isinstance(trainer, dict) or not isinstance(section, dict):
+        return document
+    if trainer.get("fit") is not None or {"optimizer", "loop", "schedulers"} & section.keys():
+        return document
+    document = put(document, (*init, "optimizer"), {"SGD": {"learning_rate": 0.0}}, NOWHERE)
+    return put(document, (*init, "loop"), {"max_steps": 1}, NOWHERE)
 
 
 def read_section(
@@ -224,18 +237,24 @@ def read_section(
 
 
 def _check_model_name(document: Document) -> None:
-    """Raise if the model is none that there is, before its keys are looked at: they would all be unknown."""
+    """Check the model's name first; otherwise every one of its keys is reported as unknown."""
     path: KeyPath = ("trainer", "init", "model")
     model = named(document.get(path))
     if not isinstance(model, dict) or str(model.get("name")) in MODELS:
         return
-    close = nearest(str(model.get("name")), MODELS)
     listed = (
         f"models are: {', '.join(sorted(MODELS))}; any model of the transformers library is trained with "
         "model: {hf: FOLDER}, where FOLDER has its config.json"
     )
+    if "name" not in model:
+        raise ConfigError(
+            "the model has no name",
+            where=str(document.origin((*path, "name"))),
+            remedy=f"write name, or give --model NAME; {listed}",
+        )
+    close = nearest(str(model["name"]), MODELS)
     raise ConfigError(
-        f"unknown model {model['name']!r}" if "name" in model else "the model has no name",
+        f"unknown model {shorten(str(model['name']), 80)!r}",
         where=str(document.origin((*path, "name"))),
         remedy=f"write {close!r}; {listed}" if close else listed,
     )

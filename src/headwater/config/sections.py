@@ -170,8 +170,8 @@ class LoopConfig(Section):
 
     Attributes:
         max_steps: step at which training ends, counted from the first run on.
-        num_steps: steps to run from where this run starts. With `max_steps`, what comes first ends the run.
-        num_epochs: passes over the training data.
+        num_steps: steps to run from where this run starts.
+        num_epochs: passes over the training data. Of several measures the one that comes first ends the run.
         steps_per_epoch: cut each pass short.
         eval_frequency: steps between evaluations, or a fraction of the run (1.0: once, at the end);
             never where 0 or null.
@@ -189,9 +189,8 @@ class LoopConfig(Section):
 
     @model_validator(mode="after")
     def _one_measure(self) -> Self:
-        steps = self.max_steps is not None or self.num_steps is not None
-        if steps == (self.num_epochs is not None):
-            raise ValueError("give max_steps (or num_steps), or else num_epochs")
+        if self.max_steps is self.num_steps is self.num_epochs is None:
+            raise ValueError("expected max_steps, num_steps or num_epochs, found none of them")
         return self
 
     def end_step(self, start: int, steps_per_epoch: int | None = None) -> int:
@@ -282,6 +281,9 @@ class CallbackConfig(Choice):
     ScopedTrainFlags: _Flags = None
     ScopedValidateFlags: _Flags = None
     DebugArgsPath: _Flags = None
+    EleutherEvalHarness: Annotated[
+        dict[str, Any] | None, NoEffect("export the checkpoint, and run lm-eval on it")
+    ] = None
 
 
 class TensorBoardLoggerConfig(Section):

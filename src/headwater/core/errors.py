@@ -33,18 +33,30 @@ class HeadwaterError(Exception):
     """
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
-        self.what = what
-        self.where = where
-        self.remedy = remedy
-        lines = [what]
+        self.what = shorten(what, _LONGEST)
+        self.where = where and shorten(where, _LONGEST)
+        self.remedy = remedy and shorten(remedy, _LONGEST)
+        lines = [self.what]
         if where:
-            lines.append(f"  where: {where}")
+            lines.append(f"  where: {self.where}")
         if remedy:
-            lines.append(f"  remedy: {remedy}")
+            lines.append(f"  remedy: {self.remedy}")
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.where, self.remedy))
+
+
+_LONGEST = 4000
+"""Characters of each part of a message. A part may quote a file, which may hold anything."""
+
+
+def shorten(text: str, longest: int) -> str:
+    """Return `text`, with an ellipsis for its middle where it has more than `longest` characters."""
+    if len(text) <= longest:
+        return text
+    head = longest * 2 // 3
+    return f"{text[:head]}…{text[len(text) - (longest - head - 1) :]}"
 
 
 def _rebuild(cls: type[HeadwaterError], what: str, where: str | None, remedy: str | None) -> HeadwaterError:

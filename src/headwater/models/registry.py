@@ -110,7 +110,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "bert": _BERT,
     "esm2": _BERT,
-    "bert/classifier": _encoder(bert.Classifier, examples.labelled_texts("labels")),
+    **dict.fromkeys(
+        ("bert/classifier", "esm2/classifier"),
+        _encoder(bert.Classifier, examples.labelled_texts("labels")),
+    ),
     "bert/token_classifier": _encoder(bert.TokenClassifier, examples.texts("token_type_ids", "labels")),
     "bert/extractive_summarization": _encoder(bert.ExtractiveSummarizer, examples.sentences),
     "bert/qa": _encoder(

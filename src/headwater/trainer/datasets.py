@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from headwater.config.data import (
+    AnswerDataConfig,
     DataConfig,
     DynamicMaskDataConfig,
     GptDataConfig,
@@ -171,7 +172,9 @@ def _check_pairs(config: DataConfig, model: ClassifierConfig | QuestionAnswering
         )
 
 
-def _masked_texts(config: MaskedTextDataConfig, model: BertConfig) -> Samples:
+def _masked_texts(config: MaskedTextDataConfig, model: BertConfig | ClassifierConfig) -> Samples:
+    if isinstance(model, ClassifierConfig):
+        return _labelled_records(config, model)
     from headwater.data.records import open_records
     from headwater.data.text.fields import masked_text_fields
 
@@ -186,6 +189,27 @@ def _masked_texts(config: MaskedTextDataConfig, model: BertConfig) -> Samples:
         next_sentence=not model.disable_nsp,
         spans=config.use_vsl,
     )
+    return open_records(config.data_dir, fields, length)
+
+
+def _labelled_records(config: MaskedTextDataConfig, model: ClassifierConfig) -> Samples:
+    from headwater.data.records import open_records
+    from headwater.data.text.fields import class_fields
+
+    length = config.max_sequence_length or model.max_position_embeddings
+    fields = class_fields(
+        length, vocab_size=model.vocab_size, pad=model.pad_token_id, segments=model.num_segments
+    )
+    return open_records(config.data_dir, fields, length)
+
+
+def _answers(config: AnswerDataConfig, model: QuestionAnsweringConfig) -> Samples:
+    from headwater.data.records import open_records
+    from headwater.data.text.fields import answer_fields
+
+    _check_pairs(config, model)
+    length = config.max_sequence_length or model.max_position_embeddings
+    fields = answer_fields(length, vocab_size=model.vocab_size, segments=model.num_segments)
     return open_records(config.data_dir, fields, length)
 
 
@@ -322,8 +346,9 @@ _OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples
     TextClassificationDataConfig: (ClassifierConfig, _labelled_texts),
     TokenClassificationDataConfig: (TokenClassifierConfig, _labelled_tokens),
     QuestionDataConfig: (QuestionAnsweringConfig, _questions),
-    MaskedTextDataConfig: (BertConfig, _masked_texts),
+    MaskedTextDataConfig: ((BertConfig, ClassifierConfig), _masked_texts),
     DynamicMaskDataConfig: (BertConfig, _dynamic_masks),
+    AnswerDataConfig: (QuestionAnsweringConfig, _answers),
     SentencesDataConfig: (ExtractiveSummarizationConfig, _sentences),
     RetrievalDataConfig: (DPRConfig, _retrieval),
     PreferenceDataConfig: (DPOConfig, _preferences),

@@ -18,6 +18,7 @@ from headwater.config.data.pairs import (
     TranslationDataConfig,
 )
 from headwater.config.data.text import (
+    AnswerDataConfig,
     DynamicMaskDataConfig,
     GptDataConfig,
     MaskedTextDataConfig,
@@ -38,6 +39,7 @@ DataConfig = (
     | MaskedTextDataConfig
     | DynamicMaskDataConfig
     | SentencesDataConfig
+    | AnswerDataConfig
     | RetrievalDataConfig
     | PreferenceDataConfig
     | MNISTDataConfig
@@ -55,6 +57,7 @@ AnyData = Annotated[DataConfig, Field(discriminator="data_processor")]
 """The same as a key of a params file: the data processor's name says which."""
 
 __all__ = [
+    "AnswerDataConfig",
     "AnyData",
     "DataConfig",
     "DynamicMaskDataConfig",

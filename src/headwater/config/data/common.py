@@ -32,6 +32,8 @@ class LoaderSection(Section):
     micro_batch_size: Annotated[
         Any, NoEffect("the plan chooses it; trainer.init.backend.micro_batch_size sets it")
     ] = None
+    mixed_precision: Annotated[Any, NoEffect("the precision of the run holds")] = None
+    fp16_type: Annotated[Any, NoEffect("the precision of the run holds")] = None
     use_worker_cache: Annotated[Any, NoEffect("data are read from where they are")] = None
     shuffle_buffer: Annotated[Any, NoEffect("all samples are shuffled, not those of a buffer")] = None
 

@@ -10,6 +10,9 @@ from headwater.config.base import AsTuple, FilePath, NoEffect
 from headwater.config.data.common import Folders, LoaderSection
 from headwater.config.transforms import ResizeConfig, ToTensorConfig, Transforms, check_order
 
+_Encoded = Annotated[Any, NoEffect("the images are encoded already")]
+_ModelHolds = Annotated[Any, NoEffect("the model's holds")]
+
 
 class MNISTDataConfig(LoaderSection):
     """Handwritten digits in the IDX files of MNIST, compressed or not.
@@ -50,6 +53,9 @@ class ImageFolderDataConfig(LoaderSection):
     image_size: Annotated[tuple[int, int], AsTuple] | None = None
     num_classes: Annotated[int | None, Field(ge=1)] = None
     transforms: Transforms = ()
+    patch_size: _ModelHolds = None
+    max_sequence_length: _ModelHolds = None
+    image_channels: _ModelHolds = None
 
     @model_validator(mode="after")
     def _order(self) -> Self:
@@ -109,5 +115,6 @@ class LatentDataConfig(LoaderSection):
     data_dir: Folders
     split: str = "train"
     num_classes: Annotated[int | None, Field(ge=1)] = None
-    num_diffusion_steps: Annotated[Any, NoEffect("the model's holds")] = None
-    image_channels: Annotated[Any, NoEffect("the images are encoded already")] = None
+    num_diffusion_steps: _ModelHolds = None
+    image_size: _Encoded = None
+    image_channels: _Encoded = None

@@ -10,6 +10,8 @@ from headwater.config.base import AsTuple, FilePath, NoEffect
 from headwater.config.data.common import Folders, LoaderSection
 from headwater.config.transforms import Transforms, check_order
 
+_AsPrepared = Annotated[Any, NoEffect("texts are read as they were prepared")]
+
 
 class ImageTextDataConfig(LoaderSection):
     """Texts with images in HDF5 files, and the images in files of their own.
@@ -30,6 +32,8 @@ class ImageTextDataConfig(LoaderSection):
     transforms: Annotated[Transforms, Field(min_length=1)]
     max_num_img: Annotated[Any, NoEffect("the files say it")] = None
     num_patches: Annotated[Any, NoEffect("the model's holds")] = None
+    bos_token_id: _AsPrepared = None
+    pad_token_id: _AsPrepared = None
 
     @model_validator(mode="after")
     def _order(self) -> Self:

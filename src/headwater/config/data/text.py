@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from headwater.config.base import AsTuple, FilePath, NoEffect, Section
 from headwater.config.data.common import Folders, LoaderSection
 
+_AsPrepared = Annotated[Any, NoEffect("samples are read as they were prepared")]
+_Buckets = Annotated[Any, NoEffect("all samples are filled up to one length")]
+
 
 class SinkTokensConfig(Section):
     """Puts tokens before each sample that every later one may attend to.
@@ -55,6 +58,8 @@ class GptDataConfig(LoaderSection):
     vocab_size: Annotated[int | None, Field(ge=1)] = None
     data_transforms: Annotated[tuple[SinkTokensConfig, ...], AsTuple] = ()
     use_vsl: bool = False
+    max_sequence_length: _AsPrepared = None
+    num_examples: _AsPrepared = None
 
     @model_validator(mode="before")
     @classmethod
@@ -164,6 +169,11 @@ class MaskedTextDataConfig(RecordSection):
     data_processor: Literal["BertHDF5DataProcessor", "BertCSVDataProcessor"]
     max_predictions_per_seq: int | None = Field(default=None, ge=1)
     use_vsl: bool = False
+    vocab_file: _AsPrepared = None
+    do_lower: _AsPrepared = None
+    masked_lm_prob: _AsPrepared = None
+    vocab_size: Annotated[Any, NoEffect("the model's holds")] = None
+    buckets: _Buckets = None
 
 
 class DynamicMaskDataConfig(RecordSection):
@@ -181,6 +191,7 @@ class DynamicMaskDataConfig(RecordSection):
     max_predictions_per_seq: int = Field(default=20, ge=1)
     masked_lm_prob: float = Field(default=0.15, gt=0, lt=1)
     do_lower: Annotated[bool, NoEffect("the texts are cut into tokens already")] = True
+    buckets: _Buckets = None
 
 
 class SentencesDataConfig(RecordSection):
@@ -192,6 +203,15 @@ class SentencesDataConfig(RecordSection):
 
     data_processor: Literal["BertSumCSVDataProcessor"]
     max_cls_tokens: int = Field(default=50, ge=1)
+    vocab_file: Annotated[Any, NoEffect("the texts are cut into tokens already")] = None
+    do_lower: Annotated[bool, NoEffect("the texts are cut into tokens already")] = True
+
+
+class AnswerDataConfig(RecordSection):
+    """Questions with texts as tokens, and where the answer begins and ends in them."""
+
+    data_processor: Literal["BertQADataProcessor"]
+    vocab_file: Annotated[Any, NoEffect("the texts are cut into tokens already")] = None
 
 
 class RetrievalDataConfig(RecordSection):

@@ -17,7 +17,7 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 InitializerName = Literal[
     "normal", "truncated_normal", "uniform", "xavier_normal", "xavier_uniform", "kaiming_uniform", "constant",
-    "zeros", "ones",
+    "zeros", "ones", "variance_scaling",
 ]  # fmt: skip
 
 
@@ -33,6 +33,10 @@ class InitializerConfig(Section):
         b: upper bound, likewise.
         gain: factor on the spread of the `xavier_*` ones.
         value: what `constant` fills in.
+        scale: of `variance_scaling`: the variance, times the number of inputs or outputs.
+        mode: of `variance_scaling`: that number: inputs, outputs, or their mean.
+        distribution: of `variance_scaling`. A `truncated_normal` ends at two standard deviations and is as
+            wide as the others after that.
     """
 
     name: InitializerName
@@ -42,6 +46,9 @@ class InitializerConfig(Section):
     b: float | None = None
     gain: float = 1.0
     value: float = 0.0
+    scale: float = Field(default=1.0, ge=0)
+    mode: Literal["fan_in", "fan_out", "fan_avg"] = "fan_in"
+    distribution: Literal["truncated_normal", "normal", "uniform"] = "truncated_normal"
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -57,6 +64,7 @@ class InitializerConfig(Section):
         if factor == 1:
             return self
         update: dict[str, float] = {"std": self.std * factor, "gain": self.gain * factor}
+        update["scale"] = self.scale * factor**2
         if self.name in ("uniform", "truncated_normal"):
             low, high = self.bounds
             centre = self.mean if self.name == "truncated_normal" else (low + high) / 2

@@ -298,7 +298,7 @@ class DecoderConfig(Section):
     def _of_the_family(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {**FAMILIES.get(data.get("name", "gpt2"), {}), **data}
+        return {**FAMILIES.get(str(data.get("name", "gpt2")), {}), **data}
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> Self:

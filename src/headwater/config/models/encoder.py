@@ -88,6 +88,7 @@ class EncoderSection(Section):
     attention_module: Literal["aiayn_attention", "linformer"] = "aiayn_attention"
     extra_attention_params: LinformerConfig | None = None
     attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
+    attention_kernel: Annotated[str | None, NoEffect("the kernel is chosen by torch")] = None
 
     initializer_range: float = Field(default=0.02, gt=0)
     initializer: InitializerConfig | None = None
@@ -175,6 +176,16 @@ class EncoderSection(Section):
         return self.initializer or InitializerConfig(name="truncated_normal", std=self.initializer_range)
 
 
+_ESM2: Mapping[str, Any] = {
+    "norm_first": True,
+    "use_final_layer_norm": True,
+    "embedding_layer_norm": False,
+    "num_segments": 0,
+    "layer_norm_epsilon": 1e-5,
+    "token_dropout": True,
+}
+
+
 class NamedEncoderSection(EncoderSection):
     """An encoder that trains by itself: its name chooses the values of keys that are left out."""
 
@@ -201,17 +212,7 @@ class BertConfig(NamedEncoderSection):
         output_logits_alpha: with muP, factor on the logits beside the width ratio.
     """
 
-    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "esm2": {
-            "norm_first": True,
-            "use_final_layer_norm": True,
-            "embedding_layer_norm": False,
-            "num_segments": 0,
-            "disable_nsp": True,
-            "layer_norm_epsilon": 1e-5,
-            "token_dropout": True,
-        }
-    }
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {"esm2": {**_ESM2, "disable_nsp": True}}
 
     name: Literal["bert", "esm2"]
     disable_nsp: bool = False
@@ -229,17 +230,20 @@ class BertConfig(NamedEncoderSection):
         return alpha / self.width_ratio if self.mup_base_hidden_size is not None else 1.0
 
 
-class ClassifierConfig(EncoderSection):
+class ClassifierConfig(NamedEncoderSection):
     """A class for each text, read off its first token.
 
     Attributes:
         num_labels: classes.
         task_dropout: rate before the last layer.
+        name: `esm2/classifier` reads proteins by the encoder of `esm2`.
         problem_type: a class, or a number (mean squared error).
         compute_eval_metrics: accuracy besides the loss.
     """
 
-    name: Literal["bert/classifier"]
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {"esm2/classifier": _ESM2}
+
+    name: Literal["bert/classifier", "esm2/classifier"]
     num_labels: int = Field(default=2, ge=1)
     pooler_nonlinearity: Nonlinearity = "tanh"
     task_dropout: Rate = 0.1

@@ -64,6 +64,44 @@ def masked_text_fields(
     return fields
 
 
+def class_fields(length: int, *, vocab_size: int, pad: int, segments: int) -> list[FieldSpec]:
+    """Return the fields of texts with a class each.
+
+    Args:
+        length: tokens of a sample.
+        vocab_size: number above every token.
+        pad: token that fills samples up.
+        segments: texts of a sample that the model tells apart; 0 if none.
+    """
+    fields = [
+        FieldSpec("input_ids", _IDS, (length,), fill=pad, below=vocab_size),
+        FieldSpec("attention_mask", _MASK, (length,)),
+        FieldSpec("labels", ("labels", "label")),
+    ]
+    return [*fields, segment_field(length, segments)] if segments else fields
+
+
+def answer_fields(length: int, *, vocab_size: int, segments: int) -> list[FieldSpec]:
+    """Return the fields of questions with texts, and of the first and last tokens of the answers.
+
+    Args:
+        length: tokens of a question with its text.
+        vocab_size: number above every token.
+        segments: texts of a sample that the model tells apart; 0 if none.
+    """
+    ends = "prepare the windows for this max_sequence_length"
+    places = [
+        FieldSpec(f"{end}_positions", (f"{end}_positions", f"{end}_position"), below=length, remedy=ends)
+        for end in ("start", "end")
+    ]
+    return [
+        FieldSpec("input_ids", _IDS, (length,), below=vocab_size),
+        FieldSpec("attention_mask", _MASK, (length,)),
+        segment_field(length, segments),
+        *places,
+    ]
+
+
 def sentence_fields(length: int, sentences: int, *, vocab_size: int, segments: int) -> list[FieldSpec]:
     """Fields of texts whose sentences are chosen for a summary.
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from headwater.config.models import InitializerConfig, InitializerName
 from headwater.core.seeding import derive_seed
 
+_TRUNCATED_STD = 0.87962566103423978
+"""Standard deviation of a standard normal distribution that is cut at -2 and 2."""
+
 _Fill = Callable[[Tensor, InitializerConfig, torch.Generator], Tensor]
 
 
@@ -25,6 +28,21 @@ def _truncated_normal(value: Tensor, initializer: InitializerConfig, generator: 
     return value.clamp_(low, high)
 
 
+def _variance_scaling(value: Tensor, initializer: InitializerConfig, generator: torch.Generator) -> Tensor:
+    """As in Keras' `VarianceScaling`."""
+    fan_in, fan_out = nn.init._calculate_fan_in_and_fan_out(value)
+    fans = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}
+    std = math.sqrt(initializer.scale / max(1.0, fans[initializer.mode]))
+    match initializer.distribution:
+        case "normal":
+            return nn.init.normal_(value, 0.0, std, generator)
+        case "uniform":
+            return nn.init.uniform_(value, -math.sqrt(3) * std, math.sqrt(3) * std, generator)
+        case "truncated_normal":
+            wider = InitializerConfig(name="truncated_normal", std=std / _TRUNCATED_STD)
+            return _truncated_normal(value, wider, generator)
+
+
 _FILLS: dict[InitializerName, _Fill] = {
     "normal": lambda t, c, g: nn.init.normal_(t, c.mean, c.std, g),
     "truncated_normal": _truncated_normal,
@@ -35,6 +53,7 @@ _FILLS: dict[InitializerName, _Fill] = {
     "constant": lambda t, c, g: nn.init.constant_(t, c.value),
     "zeros": lambda t, c, g: nn.init.zeros_(t),
     "ones": lambda t, c, g: nn.init.ones_(t),
+    "variance_scaling": _variance_scaling,
 }
 
 

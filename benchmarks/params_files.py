@@ -1,0 +1,53 @@
+"""How many params files of a folder are understood: `python -m benchmarks.params_files FOLDER [--model NAME]`.
+
+The files of an older public release lie under its tag, one folder a release. A file that names no model, in a
+folder that names none either, is read again with `--model`.
+"""
+
+import argparse
+import collections
+from pathlib import Path
+
+from headwater.config import load_params
+from headwater.core.errors import ConfigError
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", help="for files whose model nothing names")
+    args = parser.parse_args()
+    understood, every, refused = (collections.Counter() for _ in range(3))
+    for path in sorted(args.folder.rglob("*.yaml")):
+        release = path.relative_to(args.folder).parts[0]
+        every[release] += 1
+        problem = problem_of(path, args.model)
+        understood[release] += problem is None
+        if problem is not None:
+            refused[problem] += 1
+            print(f"{path}: {problem}")
+    for release, count in every.items():
+        print(f"{release}: {understood[release]} of {count}")
+    print(f"all: {understood.total()} of {every.total()}")
+    for problem, count in refused.most_common():
+        print(f"{count:4} {problem}")
+
+
+def problem_of(path, model):
+    """Return what is wrong with a file, or `None` if it is understood."""
+    try:
+        load_params(path)
+    except ConfigError as error:
+        if error.what != "the model has no name" or model is None:
+            return error.what.partition(" (and ")[0][:150]
+    else:
+        return None
+    try:
+        load_params(path, [f"--model={model}"])
+    except ConfigError as error:
+        return f"--model {model}: {error.what[:150]}"
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Rules by which a key of an older release becomes what this release reads."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, final
+
+from headwater.config.document import Document, move, no_effect, put, remove
+from headwater.config.origins import KeyPath, dotted
+from headwater.core.errors import ConfigError
+
+
+class Rule(abc.ABC):
+    """What becomes of one key."""
+
+    @abc.abstractmethod
+    def apply(self, document: Document, path: KeyPath) -> Document:
+        """Return `document` without the key at `path`, and with what the key means."""
+
+
+Rules = Mapping[str, Rule]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Renamed(Rule):
+    """A key with another name, in the same section or elsewhere.
+
+    Attributes:
+        name: the new key; a path from the top of the file where it has several parts.
+    """
+
+    name: str | KeyPath
+
+    def apply(self, document: Document, path: KeyPath) -> Document:
+        new = (*path[:-1], self.name) if isinstance(self.name, str) else self.name
+        _check_free(document, path, new)
+        return move(document, path, new)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Ignored(Rule):
+    """A key that has no effect.
+
+    Attributes:
+        why: a clause for the notice.
+        only: the values that have no effect; any other value is an error. Every value where empty.
+    """
+
+    why: str
+    only: tuple[Any, ...] = ()
+
+    def apply(self, document: Document, path: KeyPath) -> Document:
+        _check_value(document, path, self.only)
+        origin = document.origin(path)
+        return remove(document, path).with_notice(no_effect(origin, self.why))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class IgnoredWhere(Rule):
+    """A key that has no effect where it has one of some values, and is as valid as ever with others.
+
+    Attributes:
+        reasons: a clause for the notice, by the value.
+    """
+
+    reasons: Mapping[str, str]
+
+    def apply(self, document: Document, path: KeyPath) -> Document:
+        value = document.get(path)
+        if not isinstance(value, str) or value not in self.reasons:
+            return document
+        return Ignored(self.reasons[value]).apply(document, path)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Replaced(Rule):
+    """A key whose values each mean another key with a value, or what is so anyway.
+
+    Attributes:
+        meanings: key and value by the old value; no key where the old value asks for what is so anyway.
+    """
+
+    meanings: Mapping[Any, tuple[str | KeyPath, Any] | None]
+
+    def apply(self, document: Document, path: KeyPath) -> Document:
+        _check_value(document, path, tuple(self.meanings))
+        meaning, origin = self.meanings[document.get(path)], document.origin(path)
+        if meaning is None:
+            return remove(document, path)
+        key, value = meaning
+        new = (*path[:-1], key) if isinstance(key, str) else key
+        if document.get(new) != value:
+            _check_free(document, path, new)
+        return put(remove(document, path), new, value, origin)
+
+
+def apply_rules(document: Document, section: KeyPath, rules: Rules) -> Document:
+    """Return `document` with each key of `section` that has a rule replaced by what it means.
+
+    Raises:
+        ConfigError: if a key has a value that this release does not support, or contradicts another key.
+    """
+    keys = document.get(section)
+    for key in list(keys) if isinstance(keys, dict) else []:
+        if key in rules:
+            document = rules[key].apply(document, (*section, key))
+    return document
+
+
+def _check_free(document: Document, old: KeyPath, new: KeyPath) -> None:
+    parent = document.get(new[:-1])
+    if isinstance(parent, dict) and new[-1] in parent and parent[new[-1]] != document.get(old):
+        raise ConfigError(
+            f"{dotted(old)} and {dotted(new)} mean the same, and differ",
+            where=f"{document.origin(old)} and {document.origin(new)}",
+            remedy=f"remove {old[-1]}",
+        )
+
+
+def _check_value(document: Document, path: KeyPath, allowed: tuple[Any, ...]) -> None:
+    value = document.get(path)
+    if not allowed or any(value is each or (type(value) is type(each) and value == each) for each in allowed):
+        return
+    expected = " or ".join(_yaml(each) for each in allowed)
+    raise ConfigError(
+        f"expected {path[-1]}: {expected}, found {_yaml(value)}, which is not supported here",
+        where=str(document.origin(path)),
+        remedy=f"write {path[-1]}: {_yaml(allowed[0])}, or remove the key",
+    )
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as a params file spells it."""
+    names = {True: "true", False: "false", None: "null"}
+    return names[value] if value is None or isinstance(value, bool) else repr(value)

@@ -1,0 +1,91 @@
+"""Reading YAML: limits on size, depth and numbers, and errors of the project for whatever a file holds."""
+
+import pytest
+
+from headwater.config.yaml_reader import MAX_BYTES, MAX_DEPTH, parse_scalar, parse_yaml, read_document
+from headwater.core.errors import ConfigError
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{index}: &a{index} [{', '.join([f'*a{index - 1}'] * 10)}]\n" for index in range(1, 20)
+)
+MERGES = "m0: &m0 {x: 1, y: 2}\n" + "".join(
+    f"m{index}: &m{index} {{<<: [{', '.join([f'*m{index - 1}'] * 10)}]}}\n" for index in range(1, 20)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (LAUGHS, "expected at most 10,000 values, aliases written out"),
+        (MERGES, "expected at most 10,000 values, aliases written out"),
+        ("a: &a [*a]", "a value contains itself"),
+        ("a: &a {b: *a}", "a value contains itself"),
+        ("a: " + "[" * 3000 + "]" * 3000, f"values are nested deeper than {MAX_DEPTH}"),
+        ("a: " + "{b: " * 3000 + "1" + "}" * 3000, f"values are nested deeper than {MAX_DEPTH}"),
+        ("a: 1\x00", "U+0000 at position 4"),
+        ("a: " + "9" * 5000, "expected a number of at most 64 bits"),
+        ("a: 0x" + "f" * 17, "expected a number of at most 64 bits"),
+        ("a: !!int many", "expected a number of at most 64 bits, or true or false, found many"),
+        ("a: !!bool many", "expected a number of at most 64 bits, or true or false, found many"),
+        ("a: 0b_", "expected a number of at most 64 bits"),
+        ("a: !!set {x, y}", "the tag !!set means nothing here"),
+        ("a: !!binary xx", "the tag !!binary means nothing here"),
+        ("a: !!python/object/apply:os.system [ls]", "the tag !!python/object/apply:os.system means nothing"),
+        ("a: =", "the tag !!value means nothing here"),
+        ("? [a]\n: 1", "expected text as a key, found a list or mapping"),
+        ("? !!str [a]\n: 1", "expected text as a key, found a list or mapping"),
+        ("1: a", "expected text as a key, found 1: put it in quotes"),
+        ("a: 1\na: 2", "the key a is there twice in one mapping, with different values"),
+        ("a: {b: 1}\na: {b: 1}", "the key a is there twice in one mapping, with different values"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_file_that_cannot_be_read_is_an_error_of_the_project(text, what):
+    with pytest.raises(ConfigError) as raised:
+        parse_yaml(text, "params.yaml")
+    assert what in raised.value.what
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_key_that_is_repeated_with_its_value_is_told():
+    document = parse_yaml("a: 1\nb:\n  c: x\n  c: x\n", "params.yaml")
+    assert document.tree == {"a": 1, "b": {"c": "x"}}
+    assert document.notices == ("params.yaml, line 4: c is there twice, with the same value",)
+
+
+def test_dates_are_text():
+    assert parse_yaml("a: 2024-01-31\nb: 2024-99-99", "params.yaml").tree == {
+        "a": "2024-01-31",
+        "b": "2024-99-99",
+    }
+
+
+def test_merge_keys_are_followed():
+    document = parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n", "params.yaml")
+    assert document.tree == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
+
+
+def test_a_large_file_is_refused_unread(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text("x" * 10_000_000 + ": 1\n")
+    with pytest.raises(ConfigError, match=f"larger than {MAX_BYTES // 1024} KiB"):
+        read_document(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "&a [*a]", "\x00", "9" * 5000, "a: b: c"])
+def test_what_is_no_value_on_a_command_line_is_text(text):
+    assert parse_scalar(text) == text
+
+
+@pytest.mark.parametrize("text", ["a: 'x" + "y" * 100_000, "k" * 100_000 + ": 1\n" + "k" * 100_000 + ": 2"])
+def test_messages_are_short(text):
+    with pytest.raises(ConfigError) as raised:
+        parse_yaml(text, "params.yaml")
+    assert len(str(raised.value)) < 1000
+
+
+def test_each_value_has_a_line():
+    rows = "".join(f"key_{index}: [{', '.join(['1'] * 8)}]\n" for index in range(1000))
+    document = parse_yaml(rows, "params.yaml")
+    assert document.origin(("key_999", 7)).line == 1000
+    assert document.origin(("key_0", 7)).line == 1
