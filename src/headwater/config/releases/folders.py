@@ -11,7 +11,7 @@ from headwater.config.models import MODELS
 from headwater.config.origins import KeyPath, Origin
 from headwater.config.overrides import SOURCE
 
-_FOLDERS: Mapping[str, str] = {name: name for name in MODELS} | {"gpt_neox": "gpt-neox"}
+_FOLDERS: Mapping[str, str] = {name: name for name in MODELS if name != "hf"} | {"gpt_neox": "gpt-neox"}
 """Name of the model by the folder's name."""
 
 _TASKS: Mapping[tuple[str, str], str] = {
@@ -54,7 +54,7 @@ def name_model(document: Document, path: Path, given: Any = None) -> Document:
         return document
     if given is not None:
         return put(document, key, given, Origin(SOURCE, ("model",)))
-    if "name" in model:
+    if "name" in model or "hf" in model:
         return document
     if "dpo" in model:
         return put(document, key, "dpo", document.origin((*section, "dpo")))
