@@ -1,4 +1,4 @@
-"""How many params files of a folder are understood: `python -m benchmarks.params_files FOLDER [--model NAME]`.
+"""Count the params files of a folder that are understood: `python -m benchmarks.params_files FOLDER`.
 
 The files of an older public release lie under its tag, one folder a release. A file that names no model, in a
 folder that names none either, is read again with `--model`.

@@ -265,5 +265,5 @@ def test_many_problems_are_counted_and_few_are_listed(tmp_path):
 
 def test_a_mapping_as_the_name_of_a_policy(tmp_path):
     path = write(tmp_path, "trainer: {init: {model: {name: dpo, policy_model: {name: {a: 1}}}}}")
-    with pytest.raises(ConfigError, match="name is one of gpt2, .*, found a mapping"):
+    with pytest.raises(ConfigError, match=r"name is one of gpt2, .*, found a mapping"):
         load_params(path)
