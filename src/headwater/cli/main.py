@@ -25,6 +25,7 @@ COMMANDS = {
     "checkpoint": ("headwater.cli.checkpoint", "look into, export and import checkpoints"),
     "config": ("headwater.cli.config", "check params files"),
     "jobs": ("headwater.cli.jobs", "queue jobs for the CSXs of this machine, list and cancel them"),
+    "conform": ("headwater.cli.conform", "compare a model with plain PyTorch, bit for bit"),
     "ray": ("headwater.cli.ray", "train on a Ray cluster, or write a manifest for one on Kubernetes"),
     "demo": ("headwater.cli.demo", "train a small GPT on a book that ships with the package"),
 }

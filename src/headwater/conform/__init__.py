@@ -1,0 +1,1 @@
+"""Comparison of streamed training with plain PyTorch: of a user's model, and of random models."""

@@ -1,0 +1,101 @@
+"""One run of a comparison in a process of its own: `python -m headwater.conform.child REQUEST`."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import headwater
+from headwater.conform.plans import with_enough_slabs
+from headwater.conform.ranks import NUM_CSX, train_in_parts, train_ranks
+from headwater.conform.record import Shown
+from headwater.conform.subject import Subject, load_subject, seed_all
+from headwater.conform.train import Course, train
+from headwater.core.errors import HeadwaterError
+from headwater.fabric.membership import current
+
+PLAIN, PARTS, RANKS = "plain", "plain_in_parts", "ranks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a process is to run.
+
+    Attributes:
+        target: the model; see `load_subject`.
+        run: a plan, or one of the names of this module.
+        steps: number of steps.
+        seed: of initial values and random numbers.
+        observed: see `Course`.
+        folder: for the disk tier.
+        result: file for the values, or for the error.
+    """
+
+    target: str
+    run: str
+    steps: int
+    seed: int
+    observed: bool
+    folder: str
+    result: str
+
+
+def main(request_file: Path) -> None:
+    """Run a request and write its result."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    request = Request(**json.loads(request_file.read_text()))
+    result: dict[str, Any]
+    try:
+        result = {"status": "ok", "shown": _run(request)}
+    except HeadwaterError as error:
+        result = {"status": "refused", "message": str(error)}
+    except Exception as error:  # noqa: BLE001 - any error of the user's model is told
+        trace = traceback.format_exc()
+        result = {"status": "failed", "message": f"{type(error).__name__}: {error}", "trace": trace}
+    if current().rank == 0:
+        unfinished = f"{request.result}.partial"
+        torch.save(result, unfinished)
+        os.replace(unfinished, request.result)
+
+
+def _run(request: Request) -> list[Shown]:
+    """Return what the run showed."""
+    course = Course(request.steps, request.seed, request.observed)
+    if request.run == RANKS:
+        backend = headwater.backend("CSX", num_csx=NUM_CSX)
+        return train_ranks(_subject(request), course, lambda model: headwater.compile(model, backend))
+    if request.run == PARTS:
+        return train_in_parts(_subject(request), course)
+    if request.run == PLAIN:
+        subject = _subject(request)
+        return train(subject, course, lambda model: model)
+
+    def streamed(options: Any) -> list[Shown]:
+        backend = headwater.backend("CSX", **options)
+
+        def prepare(model: nn.Module) -> nn.Module:
+            return headwater.compile(model, backend)
+
+        return train(_subject(request), course, prepare)
+
+    return with_enough_slabs(request.run, Path(request.folder), streamed)
+
+
+def _subject(request: Request) -> Subject:
+    """Return the model with its initial values."""
+    seed_all(request.seed)
+    return load_subject(request.target)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,169 @@
+"""Comparison of a model with itself: trained plainly, and streamed under every plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from headwater.conform.child import PARTS, PLAIN, RANKS, Request
+from headwater.conform.isolated import Run, run_child
+from headwater.conform.plans import PLANS
+from headwater.conform.ranks import TOLERANCE, rounded_difference
+from headwater.conform.record import Shown, first_difference
+from headwater.conform.report import CLOSE, DIFFERS, EQUAL, UNSTEADY, Entry, Report
+from headwater.core.errors import ConfigError, HeadwaterError
+
+ALL_PLANS = (*PLANS, RANKS)
+"""Names of the plans that a model can be compared under."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A model, and how it is compared.
+
+    Attributes:
+        target: the model; see `load_subject`.
+        plans: names of plans.
+        steps: number of steps.
+        seed: of values and random numbers.
+        limit_s: seconds for each run.
+        show: called with each entry as soon as it is known.
+    """
+
+    target: str
+    plans: Sequence[str] = ALL_PLANS
+    steps: int = 3
+    seed: int = 0
+    limit_s: float = 600.0
+    show: Callable[[Entry], None] = lambda entry: None
+
+    def run(self) -> Report:
+        """Compare, and return the report.
+
+        Raises:
+            HeadwaterError: if the model cannot be loaded.
+        """
+        with tempfile.TemporaryDirectory(prefix="headwater-conform-") as folder:
+            return _Runs(self, Path(folder)).report()
+
+
+class _Runs:
+    """The runs of one comparison."""
+
+    def __init__(self, comparison: Comparison, folder: Path) -> None:
+        self._comparison = comparison
+        self._folder = folder
+        self._count = 0
+
+    def report(self) -> Report:
+        """Run everything."""
+        comparison = self._comparison
+        quiet, watched = self._run(PLAIN, observed=False), self._run(PLAIN, observed=True)
+        entries = [self._shown(_plain_entry(self._run(PLAIN, observed=True), watched, quiet))]
+        if entries[0].passed:
+            entries += [self._shown(self._entry(plan, quiet, watched)) for plan in comparison.plans]
+        parameters = sum(
+            value.numel()
+            for name, value in watched.shown
+            if name.startswith("initial value") and isinstance(value, torch.Tensor)
+        )
+        return Report(
+            comparison.target, comparison.steps, comparison.seed, parameters, _versions(), tuple(entries)
+        )
+
+    def _entry(self, plan: str, quiet: Run, watched: Run) -> Entry:
+        """Compare one plan."""
+        if plan == RANKS:
+            return self._ranks_entry()
+        values = 0
+        for plain, observed in ((quiet, False), (watched, True)):
+            run = self._run(plan, observed=observed)
+            if run.status != "ok":
+                return Entry(plan, run.status, run.message, trace=run.trace)
+            difference = first_difference(plain.shown, run.shown)
+            if difference is not None:
+                detail = f"{difference}" if observed else f"{difference}, when only losses and outputs are read"
+                return Entry(plan, DIFFERS, detail)
+            values += len(run.shown)
+        return Entry(plan, EQUAL, values=values)
+
+    def _ranks_entry(self) -> Entry:
+        """Compare two ranks with plain PyTorch that computes each batch in two parts."""
+        plain = self._run(PARTS, observed=False)
+        if plain.status != "ok":
+            return Entry(RANKS, "refused" if plain.status == "refused" else plain.status, plain.message)
+        run = self._run(RANKS, observed=False)
+        if run.status != "ok":
+            return Entry(RANKS, run.status, run.message, trace=run.trace)
+        difference = rounded_difference(plain.shown, run.shown)
+        if difference is not None:
+            return Entry(RANKS, DIFFERS, str(difference))
+        return Entry(RANKS, CLOSE, f"losses differ by less than {TOLERANCE}", values=len(run.shown))
+
+    def _run(self, run: str, *, observed: bool) -> Run:
+        """Run one request; refusals to load the model end the comparison."""
+        self._count += 1
+        disk = self._folder / f"disk_{self._count}"
+        disk.mkdir()
+        comparison = self._comparison
+        request = Request(
+            comparison.target,
+            run,
+            comparison.steps,
+            comparison.seed,
+            observed,
+            str(disk),
+            str(self._folder / f"run_{self._count}.pt"),
+        )
+        found = run_child(request, comparison.limit_s)
+        if run == PLAIN and found.status == "refused":
+            raise _refusal(found.message)
+        return found
+
+    def _shown(self, entry: Entry) -> Entry:
+        self._comparison.show(entry)
+        return entry
+
+
+def _refusal(message: str) -> HeadwaterError:
+    """Return the error of a child as one of this process."""
+    what, *more = message.splitlines()
+    found = dict(line.strip().split(": ", 1) for line in more if ": " in line)
+    return ConfigError(what, where=found.get("where"), remedy=found.get("remedy"))
+
+
+def _plain_entry(again: Run, watched: Run, quiet: Run) -> Entry:
+    """Return whether the model computes the same when it is trained plainly again."""
+    for run in (quiet, watched, again):
+        if run.status != "ok":
+            return Entry(PLAIN, run.status, run.message, trace=run.trace)
+    difference = first_difference(watched.shown, again.shown)
+    if difference is not None:
+        detail = f"{difference.name}: once {difference.plain}, once {difference.streamed}"
+        return Entry(PLAIN, UNSTEADY, detail)
+    losses = _losses(watched.shown)
+    if losses != _losses(quiet.shown):
+        return Entry(PLAIN, UNSTEADY, "losses change when gradients and parameters are read")
+    return Entry(PLAIN, EQUAL, f"losses {', '.join(f'{loss:.6g}' for loss in losses)}", len(watched.shown))
+
+
+def _losses(shown: list[Shown]) -> list[float]:
+    """Return the losses of a run."""
+    return [float(value) for name, value in shown if name.endswith(": loss") and not isinstance(value, str)]
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that may take part."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in ("headwater", "torch", "numpy", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

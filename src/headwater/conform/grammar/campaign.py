@@ -1,0 +1,145 @@
+"""Campaigns: thousands of random models, with a folder that remembers what is done."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from headwater.conform.grammar.case import Outcome
+from headwater.conform.grammar.judge import BAD, Verdict
+from headwater.conform.grammar.workers import run_cases
+from headwater.core.errors import ConfigError
+
+_CASES, _CAMPAIGN, _PROGRAMS = "cases.jsonl", "campaign.json", "programs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A cause of faults, as far as messages tell causes apart.
+
+    Attributes:
+        verdict: of its findings.
+        cause: the place and kind of an error, or the features of the smallest program that differs.
+        cases: that have it.
+        reason: of the first of them.
+        script: the shortest that reproduces it.
+    """
+
+    verdict: Verdict
+    cause: str
+    cases: tuple[int, ...]
+    reason: str
+    script: str
+
+
+class Folder:
+    """A folder of a campaign.
+
+    Args:
+        path: of the folder; it is made if it is missing.
+        seed: of the campaign.
+
+    Raises:
+        ConfigError: if the folder is that of a campaign with another seed.
+    """
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.path = path
+        (path / _PROGRAMS).mkdir(parents=True, exist_ok=True)
+        about = path / _CAMPAIGN
+        if not about.exists():
+            about.write_text(json.dumps({"seed": seed}))
+        found = json.loads(about.read_text())["seed"]
+        if found != seed:
+            raise ConfigError(
+                f"expected a campaign with seed {seed}, found one with seed {found}",
+                where=str(path),
+                remedy="write another folder, or the same seed",
+            )
+
+    def outcomes(self) -> list[Outcome]:
+        """Return the outcomes so far; a last line that was cut off is removed."""
+        file = self.path / _CASES
+        if not file.exists():
+            return []
+        text = file.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            file.write_text(whole)
+        return [Outcome.from_json(json.loads(line)) for line in whole.splitlines()]
+
+    def add(self, outcome: Outcome) -> None:
+        """Append an outcome, and write the scripts of its faults."""
+        for number, script in enumerate(outcome.scripts):
+            (self.path / _PROGRAMS / f"case_{outcome.case}_{number}.py").write_text(script)
+        with (self.path / _CASES).open("a") as file:
+            file.write(json.dumps(outcome.to_json()) + "\n")
+
+
+def run_campaign(
+    seed: int,
+    count: int,
+    *,
+    workers: int,
+    limit_s: float,
+    folder: Folder | None = None,
+    shrinks: bool = True,
+    progress: Callable[[Sequence[Outcome]], None] = lambda outcomes: None,
+) -> list[Outcome]:
+    """Run the first `count` cases of a seed and return their outcomes by number.
+
+    Args:
+        seed: of the campaign.
+        count: number of cases.
+        workers: processes at a time.
+        limit_s: seconds for each run of a case.
+        folder: of the campaign; cases whose outcomes it holds are not run again.
+        shrinks: True to make programs with faults smaller.
+        progress: called with all outcomes after each case.
+    """
+    before = {outcome.case: outcome for outcome in (folder.outcomes() if folder else ())}
+    outcomes = [outcome for case, outcome in before.items() if case < count]
+    todo = [case for case in range(count) if case not in before]
+    for outcome in run_cases(seed, todo, workers=workers, limit_s=limit_s, shrinks=shrinks):
+        if folder is not None:
+            folder.add(outcome)
+        outcomes.append(outcome)
+        progress(outcomes)
+    return sorted(outcomes, key=lambda outcome: outcome.case)
+
+
+def faults(outcomes: Iterable[Outcome]) -> list[Fault]:
+    """Return the causes of faults, the most frequent first."""
+    groups: dict[tuple[Verdict, str], list[tuple[int, str, str]]] = collections.defaultdict(list)
+    for outcome in outcomes:
+        bad = outcome.faults()
+        for finding, smallest, script in zip(bad, outcome.smallest, outcome.scripts, strict=True):
+            cause = finding.cause
+            if finding.verdict is Verdict.DIFFERS:
+                cause = " + ".join(smallest) or "the bare program"
+            groups[finding.verdict, cause].append((outcome.case, finding.reason, script))
+    found = [
+        Fault(
+            verdict,
+            cause,
+            tuple(case for case, _, _ in entries),
+            entries[0][1],
+            min((script for _, _, script in entries), key=len),
+        )
+        for (verdict, cause), entries in groups.items()
+    ]
+    return sorted(found, key=lambda fault: -len(fault.cases))
+
+
+def counts(outcomes: Iterable[Outcome]) -> dict[Verdict, int]:
+    """Return the number of comparisons by verdict."""
+    found = collections.Counter(finding.verdict for outcome in outcomes for finding in outcome.findings)
+    return {verdict: found[verdict] for verdict in Verdict}
+
+
+def is_clean(outcomes: Iterable[Outcome]) -> bool:
+    """True if no comparison has a fault."""
+    return not any(finding.verdict in BAD for outcome in outcomes for finding in outcome.findings)

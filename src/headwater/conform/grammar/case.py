@@ -1,0 +1,124 @@
+"""One random model of a campaign: drawn, judged, and made smaller if it has a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from headwater.conform.grammar.draw import draw
+from headwater.conform.grammar.execute import Ran
+from headwater.conform.grammar.judge import BAD, Finding, Verdict, draw_plans, judge, usable
+from headwater.conform.grammar.program import Program
+from headwater.conform.grammar.shrink import shrink
+from headwater.conform.grammar.standalone import standalone
+
+_MOST_DRAWS = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one case.
+
+    Attributes:
+        case: its number.
+        findings: one for each plan.
+        features: of the drawn program.
+        smallest: features of the smallest program with each fault.
+        scripts: a script for each fault that reproduces it.
+    """
+
+    case: int
+    findings: tuple[Finding, ...]
+    features: tuple[str, ...]
+    smallest: tuple[tuple[str, ...], ...] = ()
+    scripts: tuple[str, ...] = ()
+
+    def faults(self) -> list[Finding]:
+        """Return the findings that are faults."""
+        return [finding for finding in self.findings if finding.verdict in BAD]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the outcome as plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Outcome:
+        """Return the outcome that `to_json` made these values of."""
+        findings = tuple(
+            Finding(Verdict(each["verdict"]), each["plan"], each["reason"], each["cause"])
+            for each in data["findings"]
+        )
+        smallest = tuple(tuple(features) for features in data["smallest"])
+        return cls(data["case"], findings, tuple(data["features"]), smallest, tuple(data["scripts"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the work on a case, told before it begins: it may end the process.
+
+    Attributes:
+        case: number of the case.
+        plan: name of the plan, or what else is done.
+        features: of the program.
+        script: reproduces the run.
+    """
+
+    case: int
+    plan: str
+    features: tuple[str, ...]
+    script: str
+
+    def crashed(self, reason: str) -> Outcome:
+        """Return the outcome of the case if this part ended the process."""
+        finding = Finding(Verdict.CRASHED, self.plan, reason, reason)
+        return Outcome(self.case, (finding,), self.features, (self.features,), (self.script,))
+
+
+Listener = Callable[[Part], None]
+"""Called before each part of the work."""
+
+
+def run_case(
+    seed: int, case: int, *, shrinks: bool = True, begin: Listener = lambda part: None
+) -> Outcome:
+    """Draw, judge and, if it has a fault, shrink one case.
+
+    Args:
+        seed: of the campaign.
+        case: its number.
+        shrinks: True to make programs with faults smaller.
+        begin: called before each part of the work.
+    """
+    program, plain = _draw_usable(seed, case, begin)
+    findings: list[Finding] = []
+    smallest: list[tuple[str, ...]] = []
+    scripts: list[str] = []
+    for plan in draw_plans(seed, case):
+        begin(Part(case, plan, program.features(), standalone(program, plan)))
+        (finding,) = judge(program, plain, [plan])
+        if finding.verdict in BAD:
+            small = program
+            if shrinks:
+                small, finding = shrink(
+                    program,
+                    finding,
+                    lambda tried, plan=plan: begin(
+                        Part(case, plan, tried.features(), standalone(tried, plan))
+                    ),
+                )
+            smallest.append(small.features())
+            scripts.append(standalone(small, plan))
+        findings.append(finding)
+    return Outcome(case, tuple(findings), program.features(), tuple(smallest), tuple(scripts))
+
+
+def _draw_usable(seed: int, case: int, begin: Listener) -> tuple[Program, Ran]:
+    """Return the first program of a case that plain PyTorch trains, and its plain run."""
+    for attempt in range(_MOST_DRAWS):
+        program = draw(seed, case, attempt)
+        begin(Part(case, "plain", program.features(), program.source()))
+        plain = usable(program)
+        if plain is not None:
+            return program, plain
+    raise AssertionError(f"none of {_MOST_DRAWS} drawn programs runs in plain PyTorch")

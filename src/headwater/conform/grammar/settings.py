@@ -1,0 +1,159 @@
+"""The frame of every program: the model's class, its optimizer and its training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from headwater.conform.grammar.program import TOKENS, WIDTH, Kind, indented
+
+OPTIMIZERS = {
+    "sgd": "torch.optim.SGD(parameters, lr=0.1, fused=True)",
+    "momentum": "torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True)",
+    "adamw": "torch.optim.AdamW(parameters, lr=0.01, fused=True)",
+    "adam": "torch.optim.Adam(parameters, lr=0.01, amsgrad=True, weight_decay=0.1, fused=True)",
+    "adagrad": "torch.optim.Adagrad(parameters, lr=0.05, fused=True)",
+    "rmsprop": "torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, centered=True, foreach=False)",
+    "nadam": "torch.optim.NAdam(parameters, lr=0.01, foreach=False)",
+    "radam": "torch.optim.RAdam(parameters, lr=0.01, foreach=False)",
+    "adamax": "torch.optim.Adamax(parameters, lr=0.01, foreach=False)",
+    "adadelta": "torch.optim.Adadelta(parameters, lr=0.5, foreach=False)",
+    "asgd": "torch.optim.ASGD(parameters, lr=0.05, foreach=False)",
+    "rprop": "torch.optim.Rprop(parameters, lr=0.01, foreach=False)",
+    "groups": (
+        "torch.optim.AdamW([{'params': parameters[:1], 'lr': 0.001}, "
+        "{'params': parameters[1:], 'weight_decay': 0.0}], lr=0.01, fused=True)"
+    ),
+}
+"""Source of an optimizer by its name, the simplest first."""
+
+LOSSES = {
+    "mean": "loss = (y - target).square().mean()",
+    "sum": "loss = (y - target).square().sum() / 8",
+    "cross entropy": "loss = F.cross_entropy(y.flatten(0, 1), tokens.flatten() % 2)",
+    "huber": "loss = F.huber_loss(y, target)",
+    "scalar from parts": "loss = y.std() + (y[:, 0] - target[:, 0]).abs().mean()",
+}
+"""Source of a loss by its name."""
+
+_CLIPS = {
+    "none": "",
+    "norm": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)",
+    "value": "torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)",
+}
+
+
+def _write(
+    seed: int,
+    parts: Mapping[str, Sequence[str]],
+    *,
+    steps: int,
+    optimizer: str,
+    loss: str,
+    accumulate: int,
+    clip: str,
+    zero: str,
+    look: str,
+    sizes: str,
+) -> str:
+    """Return the source of a program."""
+    size = {"same": "4", "shrinking": "4 - step", "growing": "2 + step"}[sizes]
+    looks = {
+        "end": (),
+        "gradients": ('show_all(show, f"step {step} gradient", gradients_of(model))',),
+        "parameters": ('show_all(show, f"step {step} parameter", model.state_dict())',),
+    }[look]
+    before = [*parts["gradients"], *filter(None, [_CLIPS[clip]])]
+    if look == "gradients":
+        before = [*looks, *before]
+    after = [*(looks if look == "parameters" else ()), *parts["end"]]
+    one = [
+        "y = model(x, tokens)",
+        LOSSES[loss],
+        *parts["loss"],
+        "loss.backward()",
+        'show(f"step {step} output", y)',
+        'show(f"step {step} loss", loss)',
+    ]
+    if accumulate > 1:
+        one = [f"for part in range({accumulate}):\n{indented(one, 1)}"]
+    inner = [
+        f"x, tokens = torch.randn({size}, 3, {WIDTH}), torch.randint({TOKENS}, ({size}, 3))",
+        f"target = torch.randn({size}, 3, 2)",
+        *parts["batch"],
+        *one,
+        *before, "optimizer.step()",
+        zero,
+        *after,
+    ]
+    top = "\n\n".join(text.strip("\n") for text in parts["top"])
+    return f"""\
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
+
+{top}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear({WIDTH}, {WIDTH})
+{indented(parts["init"], 2)}\
+        self.head = nn.Linear({WIDTH}, 2)
+
+    def forward(self, x, tokens):
+        x = self.first(x)
+{indented(parts["forward"], 2)}\
+        return self.head(x)[..., :2]
+
+
+def make_optimizer(model):
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return {OPTIMIZERS[optimizer]}
+
+
+def gradients_of(model):
+    return {{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def show_all(show, what, values):
+    for name, value in values.items():
+        if isinstance(value, dict):
+            show_all(show, f"{{what}} {{name}}", value)
+        else:
+            show(f"{{what}} {{name}}", value)
+
+
+def run(compile, show):
+    torch.manual_seed({seed})
+    model = Net()
+{indented(parts["setup"], 1)}\
+    model = compile(model)
+    optimizer = make_optimizer(model)
+{indented(parts["begin"], 1)}\
+    for step in range({steps}):
+{indented(inner, 2)}\
+    show_all(show, "final", model.state_dict())
+    show_all(show, "final", dict(model.named_buffers()))
+    show_all(show, "final optimizer", optimizer.state_dict()["state"])
+    model.eval()
+    with torch.no_grad():
+        show("final eval", model(x, tokens))
+"""
+
+
+SETTINGS = Kind(
+    "settings",
+    _write,
+    {
+        "steps": (2, 3, 4),
+        "optimizer": tuple(OPTIMIZERS),
+        "loss": tuple(LOSSES),
+        "accumulate": (1, 2),
+        "clip": tuple(_CLIPS),
+        "zero": ("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)", "model.zero_grad()"),
+        "look": ("end", "gradients", "parameters"),
+        "sizes": ("same", "shrinking", "growing"),
+    },
+)
+"""The kind of the settings of a program."""

@@ -1,0 +1,128 @@
+"""Processes that work through the cases of a campaign; one that ends or hangs costs one case."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from headwater.conform.grammar.case import Outcome, Part, run_case
+
+_CHUNK = 50
+"""Cases after which a process is replaced by a fresh one."""
+
+
+@dataclasses.dataclass
+class _Worker:
+    """A process with cases to do.
+
+    Attributes:
+        process: the process.
+        receiver: gives the parts that it begins and the outcomes.
+        cases: that it has not finished.
+        part: begun last.
+        since: when it was begun, by the monotonic clock.
+        end: why the process is gone, or must go; `None` while it works.
+    """
+
+    process: BaseProcess
+    receiver: Connection
+    cases: deque[int]
+    part: Part | None = None
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    end: str | None = None
+
+
+def run_cases(
+    seed: int, cases: Iterable[int], *, workers: int, limit_s: float, shrinks: bool = True
+) -> Iterator[Outcome]:
+    """Yield the outcome of each case, in the order in which they are done.
+
+    Args:
+        seed: of the campaign.
+        cases: numbers of the cases.
+        workers: how many processes run at a time.
+        limit_s: seconds for each part of a case; after them the process is killed and the case has crashed.
+        shrinks: True to make programs with faults smaller.
+    """
+    waiting = deque(cases)
+    running: list[_Worker] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                chunk = deque(waiting.popleft() for _ in range(min(_CHUNK, len(waiting))))
+                running.append(_start(seed, chunk, shrinks))
+            ready = wait([worker.receiver for worker in running], timeout=1.0)
+            for worker in list(running):
+                if worker.receiver in ready:
+                    yield from _receive(worker)
+                elif time.monotonic() - worker.since > limit_s:
+                    worker.end = f"took more than {limit_s:.0f} s"
+                if worker.end is not None:
+                    running.remove(worker)
+                    yield from _ended(worker)
+                    waiting.extendleft(reversed(worker.cases))
+    finally:
+        for worker in running:
+            worker.process.kill()
+            worker.process.join()
+
+
+def _start(seed: int, cases: deque[int], shrinks: bool) -> _Worker:
+    """Start a process with these cases."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(seed, list(cases), shrinks, sender), daemon=True)
+    process.start()
+    sender.close()
+    return _Worker(process, receiver, cases)
+
+
+def _receive(worker: _Worker) -> Iterator[Outcome]:
+    """Yield the outcome that the process sent, if it sent one."""
+    try:
+        message = worker.receiver.recv()
+    except (EOFError, OSError):
+        worker.process.join()
+        worker.end = f"the process ended with {_exit(worker.process)}"
+        return
+    worker.since = time.monotonic()
+    if isinstance(message, Outcome):
+        worker.part = None
+        worker.cases.popleft()
+        yield message
+    else:
+        worker.part = message
+
+
+def _ended(worker: _Worker) -> Iterator[Outcome]:
+    """Yield the outcome of the case that the process did not finish, if it has not finished all."""
+    worker.process.kill()
+    worker.process.join()
+    if worker.cases:
+        case = worker.cases.popleft()
+        part = worker.part or Part(case, "plain", (), "")
+        yield part.crashed(str(worker.end))
+
+
+def _exit(process: BaseProcess) -> str:
+    """Return how a process ended."""
+    code = process.exitcode
+    return f"signal {-code}" if code is not None and code < 0 else f"code {code}"
+
+
+def _work(seed: int, cases: list[int], shrinks: bool, sender: Connection) -> None:
+    """Do the cases, in a process of its own."""
+    torch.set_num_threads(1)
+    for index, case in enumerate(cases):
+        if index == 1:
+            gc.freeze()  # what the first case imported is looked through no more
+        gc.collect()
+        sender.send(run_case(seed, case, shrinks=shrinks, begin=sender.send))

@@ -1,0 +1,79 @@
+"""Comparison of two compute ranks with one, which holds up to rounding only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwater.api.ranks import take_part, whole
+from headwater.conform.record import Difference, Shown
+from headwater.conform.subject import Subject, seed_all
+from headwater.conform.train import Course, batch_of
+from headwater.core.batches import num_samples, slice_batch
+from headwater.core.errors import ModelError
+
+NUM_CSX = 2
+TOLERANCE = 1e-4
+"""Largest relative difference of a loss: ranks round products of other sizes in another way."""
+
+
+def train_in_parts(subject: Subject, course: Course) -> list[Shown]:
+    """Train plainly with each batch in as many parts as there are ranks, and return the losses.
+
+    Raises:
+        ModelError: if the model draws random numbers, of which each rank has its own.
+    """
+    subject.model.train()
+    optimizer = subject.optimizer(subject.model)
+    shown: list[Shown] = []
+    for step in range(course.steps):
+        seed_all(course.seed + step)
+        batch = batch_of(subject, step)
+        samples = num_samples(batch)
+        if samples % NUM_CSX:
+            raise ModelError(
+                f"a batch of {samples} samples cannot be divided among {NUM_CSX} ranks",
+                where=f"step {step}",
+                remedy=f"use batches of {samples + 1} samples to compare ranks",
+            )
+        size, before, total = samples // NUM_CSX, torch.get_rng_state(), 0.0
+        for part in range(NUM_CSX):
+            loss = subject.loss(subject.model, slice_batch(batch, part * size, (part + 1) * size)) / NUM_CSX
+            loss.backward()
+            total += loss.item()
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ModelError(
+                "the model draws random numbers, and each rank draws its own",
+                remedy="set its dropout to 0 to compare ranks",
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        shown.append((f"step {step}: loss", total))
+    return shown
+
+
+def train_ranks(subject: Subject, course: Course, prepare: Callable[[nn.Module], nn.Module]) -> list[Shown]:
+    """Train as one of the ranks, and return the losses of the whole batches."""
+    model = prepare(subject.model)
+    optimizer = subject.optimizer(model)
+    shown: list[Shown] = []
+    for step in range(course.steps):
+        seed_all(course.seed + step)
+        loss: Any = subject.loss(model, take_part(batch_of(subject, step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        shown.append((f"step {step}: loss", whole(loss).item()))
+    return shown
+
+
+def rounded_difference(plain: list[Shown], ranks: list[Shown]) -> Difference | None:
+    """Return the first loss that differs by more than the tolerance."""
+    for (name, expected), (_, found) in zip(plain, ranks, strict=True):
+        off = abs(expected - found) / max(abs(expected), 1e-12)
+        if not off <= TOLERANCE:
+            return Difference(name, repr(expected), repr(found), f"relative difference {off:.3g}")
+    return None

@@ -1,0 +1,140 @@
+"""Training of a subject for some steps, with a record of what can be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwater.conform.record import Shown, settled
+from headwater.conform.subject import Subject, seed_all
+from headwater.core.trees import map_tensors, tensors_in
+
+_MOST_BYTES = 512 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """How a subject is trained.
+
+    Attributes:
+        steps: number of optimizer steps.
+        seed: of the random numbers of each step.
+        observed: True if gradients, parameters and buffers are read in each step; otherwise only losses and
+            outputs are, and the rest is read after the last step. Reading them has a part of the engine take
+            other ways.
+    """
+
+    steps: int
+    seed: int
+    observed: bool
+
+
+class Record:
+    """Values of a run; beyond a number of bytes only their digests are kept."""
+
+    def __init__(self) -> None:
+        self.shown: list[Shown] = []
+        self._bytes = 0
+
+    def add(self, name: str, value: Any) -> None:
+        """Keep a value."""
+        value = settled(value)
+        if isinstance(value, torch.Tensor):
+            value = value.cpu()
+            self._bytes += value.nbytes
+            if self._bytes > _MOST_BYTES:
+                value = _digest(value)
+        self.shown.append((name, value))
+
+    def add_all(self, what: str, values: Iterable[tuple[str, Any]]) -> None:
+        """Keep named values."""
+        for name, value in values:
+            self.add(f"{what} {name}", value)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Return a text that equals only that of a tensor with the same bits."""
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} with digest {digest}"
+
+
+def train(subject: Subject, course: Course, prepare: Callable[[nn.Module], nn.Module]) -> list[Shown]:
+    """Train a subject and return what it showed.
+
+    Args:
+        subject: the model; its values are changed.
+        course: how it is trained.
+        prepare: returns the model that is called; compiles it for a streamed run.
+    """
+    record = Record()
+    record.add_all("initial value", subject.model.named_parameters())
+    record.add_all("initial buffer", subject.model.named_buffers())
+    outputs: list[torch.Tensor] = []
+    model = prepare(subject.model)
+    _watch_calls(model, outputs)
+    optimizer = subject.optimizer(model)
+    for step in range(course.steps):
+        seed_all(course.seed + step)
+        outputs.clear()
+        loss = subject.loss(model, batch_of(subject, step))
+        loss.backward()
+        at = f"step {step}:"
+        record.add(f"{at} loss", loss)
+        record.add_all(f"{at} output", ((str(index), output) for index, output in enumerate(outputs)))
+        if course.observed:
+            grads = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+            record.add_all(f"{at} gradient", grads)
+        optimizer.step()
+        optimizer.zero_grad()
+        if course.observed or step == course.steps - 1:
+            record.add_all(f"{at} parameter", model.named_parameters())
+            record.add_all(f"{at} buffer", model.named_buffers())
+    record.add_all("optimizer state", _states(optimizer))
+    return record.shown
+
+
+def batch_of(subject: Subject, step: int) -> Any:
+    """Return a copy of the batch of a step: models may change it."""
+    batch = subject.batches[step % len(subject.batches)]
+    return map_tensors(lambda tensor: tensor.detach().clone(), batch)
+
+
+def _watch_calls(model: nn.Module, outputs: list[torch.Tensor]) -> None:
+    """From now on append the outputs of each outermost call of a model to a list.
+
+    A forward hook would see the calls of the dry run too, which are within the first call.
+    """
+    call: Callable[..., Any] = model._call_impl
+    depth = 0
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            depth -= 1
+        if depth == 0:
+            outputs.extend(_tensors(output))
+        return output
+
+    vars(model)["_call_impl"] = watched
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output, which a later step may change."""
+    tree = tuple(output.values()) if isinstance(output, Mapping) else output
+    return [tensor.detach().clone() for tensor in tensors_in(tree)]
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, Any]]:
+    """Yield the state of an optimizer, by parameter and key."""
+    for index, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            yield f"of parameter {index}: {key}", value
