@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import json
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -54,18 +53,22 @@ def main(request_file: Path) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     request = Request(**json.loads(request_file.read_text()))
-    result: dict[str, Any]
-    try:
-        result = {"status": "ok", "shown": _run(request)}
-    except HeadwaterError as error:
-        result = {"status": "refused", "message": str(error)}
-    except Exception as error:  # noqa: BLE001 - any error of the user's model is told
-        trace = traceback.format_exc()
-        result = {"status": "failed", "message": f"{type(error).__name__}: {error}", "trace": trace}
+    result = outcome_of(request)
     if current().rank == 0:
         unfinished = f"{request.result}.partial"
         torch.save(result, unfinished)
-        os.replace(unfinished, request.result)
+        Path(unfinished).replace(request.result)
+
+
+def outcome_of(request: Request) -> dict[str, Any]:
+    """Run a request in this process and return its values, or how it failed."""
+    try:
+        return {"status": "ok", "shown": _run(request)}
+    except HeadwaterError as error:
+        return {"status": "refused", "message": str(error)}
+    except Exception as error:  # noqa: BLE001 - any error of the user's model is told
+        trace = traceback.format_exc()
+        return {"status": "failed", "message": f"{type(error).__name__}: {error}", "trace": trace}
 
 
 def _run(request: Request) -> list[Shown]:

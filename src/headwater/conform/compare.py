@@ -88,7 +88,9 @@ class _Runs:
                 return Entry(plan, run.status, run.message, trace=run.trace)
             difference = first_difference(plain.shown, run.shown)
             if difference is not None:
-                detail = f"{difference}" if observed else f"{difference}, when only losses and outputs are read"
+                detail = (
+                    f"{difference}" if observed else f"{difference}, when only losses and outputs are read"
+                )
                 return Entry(plan, DIFFERS, detail)
             values += len(run.shown)
         return Entry(plan, EQUAL, values=values)

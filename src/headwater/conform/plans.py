@@ -23,7 +23,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     },
     "offload": {"tier": "memory", "num_slabs": 2, "activations": "offload"},
 }
-"""Name of a plan -> the options of `headwater.backend` that ask for it; a folder of the disk tier is added."""
+"""Name of a plan -> the options of `headwater.backend` that ask for it, without the folder on disk."""
 
 _SLABS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64, 128)
 

@@ -81,8 +81,8 @@ class Report:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
             f"model    {self.target} ({self.parameters:,} parameters)",
-            f"compared {self.steps} steps, seed {self.seed}: losses, outputs, gradients, parameters, buffers, "
-            "optimizer state",
+            f"compared {self.steps} steps, seed {self.seed}: losses, outputs, gradients, parameters, "
+            "buffers, optimizer state",
             f"versions {versions}",
             "",
         ]

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from headwater.conform.subject import Subject
 from headwater.config import find_params, load_params
+from headwater.conform.subject import Subject
 from headwater.core.stage import ParamSpec
 from headwater.models.registry import build_model
 from headwater.plan.trace import call_model

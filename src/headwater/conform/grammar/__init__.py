@@ -1,1 +1,1 @@
-"""Random models: small training programs out of PyTorch features, run plain and streamed, and made smaller."""
+"""Random models: small programs out of PyTorch features, run plain and streamed, and made smaller."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,9 +80,7 @@ Listener = Callable[[Part], None]
 """Called before each part of the work."""
 
 
-def run_case(
-    seed: int, case: int, *, shrinks: bool = True, begin: Listener = lambda part: None
-) -> Outcome:
+def run_case(seed: int, case: int, *, shrinks: bool = True, begin: Listener = lambda part: None) -> Outcome:
     """Draw, judge and, if it has a fault, shrink one case.
 
     Args:
@@ -95,22 +94,21 @@ def run_case(
     smallest: list[tuple[str, ...]] = []
     scripts: list[str] = []
     for plan in draw_plans(seed, case):
-        begin(Part(case, plan, program.features(), standalone(program, plan)))
+        _tell(begin, case, plan, program)
         (finding,) = judge(program, plain, [plan])
         if finding.verdict in BAD:
             small = program
             if shrinks:
-                small, finding = shrink(
-                    program,
-                    finding,
-                    lambda tried, plan=plan: begin(
-                        Part(case, plan, tried.features(), standalone(tried, plan))
-                    ),
-                )
+                small, finding = shrink(program, finding, functools.partial(_tell, begin, case, plan))
             smallest.append(small.features())
             scripts.append(standalone(small, plan))
         findings.append(finding)
     return Outcome(case, tuple(findings), program.features(), tuple(smallest), tuple(scripts))
+
+
+def _tell(begin: Listener, case: int, plan: str, program: Program) -> None:
+    """Tell that a program is run under a plan."""
+    begin(Part(case, plan, program.features(), standalone(program, plan)))
 
 
 def _draw_usable(seed: int, case: int, begin: Listener) -> tuple[Program, Ran]:

@@ -9,16 +9,17 @@ from headwater.conform.grammar.kinds import KINDS
 from headwater.conform.grammar.program import Program, draw_piece
 from headwater.conform.grammar.settings import SETTINGS
 
-_MOST_LAYERS, _MOST_LOOPS = 3, 2
+LARGEST = (3, 2)
+"""The most features of a program's model and of its loop."""
 
 
-def draw(seed: int, case: int, attempt: int = 0) -> Program:
+def draw(seed: int, case: int, attempt: int = 0, largest: tuple[int, int] = LARGEST) -> Program:
     """Return a random program of this number; another one for each attempt."""
     generator = random.Random(f"{seed} {case} {attempt}")
     kinds = {flag: [kind for kind in KINDS.values() if kind.in_loop is flag] for flag in (False, True)}
     chosen = [
         generator.choice(kinds[flag])
-        for flag, most in ((False, _MOST_LAYERS), (True, _MOST_LOOPS))
+        for flag, most in zip((False, True), largest, strict=True)
         for _ in range(generator.randint(0 if flag else 1, most))
     ]
     pieces = tuple(draw_piece(generator, kind, number) for number, kind in enumerate(chosen, start=1))

@@ -21,7 +21,9 @@ def loop(targets: int = 0, **options: Sequence[Any]) -> Callable[[Writer], Write
     return _register(targets, options, in_loop=True)
 
 
-def _register(targets: int, options: dict[str, Sequence[Any]], *, in_loop: bool) -> Callable[[Writer], Writer]:
+def _register(
+    targets: int, options: dict[str, Sequence[Any]], *, in_loop: bool
+) -> Callable[[Writer], Writer]:
     def register(write: Writer) -> Writer:
         name = write.__name__
         assert name not in KINDS, f"two features are called {name}"

@@ -115,13 +115,16 @@ def image(n: int, *, channels_last: bool, depthwise: bool) -> Code:
 @layer(heads=(1, 2), dropout=(0.0, 0.2), extra=("", ", add_bias_kv=True", ", add_zero_attn=True", ", kdim=6"))
 def attention(n: int, *, heads: int, dropout: float, extra: str) -> Code:
     """Multi-head attention."""
+    options = f"dropout={dropout}, batch_first=True{extra}"
     return Code(
-        init=f"self.m{n} = nn.MultiheadAttention({WIDTH}, {heads}, dropout={dropout}, batch_first=True{extra})",
+        init=f"self.m{n} = nn.MultiheadAttention({WIDTH}, {heads}, {options})",
         forward=f"x = x + self.m{n}(x, x, x, need_weights=False)[0]",
     )
 
 
-@layer(mask=("", ", src_key_padding_mask=tokens == 0", ", is_causal=True, mask=torch.ones(3, 3).triu(1).bool()"))
+@layer(
+    mask=("", ", src_key_padding_mask=tokens == 0", ", is_causal=True, mask=torch.ones(3, 3).triu(1).bool()")
+)
 def encoder(n: int, *, mask: str) -> Code:
     """A transformer encoder, which has a fast path of its own in evaluation."""
     made = f"nn.TransformerEncoderLayer({WIDTH}, 2, 8, dropout=0.1, batch_first=True)"
@@ -217,7 +220,8 @@ def container(n: int, *, kind: str) -> Code:
             forward=f"x = torch.tanh(x @ self.m{n}[0]) @ self.m{n}[1]",
         )
     return Code(
-        init=f"self.m{n} = nn.ParameterDict({{'a': {weights}}})", forward=f"x = torch.tanh(x @ self.m{n}['a'])"
+        init=f"self.m{n} = nn.ParameterDict({{'a': {weights}}})",
+        forward=f"x = torch.tanh(x @ self.m{n}['a'])",
     )
 
 

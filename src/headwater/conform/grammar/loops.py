@@ -89,9 +89,7 @@ def gradient_norm(n: int, *, how: str) -> Code:
         line = "torch.nn.utils.clip_grad_norm_(model.first.parameters(), 0.1)"
         return Code(gradients=line)
     clip = "float('inf')" if how == "global only" else "0.2"
-    return Code(
-        gradients=f'show("norm {n}", torch.nn.utils.clip_grad_norm_(model.parameters(), {clip}))'
-    )
+    return Code(gradients=f'show("norm {n}", torch.nn.utils.clip_grad_norm_(model.parameters(), {clip}))')
 
 
 @loop(1, how=("l2", "l1 all", "orthogonal", "gradient penalty", "between layers"))
@@ -100,7 +98,7 @@ def regularized(n: int, other: str, *, how: str) -> Code:
     weight = f"model.{other}.weight"
     line = {
         "l2": f"loss = loss + 0.1 * {weight}.square().sum()",
-        "l1 all": "loss = loss + 0.01 * sum(p.abs().sum() for p in model.parameters() if p.is_floating_point())",
+        "l1 all": "loss = loss + 0.01 * sum(p.abs().sum() for p in model.parameters() if p.dim())",
         "orthogonal": f"loss = loss + 0.1 * ({weight} @ {weight}.t() - torch.eye({WIDTH})).square().sum()",
         "gradient penalty": "x = x.detach().requires_grad_()\n"
         "loss = loss + torch.autograd.grad(model(x, tokens).sum(), x, create_graph=True)[0].square().mean()",
@@ -190,9 +188,10 @@ def schedule(n: int, *, kind: str) -> Code:
 def average(n: int, *, how: str) -> Code:
     """A moving average of the weights."""
     if how == "swa":
+        shown = f"show_all(show, 'average {n}', average{n}.state_dict())"
         return Code(
             setup=f"average{n} = torch.optim.swa_utils.AveragedModel(model)",
-            end=f"average{n}.update_parameters(model)\nshow_all(show, 'average {n}', average{n}.state_dict())",
+            end=f"average{n}.update_parameters(model)\n{shown}",
         )
     update = f"""
         with torch.no_grad():
@@ -227,7 +226,7 @@ def two_forwards(n: int, *, how: str) -> Code:
             "sum": "loss = loss + model(x.flip(0), tokens).square().mean()",
             "separate": "model(x.flip(0), tokens).square().mean().backward()",
             "first unused": "unused = model(x.flip(0), tokens)",
-            "chained": f"loss = loss + model(torch.cat([y, y, y], -1)[..., :{WIDTH}], tokens).square().mean()",
+            "chained": "loss = loss + model(torch.cat([y, y, y], -1), tokens).square().mean()",
         }[how]
     )
 
@@ -239,7 +238,8 @@ def backward_kind(n: int, *, how: str) -> Code:
         loss={
             "retain": "loss.backward(retain_graph=True)",
             "inputs": "loss.backward(inputs=[model.first.weight], retain_graph=True)",
-            "autograd.grad": f"show('grad {n}', torch.autograd.grad(loss, model.head.weight, retain_graph=True)[0])",
+            "autograd.grad": f"(grad{n},) = torch.autograd.grad(loss, model.head.weight, retain_graph=True)\n"
+            f"show('grad {n}', grad{n})",
             "scaled": "loss = loss * 128",
         }[how],
         gradients="for p in model.parameters():\n    if p.grad is not None:\n        p.grad.div_(128)"
@@ -253,7 +253,7 @@ def functional(n: int, *, how: str) -> Code:
     """A functional call or a second derivative of the whole model."""
     lines = {
         "functional_call": f"""
-            weights{n} = {{name: p.detach() * 0.5 for name, p in model.named_parameters() if p.is_floating_point()}}
+            weights{n} = {{name: p.detach() * 0.5 for name, p in model.named_parameters()}}
             loss = loss + torch.func.functional_call(model, weights{n}, (x, tokens)).mean()
         """,
         "func.grad": f"""

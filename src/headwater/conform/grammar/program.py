@@ -46,8 +46,8 @@ class Code:
     squares: tuple[str, ...] = ()
 
 
-Writer = Callable[..., Code]
-"""Returns the code of a piece from its number, its choices and its targets."""
+Writer = Callable[..., Any]
+"""Returns the code of a piece from its number, its targets and its choices; of settings, the source."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,8 @@ class Program:
             for field in dataclasses.fields(Code)
             if field.name != "squares"
         }
-        return self.settings.kind.write(self.seed, parts, **self.settings.choices)
+        source: str = self.settings.kind.write(self.seed, parts, **self.settings.choices)
+        return source
 
 
 def _codes(pieces: Sequence[Piece]) -> Iterator[Code]:

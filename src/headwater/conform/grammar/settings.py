@@ -8,7 +8,9 @@ from headwater.conform.grammar.program import TOKENS, WIDTH, Kind, indented
 
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(parameters, lr=0.1, fused=True)",
-    "momentum": "torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True)",
+    "momentum": (
+        "torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True)"
+    ),
     "adamw": "torch.optim.AdamW(parameters, lr=0.01, fused=True)",
     "adam": "torch.optim.Adam(parameters, lr=0.01, amsgrad=True, weight_decay=0.1, fused=True)",
     "adagrad": "torch.optim.Adagrad(parameters, lr=0.05, fused=True)",
@@ -81,7 +83,8 @@ def _write(
         f"target = torch.randn({size}, 3, 2)",
         *parts["batch"],
         *one,
-        *before, "optimizer.step()",
+        *before,
+        "optimizer.step()",
         zero,
         *after,
     ]

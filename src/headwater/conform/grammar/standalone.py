@@ -5,7 +5,7 @@ from __future__ import annotations
 from headwater.conform.grammar.program import Program
 from headwater.conform.plans import PLANS, needs_disk
 
-_TAIL = '''\
+_TAIL = """\
 
 def record(compile):
     shown = []
@@ -35,7 +35,7 @@ if __name__ == "__main__":
         if not torch.equal(torch.as_tensor(expected), torch.as_tensor(found)):
             raise SystemExit(f"{{name}} differs:\\nplain    {{expected}}\\nstreamed {{found}}")
     print("equal")
-'''
+"""
 
 
 def standalone(program: Program, plan: str) -> str:

@@ -6,7 +6,9 @@ from headwater.conform.grammar.kinds import layer
 from headwater.conform.grammar.program import WIDTH, Code, dedented
 
 
-@layer(how=("counter", "in place", "replaced", "data", "non-persistent", "views", "made in forward", "int math"))
+@layer(
+    how=("counter", "in place", "replaced", "data", "non-persistent", "views", "made in forward", "int math")
+)
 def buffer(n: int, *, how: str) -> Code:
     """A buffer that the forward changes."""
     first = f"torch.zeros({WIDTH})"

@@ -106,7 +106,9 @@ def untie_late(n: int, *, step: int, optimizer: str) -> Code:
 def freeze(n: int, other: str, *, step: int, back: bool, optimizer: str) -> Code:
     """A layer is frozen between steps, and thawed after the next one."""
     thaw = at(step + 1, f"model.{other}.requires_grad_(True)", _REBUILT[optimizer])
-    frozen = at(step, f"model.{other}.requires_grad_(False)", f"model.{other}.zero_grad()", _REBUILT[optimizer])
+    frozen = at(
+        step, f"model.{other}.requires_grad_(False)", f"model.{other}.zero_grad()", _REBUILT[optimizer]
+    )
     return Code(batch=frozen + ("\n" + thaw if back else ""))
 
 
@@ -150,15 +152,11 @@ def prune_late(n: int, other: str, *, step: int, how: str) -> Code:
 def parametrize_late(n: int, other: str, *, step: int, how: str) -> Code:
     """A parametrization is added or removed between steps."""
     if how == "weight_norm":
-        return Code(
-            batch=at(step, f"nn.utils.parametrizations.weight_norm(model.{other})", _REBUILT["new"])
-        )
+        return Code(batch=at(step, f"nn.utils.parametrizations.weight_norm(model.{other})", _REBUILT["new"]))
     return Code(
         init=f"self.m{n} = nn.utils.parametrizations.weight_norm({_LINEAR})",
         forward=f"x = torch.tanh(self.m{n}(x))",
-        batch=at(
-            step, f"parametrize.remove_parametrizations(model.m{n}, 'weight')", _REBUILT["new"]
-        ),
+        batch=at(step, f"parametrize.remove_parametrizations(model.m{n}, 'weight')", _REBUILT["new"]),
     )
 
 

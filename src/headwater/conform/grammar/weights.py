@@ -6,7 +6,9 @@ from headwater.conform.grammar.kinds import layer
 from headwater.conform.grammar.program import TOKENS, WIDTH, Code, dedented
 
 
-@layer(init=("randn", "t()", "expanded clone", "as_strided", "empty beside"), mode=("matmul", "einsum", "linear"))
+@layer(
+    init=("randn", "t()", "expanded clone", "as_strided", "empty beside"), mode=("matmul", "einsum", "linear")
+)
 def parameter(n: int, *, init: str, mode: str) -> Code:
     """A parameter of the model itself, also in other orders of memory."""
     value = {
@@ -126,8 +128,7 @@ def parametrized(n: int, *, kind: str, cached: bool) -> Code:
                     return w.triu() + w.triu(1).transpose(-1, -2)
         """
         init = (
-            f"self.m{n} = {made}\n"
-            f"parametrize.register_parametrization(self.m{n}, 'weight', Symmetric{n}())"
+            f"self.m{n} = {made}\nparametrize.register_parametrization(self.m{n}, 'weight', Symmetric{n}())"
         )
     elif kind.startswith("old "):
         init = f"self.m{n} = nn.utils.{kind.removeprefix('old ')}({made})"
@@ -146,7 +147,8 @@ def weight_read(n: int, *, where: str) -> Code:
         init=f"self.m{n} = nn.Linear({WIDTH}, {WIDTH})",
         forward={
             "detached": f"x = self.m{n}(x) + F.linear(x, self.m{n}.weight.detach())",
-            "part": f"x = torch.cat([F.linear(x, self.m{n}.weight[:3]), F.linear(x, self.m{n}.weight[3:])], -1)",
+            "part": f"w{n} = self.m{n}.weight\n"
+            f"x = torch.cat([F.linear(x, w{n}[:3]), F.linear(x, w{n}[3:])], -1)",
             "cat": f"x = F.linear(x, torch.cat([self.m{n}.weight, self.m{n}.weight]))[..., :{WIDTH}]",
             "norm": f"x = self.m{n}(x) / self.m{n}.weight.norm()",
             "masked": f"x = F.linear(x, self.m{n}.weight * (self.m{n}.weight.abs() > 0.1), self.m{n}.bias)",

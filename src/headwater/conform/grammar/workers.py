@@ -15,6 +15,9 @@ import torch
 
 from headwater.conform.grammar.case import Outcome, Part, run_case
 
+_START_S = 60.0
+"""Seconds that a process may take before it begins with a case, beyond the limit of a case."""
+
 _CHUNK = 50
 """Cases after which a process is replaced by a fresh one."""
 
@@ -63,7 +66,7 @@ def run_cases(
             for worker in list(running):
                 if worker.receiver in ready:
                     yield from _receive(worker)
-                elif time.monotonic() - worker.since > limit_s:
+                elif time.monotonic() - worker.since > limit_s + (worker.part is None) * _START_S:
                     worker.end = f"took more than {limit_s:.0f} s"
                 if worker.end is not None:
                     running.remove(worker)

@@ -1,0 +1,153 @@
+"""Comparison of a model with plain PyTorch: verdicts, messages and the certificate."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwater.cli.main import main
+from headwater.conform import compare
+from headwater.conform.child import PLAIN, Request, outcome_of
+from headwater.conform.compare import Comparison
+from headwater.conform.isolated import Run, run_child
+from headwater.conform.ranks import rounded_difference
+from headwater.conform.record import first_difference
+from headwater.conform.subject import load_subject
+from headwater.core.errors import ConfigError
+
+SUBJECTS = Path(__file__).with_name("subjects.py")
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Children are calls: what they compute is the same."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(request, limit_s):
+        found = outcome_of(request)
+        return Run(found["status"], found.get("shown", []), found.get("message", ""), found.get("trace", ""))
+
+    monkeypatch.setattr(compare, "run_child", run)
+    yield
+    torch.set_num_threads(threads)
+
+
+def compared(factory, plans=("memory", "disk_recompute"), **options):
+    return Comparison(f"{SUBJECTS}:{factory}", plans, **options).run()
+
+
+@pytest.mark.parametrize("factory", ["plain", "with_loss_and_optimizer"])
+def test_an_equal_model_gets_a_certificate(factory, in_process):
+    report = compared(factory)
+    assert report.passed
+    assert [entry.outcome for entry in report.entries] == ["equal"] * 3
+    assert report.entries[1].values > 20
+    text = report.render()
+    assert "3 steps, seed 0" in text and f"torch {torch.__version__}" in text
+    assert report.verdict == "equal: 2 plans compute what plain PyTorch computes"
+
+
+def test_a_different_model_is_named_with_step_tensor_and_both_values(in_process):
+    entry = compared("different", ["memory"]).entries[1]
+    assert entry.outcome == "differs"
+    name, values = entry.detail.split(": plain ")
+    assert name == "step 0: loss"
+    plain, streamed = values.split(",")[:2]
+    assert float(plain) != float(streamed.replace(" streamed ", ""))
+
+
+def test_a_refusal_is_listed_with_its_message_and_is_no_pass(in_process):
+    report = compared("refused", ["slabs"])
+    assert report.entries[1].outcome == "refused"
+    assert "weight" in report.entries[1].detail
+    assert not report.passed
+
+
+def test_an_error_of_a_streamed_run_is_a_failure_with_its_trace(in_process):
+    entry = compared("breaks", ["memory"]).entries[1]
+    assert (entry.outcome, entry.detail) == ("failed", "RuntimeError: not in the mood")
+    assert "subjects.py" in entry.trace
+
+
+def test_a_model_that_differs_from_itself_is_named_as_such(in_process):
+    report = compared("unsteady")
+    assert [entry.outcome for entry in report.entries] == ["differs from itself"]
+    assert report.verdict == "not compared: the plain run differs from itself"
+
+
+def test_ranks_are_compared_within_a_tolerance_and_refused_with_dropout(in_process):
+    assert "draws random numbers" in compared("dropout", ["ranks"]).entries[1].detail
+    plain = [("step 0: loss", 1.0), ("step 1: loss", 2.0)]
+    assert rounded_difference(plain, [("step 0: loss", 1.00001), ("step 1: loss", 2.0)]) is None
+    found = rounded_difference(plain, [("step 0: loss", 1.0), ("step 1: loss", 2.1)])
+    assert found is not None and found.name == "step 1: loss"
+
+
+def test_a_crash_and_a_hang_end_a_child_only(tmp_path):
+    def request(name, factory):
+        return Request(f"{SUBJECTS}:{factory}", PLAIN, 1, 0, False, str(tmp_path), str(tmp_path / name))
+
+    run = run_child(request("crash.pt", "killed"), limit_s=200)
+    assert (run.status, run.message) == ("crashed", "the process was ended by SIGSEGV")
+    assert "Segmentation fault" in run.trace
+    assert run_child(request("hang.pt", "plain"), limit_s=0.01).status == "timed out"
+
+
+def test_the_command_prints_and_writes_the_report(in_process, tmp_path, capsys):
+    words = ["conform", f"{SUBJECTS}:plain", "--plans", "memory", "--steps", "2"]
+    files = ["--json", str(tmp_path / "report.json"), "--out", str(tmp_path / "report.txt")]
+    assert main([*words, *files]) == 0
+    assert "equal: 1 plans" in capsys.readouterr().out
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["equal"] and data["steps"] == 2
+    assert data["entries"][1]["run"] == "memory"
+    assert "equal" in (tmp_path / "report.txt").read_text()
+    assert main(["conform", f"{SUBJECTS}:different", "--plans", "memory"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected a model, found none"),
+        ([f"{SUBJECTS}:nothing"], "expected a function 'nothing'"),
+        (["nowhere_at_all:make"], "there is no module 'nowhere_at_all'"),
+        ([f"{SUBJECTS}:three"], "expected a torch module first, found int"),
+        (["gpt/tinny"], "gpt/tiny"),
+        ([f"{SUBJECTS}:plain", "--plans", "memory,tape"], "found 'tape'"),
+        ([f"{SUBJECTS}:plain", "--random", "3"], "expected a model or --random, found both"),
+    ],
+)
+def test_bad_input_is_said_with_exit_code_2(words, message, in_process, capsys):
+    assert main(["conform", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_first_difference_is_of_value_form_or_name():
+    one = torch.tensor([1.0, 2.0])
+    assert first_difference([("a", one)], [("a", one.clone())]) is None
+    assert first_difference([("a", torch.tensor(float("nan")))], [("a", torch.tensor(float("nan")))]) is None
+    found = first_difference([("a", one), ("b", one)], [("a", one), ("b", torch.tensor([1.0, 3.0]))])
+    assert found is not None
+    assert (found.name, found.plain, found.streamed) == ("b", "2.0", "3.0")
+    assert found.detail == "first at [1], 1 of 2 elements differ, by at most 1"
+    found = first_difference([("a", one)], [("a", one.double())])
+    assert found is not None and found.streamed == "float64[2]"
+    assert first_difference([("a", one)], [("b", one)]) is not None
+    assert first_difference([("a", one)], []) is not None
+
+
+def test_a_folder_of_hugging_face_is_a_subject(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=32, n_positions=16)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    subject = load_subject(str(tmp_path))
+    assert subject.model.training
+    loss = subject.loss(subject.model, subject.batches[0])
+    assert loss.dim() == 0 and loss.requires_grad
+
+
+def test_a_params_file_without_data_is_refused():
+    with pytest.raises(ConfigError):
+        load_subject("gpt/tiny:make:it")

@@ -1,0 +1,146 @@
+"""Random models: programs, shrinking, and the processes of a campaign."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+import headwater
+from headwater.cli.main import main
+from headwater.conform.grammar import workers
+from headwater.conform.grammar.campaign import Folder, faults, run_campaign
+from headwater.conform.grammar.case import Outcome, Part, run_case
+from headwater.conform.grammar.draw import draw
+from headwater.conform.grammar.judge import BAD, Finding, Verdict, draw_plans, judge, usable
+from headwater.conform.grammar.kinds import KINDS
+from headwater.conform.grammar.program import Program, draw_piece
+from headwater.conform.grammar.settings import SETTINGS
+from headwater.conform.grammar.shrink import shrink
+from headwater.conform.grammar.standalone import standalone
+from headwater.conform.plans import PLANS
+from headwater.core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_programs_are_python_of_every_feature():
+    features = Counter()
+    for case in range(600):
+        program = draw(7, case)
+        compile(program.source(), "program.py", "exec")
+        features.update(program.features())
+    assert features.keys() == KINDS.keys()
+    assert len(KINDS) > 80
+    assert draw(7, 3) == draw(7, 3) != draw(8, 3)
+
+
+def test_every_choice_of_a_feature_is_python():
+    settings = draw_piece(random.Random(0), SETTINGS, 0)
+    for kind in KINDS.values():
+        piece = draw_piece(random.Random(0), kind, 1)
+        for name, values in kind.options.items():
+            for value in values:
+                chosen = {**piece.choices, name: value}
+                source = Program(0, settings, (type(piece)(kind, 1, chosen, piece.targets),)).source()
+                compile(source, "program.py", "exec")
+
+
+def test_a_fault_is_shrunk_to_its_feature(monkeypatch):
+    program = next(p for p in (draw(7, n) for n in range(1000)) if _only_cause(p) and usable(p))
+
+    def compile_wrongly(model, backend):
+        for module in model.modules():
+            if isinstance(module, torch.nn.Bilinear):
+                with torch.no_grad():
+                    module.weight.mul_(1.5)
+        return model
+
+    monkeypatch.setattr(headwater, "compile", compile_wrongly)
+    monkeypatch.setattr(headwater, "release", lambda model: None)
+    plain = usable(program)
+    (finding,) = judge(program, plain, ["memory"])
+    assert finding.verdict is Verdict.DIFFERS
+    small, finding = shrink(program, finding)
+    assert small.features() == ("bilinear",)
+    assert finding.reason.startswith("step 0 output")
+    assert small.settings.choices["steps"] == 2 and small.settings.choices["optimizer"] == "sgd"
+    script = standalone(small, "memory")
+    assert "nn.Bilinear" in script and 'headwater.backend("CSX", **options)' in script
+
+
+def _only_cause(program):
+    return "bilinear" in program.features() and len(program.pieces) > 2
+
+
+def test_a_process_that_ends_or_hangs_costs_one_case(monkeypatch):
+    def case(seed, case, *, shrinks, begin):
+        begin(Part(case, "disk", (), ""))
+        if case == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case == 4:
+            time.sleep(100)
+        return Outcome(case, (Finding(Verdict.EQUAL, "memory"),), ())
+
+    monkeypatch.setattr(workers, "run_case", case)
+    outcomes = run_campaign(7, 6, workers=2, limit_s=3.0)
+    assert [outcome.case for outcome in outcomes] == list(range(6))
+    crashed = {outcome.case: outcome.findings[0].reason for outcome in outcomes if outcome.faults()}
+    assert crashed == {2: "the process ended with signal 9", 4: "took more than 3 s"}
+
+
+def test_a_campaign_continues_where_it_was_cut_off(monkeypatch, tmp_path):
+    done = []
+
+    def some(seed, cases, **options):
+        for case in cases:
+            done.append(case)
+            yield Outcome(case, (Finding(Verdict.DIFFERS, "disk", "why", "x"),), ("a",), (("a",),), ("s",))
+
+    monkeypatch.setattr("headwater.conform.grammar.campaign.run_cases", some)
+    run_campaign(7, 3, workers=1, limit_s=1, folder=Folder(tmp_path, 7))
+    with (tmp_path / "cases.jsonl").open("a") as file:
+        file.write('{"case": 3, "find')
+    outcomes = run_campaign(7, 5, workers=1, limit_s=1, folder=Folder(tmp_path, 7))
+    assert done == [0, 1, 2, 3, 4]
+    assert [json.loads(line)["case"] for line in (tmp_path / "cases.jsonl").read_text().splitlines()] == done
+    (fault,) = faults(outcomes)
+    assert fault.cases == (0, 1, 2, 3, 4)
+    assert (tmp_path / "programs" / "case_4_0.py").read_text() == "s"
+    with pytest.raises(ConfigError, match="found one with seed 7"):
+        Folder(tmp_path, 8)
+
+
+def test_the_command_runs_random_models(monkeypatch, capsys):
+    def some(seed, cases, **options):
+        verdicts = (Verdict.EQUAL, Verdict.FAILED if seed else Verdict.REFUSED)
+        for case in cases:
+            findings = tuple(Finding(verdict, "disk", "why", "x") for verdict in verdicts)
+            bad = [finding for finding in findings if finding.verdict in BAD]
+            yield Outcome(case, findings, (), ((),) * len(bad), ("print(1)",) * len(bad))
+
+    monkeypatch.setattr("headwater.conform.grammar.campaign.run_cases", some)
+    assert main(["conform", "--random", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "4 random models" in out and "4 equal" in out and "4 refused" in out
+    assert main(["conform", "--random", "4", "--seed", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "failed: x (cases 0, 1, 2, 3)" in out and "print(1)" in out
+
+
+def test_a_case_is_run_under_two_plans():
+    outcome = run_case(7, 1)
+    assert [finding.plan for finding in outcome.findings] == list(draw_plans(7, 1))
+    assert len(set(draw_plans(7, 1))) == 2 and set(draw_plans(7, 1)) <= set(PLANS)
+    assert not outcome.faults()
+    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
