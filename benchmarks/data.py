@@ -1,7 +1,7 @@
-"""Speed and memory of preparing text: `python -m benchmarks.data`.
+"""Speed and memory of preparing text, and speed of reading samples: `python -m benchmarks.data`.
 
-Tokens per second of one process, alone and with the writing of samples, and the peak of resident memory for
-the same text once and ten times.
+Tokens per second of one process, alone and with the writing of samples; the peak of resident memory for
+the same text once and ten times; and the time to read a sample with checksums and without, interleaved.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import h5py
+import numpy as np
 
 from benchmarks.runner import print_table, save
 
@@ -79,11 +82,52 @@ def preparation(books: Path, tokenizer: Path, copies: int, mode: str, folder: Pa
     }
 
 
+def reading(compression: str | None, length: int, folder: Path) -> dict[str, object]:
+    """Processor time to read a sample, with checksums and without: the best of interleaved runs."""
+    from headwater.data.checksums import GROUP, MARK
+    from headwater.data.reader import open_samples
+    from headwater.data.sample_file import make_samples, write_datasets
+
+    count, batch = (1 << 20) // length, 32
+    tokens = np.random.default_rng(0).zipf(1.3, (count, length + 1)).clip(0, 49_999).astype(np.int32)
+    sources = {}
+    for name in ("with", "without"):
+        path = folder / f"{name}-{compression}-{length}" / "data.h5"
+        path.parent.mkdir()
+        write_datasets(path, [{"data": make_samples(tokens)}], count, compression=compression)
+        if name == "without":
+            with h5py.File(path, "r+") as file:
+                del file[GROUP], file.attrs[MARK]
+        sources[name] = open_samples([path.parent])
+    best = dict.fromkeys(sources, float("inf"))
+    for _ in range(15):
+        for name, samples in sources.items():
+            start = time.process_time()
+            for first in range(0, count, batch):
+                samples.__getitems__(range(first, min(first + batch, count)))
+            best[name] = min(best[name], (time.process_time() - start) / count)
+    return {
+        "compression": compression or "none",
+        "tokens": length,
+        "us_without": round(best["without"] * 1e6, 1),
+        "us_with": round(best["with"] * 1e6, 1),
+        "cost": f"{best['with'] / best['without'] - 1:.1%}",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--books", type=Path, required=True, help="folder of txt.gz files")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="see headwater data --tokenizer")
+    parser.add_argument("--books", type=Path, help="folder of txt.gz files")
+    parser.add_argument("--tokenizer", type=Path, help="see headwater data --tokenizer")
+    parser.add_argument("--reading", action="store_true", help="only read samples")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [(kind, length) for kind in ("gzip", None) for length in (128, 2048)]
+        print_table([reading(kind, length, Path(folder)) for kind, length in cases])
+    if args.reading:
+        return
+    if args.books is None or args.tokenizer is None:
+        parser.error("name --books and --tokenizer, or write --reading")
     print(tokens_per_second(args.books, args.tokenizer))
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -83,8 +83,12 @@ def test_the_life_of_jobs_by_both_names(headwater, control, queue_dir, tmp_path)
     _, out, _ = control("get", "jobs", "-a")
     assert [row[0] for row in rows(out)[1:]] == NAMES[:3]
     assert [row[3] for row in rows(out)[1:]] == ["RUNNING", "SUCCEEDED", "FAILED"]
+    assert rows(out)[0] == [*COLUMNS, "REASON"] and "ended with exit code 7" in out
     ours, theirs = (control("get", "jobs", "-a", "-o", style)[1] for style in ("json", "yaml"))
     assert json.loads(ours) == yaml.safe_load(theirs)
+    one, same = (control("get", "job", "3", "-o", style)[1] for style in ("json", "yaml"))
+    assert json.loads(one) == yaml.safe_load(same) == json.loads(ours)[2]
+    assert rows(control("get", "job", NAMES[2])[1])[1][0] == NAMES[2]
     assert json.loads(ours)[2]["reason"] == "ended with exit code 7"
     assert json.loads(ours)[2]["log"] == str(model_dir / f"{NAMES[2]}.log")
     assert yaml.safe_load(headwater("jobs", "show", NAMES[1])[1]) == json.loads(ours)[1]

@@ -81,7 +81,10 @@ class SharedQueue(Queue):
     def _exchange(self, line: bytes) -> bytes:
         with socket.socket(socket.AF_UNIX) as connection, socket_address(self._folder) as address:
             connection.settimeout(_TIMEOUT_S)
-            connection.connect(address)
+            try:
+                connection.connect(address)
+            except BlockingIOError as error:  # too many are connecting: nothing was asked yet
+                raise ConnectionRefusedError(*error.args) from error
             connection.sendall(line)
             with connection.makefile("rb") as file:
                 return file.readline()

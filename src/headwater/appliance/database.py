@@ -22,6 +22,8 @@ from headwater.core.errors import QueueError
 
 _VERSION = 1
 _TIMEOUT_S = 60.0
+_DIGITS, _MAX_DIGITS = 12, 18
+"""Digits in the name of a job; most digits that a 64-bit number always holds."""
 _SCHEMA = f"""
 CREATE TABLE jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -124,8 +126,9 @@ class Database:
     def finish(
         self, number: int, phase: Phase, reason: str | None, exit_code: int | None = None, *, now: float
     ) -> None:
-        """A job is over, its CSXs are free, and its environment is forgotten; inside of a transaction."""
+        """Record that a job is over, free its CSXs and forget its environment; inside of a transaction."""
         changes = "phase = ?, reason = ?, exit_code = ?, ended = ?, environment = '{}'"
+        changes += ", slots = CASE WHEN started IS NULL THEN '[]' ELSE slots END"  # it never had them
         values = (phase, reason, exit_code, now, number)
         self.execute(f"UPDATE jobs SET {changes} WHERE id = ?", values)
         self.execute("DELETE FROM leases WHERE job = ?", (number,))
@@ -173,19 +176,29 @@ def create_database(folder: QueueFolder, slots: Sequence[Slot], grace_s: float) 
 
 def job_name(number: int) -> str:
     """The name of a job."""
-    return f"wsjob-{number:012d}"
+    return f"wsjob-{number:0{_DIGITS}d}"
 
 
-def job_number(name: str) -> int:
-    """The number of the job of that name.
+def job_numbers(name: str) -> range:
+    """Return the numbers that a job named so may have: one, or all with the same first digits.
+
+    A name without its leading zeros means one job: `wsjob-7` or `7`. A beginning of a full name, such as
+    `wsjob-00000000004`, means every job whose name begins so.
 
     Raises:
         QueueError: if no job can have that name.
     """
     digits = name.removeprefix("wsjob-")
-    if not digits.isdecimal():
-        raise QueueError(f"there is no job {name!r}", remedy="see `headwater jobs list --all`")
-    return int(digits)
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_DIGITS):
+        raise unknown_job(name)
+    if digits[0] == "0" and len(digits) < _DIGITS:
+        return range(int(digits.ljust(_DIGITS, "0")), int(digits.ljust(_DIGITS, "9")) + 1)
+    return range(int(digits), int(digits) + 1)
+
+
+def unknown_job(name: str) -> QueueError:
+    """The error for a job that does not exist."""
+    return QueueError(f"there is no job {name!r}", remedy="see `headwater jobs list --all`")
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -198,5 +211,5 @@ def _connect(path: Path) -> sqlite3.Connection:
 def _errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
         raise QueueError(f"the queue's database: {error}", where=str(path)) from error

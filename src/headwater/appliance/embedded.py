@@ -9,7 +9,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping
 
-from headwater.appliance.database import Database, job_name, job_number
+from headwater.appliance.database import Database, job_name, job_numbers, unknown_job
 from headwater.appliance.folder import user_name
 from headwater.appliance.queue import Queue
 from headwater.appliance.types import Job, Phase, Priority, Submission
@@ -95,25 +95,25 @@ class EmbeddedQueue(Queue):
             else:
                 who = f"cancelled by {user_name(self._caller.uid)} before it ran"
                 database.finish(row["id"], Phase.CANCELLED, who, now=time.time())
-        return self.show(name)
+        return self.show(job_name(row["id"]))
 
     def label(self, name: str, labels: Mapping[str, str | None]) -> Job:
         with self._database.transaction():
             row = self._live_row(name)
-            merged = merge_labels(json.loads(row["labels"]), labels, name)
+            merged = merge_labels(json.loads(row["labels"]), labels, job_name(row["id"]))
             self._database.execute("UPDATE jobs SET labels = ? WHERE id = ?", (json.dumps(merged), row["id"]))
-        return self.show(name)
+        return self.show(job_name(row["id"]))
 
     def set_priority(self, name: str, priority: Priority) -> Job:
         with self._database.transaction():
             row = self._live_row(name)
             if row["phase"] not in (Phase.CREATED, Phase.QUEUED):
                 raise QueueError(
-                    f"job {name} is {row['phase']}: it has its CSXs, whatever its priority",
+                    f"job {job_name(row['id'])} is {row['phase']}: it has its CSXs, whatever its priority",
                     remedy="set the priority of jobs that wait",
                 )
             self._database.execute("UPDATE jobs SET priority = ? WHERE id = ?", (priority, row["id"]))
-        return self.show(name)
+        return self.show(job_name(row["id"]))
 
     def num_csx(self) -> int:
         return len(self._database.slots())
@@ -124,14 +124,21 @@ class EmbeddedQueue(Queue):
         return jobs
 
     def _row(self, name: str) -> sqlite3.Row:
-        rows = self._database.rows("SELECT * FROM jobs WHERE id = ?", (job_number(name),))
+        numbers = job_numbers(name)
+        query = "SELECT * FROM jobs WHERE id BETWEEN ? AND ? ORDER BY id LIMIT 3"
+        rows = self._database.rows(query, (numbers[0], numbers[-1]))
         if not rows:
             raise unknown_job(name)
+        if len(rows) > 1:
+            names = ", ".join(job_name(row["id"]) for row in rows)
+            what = f"the names of several jobs begin with {name!r}: {names}"
+            raise QueueError(what, remedy="write more of the name")
         return rows[0]
 
     def _live_row(self, name: str) -> sqlite3.Row:
         """The row of a job that this caller may change; inside of a transaction."""
         row = self._row(name)
+        name = job_name(row["id"])
         if self._caller.uid not in (0, row["uid"]):
             owner = row["user"]
             who = owner if row["uid"] == 0 else f"{owner}, or root"
@@ -144,11 +151,6 @@ class EmbeddedQueue(Queue):
         query = "SELECT id, phase FROM jobs WHERE model_dir = ? AND ended IS NULL"
         for row in self._database.rows(query, (submission.model_dir and str(submission.model_dir),)):
             raise model_dir_taken(job_name(row["id"]), row["phase"], submission)
-
-
-def unknown_job(name: str) -> QueueError:
-    """The error for a job that does not exist."""
-    return QueueError(f"there is no job {name!r}", remedy="see `headwater jobs list --all`")
 
 
 def job_over(name: str, phase: str) -> QueueError:

@@ -65,6 +65,7 @@ class Queue(ABC):
             QueueError: if it is not after `timeout_s`.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
+        name = self.show(name).name  # a beginning of it may mean several jobs later
         while not (job := self.show(name)).phase.over:
             if end is not None and time.monotonic() > end:
                 raise QueueError(f"job {name} is still {job.phase} after {timeout_s:g} s")
@@ -73,6 +74,7 @@ class Queue(ABC):
 
     def logs(self, name: str, *, follow: bool = False) -> Iterator[str]:
         """What a job has printed; with `follow` also what it prints until it is over."""
+        name = self.show(name).name
         position, decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
         while True:
             job = self.show(name)  # before its log is read: that of a job that is over is then whole

@@ -11,30 +11,15 @@ import socket
 import socketserver
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
-from headwater.appliance.database import Database
-from headwater.appliance.embedded import Caller, EmbeddedQueue
+from headwater.appliance.embedded import Caller
 from headwater.appliance.folder import QueueFolder
-from headwater.appliance.queue import Queue
-from headwater.appliance.types import Job, Priority, Submission
-from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.appliance.requests import MAX_BYTES, answer
 
-MAX_BYTES = 8 << 20
 _TIMEOUT_S = 10.0
 _CREDENTIALS = struct.Struct("3i")
-
-_ANSWERS: dict[str, Callable[[Queue, dict[str, Any]], object]] = {
-    "submit": lambda queue, told: queue.submit(Submission.from_record(told["submission"]), told["token"]),
-    "jobs": lambda queue, told: queue.jobs(everything=told["everything"]),
-    "show": lambda queue, told: queue.show(told["name"]),
-    "cancel": lambda queue, told: queue.cancel(told["name"]),
-    "label": lambda queue, told: queue.label(told["name"], told["labels"]),
-    "set_priority": lambda queue, told: queue.set_priority(told["name"], Priority(told["priority"])),
-    "num_csx": lambda queue, told: queue.num_csx(),
-}
 
 
 @contextmanager
@@ -67,6 +52,7 @@ def socket_address(folder: QueueFolder) -> Iterator[str]:
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, folder: QueueFolder) -> None:
         self.folder = folder
@@ -82,31 +68,10 @@ class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         with suppress(OSError):  # whoever asked is gone, or too slow
             line = self.rfile.readline(MAX_BYTES + 1)
-            self.wfile.write(json.dumps(self._answer(line)).encode() + b"\n")
+            found = answer(self.server.folder, self._caller(), line)
+            self.wfile.write(json.dumps(found).encode() + b"\n")
 
-    def _answer(self, line: bytes) -> dict[str, Any]:
-        size = _CREDENTIALS.size
-        peer = self.request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    def _caller(self) -> Caller:
+        peer = self.request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, gid = _CREDENTIALS.unpack(peer)
-        try:
-            if len(line) > MAX_BYTES:
-                raise ConfigError(f"command and environment of a job have more than {MAX_BYTES >> 20} MiB")
-            database = Database(self.server.folder)
-            try:
-                queue = EmbeddedQueue(database, Caller(uid, gid), wake=lambda: None)
-                request = json.loads(line)
-                return {"answer": _plain(_ANSWERS[request["ask"]](queue, request))}
-            finally:
-                database.close()
-        except HeadwaterError as error:
-            told = {"what": error.what, "where": error.where, "remedy": error.remedy}
-            return {"error": {"kind": type(error).__name__, **told}}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            told = {"what": f"the request makes no sense: {error!r}", "where": None, "remedy": None}
-            return {"error": {"kind": "QueueError", **told}}
-
-
-def _plain(answer: object) -> object:
-    if isinstance(answer, Job):
-        return answer.to_record()
-    return [_plain(item) for item in answer] if isinstance(answer, list) else answer
+        return Caller(uid, gid)

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headwater.appliance.embedded import JOB, job_over, merge_labels, model_dir_taken, unknown_job
+from headwater.appliance.database import unknown_job
+from headwater.appliance.embedded import JOB, job_over, merge_labels, model_dir_taken
 from headwater.appliance.queue import Queue
 from headwater.appliance.types import Job, Phase, Priority, Submission, ending
 from headwater.core.errors import ConfigError, QueueError

@@ -55,6 +55,20 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 }
 """What JSON does not have, by attribute."""
 
+_SUBMISSION: dict[str, tuple[type, ...]] = {
+    "command": (list, tuple),
+    "folder": (str,),
+    "environment": (dict,),
+    "num_csx": (int,),
+    "model_dir": (str, type(None)),
+    "priority": (str, Priority),
+    "labels": (dict,),
+    "umask": (int,),
+}
+"""Types of the fields of a submission, as JSON has them."""
+
+_MAX_UMASK = 0o777
+
 
 def ending(exit_code: int) -> str:
     """How a process ended, in words."""
@@ -136,11 +150,19 @@ class Submission:
             raise ConfigError("there is nothing to run", remedy="write a command")
         if not (self.folder.is_absolute() and (self.model_dir is None or self.model_dir.is_absolute())):
             raise ConfigError("folder and model_dir of a job are absolute paths")
-        words = (*self.command, *self.environment, *self.environment.values())
+        paths = (str(self.folder), str(self.model_dir or ""))
+        words = (*self.command, *self.environment, *self.environment.values(), *paths)
         if not all(isinstance(word, str) and "\0" not in word for word in words):
-            raise ConfigError("command and environment of a job are texts without zero bytes")
+            raise ConfigError("command, environment and folders of a job are texts without zero bytes")
+        if not all(_is_utf8(path) for path in paths):
+            raise ConfigError(
+                f"expected names of folders in UTF-8, got {paths[0]!a} and {paths[1]!a}",
+                remedy="rename the folder",
+            )
         if not (isinstance(self.num_csx, int) and isinstance(self.umask, int)):
             raise ConfigError("num_csx and umask of a job are whole numbers")
+        if not 0 <= self.umask <= _MAX_UMASK:
+            raise ConfigError(f"expected a umask of 0 to {_MAX_UMASK:#o}, got {self.umask}")
         read_labels([f"{name}={value}" for name, value in self.labels.items()])
 
     def to_record(self) -> dict[str, Any]:
@@ -149,8 +171,16 @@ class Submission:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """What `to_record` gave."""
-        return cls(**_from_record(record))
+        """Return the submission that `to_record` wrote; `record` may come from anywhere.
+
+        Raises:
+            ConfigError: if it is not such a record.
+        """
+        given = read_fields(record, _SUBMISSION, "the submission")
+        texts = [*given["command"], *given["environment"].values(), *given["labels"].values()]
+        if not all(isinstance(text, str) for text in texts):
+            raise ConfigError("command, environment and labels of a job are texts")
+        return cls(**_from_record({**given, "priority": read_priority(given["priority"])}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +231,36 @@ class Job:
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """What `to_record` gave."""
         return cls(**_from_record(record))
+
+
+def read_fields(
+    record: Mapping[str, Any], fields: Mapping[str, tuple[type, ...]], where: str
+) -> dict[str, Any]:
+    """Return `record` if it has exactly these fields, each of one of its types.
+
+    Raises:
+        ConfigError: if it has others, or a value has another type. A bool is not a number here.
+    """
+    for name in fields.keys() ^ record.keys():
+        problem = "is missing" if name in fields else "is unknown"
+        raise ConfigError(
+            f"the field {name!r} {problem}; expected {', '.join(fields) or 'no fields'}", where=where
+        )
+    for name, types in fields.items():
+        if type(record[name]) not in types:
+            expected = " or ".join(kind.__name__ for kind in types)
+            raise ConfigError(
+                f"expected {expected} for {name!r}, got {type(record[name]).__name__}", where=where
+            )
+    return dict(record)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _to_record(value: Submission | Job) -> dict[str, Any]:

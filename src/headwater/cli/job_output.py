@@ -19,8 +19,10 @@ _TIMES = ("created", "started", "ended")
 _LONGEST = ((120, 1, "s"), (3 * 3600, 60, "m"), (48 * 3600, 3600, "h"))
 
 
-def show_jobs(jobs: Sequence[Job], style: str) -> str:
-    """The jobs in one of `FORMATS`."""
+def show_jobs(jobs: Sequence[Job], style: str, *, reasons: bool = False) -> str:
+    """Return the jobs in one of `FORMATS`; a table has the column `REASON` if `reasons` is set."""
+    if style == "table" and reasons:
+        return render_table([(*COLUMNS, "REASON"), *([*row(job), job.reason or ""] for job in jobs)])
     if style == "table":
         return render_table([COLUMNS, *(row(job) for job in jobs)])
     return show_records([record(job) for job in jobs], style)

@@ -25,7 +25,7 @@ from headwater.cli.job_output import FORMATS, record, show_jobs, show_records
 from headwater.cli.parser import Parser
 from headwater.core.errors import ConfigError
 
-_NAME_HELP = "name of a job, as `headwater jobs list` has it"
+NAME_HELP = "name of a job, its number, or a beginning of its name that no other job has"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,19 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = add("list", run_list, "show the jobs that are not over")
     add_list_options(listing)
     show = add("show", run_show, "show all there is to know of a job")
-    show.add_argument("name", metavar="JOB", help=_NAME_HELP)
+    show.add_argument("name", metavar="JOB", help=NAME_HELP)
     show.add_argument("-o", "--output", choices=FORMATS[1:], default="yaml", help="format (%(default)s)")
     logs = add("logs", run_logs, "show what a job has printed")
-    logs.add_argument("name", metavar="JOB", help=_NAME_HELP)
+    logs.add_argument("name", metavar="JOB", help=NAME_HELP)
     logs.add_argument("-f", "--follow", action="store_true", help="and what it prints until it is over")
     cancel = add("cancel", run_cancel, "ask a job to end; the second time, end it at once")
-    cancel.add_argument("name", metavar="JOB", help=_NAME_HELP)
+    cancel.add_argument("name", metavar="JOB", help=NAME_HELP)
     label = add("label", run_label, "set labels of a job")
     add_label_arguments(label)
     priority = add("priority", run_priority, "set the priority of a job that waits")
     add_priority_arguments(priority)
     wait = add("wait", run_wait, "wait until a job is over; fails if the job has not succeeded")
-    wait.add_argument("name", metavar="JOB", help=_NAME_HELP)
+    wait.add_argument("name", metavar="JOB", help=NAME_HELP)
     wait.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long")
     live = add("top", run_top, "show CSXs, queue, losses and rates, as they change")
     live.add_argument("--once", action="store_true", help="show them once")
@@ -101,13 +101,13 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
 
 def add_label_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a change of labels."""
-    parser.add_argument("name", metavar="JOB", help=_NAME_HELP)
+    parser.add_argument("name", metavar="JOB", help=NAME_HELP)
     parser.add_argument("labels", nargs="+", metavar="NAME=VALUE", help="set it; NAME- removes it")
 
 
 def add_priority_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a change of priority."""
-    parser.add_argument("name", metavar="JOB", help=_NAME_HELP)
+    parser.add_argument("name", metavar="JOB", help=NAME_HELP)
     parser.add_argument("priority", metavar="p1|p2|p3", help="p1 is first")
 
 
@@ -159,7 +159,20 @@ def current_umask() -> int:
 
 def run_list(args: argparse.Namespace) -> int:
     """Shows jobs; returns the exit code."""
-    print(show_jobs(chosen_queue(args).jobs(everything=args.all), args.output))
+    jobs = chosen_queue(args).jobs(everything=args.all)
+    print(show_jobs(jobs, args.output, reasons=args.all))
+    return 0
+
+
+def run_get(args: argparse.Namespace) -> int:
+    """Shows one job in a format of the list, or the list; returns the exit code."""
+    if args.name is None:
+        return run_list(args)
+    job = chosen_queue(args).show(args.name)
+    if args.output == "table":
+        print(show_jobs([job], args.output, reasons=True))
+    else:
+        print(show_records(record(job), args.output))
     return 0
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
 from headwater.core.errors import DataError
+from headwater.data.checksums import CheckedSamples, dataset_names
 from headwater.data.multimodal.layout import CHANNELS as IMAGE_CHANNELS
 from headwater.data.records import CSVRecords
 from headwater.data.sample_file import SPAN_CHANNELS
@@ -108,12 +109,15 @@ def _file_samples(path: Path, tokenizer: Tokenizer) -> Iterator[list[Strip]]:
             ]
     else:
         with h5py.File(path) as file:
+            samples = CheckedSamples(file, path)
             if "data" in file:
                 names = IMAGE_CHANNELS if "img_path" in file else SPAN_CHANNELS
-                yield from ([_row(sample, names, tokenizer)] for sample in file["data"])
+                for number in range(len(file["data"])):
+                    yield [_row(samples.read("data", number), names, tokenizer)]
             else:
                 for number in range(file.attrs["n_examples"]):
-                    yield _fields({name: file[name][number] for name in file}, tokenizer)
+                    fields = {name: samples.read(name, number) for name in dataset_names(file)}
+                    yield _fields(fields, tokenizer)
 
 
 def _row(sample: npt.NDArray[np.int32], names: Sequence[str], tokenizer: Tokenizer) -> Strip:

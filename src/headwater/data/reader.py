@@ -13,23 +13,26 @@ from typing import Annotated, Any, Literal
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch.utils.data import Dataset
 
 from headwater.core.errors import DataError
+from headwater.data.checksums import CheckedSamples
 from headwater.data.loader import Batch
 from headwater.data.sample_file import (
     CHANNELS,
     SPAN_CHANNELS,
     SampleFile,
-    Samples,
     check_sample_file,
     open_sample_file,
 )
 from headwater.data.source import SampleSource
 
 _MAX_OPEN_FILES = 16
+_TOKEN_CHANNELS = slice(CHANNELS.index("input_ids"), CHANNELS.index("labels") + 1, CHANNELS.index("labels"))
+"""The channels that hold tokens."""
 
 
 class GptHDF5DataProcessorConfig(BaseModel):
@@ -190,30 +193,43 @@ class GptSamples(Dataset[Any]):
         sinks = self._sinks.shape[1]
         samples[..., :sinks] = self._sinks
         try:
-            for row, draw in enumerate(draws):
-                samples[row, :, sinks:] = self._sample(draw % len(self))
+            places = [self._place(draw) for draw in draws]
+            samples[..., sinks:] = self._read(places)
+            self._check_tokens(samples[..., sinks:], places)
         except DataError as error:
             return error
         return {
             name: torch.from_numpy(samples[:, channel].copy()) for channel, name in enumerate(self.channels)
         }
 
-    def _sample(self, index: int) -> Samples:
+    def _place(self, draw: int) -> tuple[SampleFile, int]:
+        """The file of a sample, and the sample's number there."""
+        index = draw % len(self)
         number = bisect.bisect_right(self._ends, index)
         file = self.files[number]
-        place = index - (self._ends[number] - file.num_samples)
-        where = f"{file.path}, sample {place}"
-        try:
-            sample: Samples = self._open_files[file.path]["data"][place]
-        except OSError as error:
-            what = f"sample cannot be read: {error}"
-            raise DataError(what, where=where, remedy="prepare the data again (headwater data)") from error
-        self._check_tokens(sample, where)
-        return sample
+        return file, index - (self._ends[number] - file.num_samples)
 
-    def _check_tokens(self, sample: Samples, where: str) -> None:
-        tokens = sample[[CHANNELS.index("input_ids"), CHANNELS.index("labels")]]
-        low, high = int(tokens.min()), int(tokens.max())
+    def _read(self, places: Sequence[tuple[SampleFile, int]]) -> npt.NDArray[Any]:
+        """The samples at `places`, each compared with its checksum."""
+        values = [self._open_files[file.path].read_unchecked("data", place) for file, place in places]
+        rows_by_file: dict[Path, list[int]] = {}
+        for row, (file, _) in enumerate(places):
+            rows_by_file.setdefault(file.path, []).append(row)
+        for path, rows in rows_by_file.items():
+            stacked = np.stack([values[row] for row in rows])
+            self._open_files[path].verify("data", [places[row][1] for row in rows], stacked)
+        return stacked if len(rows_by_file) == 1 else np.stack(values)
+
+    def _check_tokens(self, samples: npt.NDArray[np.int64], places: Sequence[tuple[SampleFile, int]]) -> None:
+        """Raise if a token of a batch [batch, channels, length] is out of range, naming its sample."""
+        tokens = samples[:, _TOKEN_CHANNELS]
+        low, high = tokens.min(), tokens.max()
+        if low >= 0 and (self.vocab_size is None or high < self.vocab_size):
+            return
+        for row, (file, place) in zip(tokens, places, strict=True):
+            self._check_range(int(row.min()), int(row.max()), f"{file.path}, sample {place}")
+
+    def _check_range(self, low: int, high: int, where: str) -> None:
         if low < 0:
             raise DataError(f"token id {low} is negative", where=where, remedy="prepare the data again")
         if self.vocab_size is not None and high >= self.vocab_size:
@@ -254,18 +270,20 @@ class _OpenFiles:
     def __init__(self) -> None:
         self._start()
 
-    def __getitem__(self, path: Path) -> h5py.File:
+    def __getitem__(self, path: Path) -> CheckedSamples:
         if self._process != os.getpid():
             self._start()
         if path not in self._files:
-            self._files[path] = open_sample_file(path)
+            file = open_sample_file(path)
+            self._files[path] = file, CheckedSamples(file, path)
             if len(self._files) > _MAX_OPEN_FILES:
-                self._files.popitem(last=False)[1].close()
+                self._files.popitem(last=False)[1][0].close()
         self._files.move_to_end(path)
-        return self._files[path]
+        return self._files[path][1]
 
     def _start(self) -> None:
-        self._files: collections.OrderedDict[Path, h5py.File] = collections.OrderedDict()
+        self._files: collections.OrderedDict[Path, tuple[h5py.File, CheckedSamples]]
+        self._files = collections.OrderedDict()
         self._process = os.getpid()
 
     def __reduce__(self) -> tuple[type[_OpenFiles], tuple[()]]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from headwater.core.errors import DataError
+from headwater.data.checksums import CheckedSamples, dataset_names
 from headwater.data.loader import Batch
 
 Values = npt.NDArray[np.int64]
@@ -142,10 +143,12 @@ class HDF5Records:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: h5py.File | None = None
+        self._samples: CheckedSamples | None = None
         try:
             with h5py.File(path, "r") as file:
-                sizes = {name: len(data) for name, data in file.items() if isinstance(data, h5py.Dataset)}
+                sizes = {name: len(file[name]) for name in dataset_names(file)}
+                for name in sizes:
+                    CheckedSamples(file, path).check(name)
         except OSError as error:
             raise DataError(f"HDF5 file does not open: {error}", where=str(path), remedy=_REMEDY) from error
         if len(set(sizes.values())) != 1:
@@ -161,13 +164,17 @@ class HDF5Records:
         return self._size
 
     def read(self, index: int, name: str) -> Any:
-        """A field of a sample."""
-        if self._file is None:
-            self._file = h5py.File(self.path, "r")
-        return self._file[name][index]
+        """Return a field of a sample.
+
+        Raises:
+            DataError: if it cannot be read, or is not what was written.
+        """
+        if self._samples is None:
+            self._samples = CheckedSamples(h5py.File(self.path, "r"), self.path)
+        return self._samples.read(name, index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}  # an open file does not survive another process
+        return {**self.__dict__, "_samples": None}  # an open file does not survive another process
 
 
 class Records:

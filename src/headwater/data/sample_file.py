@@ -2,7 +2,8 @@
 
 A file holds one dataset `data`, int32 [samples, 3, sequence_length]; the three are `CHANNELS`. Where a sample
 holds texts that do not see each other there are two more, `SPAN_CHANNELS`. It is the layout of the public
-Cerebras Model Zoo, where `attention_mask` says which positions count in the loss.
+Cerebras Model Zoo, where `attention_mask` says which positions count in the loss. Each sample has a checksum,
+see `headwater.data.checksums`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.core.errors import DataError
+from headwater.data.checksums import CheckedSamples, Checksums, sample_checksums, write_checksums
 
 CHANNELS = ("input_ids", "attention_mask", "labels")
 SPAN_CHANNELS = (*CHANNELS, "attention_span", "position_ids")
@@ -61,7 +63,7 @@ def write_datasets(
     dtype: str | None = "i4",
     compression: str | None = "gzip",
 ) -> None:
-    """Writes a dataset for each name, [samples, …]; the same samples give the same bytes.
+    """Writes a dataset for each name, [samples, …], and checksums; the same samples give the same bytes.
 
     Args:
         path: file to write; it appears when it is complete.
@@ -74,6 +76,7 @@ def write_datasets(
     packed = {"compression": compression, "shuffle": True} if compression else {}
     if compression == "gzip":
         packed["compression_opts"] = 1
+    checksums: dict[str, Checksums] = {}
     with h5py.File(partial, "w") as file:
         file.attrs["n_examples"] = num_samples
         start = 0
@@ -84,8 +87,12 @@ def write_datasets(
                     chunks = (1, *shape) if shape else (num_samples,)
                     kind = h5py.string_dtype() if values.dtype == object else dtype or values.dtype
                     file.create_dataset(name, (num_samples, *shape), kind, chunks=chunks, **packed)
-                file[name][start : start + len(values)] = values
+                    checksums[name] = np.zeros(num_samples, dtype=np.uint64)
+                stored, end = values.astype(file[name].dtype, copy=False), start + len(values)
+                file[name][start:end] = stored
+                checksums[name][start:end] = sample_checksums(name, range(start, end), stored)
             start += len(values)
+        write_checksums(file, checksums)
     assert start == num_samples, f"{start} samples arrived for a file of {num_samples}"
     partial.rename(path)
 
@@ -103,6 +110,7 @@ def open_sample_file(path: Path) -> h5py.File:
         raise DataError(what, where=str(path), remedy="prepare the data again (headwater data)") from error
     try:
         _check_layout(file, path)
+        CheckedSamples(file, path).check("data")
     except DataError:
         file.close()
         raise

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +34,13 @@ _VOCAB_NAMES = ("encoder.json", "vocab.json")
 _MERGES_NAMES = ("vocab.bpe", "merges.txt")
 _SMALLEST_VOCAB = 257
 """Every byte and the end-of-text token."""
+
+
+_LONGEST_WORD = 64
+_LONG_WORD = re.compile(
+    "|".join(rf"{kind}{{{_LONGEST_WORD + 1},}}" for kind in (r"[^\W\d_]", r"\d", r"[^a-zA-Z0-9\s]", r"\s"))
+)
+"""A run of letters, of digits, of other characters or of spaces that is longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +72,18 @@ class TrainBPE:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator(itertools.chain.from_iterable(map(_short_words, texts)), trainer)
         return tokenizer
+
+
+def _short_words(text: str) -> Iterator[str]:
+    """Yield a text in parts that have no longer words than `_LONGEST_WORD`: training takes their square."""
+    start = 0
+    for match in _LONG_WORD.finditer(text):
+        for cut in range(match.start() + _LONGEST_WORD, match.end(), _LONGEST_WORD):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

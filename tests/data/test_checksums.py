@@ -1,0 +1,121 @@
+"""Damaged HDF5 files: a sample is read as it was written, or refused."""
+
+import random
+
+import h5py
+import numpy as np
+import pytest
+
+from headwater.core.errors import DataError
+from headwater.data.checksums import GROUP, MARK, sample_checksums
+from headwater.data.reader import open_samples
+from headwater.data.records import HDF5Records
+from headwater.data.sample_file import make_samples, write_datasets
+
+COUNT, LENGTH, VOCAB = 40, 96, 4096
+
+
+@pytest.fixture(params=["gzip", None], ids=["gzip", "uncompressed"])
+def sample_file(request, tmp_path):
+    """A file of samples; uncompressed ones are what other programs write too."""
+    path = tmp_path / "data-00000.h5"
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (COUNT, LENGTH + 1)).astype(np.int32)
+    write_datasets(path, [{"data": make_samples(tokens)}], COUNT, compression=request.param)
+    return path
+
+
+def read_all(folder):
+    """All samples in a folder [samples, channels, length]."""
+    samples = open_samples([folder], vocab_size=VOCAB, sequence_length=LENGTH)
+    batch = samples.__getitems__(range(len(samples)))
+    if isinstance(batch, DataError):
+        raise batch
+    return np.stack([values.numpy() for values in batch.values()], axis=1)
+
+
+def test_a_flipped_bit_is_found_or_changes_nothing(sample_file):
+    good, written = sample_file.read_bytes(), read_all(sample_file.parent)
+    found, generator = 0, random.Random(0)
+    for _ in range(100):
+        bit = generator.randrange(8 * len(good))
+        damaged = bytearray(good)
+        damaged[bit // 8] ^= 1 << bit % 8
+        sample_file.write_bytes(damaged)
+        try:
+            assert np.array_equal(read_all(sample_file.parent), written), f"bit {bit}"
+        except DataError:
+            found += 1
+    assert found, "no bit that was flipped lies in a sample"
+
+
+def test_the_damaged_sample_is_named(sample_file):
+    with h5py.File(sample_file, "r+") as file:
+        file["data"][7, 0, 3] ^= 1
+    with pytest.raises(DataError, match="sample is damaged") as raised:
+        read_all(sample_file.parent)
+    assert raised.value.where == f"{sample_file}, sample 7"
+
+
+def swap(file):
+    file["data"][2], file["data"][3] = file["data"][3], file["data"][2]
+
+
+def rename(file):
+    file[GROUP].move("data", "other")
+
+
+def shorten(file):
+    data = file["data"][:-1]
+    del file["data"]
+    file["data"] = data
+
+
+def unmark(file):
+    del file.attrs[MARK]
+    file["data"][0] = 0
+
+
+@pytest.mark.parametrize("damage", [swap, rename, shorten, unmark])
+def test_checksums_are_those_of_a_sample_in_its_place(sample_file, damage):
+    with h5py.File(sample_file, "r+") as file:
+        damage(file)
+    with pytest.raises(DataError):
+        read_all(sample_file.parent)
+
+
+def test_files_without_checksums_are_read(sample_file):
+    written = read_all(sample_file.parent)
+    with h5py.File(sample_file, "r+") as file:
+        del file[GROUP], file.attrs[MARK]
+    assert np.array_equal(read_all(sample_file.parent), written)
+
+
+def test_fields_and_texts_have_checksums(tmp_path):
+    path = tmp_path / "fields.h5"
+    fields = {
+        "label": np.arange(6, dtype=np.int32),
+        "pixels": np.arange(6 * 3, dtype=np.uint8).reshape(6, 3),
+        "img_path": np.array(["a.png", "ä.png", "", "b", "c", "d"], dtype=object),
+    }
+    write_datasets(path, [fields], 6, dtype=None)
+    for name, values in fields.items():
+        records = HDF5Records(path)
+        assert records.names == fields.keys()
+        read = [records.read(index, name) for index in range(6)]
+        read = [value.decode() if isinstance(value, bytes) else value for value in read]
+        assert np.array_equal(np.array(read, dtype=values.dtype), values)
+        del records  # it keeps the file open
+        with h5py.File(path, "r+") as file:
+            file[name][4] = file[name][5]
+        with pytest.raises(DataError, match=f"sample is damaged: its values in '{name}'"):
+            HDF5Records(path).read(4, name)
+
+
+def test_two_flips_do_not_cancel_out():
+    values = np.random.default_rng(1).integers(0, 2**32, (1, 64), dtype=np.uint32)
+    good = sample_checksums("data", [0], values)
+    for bit in range(32):
+        for first, second in ((0, 1), (1, 3), (0, 2), (5, 63)):
+            damaged = values.copy()
+            damaged[0, [first, second]] ^= np.uint32(1 << bit)
+            assert sample_checksums("data", [0], damaged) != good, (bit, first, second)
