@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from any_loop import Place, adamw, assert_equal, check, some_plan
+from any_loop import PLANS, Place, adamw, assert_equal, check, some_plan
 from test_changed_models import inputs, stack, train
 from torch import nn
 
@@ -123,3 +123,98 @@ def test_views_of_one_tensor_that_share_nothing(plan, tmp_path):
         return train(model, adamw(model.parameters())), model
 
     check(script, plan, tmp_path)
+
+
+class Renormalizing(nn.Linear):
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.3)
+        return super().forward(x)
+
+
+class Clamping(nn.Linear):
+    def forward(self, x):
+        self.weight.data.clamp_(-0.1, 0.1)
+        with torch.no_grad():
+            self.bias.mul_(0.9)
+        return super().forward(x)
+
+
+class WithMomentum(nn.Module):
+    """Two encoders, the second of which follows the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = stack(2), stack(2).requires_grad_(False)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x):
+        if self.training:
+            for own, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                own.data = own.data * 0.9 + other.data * 0.1
+        return self.head(self.query(x)) - self.key(x)
+
+
+class MaskedForAMoment(nn.Linear):
+    def forward(self, x):
+        before, y = self.weight.data, super().forward(x)
+        self.weight.data = before * (before > 0)
+        y = y + super().forward(x)
+        self.weight.data = before
+        return y
+
+
+MODELS = {
+    "renormalizing": lambda: nn.Sequential(*(Renormalizing(6, 6) for _ in range(4))),
+    "clamping": lambda: nn.Sequential(*(Clamping(6, 6) for _ in range(4))),
+    "momentum": lambda: nn.Sequential(WithMomentum(), *stack(2)),
+    "twice": lambda: nn.Sequential(*[Renormalizing(6, 6)] * 2, *stack(2)),
+    "for a moment": lambda: nn.Sequential(*(MaskedForAMoment(6, 6) for _ in range(4))),
+}
+SLABS = {"momentum": {"num_slabs": 5}}
+
+
+@pytest.mark.parametrize("plan", ["memory", "slabs", "disk", "recompute"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_that_a_forward_changes(plan, kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(PLANS, plan, PLANS[plan] | (SLABS.get(kind, {}) if plan != "memory" else {}))
+
+    def script(place):
+        model = place.compile(MODELS[kind]())
+        optimizer = adamw(model.parameters())
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(inputs(0))
+        model.train()
+        losses = train(model, optimizer, 2)
+        optimizer.zero_grad()
+        model(inputs(5)).square().mean().backward()
+        model(inputs(6)).square().mean().backward()
+        optimizer.step()
+        return evaluated, losses, train(model, optimizer, 1), model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+class AssignedAfterUse(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        self.weight.data = self.weight.data * 0.9
+        return y
+
+
+def test_weights_that_are_assigned_after_their_use_are_refused(tmp_path):
+    model = Place("memory", tmp_path).compile(nn.Sequential(nn.Linear(6, 6), AssignedAfterUse(6, 6)))
+    with pytest.raises(StreamError, match=r"1\.weight and assigns 1\.weight\.data afterwards"):
+        model(inputs(0))
+    cstorch.release(model)
+
+
+@pytest.mark.parametrize("plan", ["memory", "slabs"])
+def test_weights_that_only_a_later_forward_assigns_are_refused(plan, tmp_path):
+    model = Place(plan, tmp_path).compile(stack())
+    train(model, adamw(model.parameters()), 1)
+    layer = model[1][0]
+    layer.register_forward_pre_hook(lambda module, args: setattr(layer.weight, "data", layer.weight.data * 2))
+    with pytest.raises(StreamError, match="the forward changes a weight"):
+        model(inputs(1))
+    cstorch.release(model)

@@ -32,6 +32,7 @@ from headwater.fabric.membership import current
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Plan, Trace
+from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.gradients import ParamKey
 from headwater.store.replicas import take_from_first_host
 from headwater.store.store import WeightStore
@@ -77,6 +78,7 @@ class StreamedModel:
         self._undo_buffers: Callable[[], None] = _nothing
         self._hook = self._hook_forward()
         self._is_planning = False
+        self._knows_training = False  # whether a dry run was made in training mode
         self._unguard = guard_call(model, self._randomness, self._forget_call)
         transaction.register(self)
 
@@ -105,13 +107,15 @@ class StreamedModel:
             seen = current().gather(2 * size + changed)  # ranks plan alike
             size, changed = int(max(seen)) // 2, any(int(each) % 2 for each in seen)
         fits = size <= self._largest_batch and _trained(self.model) <= self._trained
-        if self.engine is not None and not changed and (fits or not torch.is_grad_enabled()):
+        fits = fits and not changed
+        knows_mode = self._knows_training or not self.model.training
+        if self.engine is not None and not changed and ((fits and knows_mode) or not torch.is_grad_enabled()):
             return
         if has_lent_parameters(self.model):
             return  # for this call alone: what the model has otherwise is not known now
         self._check_not_alone()
         self._largest_batch = max(size, self._largest_batch)
-        self._start((args, kwargs))
+        self._start((args, kwargs), only_look=fits and self.engine is not None)
         assert self.engine is not None, "it was just built"
         self.engine.executor.enter_model()
 
@@ -149,8 +153,13 @@ class StreamedModel:
         if self.engine is not None:
             self.engine.executor.reset()
 
-    def _start(self, call: Call) -> None:
-        """Plan for this call of the model, and move the weights to a store of that plan."""
+    def _start(self, call: Call, *, only_look: bool) -> None:
+        """Plan for this call of the model, and move the weights to a store of that plan.
+
+        Args:
+            call: the arguments of the call.
+            only_look: keep the plan if the forward does not change other weights than in the plan's dry run.
+        """
         refuse_shared_memory(self.model)
         if self.engine is None:
             self.fabric = current()
@@ -172,6 +181,10 @@ class StreamedModel:
             ):
                 self._planner.stop_early(self.model, call, precision)
                 trace = self._trace(apart(call), precision, kept, inference=not trained)
+                refuse_assignments_after_use(trace.assigned_after_use)
+                self._knows_training |= self.model.training
+                if only_look and self.engine and trace.written == self.engine.plan.trace.written:
+                    return
                 plan = self._planner.plan(trace, precision, updaters.state_bytes, self.fabric)
                 self._rebuild(plan, updaters, kept)
                 self._trained = trained

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from headwater.plan.writes import changed_by
+
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 _KNOWN_BYTES = 1 << 20
@@ -70,7 +72,7 @@ class Operators:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)` on fake tensors."""
-        written = _written(func, args, kwargs)
+        written = changed_by(func, args, kwargs)
         values = self._values(_tensors((args, kwargs))) if _computable(func, written) else None
         if values is None:
             for tensor in written:
@@ -130,15 +132,6 @@ class _NumbersFromTensors(TorchFunctionMode):
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that the operator changes."""
-    if not func._schema.is_mutable:
-        return []
-    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-    changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return _tensors([given.get(name) for name in changed])
 
 
 def _computable(func: Any, written: list[torch.Tensor]) -> bool:

@@ -26,6 +26,7 @@ from headwater.plan.alive import AliveTensors
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, attributes_restored, in_host_memory
 from headwater.plan.types import StageCost, Trace
+from headwater.plan.writes import ParameterWrites, changed_by
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 """Computes the scalar loss of a batch."""
@@ -180,6 +181,7 @@ class _Recorder(TorchDispatchMode):
         self._costs = [_Cost() for _ in partition.stages]
         self._uses: list[int] = []
         self._sites: dict[str, set[int]] = {}
+        self._writes = ParameterWrites({}, self._units)
 
     def run(self, batch: Any, loss_function: LossFunction) -> None:
         """Run one step and record it."""
@@ -188,6 +190,8 @@ class _Recorder(TorchDispatchMode):
         for stage in self._partition.stages:
             for param in stage.params:
                 self._stage_of_storage[_storage(state[param.name])] = stage.index
+        params = {param.name: state[param.name] for stage in self._partition.stages for param in stage.params}
+        self._writes = ParameterWrites(params, self._units)
         torch.func.functional_call(
             _Step(self._model, lambda batch: self._step(batch, loss_function)),
             {f"model.{name}": tensor for name, tensor in state.items()},
@@ -211,6 +215,7 @@ class _Recorder(TorchDispatchMode):
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
             stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            stack.enter_context(self._writes)
             stack.enter_context(self)
             yield
 
@@ -265,6 +270,7 @@ class _Recorder(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = _storage(tensor)
         inputs = self._inputs[-1] if self._inputs else set()
+        self._writes.note_saved(tensor)
         if key not in self._stage_of_storage and key not in self._saved and key not in inputs:
             self._saved.add(key)
             self._keep_alive.append(tensor)  # a storage that were freed could give its address to another
@@ -279,6 +285,7 @@ class _Recorder(TorchDispatchMode):
             return args[0].fake_device  # no operator, and asked oftener than all operators together
         out = self._computes_on.call(func, args, kwargs)
         if not self._in_backward:
+            self._writes.note_operator(changed_by(func, args, kwargs))
             for tensor in _tensors((args, kwargs)):
                 stage = self._stage_of_storage.get(_storage(tensor))
                 if stage is not None:
@@ -325,16 +332,21 @@ class _Recorder(TorchDispatchMode):
         sites = {path: set(stages) for path, stages in self._sites.items()}
         for index, unit in enumerate(self._partition.units):
             sites.setdefault(unit.path, set()).add(index)
+        written = self._writes.written
+        holders = (s.index for s in self._partition.stages for p in s.params if p.name in written)
+        once = self._writes.units.union(holders)  # the forwards of these cannot run again
         return Trace(
             stages=self._partition.stages,
             uses=tuple(self._uses),
             costs=tuple(
-                StageCost(**dataclasses.asdict(cost), recomputable=not unit.direct_only)
-                for cost, unit in zip(self._costs, self._partition.units, strict=True)
+                StageCost(**dataclasses.asdict(cost), recomputable=not (unit.direct_only or stage in once))
+                for stage, (cost, unit) in enumerate(zip(self._costs, self._partition.units, strict=True))
             ),
             sites={path: tuple(sorted(stages)) for path, stages in sites.items()},
             micro_batch_size=micro_batch_size,
             inference=self._inference,
+            written=written,
+            assigned_after_use=self._writes.assigned_after_use,
         )
 
 

@@ -55,6 +55,8 @@ class Trace:
         sites: qualified module name -> stages bound while that module's forward runs.
         micro_batch_size: samples in the traced batch.
         inference: whether only the forward was run, without gradients.
+        written: names of the parameters that the forward itself changes.
+        assigned_after_use: those among them that get other memory after autograd has saved the old one.
     """
 
     stages: tuple[StageSpec, ...]
@@ -63,6 +65,8 @@ class Trace:
     sites: dict[str, tuple[int, ...]]
     micro_batch_size: int
     inference: bool = False
+    written: tuple[str, ...] = ()
+    assigned_after_use: tuple[str, ...] = ()
 
     @property
     def schedule(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec
 from headwater.store.gradients import ParamKey
+from headwater.store.parameters import write_param
 from headwater.store.store import WeightStore
 from headwater.stream.activations import WeightHandle, changed_in_place
 from headwater.stream.home import Home
@@ -39,6 +40,7 @@ class Binder:
         device: where the model computes.
         stable: whether the memory that a stage is bound to is the stage's for good.
         writable: whether what the model writes into a bound weight reaches the store.
+        written: names of the parameters that the model's own forward changes, as the dry run saw.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Binder:
         *,
         stable: bool = False,
         writable: bool = False,
+        written: Collection[str] = (),
     ) -> None:
         self._model = model
         self._store = store
@@ -59,7 +62,12 @@ class Binder:
         self._placeholders = [[placeholder(spec, device) for spec in stage.params] for stage in self._stages]
         self._stable = stable
         self._writable = writable
-        self._bound: dict[int, int] = {}  # stage -> how often its bound weights had been changed in place
+        self._written = [
+            {index for index, spec in enumerate(stage.params) if spec.name in written}
+            for stage in self._stages
+        ]
+        self._views: dict[int, list[torch.Tensor]] = {}  # what the parameters of a stage were given
+        self._bound: dict[int, list[int]] = {}  # stage -> how often each had been changed in place by then
         self._address: dict[int, int] = {}  # stage -> the memory that its parameters are views of
         self._stage_at: dict[int, int] = {}
         self.departed: dict[ParamKey, nn.Parameter] = {}
@@ -133,7 +141,7 @@ class Binder:
         self._set_classes(stage)
         if self._address.get(stage) != address:
             self._point(stage, image)
-        self._bound[stage] = self._version(stage)
+        self._bound[stage] = self._versions(stage)
 
     def _point(self, stage: int, image: torch.Tensor | None) -> None:
         """Let the parameters of a stage be views of `image`, or placeholders."""
@@ -141,9 +149,11 @@ class Binder:
         if image is None:
             views = self._placeholders[stage]
             self._address.pop(stage, None)
+            self._views.pop(stage, None)
         else:
             with torch.inference_mode(False):  # what is made there could not be trained with later
                 views = self._stages[stage].views(image)
+            self._views[stage] = views
             self._address[stage] = image.data_ptr()
             self._stage_at[image.data_ptr()] = stage
         with torch._C.DisableTorchFunctionSubclass():  # what is assigned at rest would go to the store
@@ -181,19 +191,9 @@ class Binder:
         """Let the parameters of a stage rest; their memory stays for what autograd has saved of it.
 
         Raises:
-            StreamError: if the model wrote into one of them, and that would be lost.
+            StreamError: if the model wrote into one of them where the dry run did not.
         """
-        version = self._bound.pop(stage, None)
-        if version is None:
-            return
-        for param in self._params[stage]:
-            param.__class__ = ParameterAtRest
-        if self._version(stage) != version and not self._writable:
-            raise StreamError(
-                "the forward changes a weight in place, and streamed weights are only read",
-                where=f"stage {self._stages[stage].name!r}",
-                remedy="change it between steps, or train in fp32 with the model in memory",
-            )
+        self._rest(stage, self._values_to_keep(stage))
 
     def unbind(self, stage: int) -> None:
         """Let the parameters of a stage rest, without memory unless it is theirs for good.
@@ -201,13 +201,65 @@ class Binder:
         Raises:
             StreamError: as `rest` does.
         """
+        values = self._values_to_keep(stage)
         if stage in self._address and not self._stable:
             self._point(stage, None)
-        self.rest(stage)
+        self._rest(stage, values)
 
-    def _version(self, stage: int) -> int:
-        """Grows with every in-place operation on the parameters."""
-        return sum(param._version for param in self._params[stage])
+    def _values_to_keep(self, stage: int) -> dict[int, torch.Tensor]:
+        """Return the values that the forward has given to parameters and that the store does not have.
+
+        Whatever has got other memory by `param.data = ...` is given that of the stage again.
+        """
+        if stage not in self._bound:
+            return {}
+        pairs = list(zip(self._params[stage], self._views[stage], strict=True))
+        moved = {index for index, (param, view) in enumerate(pairs) if not param.is_set_to(view)}
+        changed = moved if self._writable else moved | self._written[stage]
+        values = {index: pairs[index][0].data for index in changed}
+        for index in moved:
+            param, view = pairs[index]
+            param.data = view
+        return values
+
+    def _rest(self, stage: int, values: Mapping[int, torch.Tensor]) -> None:
+        versions = self._bound.pop(stage, None)
+        if versions is None:
+            return
+        for param in self._params[stage]:
+            param.__class__ = ParameterAtRest
+        changed = set(values)
+        if not self._writable:
+            pairs = enumerate(zip(self._versions(stage), versions, strict=True))
+            changed.update(index for index, (now, before) in pairs if now != before)
+        if not changed <= self._written[stage]:
+            raise StreamError(
+                "the forward changes a weight, and did not in the dry run before the first step",
+                where=f"stage {self._stages[stage].name!r}",
+                remedy="change it between steps, or in the first forward in training mode too",
+            )
+        for index, value in values.items():
+            self._keep(stage, index, value)
+
+    def _keep(self, stage: int, index: int, value: torch.Tensor) -> None:
+        """Write to the store what the forward made of a parameter.
+
+        Raises:
+            StreamError: if the store cannot have it.
+        """
+        spec = self._stages[stage].params[index]
+        if value.shape != spec.shape or value.dtype != spec.dtype:
+            raise StreamError(
+                f"the forward makes {spec.name} a tensor of {value.dtype} and shape {list(value.shape)}; "
+                f"expected {spec.dtype} and {list(spec.shape)}",
+                where=f"stage {self._stages[stage].name!r}",
+                remedy="change it between steps, and in mixed precision always",
+            )
+        write_param(self._store, (stage, index), value)
+
+    def _versions(self, stage: int) -> list[int]:
+        """Return how often each parameter has been changed in place."""
+        return [param._version for param in self._params[stage]]
 
     def unbind_all(self) -> None:
         """Let every parameter rest."""

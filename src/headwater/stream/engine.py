@@ -22,6 +22,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import LossFunction, autocast, call_model
 from headwater.plan.types import Plan
+from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.gradients import ParamKey
 from headwater.store.named import keys_by_name
 from headwater.store.parameters import read_param
@@ -101,6 +102,7 @@ class Engine:
         fabric: Fabric = ALONE,
         own_loop: bool = False,
     ) -> None:
+        refuse_assignments_after_use(plan.trace.assigned_after_use)
         self.fabric = fabric
         self.model = model
         self.plan = plan
@@ -122,6 +124,7 @@ class Engine:
             self._device.torch_device,
             stable=weights.stable,
             writable=plan.in_place and not plan.precision.mixed,
+            written=plan.trace.written,
         )
         for stage in range(len(plan.trace.stages)):
             self._fill(stage, initial)

@@ -1,0 +1,106 @@
+"""Parameters that a forward itself changes, as a dry run sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from headwater.core.errors import StreamError
+
+_DATA: Any = torch.Tensor.data
+
+
+def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments that an operator changes in place."""
+    if not func._schema.is_mutable:
+        return []
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    leaves = tree_leaves([given.get(name) for name in changed])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+class ParameterWrites(TorchFunctionMode):
+    """Records which parameters a forward writes in place, and which get other memory by `param.data = ...`.
+
+    Attributes:
+        units: the stages whose modules run while a parameter is written: they cannot run a second time.
+
+    Args:
+        params: the parameters of the dry run by name.
+        running: the stages whose modules run now; the caller changes the list.
+    """
+
+    def __init__(self, params: Mapping[str, torch.Tensor], running: list[int]) -> None:
+        super().__init__()
+        self._params = dict(params)
+        self._running = running
+        self._storages = {name: param.untyped_storage() for name, param in params.items()}
+        self._names = {int(storage._cdata): name for name, storage in self._storages.items()}
+        self._in_place: set[str] = set()
+        self._saved: set[str] = set()
+        self.units: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _DATA.__set__:
+            self.units.update(self._running)
+        return func(*args, **(kwargs or {}))
+
+    def note_operator(self, changed: Iterable[torch.Tensor]) -> None:
+        """Record that an operator of the forward has changed these tensors."""
+        for tensor in changed:
+            name = self._name(tensor)
+            if name is not None:
+                self._in_place.add(name)
+                self.units.update(self._running)
+
+    def note_saved(self, tensor: torch.Tensor) -> None:
+        """Record that autograd has saved this tensor."""
+        name = self._name(tensor)
+        if name is not None:
+            self._saved.add(name)
+
+    def _name(self, tensor: torch.Tensor) -> str | None:
+        return self._names.get(int(tensor.untyped_storage()._cdata))
+
+    @property
+    def _assigned(self) -> set[str]:
+        """The parameters that have other memory now."""
+        return {
+            name
+            for name, param in self._params.items()
+            if param.untyped_storage()._cdata != self._storages[name]._cdata
+        }
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The parameters whose values are others after the forward."""
+        return tuple(sorted(self._in_place | self._assigned))
+
+    @property
+    def assigned_after_use(self) -> tuple[str, ...]:
+        """The parameters of which autograd saved the memory that they do not have any more."""
+        return tuple(sorted(self._assigned & self._saved))
+
+
+def refuse_assignments_after_use(names: Sequence[str]) -> None:
+    """Check that no parameter gets other memory while backward still needs the old one.
+
+    Args:
+        names: the parameters that do; see `ParameterWrites.assigned_after_use`.
+
+    Raises:
+        StreamError: if there are any.
+    """
+    if names:
+        raise StreamError(
+            f"the forward computes with {names[0]} and assigns {names[0]}.data afterwards",
+            where="backward needs the old values, and the new ones are put in their place",
+            remedy="assign it before its use, or between steps",
+        )
