@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from headwater.core.placement import Placement
+from headwater.fabric.codec import decode, encode
 from headwater.fabric.fabric import Fabric
 
 
@@ -49,20 +50,22 @@ class ThreadFabric(Fabric):
         self._shared.barrier.wait(20)
 
     def gather(self, value):
-        return self.gather_objects(value)
+        return self.gather_objects(value, float)
 
-    def gather_objects(self, value):
+    def gather_objects(self, value, kind):
+        value = encode(value, kind)
         self._shared.values[self.rank] = value
         self.barrier("all values")
-        values = list(self._shared.values)
+        values = [decode(each, kind) for each in self._shared.values]
         self.barrier("all to have read them")
         return values
 
     def gather_tensors(self, value):
-        return self.gather_objects(value)
+        return self.gather_objects(value, torch.Tensor)
 
-    def agree(self, make):
-        return self.gather_objects(make() if self.rank == 0 else None)[0]
+    def agree(self, make, kind):
+        (value,) = self.gather_objects([make()] if self.rank == 0 else [], list[kind])[0]
+        return value
 
     def close(self) -> None:
         pass

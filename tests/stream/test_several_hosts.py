@@ -122,6 +122,8 @@ def test_memory_that_no_rank_uses_any_more_is_given_back():
 
 def test_hosts_with_different_numbers_of_ranks_ask_their_own():
     def told(fabric):
-        return fabric.neighbours.gather_objects(fabric.rank), fabric.neighbours.gather(float(fabric.rank))
+        return fabric.neighbours.gather_objects(fabric.rank, int), fabric.neighbours.gather(
+            float(fabric.rank)
+        )
 
     assert run_ranks(told, 3, 2) == [([0, 1], [0.0, 1.0]), ([0, 1], [0.0, 1.0]), ([2], [2.0])]

@@ -63,7 +63,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
             where=str(path),
             remedy="save it after the step, or in a checkpoint_closure",
         )
-    current().agree(lambda: _save(state, Path(path)))
+    current().agree(lambda: _save(state, Path(path)), None)
 
 
 def _save(state: Any, path: Path) -> None:

@@ -79,7 +79,7 @@ class Planner:
                 share=_share(fabric),
             )
 
-        return dataclasses.replace(fabric.agree(make), disk=disk)
+        return dataclasses.replace(fabric.agree(make, Plan), disk=disk)
 
     def _folder(self) -> Path | None:
         """Return a folder for this model alone, on the disk of the backend."""

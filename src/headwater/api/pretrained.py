@@ -257,7 +257,7 @@ def save_pretrained(
         CheckpointError: if a weight has no values.
         DiskFullError: if there is no room; what was there stays.
     """
-    current().agree(lambda: _save(model, Path(directory), parse_bytes(max_shard_size), dtype))
+    current().agree(lambda: _save(model, Path(directory), parse_bytes(max_shard_size), dtype), None)
 
 
 def _save(model: nn.Module, directory: Path, max_shard_bytes: int, dtype: torch.dtype | None) -> None:

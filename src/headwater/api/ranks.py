@@ -76,7 +76,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     value = value.detach()
     if value.dim() == 0 and value.is_floating_point():
         return value.new_tensor(sum(fabric.gather(value.item())) / fabric.size)
-    every = fabric.gather_objects(value.cpu())
+    every = fabric.gather_objects(value.cpu(), torch.Tensor)
     if value.dim() and len(value) == _part_samples:
         return torch.cat(every).to(value.device)
     if value.is_floating_point() or value.is_complex():
@@ -116,7 +116,8 @@ def take_accelerator(device: str, fabric: Fabric, *, where: str) -> None:
     if device == "cpu" or fabric.size == 1:
         return
     own = _cuda_device(fabric.local_rank) if fabric.computes else None
-    every = fabric.gather_objects(None if own is None else str(torch.cuda.get_device_properties(own).uuid))
+    uuid = None if own is None else str(torch.cuda.get_device_properties(own).uuid)
+    every = fabric.gather_objects(uuid, str | None)
     there = len(set(every) - {None})
     if there < fabric.num_csx:
         raise ConfigError(

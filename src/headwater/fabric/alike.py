@@ -25,7 +25,7 @@ def check_alike(fabric: Fabric, told: Mapping[str, str]) -> None:
     Raises:
         ConfigError: if another rank would do it with something else.
     """
-    first, *others = fabric.gather_objects(dict(told))
+    first, *others = fabric.gather_objects(dict(told), dict[str, str])
     for rank, other in enumerate(others, start=1):
         for name in sorted({*first, *other}):
             if first.get(name) != other.get(name):

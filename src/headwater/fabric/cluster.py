@@ -8,14 +8,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed
 
 from headwater.core.errors import ConfigError, RankError
 from headwater.core.placement import Placement
+from headwater.fabric.codec import decode, encode
 from headwater.fabric.fabric import ALONE, Fabric, Value
-from headwater.fabric.host import HostFabric, Process
+from headwater.fabric.host import HostFabric, Process, gather_messages
 from headwater.fabric.link import Link
 from headwater.fabric.meeting import meet
 
@@ -42,10 +44,9 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabri
             where="num_memx",
             remedy=f"start {num_memx + 1} ranks or more: as many as num_csx and num_memx together",
         )
-    processes: list[Process] = [Process("", 0, 0)] * size
-    torch.distributed.all_gather_object(
-        processes, Process(host_name(), os.getpid(), os.memfd_create("headwater"))
-    )
+    own = Process(host_name(), os.getpid(), os.memfd_create("headwater"))
+    messages = gather_messages(encode(own, Process), torch.distributed.GroupMember.WORLD)
+    processes: list[Process] = [decode(message, Process) for message in messages]
     names = [process.host for process in processes]
     if len(set(names)) == 1:
         return HostFabric(processes, rank, timeout_s, num_memx)
@@ -163,8 +164,8 @@ class _OfHost(Fabric):
     def gather(self, value: float) -> list[float]:
         return self._here(self._cluster.gather(value))
 
-    def gather_objects(self, value: Value) -> list[Value]:
-        return self._here(self._cluster.gather_objects(value))
+    def gather_objects(self, value: Value, kind: Any) -> list[Value]:
+        return self._here(self._cluster.gather_objects(value, kind))
 
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
         return self._here(self._cluster.gather_tensors(value))
@@ -173,8 +174,8 @@ class _OfHost(Fabric):
         first = self._cluster.rank - self.local_rank
         return values[first : first + self.local_size]
 
-    def agree(self, make: Callable[[], Value]) -> Value:
-        return self._cluster.agree(make)
+    def agree(self, make: Callable[[], Value], kind: Any) -> Value:
+        return self._cluster.agree(make, kind)
 
     def close(self) -> None:
         """Nothing: it is the cluster's."""

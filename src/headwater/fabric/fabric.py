@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -99,16 +99,16 @@ class Fabric(abc.ABC):
         """The value of each rank."""
 
     @abc.abstractmethod
-    def gather_objects(self, value: Value) -> list[Value]:
-        """The same of any value that can be pickled; slower."""
+    def gather_objects(self, value: Value, kind: Any) -> list[Value]:
+        """The same of any value of a type that `headwater.fabric.codec` knows; slower."""
 
     @abc.abstractmethod
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
         """The same of tensors of one shape and dtype, of the ranks that compute; only these ask."""
 
     @abc.abstractmethod
-    def agree(self, make: Callable[[], Value]) -> Value:
-        """What `make` gives on rank 0, or raises there."""
+    def agree(self, make: Callable[[], Value], kind: Any) -> Value:
+        """What `make` gives on rank 0, a value of type `kind`, or raises there."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -141,13 +141,13 @@ class Alone(Fabric):
     def gather(self, value: float) -> list[float]:
         return [value]
 
-    def gather_objects(self, value: Value) -> list[Value]:
+    def gather_objects(self, value: Value, kind: Any) -> list[Value]:
         return [value]
 
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
         return [value]
 
-    def agree(self, make: Callable[[], Value]) -> Value:
+    def agree(self, make: Callable[[], Value], kind: Any) -> Value:
         return make()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ import torch.distributed
 from headwater.core.buffers import PAGE_BYTES, round_up
 from headwater.core.errors import HeadwaterError, RankError
 from headwater.core.placement import Placement
+from headwater.fabric.codec import decode, encode
 from headwater.fabric.fabric import Fabric, Value
 from headwater.fabric.link import Link
 from headwater.fabric.parent import is_alive
@@ -182,11 +184,10 @@ class HostFabric(Fabric):
         self.barrier("all to have read it")
         return values
 
-    def gather_objects(self, value: Value) -> list[Value]:
-        values: list[Value | None] = [None] * self.size
+    def gather_objects(self, value: Value, kind: Any) -> list[Value]:
         with self._errors():
-            torch.distributed.all_gather_object(values, value, group=self._every)
-        return values  # type: ignore[return-value]
+            messages = gather_messages(encode(value, kind), self._every)
+        return [decode(message, kind) for message in messages]
 
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
         own = value.cpu().contiguous()
@@ -195,19 +196,20 @@ class HostFabric(Fabric):
             torch.distributed.all_gather(values, own, group=self._computing)
         return [each.to(value.device) for each in values]
 
-    def agree(self, make: Callable[[], Value]) -> Value:
-        outcome: list[tuple[Value | None, HeadwaterError | None]] = [(None, None)]
+    def agree(self, make: Callable[[], Value], kind: Any) -> Value:
+        outcome_kind = tuple[list[kind], HeadwaterError | None]
+        outcome: tuple[list[Value], HeadwaterError | None] = ([], None)
         if self.rank == 0:
             try:
-                outcome = [(make(), None)]
+                outcome = ([make()], None)
             except HeadwaterError as error:
-                outcome = [(None, error)]
-        with self._errors():
-            torch.distributed.broadcast_object_list(outcome, src=0)
-        value, failure = outcome[0]
+                outcome = ([], error)
+        with self._errors():  # by the patient group: rank 0 may do something for all
+            first, *_ = gather_messages(encode(outcome, outcome_kind), torch.distributed.GroupMember.WORLD)
+        values, failure = decode(first, outcome_kind)
         if failure is not None:
             raise failure
-        return value  # type: ignore[return-value]
+        return values[0]  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -226,3 +228,15 @@ class HostFabric(Fabric):
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._file)
+
+
+def gather_messages(own: bytes, group: Any) -> list[memoryview]:
+    """Return the message of each rank of a group."""
+    count = torch.distributed.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
+    torch.distributed.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
+    every = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
+    torch.distributed.all_gather(every, padded, group=group)
+    return [memoryview(each.numpy().data)[: int(size)] for each, size in zip(every, sizes, strict=True)]

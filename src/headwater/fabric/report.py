@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headwater.core import errors
-from headwater.core.errors import HeadwaterError
+from headwater.core.errors import HeadwaterError, error_class
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -49,5 +48,6 @@ def read_report(path: str) -> dict[str, Any]:
 
 def told_error(told: dict[str, Any]) -> HeadwaterError:
     """The error that a rank has told."""
-    kind: type[HeadwaterError] = getattr(errors, told["kind"])
+    kind = error_class(told["kind"])
+    assert kind is not None, f"{told['kind']} is an error of this package: `report` has written it"
     return kind(told["what"], where=told["where"], remedy=told["remedy"])

@@ -151,9 +151,17 @@ def _speak(fabric: Fabric) -> None:
 
 def _draw_alike(fabric: Fabric) -> None:
     """Let every rank draw the random numbers that rank 0 draws."""
-    torch.set_rng_state(fabric.agree(torch.get_rng_state))
-    random.setstate(fabric.agree(random.getstate))
-    np.random.set_state(fabric.agree(np.random.get_state))
+    torch.set_rng_state(fabric.agree(torch.get_rng_state, torch.Tensor))
+    random.setstate(fabric.agree(random.getstate, tuple[int, tuple[int, ...], float | None]))
+    state = fabric.agree(_numpy_state, tuple[str, torch.Tensor, int, int, float])
+    np.random.set_state((state[0], state[1].numpy().astype(np.uint32), *state[2:]))
+
+
+def _numpy_state() -> tuple[str, torch.Tensor, int, int, float]:
+    """Return the state of numpy's random numbers."""
+    name, keys, position, has_normal, normal = np.random.get_state(legacy=True)
+    words = torch.from_numpy(np.asarray(keys, dtype=np.int64))
+    return str(name), words, int(position), int(has_normal), float(normal)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -143,7 +143,9 @@ class HostsGradientSum(SharedGradientSum):
         """Gradients that came when the sums may have been sent: rare, and sent by another, slower way."""
         if not any(self._fabric.gather(float(len(self._late)))):
             return
-        for late in self._fabric.gather_objects(dict(self._late)):  # in the ranks' order
+        for late in self._fabric.gather_objects(
+            dict(self._late), dict[ParamKey, torch.Tensor]
+        ):  # in the ranks' order
             for key, gradient in late.items() if self._link is not None else ():
                 for start, stop in self._own_runs(key):
                     with self._sums.changing(key, start, stop) as own:

@@ -453,7 +453,7 @@ class WeightStore:
             for index in range(len(stage.params))
             if self.sharing.is_first_of_mine(stage.index, index)
         }
-        for scalars in self.fabric.gather_objects(mine):
+        for scalars in self.fabric.gather_objects(mine, dict[ParamKey, Scalars | None]):
             for (stage, param), value in scalars.items():
                 self._scalars[stage][param] = value
 

@@ -225,5 +225,5 @@ def _shared_files(
     # Through the page cache: what a rank has just written the next one reads.
     make = functools.partial(open_files, sizes, direct=False, contents=contents, sums=sums)
     files = make() if fabric.local_rank == 0 else None
-    every = fabric.gather_objects([] if files is None else [file.origin for file in files])
+    every = fabric.gather_objects([] if files is None else [file.origin for file in files], list[Path])
     return make(origins=every[fabric.rank - fabric.local_rank]) if files is None else files

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from headwater.core.buffers import return_pages
-from headwater.core.errors import NonFiniteError, StreamError
+from headwater.core.errors import HeadwaterError, NonFiniteError, StreamError
 from headwater.core.seeding import derive_seed
 from headwater.core.stage import ParamSpec
 from headwater.core.whole_batch import part_of_batch
@@ -179,7 +179,8 @@ class Engine:
             loss, refused = self._micro_batches(micro_batches, update, shares)
             losses = self.fabric.gather(loss)
             if not (update.skip_non_finite or all(map(math.isfinite, losses))):
-                errors = [error for error in self.fabric.gather_objects(refused) if error is not None]
+                every = self.fabric.gather_objects(refused, HeadwaterError | None)
+                errors = [error for error in every if error is not None]
                 raise next((e for e in errors if e.where != _IN_LOSS), errors[0])
             amend(update)
             committed = self.store.commit(update)

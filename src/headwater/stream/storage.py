@@ -100,7 +100,7 @@ def _disk_tier(layouts: list[StageLayout], plan: Plan, verify: bool, fabric: Fab
         DiskTier, layouts, folder, verify=verify, kept=kept, sums=sums, write_behind=behind
     )
     tier = make() if fabric.local_rank == 0 else None
-    every = fabric.gather_objects([] if tier is None else tier.origins)
+    every = fabric.gather_objects([] if tier is None else tier.origins, list[Path])
     if tier is not None:
         return tier
     reads = own_loop or (fabric.computes and not plan.shares_slabs)

@@ -49,7 +49,8 @@ def open_engine(
             placement=fabric.placement,
             ranks=fabric.local_size,
             share=host_share(fabric.placement, fabric.hosts, fabric.host),
-        )
+        ),
+        Plan,
     )
     show(plan)
     if device == "cpu" and init.backend.allocator == "tuned":

@@ -100,7 +100,7 @@ def fit_job(
     with lock, training_disk(init) as disk:
         checkpoints = CheckpointManager(init.model_dir, init.keep_checkpoints)
         strict = not init.checkpoint.disable_strict_checkpoint_loading
-        start = fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints))
+        start = fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints), Start)
         resumed = start.state.micro_batch_size if start.state else None
         work = training_workload(init, job.trainable, job.batch_size // fabric.num_csx, resumed)
         blank = strict and start.path is not None

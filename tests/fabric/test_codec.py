@@ -1,0 +1,161 @@
+"""Messages between ranks: what comes back, and that nothing else does, whatever the bytes are."""
+
+import dataclasses
+import json
+import pickle
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from headwater.core.errors import CheckpointError, HeadwaterError, RankError
+from headwater.core.precision import Precision
+from headwater.fabric.codec import decode, encode
+from headwater.plan.types import Activations, Plan, Resources
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    number: int
+    where: Path | None
+    kinds: tuple[Activations, ...]
+    by_key: dict[tuple[int, int], torch.Tensor]
+
+
+SAMPLE = Sample(3, Path("/a"), (Activations.KEEP,), {(0, 1): torch.arange(6.0).reshape(2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (None, None),
+        (True, bool),
+        (3, int),
+        (float("inf"), float),
+        ("ü\0", str),
+        (torch.bfloat16, torch.dtype),
+        ((1, "a"), tuple[int, str]),
+        ((), tuple[int, ...]),
+        ([1, 2], Sequence[int]),
+        ({"a": None}, Mapping[str, str | None]),
+        ({"step": 3, "x": [1.5, {"y": None}]}, Any),
+        ("dynamic", float | Literal["dynamic"]),
+        (Precision("bf16"), Precision),
+        (Resources(disk=Path("x")), Resources | None),
+    ],
+)
+def test_what_is_sent_comes_back(value, kind):
+    assert decode(encode(value, kind), kind) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_tensors_come_back_to_the_bit(dtype, shape):
+    value = torch.randn(shape).to(dtype)
+    found = decode(encode(value, torch.Tensor), torch.Tensor)
+    assert found.dtype == dtype and found.shape == value.shape and torch.equal(found, value)
+
+
+def test_an_error_comes_back_as_the_class_of_the_project_that_it_is():
+    class Special(CheckpointError):
+        pass
+
+    kind = HeadwaterError | None
+    found = decode(encode(Special("what", where="here", remedy="do"), kind), kind)
+    assert (type(found), found.what, found.where, found.remedy) == (CheckpointError, "what", "here", "do")
+
+
+class Harmful:
+    ran = False
+
+    def __reduce__(self):
+        return _harm, ()
+
+
+def _harm():
+    Harmful.ran = True
+    return 256
+
+
+@pytest.mark.parametrize("kind", [int, Any, Plan, list[Path], HeadwaterError | None, torch.Tensor])
+def test_a_pickle_is_refused_and_not_run(kind):
+    for message in (pickle.dumps(Harmful()), struct.pack("<I", 9) + pickle.dumps(Harmful())):
+        with pytest.raises(RankError, match="expected a message with"):
+            decode(message, kind)
+    assert not Harmful.ran
+
+
+def raw(plain, *blobs, sizes=None):
+    header = json.dumps([plain, [len(blob) for blob in blobs] if sizes is None else sizes]).encode()
+    return struct.pack("<I", len(header)) + header + b"".join(blobs)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (b"", int),
+        (struct.pack("<I", 1 << 31), int),
+        (raw(True), int),
+        (raw(1, b"more"), int),
+        (raw(1, b"x", sizes=[-1]), int),
+        (raw(1, sizes=[1e300]), int),
+        (raw(1, sizes={}), int),
+        (raw(1) + b"x", int),
+        (struct.pack("<I", 100_000) + b"[" * 100_000, Any),
+        (struct.pack("<I", 9_010) + b"[" + b"1" * 9_004 + b",[]] ", int),
+        (raw("RuntimeError"), HeadwaterError),
+        (raw(["annotations", "a", [1, None], [1, None]]), HeadwaterError),
+        (raw(["__dict__", "a", [1, None], [1, None]]), HeadwaterError),
+        (raw([7, None]), int | None),
+        (raw(["float32", [2], 0], b"1234"), torch.Tensor),
+        (raw(["float32", [-1, -1], 0], b"1234"), torch.Tensor),
+        (raw(["qint8", [4], 0], b"1234"), torch.Tensor),
+        (raw(["float32", [1], 1], b"1234"), torch.Tensor),
+        (raw([["float32", [1], 0], ["float32", [1], 0]], b"1234"), list[torch.Tensor]),
+        (raw([[1, 2], [1, 3]]), dict[int, int]),
+        (raw([[[], 2]]), dict[Any, int]),
+        (raw({"name": "fp8", "loss_scale": [0, 1.0]}), Precision),
+        (raw({"name": "bf16"}), Precision),
+        (raw("burn"), Activations),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_what_is_not_of_the_kind_is_refused(message, kind):
+    with pytest.raises(RankError, match="expected a message with"):
+        decode(message, kind)
+
+
+def test_random_bytes_and_damaged_messages_give_a_value_of_the_kind_or_a_refusal():
+    draw = random.Random(0)
+    whole = encode(SAMPLE, Sample)
+    assert torch.equal(decode(whole, Sample).by_key[0, 1], SAMPLE.by_key[0, 1])
+    refused = 0
+    for _ in range(3000):
+        message = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            change = draw.randrange(3)
+            at = draw.randrange(len(message))
+            if change == 0:
+                message[at] = draw.randrange(256)
+            elif change == 1:
+                del message[at : at + draw.randint(1, 9)]
+            else:
+                message[at:at] = draw.randbytes(draw.randint(1, 9))
+        try:
+            found = decode(message, Sample)
+        except RankError:
+            refused += 1
+        else:
+            assert type(found.number) is int and isinstance(found.where, Path | None)
+            assert all(isinstance(each, Activations) for each in found.kinds)
+    assert refused > 2000
+
+
+def test_a_value_of_another_kind_is_not_sent():
+    for value, kind in ((3.0, int), ("a", int | None), (object(), Any), (SAMPLE, Precision)):
+        with pytest.raises(TypeError):
+            encode(value, kind)
