@@ -45,6 +45,10 @@ class Committed:
     params: Sequence[ParamKey] = ()
 
 
+_SCALARS_BY_KEY = dict[ParamKey, dict[str, torch.Tensor | bool | int | float | str | None] | None]
+"""The type of what ranks tell each other of optimizer scalars."""
+
+
 class WeightStore:
     """Masters and optimizer state of every stage.
 
@@ -453,7 +457,7 @@ class WeightStore:
             for index in range(len(stage.params))
             if self.sharing.is_first_of_mine(stage.index, index)
         }
-        for scalars in self.fabric.gather_objects(mine, dict[ParamKey, Scalars | None]):
+        for scalars in self.fabric.gather_objects(mine, _SCALARS_BY_KEY):
             for (stage, param), value in scalars.items():
                 self._scalars[stage][param] = value
 
