@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Generator
 
 import pytest
 
 from shared_data import SHARED
+
+_SECRET = tempfile.TemporaryDirectory(prefix="headwater-secret-")
+os.environ["HEADWATER_SECRET_FILE"] = f"{_SECRET.name}/ranks.secret"
+"""Ranks that tests start have a secret of their own, and leave that of the user alone."""
 
 _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
 

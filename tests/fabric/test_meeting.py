@@ -1,6 +1,7 @@
 """What a rank says that does not find the others, while it waits and in the end."""
 
 import _thread
+import os
 import signal
 import socket
 import threading
@@ -9,6 +10,8 @@ import pytest
 
 from headwater.core.errors import RankError
 from headwater.fabric import meeting
+
+OWN = meeting.Process("here", os.getpid(), 0)
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def test_who_waits_says_for_what_and_then_gives_up(rank, unused_port, capfd, num
     rank(number, **environment)
     told = told.format(port=unused_port)
     with pytest.raises(RankError, match=r"the ranks do not find each other: after \d s ") as caught:
-        meeting.meet(0.5)
+        meeting.meet(OWN, 0.5)
     assert told in caught.value.what and "MASTER_ADDR" in str(caught.value)
     said = capfd.readouterr().err
     assert f"rank {number} waits, " in said and told in said
@@ -67,7 +70,7 @@ def test_who_waits_can_be_interrupted(rank, hears_interrupts):
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        meeting.meet(100)
+        meeting.meet(OWN, 100)
     timer.join()
 
 
@@ -75,5 +78,5 @@ def test_a_rank_that_is_not_told_where_the_first_is(rank, monkeypatch):
     rank(1)
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(RankError, match="is not told MASTER_PORT") as caught:
-        meeting.meet(1)
+        meeting.meet(OWN, 1)
     assert caught.value.remedy is not None and "torchrun" in caught.value.remedy

@@ -17,7 +17,7 @@ from headwater.config.base import nearest
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
 from headwater.distributed import check_num_csx
-from headwater.fabric.cluster import DEFAULT_TIMEOUT_S
+from headwater.fabric.fabric import DEFAULT_TIMEOUT_S
 from headwater.fabric.membership import current, is_rank
 from headwater.fabric.script import use_ranks
 

@@ -15,13 +15,12 @@ import torch.distributed
 
 from headwater.core.errors import ConfigError, RankError
 from headwater.core.placement import Placement
-from headwater.fabric.codec import decode, encode
-from headwater.fabric.fabric import ALONE, Fabric, Value
-from headwater.fabric.host import HostFabric, Process, gather_messages
+from headwater.fabric.fabric import ALONE, DEFAULT_TIMEOUT_S, Fabric, Value
+from headwater.fabric.host import HostFabric
 from headwater.fabric.link import Link
-from headwater.fabric.meeting import meet
-
-DEFAULT_TIMEOUT_S = 600.0
+from headwater.fabric.meeting import Process, meet
+from headwater.fabric.switchboard import Switchboard
+from headwater.fabric.torch_group import start_group
 
 
 def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
@@ -35,27 +34,27 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabri
         ConfigError: if no rank is left to compute.
         RankError: if the others cannot be reached, or hosts do not have ranks one after the other.
     """
+    patience_s = max(timeout_s, DEFAULT_TIMEOUT_S)  # others plan, and measure the machine for it
+    own = Process(host_name(), os.getpid(), os.memfd_create("headwater"))
+    switchboard, processes = meet(own, patience_s)
+    size = len(processes)
     if not torch.distributed.is_initialized():
-        meet(max(timeout_s, DEFAULT_TIMEOUT_S))  # others plan, and measure the machine for it
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        start_group(switchboard, size, patience_s)
     if num_memx >= size:
         raise ConfigError(
             f"{num_memx} of {size} ranks are to be store ranks, and none is left to compute",
             where="num_memx",
             remedy=f"start {num_memx + 1} ranks or more: as many as num_csx and num_memx together",
         )
-    own = Process(host_name(), os.getpid(), os.memfd_create("headwater"))
-    messages = gather_messages(encode(own, Process), torch.distributed.GroupMember.WORLD)
-    processes: list[Process] = [decode(message, Process) for message in messages]
     names = [process.host for process in processes]
     if len(set(names)) == 1:
-        return HostFabric(processes, rank, timeout_s, num_memx)
+        return HostFabric(switchboard, processes, timeout_s, num_memx)
     if any(a != b and b in names[:i] for i, (a, b) in enumerate(itertools.pairwise(names), 1)):
         raise RankError(
             f"ranks of one host are not numbered one after the other: {', '.join(names)}",
             remedy="start them host by host, as torchrun does; with srun: --distribution=block",
         )
-    return ClusterFabric(processes, rank, timeout_s, num_memx)
+    return ClusterFabric(switchboard, processes, timeout_s, num_memx)
 
 
 def host_name() -> str:
@@ -68,14 +67,16 @@ class ClusterFabric(HostFabric):
     """Ranks on several hosts.
 
     Args:
+        switchboard: of this rank.
         processes: by rank; those of a host follow each other.
-        rank: this one.
         timeout_s: how long another rank may keep this one waiting.
         num_memx: how many of them, the last ones, are store ranks.
     """
 
-    def __init__(self, processes: Sequence[Process], rank: int, timeout_s: float, num_memx: int = 0) -> None:
-        super().__init__(processes, rank, timeout_s, num_memx)
+    def __init__(
+        self, switchboard: Switchboard, processes: Sequence[Process], timeout_s: float, num_memx: int = 0
+    ) -> None:
+        super().__init__(switchboard, processes, timeout_s, num_memx)
         names = list(dict.fromkeys(process.host for process in processes))
         self._leaders = [self.hosts.index(host) for host in range(self.num_hosts)]
         self._names = [_with_ranks(name, self.hosts, host) for host, name in enumerate(names)]
@@ -89,10 +90,10 @@ class ClusterFabric(HostFabric):
         return self._of_host
 
     def connect(self, purpose: str) -> Link | None:
-        group = self._group(self._leaders)
+        mesh = self._mesh(self._leaders)
         if self.local_rank != 0:
             return None
-        link = Link(purpose, group, self._leaders, self._names, self.host, self._note_call)
+        link = Link(purpose, mesh, self._names, self.host, self._note_call)
         self._links.add(link)
         return link
 

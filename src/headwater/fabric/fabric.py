@@ -15,6 +15,9 @@ from headwater.fabric.link import Link
 
 Value = TypeVar("Value")
 
+DEFAULT_TIMEOUT_S = 600.0
+"""How long a rank may keep another waiting if nothing else is said."""
+
 
 class Fabric(abc.ABC):
     """The ranks of a run. Every rank makes the same calls in the same order.

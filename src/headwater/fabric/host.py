@@ -3,61 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 
 from headwater.core.buffers import PAGE_BYTES, round_up
 from headwater.core.errors import HeadwaterError, RankError
 from headwater.core.placement import Placement
 from headwater.fabric.codec import decode, encode
-from headwater.fabric.fabric import Fabric, Value
+from headwater.fabric.fabric import DEFAULT_TIMEOUT_S, Fabric, Value
 from headwater.fabric.link import Link
+from headwater.fabric.meeting import Process
+from headwater.fabric.mesh import Mesh
 from headwater.fabric.parent import is_alive
+from headwater.fabric.switchboard import Switchboard
 
 _LONGEST_PAUSE_S = 1e-3
 _LIVENESS_S = 0.5
 _STORE_TIMEOUT_S = 7 * 24 * 3600.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """A rank's process.
-
-    Attributes:
-        host: name of its host.
-        pid: its number there.
-        file: its descriptor of a file in memory, which the host may share.
-    """
-
-    host: str
-    pid: int
-    file: int
-
-
 class HostFabric(Fabric):
-    """Ranks of one host, processes that `torch.distributed` has started.
+    """Ranks of one host, each of them a process.
 
     What is shared lies in files without names; the system frees each when no process uses it any more.
 
     Args:
+        switchboard: of this rank.
         processes: by rank; those of a host follow each other.
-        rank: this one.
         timeout_s: how long another rank may keep this one waiting.
         num_memx: how many of them, the last ones, are store ranks.
     """
 
-    def __init__(self, processes: Sequence[Process], rank: int, timeout_s: float, num_memx: int = 0) -> None:
+    def __init__(
+        self, switchboard: Switchboard, processes: Sequence[Process], timeout_s: float, num_memx: int = 0
+    ) -> None:
+        self._switchboard, rank = switchboard, switchboard.rank
         names = list(dict.fromkeys(process.host for process in processes))
         self.rank, self.placement = rank, Placement(len(processes) - num_memx, num_memx)
         self.hosts = [names.index(process.host) for process in processes]
@@ -80,18 +68,17 @@ class HostFabric(Fabric):
         self._arrived, self._values = arrived.numpy(), values.view(torch.float64).numpy()
         self._called = called.numpy()  # when the leader last began to speak with other hosts, ns; 0: never
         self._allocations = self._barriers = 0
-        # The default group is more patient: it is there while the first rank does something for all.
-        self._every = self._group(range(self.size))
-        self._computing = self._group(range(self.num_csx)) if self.placement.num_memx else self._every
-        torch.distributed.barrier()  # the file is as long as it is to be, and everybody has it open
+        self._every = self._mesh(range(self.size))
+        self._computing = self._mesh(range(self.num_csx)) if self.placement.num_memx else self._every
+        # It is more patient: others wait in it while the first rank does something for all.
+        self._patient = self._mesh(range(self.size), max(DEFAULT_TIMEOUT_S, self._timeout_s))
+        with self._errors():
+            self._patient.gather(b"")  # the file is as long as it is to be, and everybody has it open
 
-    def _group(self, ranks: Iterable[int]) -> torch.distributed.ProcessGroup:
-        """A process group of its own; all ranks make it, also those that are not among its ranks."""
-        timeout = timedelta(seconds=self._timeout_s)
-        group: torch.distributed.ProcessGroup = torch.distributed.new_group(
-            list(ranks), timeout=timeout, backend="gloo"
-        )
-        return group
+    def _mesh(self, ranks: Sequence[int], timeout_s: float | None = None) -> Mesh:
+        """Connections of some ranks; all make it, also those that are not among them."""
+        purpose = self._switchboard.next_purpose()
+        return Mesh(self._switchboard, ranks, timeout_s or self._timeout_s, purpose)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         size = max(round_up(num_bytes), PAGE_BYTES)
@@ -185,28 +172,35 @@ class HostFabric(Fabric):
         return values
 
     def gather_objects(self, value: Value, kind: Any) -> list[Value]:
+        return self._gather(value, kind, self._every)
+
+    def _gather(self, value: Value, kind: Any, mesh: Mesh) -> list[Value]:
         with self._errors():
-            messages = gather_messages(encode(value, kind), self._every)
+            messages = mesh.gather(encode(value, kind))
         return [decode(message, kind) for message in messages]
 
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
-        own = value.cpu().contiguous()
-        values = [torch.empty_like(own) for _ in range(self.num_csx)]
-        with self._errors():
-            torch.distributed.all_gather(values, own, group=self._computing)
+        values = self._gather(value, torch.Tensor, self._computing)
+        for rank, each in enumerate(values):
+            if each.shape != value.shape or each.dtype != value.dtype:
+                raise RankError(
+                    f"expected a tensor of shape {list(value.shape)} and {value.dtype} from rank {rank}, "
+                    f"got {list(each.shape)} and {each.dtype}",
+                    remedy="let every rank compute the same",
+                )
         return [each.to(value.device) for each in values]
 
     def agree(self, make: Callable[[], Value], kind: Any) -> Value:
         outcome_kind = tuple[list[kind], HeadwaterError | None]
-        outcome: tuple[list[Value], HeadwaterError | None] = ([], None)
+        message = None
         if self.rank == 0:
             try:
-                outcome = ([make()], None)
+                message = encode(([make()], None), outcome_kind)
             except HeadwaterError as error:
-                outcome = ([], error)
-        with self._errors():  # by the patient group: rank 0 may do something for all
-            first, *_ = gather_messages(encode(outcome, outcome_kind), torch.distributed.GroupMember.WORLD)
-        values, failure = decode(first, outcome_kind)
+                message = encode(([], error), outcome_kind)
+        with self._errors():
+            told = self._patient.broadcast(message, 0)
+        values, failure = decode(told, outcome_kind)
         if failure is not None:
             raise failure
         return values[0]  # type: ignore[no-any-return]
@@ -215,7 +209,7 @@ class HostFabric(Fabric):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except OSError as error:
             raise RankError(
                 f"rank {self.rank} cannot reach {self._others()}: {error}",
                 remedy="see what the other ranks say, and why they ended",
@@ -226,17 +220,8 @@ class HostFabric(Fabric):
         return "the others"
 
     def close(self) -> None:
+        for mesh in (self._every, self._computing, self._patient):
+            mesh.close()
+        self._switchboard.close()
         with contextlib.suppress(OSError):
             os.close(self._file)
-
-
-def gather_messages(own: bytes, group: Any) -> list[memoryview]:
-    """Return the message of each rank of a group."""
-    count = torch.distributed.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
-    torch.distributed.all_gather(sizes, torch.tensor([len(own)]), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
-    every = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
-    torch.distributed.all_gather(every, padded, group=group)
-    return [memoryview(each.numpy().data)[: int(size)] for each, size in zip(every, sizes, strict=True)]

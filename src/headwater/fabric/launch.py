@@ -23,12 +23,12 @@ from headwater.core.placement import Placement
 from headwater.core.signals import Handler, handled
 from headwater.fabric.cores import bound_to, check_cores, cores_of_ranks, num_cores
 from headwater.fabric.outcome import Failure, cause, exit_code
-from headwater.fabric.parent import LISTENER, PARENT
+from headwater.fabric.parent import LISTENER, PARENT, RENDEZVOUS
 from headwater.fabric.report import ERROR_FILE, read_report
+from headwater.fabric.secret import SECRET, new_secret
 
 _PROGRAM = "headwater.cli.ranks"
 _NUM_THREADS = "OMP_NUM_THREADS"
-_HOST = "127.0.0.1"
 _WATCH_S = 0.05
 _GRACE_S = 30.0
 
@@ -151,7 +151,10 @@ def _end(ranks: Iterable[_Rank]) -> None:
 def _start(placement: Placement, command: Sequence[str], folder: Path) -> Iterator[_Rank]:
     """Start all, one after the other."""
     threads, cores = num_cores() // placement.num_csx, cores_of_ranks(placement.num_csx) or []
-    with socket.create_server((_HOST, 0), backlog=max(128, placement.size)) as listener:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")  # a name that the system chooses; only this host reaches it
+        listener.listen(max(128, placement.size))
+        secret = new_secret()
         for number in range(placement.size):
             own = {
                 "RANK": number,
@@ -160,8 +163,8 @@ def _start(placement: Placement, command: Sequence[str], folder: Path) -> Iterat
                 "LOCAL_WORLD_SIZE": placement.size,
                 "GROUP_RANK": 0,
                 PARENT: os.getpid(),
-                "MASTER_ADDR": _HOST,
-                "MASTER_PORT": listener.getsockname()[1],
+                RENDEZVOUS: listener.getsockname().hex(),
+                SECRET: secret,
                 ERROR_FILE: folder / f"rank_{number}",
             }
             if placement.size > 1 and _NUM_THREADS not in os.environ:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed
-from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, irecv, isend
 
 from headwater.core.errors import RankError
+from headwater.fabric.codec import decode, encode
+from headwater.fabric.mesh import Mesh
 
 PIECE_BYTES = 4 << 20
-"""What is sent at once, at most: larger messages and much smaller ones are slower over TCP."""
+"""What is best sent at once: several of them overlap with what is done to each."""
 
 
 class Link:
@@ -22,8 +22,7 @@ class Link:
 
     Args:
         purpose: what it is for; for messages.
-        group: their process group.
-        leaders: the rank of each host's leader.
+        mesh: the leaders of all hosts.
         names: of the hosts.
         host: this one.
         note_call: is called whenever a call begins; it ends within the timeout of the group.
@@ -32,27 +31,24 @@ class Link:
     def __init__(
         self,
         purpose: str,
-        group: ProcessGroup,
-        leaders: Sequence[int],
+        mesh: Mesh,
         names: Sequence[str],
         host: int,
         note_call: Callable[[], None],
     ) -> None:
         self.host = host
-        self.num_hosts = len(leaders)
+        self.num_hosts = mesh.size
         self._purpose = purpose
-        self._group: ProcessGroup | None = group
-        self._leaders = leaders
+        self._mesh = mesh
         self._names = names
         self._note_call = note_call
         self._others = [other for other in range(self.num_hosts) if other != host]
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """The values [n] of every host, [hosts, n]."""
-        every = torch.empty(self.num_hosts, *values.shape, dtype=values.dtype)
         with self._calling(*self._others):
-            torch.distributed.all_gather(list(every), values.contiguous(), group=self._group)
-        return every
+            messages = self._mesh.gather(encode(values, torch.Tensor))
+        return torch.stack([decode(message, torch.Tensor) for message in messages])
 
     def exchange(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         """Send each host what is for it, and receive what each has for this one, all at once.
@@ -69,50 +65,40 @@ class Link:
         Receiving is prepared before sending: over TCP only then both directions are as fast as one.
         """
         others = self._others
-        operations = [self._operation(irecv, piece, host) for host in others for piece in _pieces(into[host])]
-        operations += [self._operation(isend, piece, host) for host in others for piece in _pieces(out[host])]
-        with self._calling(*self._others):
-            works = batch_isend_irecv(operations) if operations else []
+        with self._calling(*others):
+            wait = self._mesh.start(
+                {host: [out[host]] for host in others}, {host: [into[host]] for host in others}
+            )
 
         def finish() -> None:
-            with self._calling(*self._others):
-                for work in works:
-                    work.wait()
+            with self._calling(*others):
+                wait()
 
         return finish
-
-    def _operation(self, kind: Callable[..., object], data: torch.Tensor, host: int) -> P2POp:
-        return P2POp(kind, data, self._leaders[host], self._group)
 
     def send(self, data: torch.Tensor, host: int) -> None:
         """Send a contiguous tensor to a host, which calls `receive`."""
         with self._calling(host):
-            torch.distributed.send(data, self._leaders[host], group=self._group)
+            self._mesh.start({host: [data]}, {})()
 
     def receive(self, data: torch.Tensor, host: int) -> None:
         """Fill a contiguous tensor with what a host sends."""
         with self._calling(host):
-            torch.distributed.recv(data, self._leaders[host], group=self._group)
+            self._mesh.start({}, {host: [data]})()
 
     def close(self) -> None:
         """Give back the connections."""
-        group, self._group = self._group, None
-        if group is not None:
-            torch.distributed.destroy_process_group(group)
+        self._mesh.close()
 
     @contextmanager
     def _calling(self, *hosts: int) -> Iterator[None]:
         self._note_call()
         try:
             yield
-        except RuntimeError as error:
+        except OSError as error:
             others = " or ".join(self._names[host] for host in hosts)
             raise RankError(
                 f"host {self._names[self.host]} cannot reach {others} for {self._purpose}: {error}",
                 remedy="see whether the hosts run and reach each other; "
                 "the run goes on from its last complete checkpoint",
             ) from error
-
-
-def _pieces(data: torch.Tensor) -> Sequence[torch.Tensor]:
-    return data.split(PIECE_BYTES) if data.numel() else ()

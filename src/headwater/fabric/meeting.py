@@ -1,95 +1,275 @@
-"""How the ranks that a launcher has started find each other: all come to where the first one listens.
+"""Rendezvous: every rank connects to the first one, which tells all of them where the others are.
 
-Whoever waits asks again and again, so that it can be interrupted, and says what it waits for. Left alone,
-`torch.distributed` waits as long, says nothing that names a rank, and hears no Ctrl-C.
+[Note: rendezvous of ranks]
+Rank 0 listens, and accepts only ranks that know the secret of the run. The launcher of one host gives it a
+socket that only this host reaches. Otherwise it listens at the address that the environment names
+(MASTER_ADDR, MASTER_PORT). Where `torchrun` has a store of `torch.distributed` at that address, rank 0 listens
+at a port of its own and writes it to the store. The store is not trusted: who answers must know the secret.
+
+A rank that waits asks again and again, so that it can be interrupted, and says what it waits for.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
+from contextlib import ExitStack
 from datetime import timedelta
+from typing import Any, final
 
 import psutil
 import torch.distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # of the documents, not of its stubs
 
-from headwater.core.errors import RankError
-from headwater.fabric.parent import LISTENER
+from headwater.core.errors import HeadwaterError, RankError
+from headwater.fabric.codec import decode, encode
+from headwater.fabric.connection import Connection
+from headwater.fabric.parent import LISTENER, RENDEZVOUS
+from headwater.fabric.secret import take_secret
+from headwater.fabric.switchboard import Address, Switchboard, call, listen_at, listen_on_host
 
-_POLL_S = 0.1
+_POLL_S = 0.05
 _SAY_AFTER_S = 10.0
 _SHORT_S = 30.0
-"""For what should take no time: a name to be found, and an answer of a rank that listens."""
+"""For what should take no time: a name to be found, and an answer of a store."""
 
+_PURPOSE = "rendezvous"
+_BACKLOG = 1024
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def meet(timeout_s: float) -> None:
-    """Start `torch.distributed` for the ranks that the environment tells of.
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A rank's process.
+
+    Attributes:
+        host: name of its host.
+        pid: its number there.
+        file: its descriptor of a file in memory, which the host may share.
+    """
+
+    host: str
+    pid: int
+    file: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hello:
+    """What a rank tells the first one, and the first one all.
+
+    Attributes:
+        size: how many ranks there are, as it was told.
+        process: its process.
+        address: where it listens.
+    """
+
+    size: int
+    process: Process
+    address: Address
+
+
+_Table = tuple[list[_Hello], HeadwaterError | None]
+
+
+def meet(own: Process, timeout_s: float) -> tuple[Switchboard, list[Process]]:
+    """Find the other ranks that the environment tells of.
 
     Args:
-        timeout_s: how long to wait for all of them, and later for an answer of one.
+        own: this process.
+        timeout_s: how long to wait for all of them.
+
+    Returns:
+        The connections of this rank, and the process of each rank.
 
     Raises:
-        RankError: if they do not find each other.
+        RankError: if they do not find each other, or somebody answers who is no rank.
     """
-    _Meeting(os.environ, timeout_s).begin()
+    found = _Meeting(os.environ, own, timeout_s).begin()
     os.environ.pop(LISTENER, None)
+    return found
 
 
+@final
 class _Meeting:
     """The first steps of one rank.
 
     Args:
-        environment: the variables of `torch.distributed`.
+        environment: the variables of `torch.distributed`; the secret is taken out of it.
+        own: this process.
         timeout_s: how long to wait for all.
     """
 
-    def __init__(self, environment: Mapping[str, str], timeout_s: float) -> None:
-        absent = [name for name in _VARIABLES if not environment.get(name)]
-        if absent:
-            raise RankError(
-                f"this process is one of several ranks, and is not told {', '.join(absent)}",
-                where="environment",
-                remedy=f"start ranks with torchrun or srun, or set {', '.join(_VARIABLES)} for each",
-            )
-        self._rank, self._size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        self._address, self._port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        # Under torchrun the launcher of the first host listens for its ranks.
-        self._listens = self._rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._listener = int(environment[LISTENER]) if LISTENER in environment else None
+    def __init__(self, environment: MutableMapping[str, str], own: Process, timeout_s: float) -> None:
+        self._environment = environment
+        self._process = own
+        self._store: Any = None
+        self._given = environment.get(RENDEZVOUS)
+        if torch.distributed.is_initialized():
+            self._rank, self._size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            self._store = torch.distributed.distributed_c10d._get_default_store()
+        else:
+            names = _VARIABLES[:2] if self._given else _VARIABLES
+            absent = [name for name in names if not environment.get(name)]
+            if absent:
+                raise RankError(
+                    f"this process is one of several ranks, and is not told {', '.join(absent)}",
+                    where="environment",
+                    remedy=f"start ranks with torchrun or srun, or set {', '.join(_VARIABLES)} for each",
+                )
+            self._rank, self._size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        self._host = environment.get("MASTER_ADDR", "127.0.0.1")
+        self._port = int(environment.get("MASTER_PORT", "0"))
+        self._place = "this host" if self._given else f"{self._host}:{self._port}"
+        self._key = f"headwater rank 0, start {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._says = environment.get("LOCAL_RANK", "0") == "0"  # once for each host
         self._timeout_s = timeout_s
+        self._secret = take_secret(environment)
 
-    def begin(self) -> None:
-        """Meet the others, and start `torch.distributed` with them."""
-        self._wait(self._find_name, _SHORT_S)
-        _choose_interface(self._address)
-        if not self._listens:
-            self._wait(self._reach, self._timeout_s)
+    def begin(self) -> tuple[Switchboard, list[Process]]:
+        """Meet the others."""
         try:
-            store = TCPStore(
-                self._address,
-                self._port,
-                is_master=self._listens,
-                timeout=timedelta(seconds=min(_SHORT_S, self._timeout_s)),
-                wait_for_workers=False,
-                master_listen_fd=self._listener,
-                multi_tenant=True,
-            )
-            store.set(_name(self._rank), "here")
-            self._wait(lambda: self._count(store), self._timeout_s)
-            timeout = timedelta(seconds=self._timeout_s)
-            store.set_timeout(timeout)
-            torch.distributed.init_process_group(
-                "gloo", store=store, rank=self._rank, world_size=self._size, timeout=timeout
-            )
-        except RuntimeError as error:
-            raise self._failure(str(error)) from error
+            if not self._given:
+                self._wait(self._find_name, _SHORT_S)
+                if self._store is None and self._environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                    self._store = self._agent_store()
+            board, table = self._lead() if self._rank == 0 else self._follow()
+        except (OSError, RuntimeError) as error:
+            raise self._failure(getattr(error, "strerror", None) or str(error)) from error
+        return board, [hello.process for hello in table]
+
+    def _agent_store(self) -> TCPStore:
+        """The store of the launcher of the first host, under `torchrun`."""
+        timeout = timedelta(seconds=min(_SHORT_S, self._timeout_s))
+        return TCPStore(self._host, self._port, timeout=timeout, wait_for_workers=False)
+
+    # the first rank
+
+    def _lead(self) -> tuple[Switchboard, list[_Hello]]:
+        board = Switchboard(0, self._secret, self._listener())
+        if self._store is not None:
+            self._store.set(self._key, json.dumps(board.address))
+        with ExitStack() as on_failure:
+            on_failure.callback(board.close)
+            hellos = self._answer(board)
+            on_failure.pop_all()
+        return board, hellos
+
+    def _answer(self, board: Switchboard) -> list[_Hello]:
+        """Wait for all others, and tell each of them where the others are."""
+        others = range(1, self._size)
+        self._wait(lambda: self._missing(board), self._timeout_s)
+        connections = [board.take(_PURPOSE, other, self._timeout_s) for other in others]
+        hellos = [self._hello(board.address)]
+        for connection in connections:
+            assert connection is not None, "nobody else takes it"
+            hellos.append(decode(connection.receive_message(), _Hello))
+        failure = _check(hellos)
+        for connection in connections:
+            assert connection is not None, "nobody else takes it"
+            connection.send_message(encode((hellos, failure), _Table)).result()
+        if failure is not None:
+            raise failure
+        board.learn([hello.address for hello in hellos])
+        return hellos
+
+    def _listener(self) -> socket.socket:
+        if self._given:
+            return socket.socket(fileno=int(self._environment[LISTENER]))
+        if self._store is not None:
+            return listen_at(self._own_address(), 0, _BACKLOG)
+        return listen_at(self._address_to_listen_at(), self._port, _BACKLOG)
+
+    def _address_to_listen_at(self) -> str:
+        """The named address; all, if it is a name that leads this host to itself and others to this host."""
+        found = str(socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0][4][0])
+        is_name = self._host not in (found, "localhost")
+        return "" if is_name and found.startswith("127.") else found
+
+    def _missing(self, board: Switchboard) -> str | None:
+        absent = board.missing(_PURPOSE, range(1, self._size))
+        if not absent:
+            return None
+        refused = "" if board.last_refused is None else f"; {board.last_refused}"
+        return f"of {self._size} ranks these have not come: {', '.join(map(str, absent))}{refused}"
+
+    # the others
+
+    def _follow(self) -> tuple[Switchboard, list[_Hello]]:
+        found: list[tuple[Address, Connection]] = []
+        self._wait(lambda: self._reach(found), self._timeout_s)
+        address, connection = found[0]
+        own = connection.own_address
+        if own is None:
+            listener = listen_on_host(_BACKLOG)
+        else:
+            listener = listen_at(self._interface() or own, 0, _BACKLOG)
+        board = Switchboard(self._rank, self._secret, listener)
+        with ExitStack() as on_failure:
+            on_failure.callback(board.close)
+            table = self._ask(connection, board)
+            on_failure.pop_all()
+        board.learn([address, *(hello.address for hello in table[1:])])  # rank 0 is where it was found
+        return board, table
+
+    def _ask(self, connection: Connection, board: Switchboard) -> list[_Hello]:
+        """Tell the first rank where this one is, and return what it says of all."""
+        connection.send_message(encode(self._hello(board.address), _Hello)).result()
+        waiting = f"rank 0 at {self._place} has not heard of all {self._size} ranks"
+        self._wait(lambda: None if connection.has_message(0) else waiting, self._timeout_s)
+        table, failure = decode(connection.receive_message(), _Table)
+        connection.close()
+        if failure is not None:
+            raise failure
+        return list(table)
+
+    def _reach(self, found: list[tuple[Address, Connection]]) -> str | None:
+        """Connect to the first rank; why not, if it does not succeed."""
+        address: Address = (self._host, self._port)
+        try:
+            if self._given:
+                address = self._given
+            elif self._store is not None:
+                if not self._store.check([self._key]):
+                    return "rank 0 has not said where it listens"
+                address = _parse(self._store.get(self._key))
+            within_s = min(_SHORT_S, self._timeout_s)
+            found.append((address, call(address, self._secret, _PURPOSE, self._rank, 0, within_s)))
+        except OSError as error:
+            return f"rank 0 cannot be reached at {self._place}: {error.strerror or error}"
+        return None
+
+    # all
+
+    def _hello(self, address: Address) -> _Hello:
+        return _Hello(self._size, self._process, address)
+
+    def _own_address(self) -> str:
+        """The address by which this host reaches the first one."""
+        family, _, _, _, place = socket.getaddrinfo(self._host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing: it asks for the route
+            return self._interface() or str(probe.getsockname()[0])
+
+    def _interface(self) -> str | None:
+        """The address of the interface that the user names, if any."""
+        name = self._environment.get(_INTERFACE)
+        for each in psutil.net_if_addrs().get(name, []) if name else []:
+            if each.family == socket.AF_INET:
+                return str(each.address)
+        return None
+
+    def _find_name(self) -> str | None:
+        try:
+            socket.getaddrinfo(self._host, self._port)
+        except socket.gaierror as error:
+            return f"nobody knows the host of rank 0, {self._host!r}: {error.strerror}"
+        return None
 
     def _wait(self, missing: Callable[[], str | None], timeout_s: float) -> None:
         """Return when nothing is missing any more."""
@@ -104,50 +284,44 @@ class _Meeting:
                 said = True
             time.sleep(_POLL_S)
 
-    def _find_name(self) -> str | None:
-        try:
-            socket.getaddrinfo(self._address, self._port)
-        except socket.gaierror as error:
-            return f"nobody knows the host of rank 0, {self._address!r}: {error.strerror}"
-        return None
-
-    def _reach(self) -> str | None:
-        try:
-            socket.create_connection((self._address, self._port), timeout=_SAY_AFTER_S).close()
-        except OSError as error:
-            return f"rank 0 cannot be reached at {self._address}:{self._port}: {error.strerror or error}"
-        return None
-
-    def _count(self, store: TCPStore) -> str | None:
-        if store.check([_name(rank) for rank in range(self._size)]):
-            return None
-        absent = [str(rank) for rank in range(self._size) if not store.check([_name(rank)])]
-        return f"of {self._size} ranks these have not come: {', '.join(absent)}"
-
     def _failure(self, what: str) -> RankError:
         return RankError(
             f"the ranks do not find each other: {what}",
-            where=f"{self._address}:{self._port}",
+            where=self._place,
             remedy="see whether all were started, whether address and port of the first host (MASTER_ADDR, "
-            "MASTER_PORT) are right and free, and whether GLOO_SOCKET_IFNAME names the network of the hosts",
+            f"MASTER_PORT) are right and free, and whether {_INTERFACE} names the network of the hosts",
         )
 
 
-def _name(rank: int) -> str:
-    """By which a rank says that it is here."""
-    return f"headwater rank {rank}"
+def _check(hellos: list[_Hello]) -> RankError | None:
+    """Return what is wrong with the ranks that have come."""
+    for rank, hello in enumerate(hellos):
+        if hello.size != len(hellos):
+            return RankError(
+                f"rank {rank} was started as one of {hello.size} ranks, and rank 0 as one of {len(hellos)}",
+                remedy="start all with the same WORLD_SIZE",
+            )
+        is_local = not isinstance(hello.address, str) and hello.address[0].startswith("127.")
+        if rank and is_local and any(_machine(other) != _machine(hello) for other in hellos):
+            return RankError(
+                f"rank {rank} on {hello.process.host} listens at {hello.address[0]}, where only its own host "
+                "reaches it",
+                remedy=f"set {_INTERFACE} to the network of the hosts, or MASTER_ADDR to an address there",
+            )
+    return None
 
 
-def _choose_interface(address: str) -> None:
-    """Let gloo use the network by which the first rank is reached, not the one of this host's name."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # sends nothing: it asks for the route
-        except OSError:
-            return
-        own = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == own for each in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+def _machine(hello: _Hello) -> str:
+    """Return the name of a rank's machine, of which a launcher may have made several hosts."""
+    return hello.process.host.partition(" ")[0]
+
+
+def _parse(text: bytes) -> Address:
+    """Return the address that stands in a store; what is none leads nowhere."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if isinstance(found, list) and len(found) == 2 and isinstance(found[0], str) and type(found[1]) is int:
+        return found[0], found[1]
+    raise OSError(f"what stands in the store is no address: {text[:80]!r}")

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 import torch.distributed
 
 from headwater.fabric import slurm
-from headwater.fabric.cluster import DEFAULT_TIMEOUT_S, join_ranks
-from headwater.fabric.fabric import ALONE, Fabric
+from headwater.fabric.cluster import join_ranks
+from headwater.fabric.fabric import ALONE, DEFAULT_TIMEOUT_S, Fabric
 from headwater.fabric.parent import end_with_parent
 from headwater.fabric.report import ERROR_FILE
 

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 from headwater.fabric.report import ERROR_FILE
+from headwater.fabric.secret import SECRET
 
 PARENT = "HEADWATER_PARENT"
 """Environment variable: the launcher that has started this process as a rank, or the rank that started it."""
@@ -15,9 +16,12 @@ PARENT = "HEADWATER_PARENT"
 LISTENER = "HEADWATER_LISTENER"
 """Environment variable: the open file at which rank 0 listens for the others, who may be there before it."""
 
+RENDEZVOUS = "HEADWATER_RENDEZVOUS"
+"""Environment variable: where the others reach rank 0 on this host."""
+
 _OF_RANKS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *(PARENT, LISTENER, ERROR_FILE),
+    *(PARENT, LISTENER, RENDEZVOUS, SECRET, ERROR_FILE),
 )
 _PR_SET_PDEATHSIG = 1
 

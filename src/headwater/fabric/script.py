@@ -27,9 +27,9 @@ from headwater.core.errors import ConfigError, RankError
 from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.placement import Placement
 from headwater.fabric.alike import check_alike, digest, program
-from headwater.fabric.cluster import DEFAULT_TIMEOUT_S, host_name
+from headwater.fabric.cluster import host_name
 from headwater.fabric.cores import check_cores
-from headwater.fabric.fabric import Fabric
+from headwater.fabric.fabric import DEFAULT_TIMEOUT_S, Fabric
 from headwater.fabric.launch import become_launcher
 from headwater.fabric.membership import current, is_rank, join
 from headwater.fabric.parent import PARENT, find_parent

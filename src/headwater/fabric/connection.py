@@ -1,0 +1,201 @@
+"""A connection to one other rank, which knows the secret: messages with a code, and bulk data as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import queue
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import final
+
+from headwater.core.errors import RankError
+from headwater.fabric.handshake import Keys
+
+_LENGTH = struct.Struct("<Q")
+_CODE_BYTES = 32
+_MAX_MESSAGE_BYTES = 1 << 36
+_SMALL_BYTES = 32 << 10
+"""What fits into the system's buffer of a connection is sent by the caller's thread."""
+
+
+@final
+class Connection:
+    """Sends to one other rank and receives from it, each in the order of the calls.
+
+    A call that fails leaves the connection useless: the other end cannot know how much has come.
+
+    Args:
+        connection: its socket.
+        keys: of the handshake.
+        peer: the other rank; for messages.
+        timeout_s: how long the other end may do nothing while this one waits for it.
+    """
+
+    def __init__(self, connection: socket.socket, keys: Keys, peer: int, timeout_s: float) -> None:
+        self._socket = connection
+        self._keys = keys
+        self._peer = peer
+        self._timeout_s = timeout_s
+        self._num_sent = self._num_received = 0
+        connection.settimeout(None)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        patience = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) + 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+        self._out, self._in = _Lane(f"to rank {peer}"), _Lane(f"from rank {peer}")
+
+    def send(self, data: memoryview) -> Future[None]:
+        """Begin to send bytes; they must not change before it is done."""
+        if self._out.is_idle and len(data) <= _SMALL_BYTES:
+            try:
+                data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                return _failed(self._lost(error))
+        return self._out.submit(lambda: self._send(data)) if len(data) else _done()
+
+    def receive(self, into: memoryview) -> Future[None]:
+        """Begin to fill `into`."""
+        return self._in.submit(lambda: self._receive(into))
+
+    def send_message(self, message: bytes) -> Future[None]:
+        """Begin to send a message."""
+        length = _LENGTH.pack(len(message))
+        code = _code(self._keys.sending, self._num_sent, length, message)
+        self._num_sent += 1
+        return self.send(memoryview(b"".join([length, code, message])))
+
+    def receive_message(self) -> bytearray:
+        """Return the next message of the other end; nothing else may be receiving.
+
+        Raises:
+            RankError: if it is not what the other end has sent.
+        """
+        header = bytearray(_LENGTH.size + _CODE_BYTES)
+        self._receive(memoryview(header))
+        length, code = header[: _LENGTH.size], header[_LENGTH.size :]
+        (count,) = _LENGTH.unpack(length)
+        if count > _MAX_MESSAGE_BYTES:
+            raise self._damaged()
+        message = bytearray(count)
+        self._receive(memoryview(message))
+        if not hmac.compare_digest(code, _code(self._keys.receiving, self._num_received, length, message)):
+            raise self._damaged()
+        self._num_received += 1
+        return message
+
+    @property
+    def own_address(self) -> str | None:
+        """The network address of this end; `None` for a connection within the host."""
+        return None if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
+
+    def has_message(self, within_s: float) -> bool:
+        """True if something has come, or the other end is gone; waits some seconds for it."""
+        return bool(select.select([self._socket], [], [], within_s)[0])
+
+    def close(self) -> None:
+        """End the connection, and whatever waits for the other end."""
+        with contextlib.suppress(OSError):  # the other end has done so
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._out.close()
+        self._in.close()
+        self._socket.close()
+
+    def _send(self, data: memoryview) -> None:
+        try:
+            while len(data):
+                data = data[self._socket.send(data) :]
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _receive(self, into: memoryview) -> None:
+        try:
+            while len(into):
+                count = self._socket.recv_into(into, 0, socket.MSG_WAITALL)
+                if not count:
+                    raise ConnectionResetError
+                into = into[count:]
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> OSError:
+        if isinstance(error, BlockingIOError):  # SO_RCVTIMEO, SO_SNDTIMEO
+            return TimeoutError(f"rank {self._peer} does not answer: timed out after {self._timeout_s:.0f} s")
+        if isinstance(error, ConnectionError):
+            return ConnectionError(f"rank {self._peer} has closed the connection")
+        return OSError(f"the connection to rank {self._peer} is lost: {error.strerror or error}")
+
+    def _damaged(self) -> RankError:
+        return RankError(
+            f"a message of rank {self._peer} is not what the rank has sent",
+            remedy="see who else has access to the network of the hosts, and whether it damages data",
+        )
+
+
+def _code(key: bytes, number: int, length: bytes | bytearray, message: bytes | bytearray) -> bytes:
+    code = hmac.new(key, _LENGTH.pack(number) + length, "sha256")
+    code.update(message)
+    return code.digest()
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _failed(error: OSError) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
+
+
+@final
+class _Lane:
+    """Jobs one after the other, in a thread that is there from the first on; it does not keep the process.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        self._last: Future[None] | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True if every job is done."""
+        return self._last is None or self._last.done()
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Do a job after those that were submitted before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._last = future
+        self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the jobs that it has."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            job, future = entry
+            try:
+                job()
+            except OSError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)

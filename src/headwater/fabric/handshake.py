@@ -1,0 +1,130 @@
+"""How two ranks show each other, on a connection that anybody may have made, that they know the secret.
+
+The one that connects sends its rank, the rank that it wants and a random number. The other answers with a
+random number and a code over all of that, which only the secret gives. The first answers with another such
+code. So neither sends anything else before it knows the other, no part of it can be used a second time, and
+the secret is never sent. A stranger can send 112 bytes at most; they are compared and not interpreted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+
+_MAGIC = b"HWRANK1\n"
+_HELLO = struct.Struct("<8s32sII32s")
+_NONCE_BYTES = _CODE_BYTES = 32
+_ACCEPTED = b"\x01"
+
+
+class StrangerError(Exception):
+    """The other end does not know the secret, or is no rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The keys of one connection.
+
+    Attributes:
+        sending: authenticates what this end sends.
+        receiving: authenticates what it receives.
+    """
+
+    sending: bytes
+    receiving: bytes
+
+
+def introduce(
+    connection: socket.socket, secret: bytes, purpose: str, own: int, other: int, within_s: float
+) -> Keys:
+    """Be the end that has connected.
+
+    Args:
+        connection: to the other end.
+        secret: of the ranks.
+        purpose: of the connection.
+        own: this rank.
+        other: the rank that is wanted.
+        within_s: how long it may take.
+
+    Raises:
+        StrangerError: if the other end does not know the secret.
+        OSError: if it does not answer.
+    """
+    end = time.monotonic() + within_s
+    hello = _HELLO.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES), own, other, _digest(purpose))
+    _send(connection, hello, end)
+    answer = _receive(connection, _NONCE_BYTES + _CODE_BYTES, end)
+    said = hello + answer[:_NONCE_BYTES]
+    if not hmac.compare_digest(_code(secret, b"accepts", said), answer[_NONCE_BYTES:]):
+        raise StrangerError(f"who answers for rank {other} does not know the secret of this rank")
+    _send(connection, _code(secret, b"connects", said), end)
+    if _receive(connection, 1, end) != _ACCEPTED:
+        raise StrangerError(f"rank {other} does not accept this rank")
+    return Keys(_code(secret, b"out", said), _code(secret, b"in", said))
+
+
+def examine(connection: socket.socket, secret: bytes, own: int, within_s: float) -> tuple[Keys, int, bytes]:
+    """Be the end to which somebody has connected.
+
+    Returns:
+        The keys, which rank it is, and the digest of its purpose; see `purpose_digest`.
+
+    Raises:
+        StrangerError: if it does not know the secret, or wants another rank.
+        OSError: if it says too little in that time.
+    """
+    end = time.monotonic() + within_s
+    hello = _receive(connection, _HELLO.size, end)
+    magic, _, other, wanted, purpose = _HELLO.unpack(hello)
+    if magic != _MAGIC:
+        raise StrangerError("it does not speak as a rank")
+    said = hello + secrets.token_bytes(_NONCE_BYTES)
+    _send(connection, said[_HELLO.size :] + _code(secret, b"accepts", said), end)
+    if not hmac.compare_digest(_code(secret, b"connects", said), _receive(connection, _CODE_BYTES, end)):
+        raise StrangerError("it does not know the secret of this rank")
+    if wanted != own:
+        raise StrangerError(f"rank {other} looks for rank {wanted}, and this is rank {own}")
+    _send(connection, _ACCEPTED, end)
+    return Keys(_code(secret, b"in", said), _code(secret, b"out", said)), other, purpose
+
+
+def purpose_digest(purpose: str) -> bytes:
+    """Return what a hello says of the purpose of a connection."""
+    return _digest(purpose)
+
+
+def _digest(purpose: str) -> bytes:
+    return hashlib.sha256(purpose.encode()).digest()
+
+
+def _code(secret: bytes, role: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret, role + b"\0" + said, "sha256")
+
+
+def _send(connection: socket.socket, data: bytes, end: float) -> None:
+    connection.settimeout(_left(end))
+    connection.sendall(data)
+
+
+def _receive(connection: socket.socket, count: int, end: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        connection.settimeout(_left(end))
+        new = connection.recv(count - len(data))
+        if not new:
+            raise ConnectionError("the other end has closed the connection")
+        data += new
+    return data
+
+
+def _left(end: float) -> float:
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the other end says too little")
+    return left

@@ -1,0 +1,101 @@
+"""Ranks that speak with each other for one purpose: every two of them have a connection of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import final
+
+import torch
+
+from headwater.fabric.connection import Connection
+from headwater.fabric.switchboard import Switchboard
+
+
+@final
+class Mesh:
+    """Some of the ranks. All of them make the same calls in the same order, one after the other.
+
+    Connections are made when they are first used. What fails raises `OSError`, or `RankError` for what is not
+    from a rank.
+
+    Args:
+        switchboard: of this rank.
+        ranks: who belongs to it.
+        timeout_s: how long one may keep another waiting.
+        purpose: a name that no other mesh has.
+    """
+
+    def __init__(
+        self, switchboard: Switchboard, ranks: Sequence[int], timeout_s: float, purpose: str
+    ) -> None:
+        self.size = len(ranks)
+        self.own = list(ranks).index(switchboard.rank) if switchboard.rank in ranks else None
+        self.timeout_s = timeout_s
+        self._switchboard = switchboard
+        self._ranks = list(ranks)
+        self._purpose = purpose
+        self._connections: dict[int, Connection] = {}
+
+    def gather(self, message: bytes) -> list[bytes | bytearray]:
+        """Return the message of each."""
+        return self.exchange([message] * self.size)
+
+    def exchange(self, messages: Sequence[bytes]) -> list[bytes | bytearray]:
+        """Send each its message, and return what each has for this one."""
+        others = self._others()
+        sending = [self._to(other).send_message(messages[other]) for other in others]
+        received: list[bytes | bytearray] = [messages[index] for index in range(self.size)]
+        for other in others:
+            received[other] = self._to(other).receive_message()
+        _finish(sending)
+        return received
+
+    def broadcast(self, message: bytes | None, source: int) -> bytes | bytearray:
+        """Return the message of one of them."""
+        if self.own != source:
+            return self._to(source).receive_message()
+        assert message is not None, "who sends has a message"
+        _finish([self._to(other).send_message(message) for other in self._others()])
+        return message
+
+    def start(
+        self, out: Mapping[int, Sequence[torch.Tensor]], into: Mapping[int, Sequence[torch.Tensor]]
+    ) -> Callable[[], None]:
+        """Begin to send and receive contiguous tensors of known sizes; what is returned waits for the end.
+
+        Args:
+            out: what is for each of the others.
+            into: what each of them sends.
+        """
+        receiving = [
+            self._to(other).receive(_bytes(each)) for other, pieces in into.items() for each in pieces
+        ]
+        sending = [self._to(other).send(_bytes(each)) for other, pieces in out.items() for each in pieces]
+        return lambda: _finish([*receiving, *sending])
+
+    def close(self) -> None:
+        """End the connections, and whatever waits for the others."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _others(self) -> list[int]:
+        assert self.own is not None, "only a rank that belongs to it asks"
+        return [other for other in range(self.size) if other != self.own]
+
+    def _to(self, other: int) -> Connection:
+        if other not in self._connections:
+            self._connections[other] = self._switchboard.connect(
+                self._purpose, self._ranks[other], self.timeout_s
+            )
+        return self._connections[other]
+
+
+def _finish(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
+        future.result()
+
+
+def _bytes(data: torch.Tensor) -> memoryview:
+    return memoryview(data.detach().reshape(-1).view(torch.uint8).numpy().data)

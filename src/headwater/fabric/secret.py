@@ -1,0 +1,103 @@
+"""The secret of a run's ranks: who does not know it is no rank. Nothing here imports torch.
+
+The launcher of ranks on one host makes one for each run. Ranks that `torchrun`, `srun` or somebody's script
+starts find it in a variable, or in a file that only their user can read, which the first one makes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from headwater.core.errors import RankError
+
+SECRET = "HEADWATER_SECRET"
+"""Environment variable: the secret itself. It is taken out of the environment when it is read."""
+
+SECRET_FILE = "HEADWATER_SECRET_FILE"
+"""Environment variable: the file with the secret, where it is not the usual one."""
+
+_MIN_BYTES, _MAX_BYTES = 16, 4096
+
+
+def new_secret() -> str:
+    """Return a secret that nobody can guess."""
+    return secrets.token_hex(32)
+
+
+def take_secret(environment: MutableMapping[str, str]) -> bytes:
+    """Return the secret of this process's ranks.
+
+    Args:
+        environment: of the process.
+
+    Raises:
+        RankError: if there is none, or others can read it.
+    """
+    text = environment.pop(SECRET, None)
+    if text is not None:
+        return _checked(text.encode(), where=f"environment variable {SECRET}")
+    named = environment.get(SECRET_FILE)
+    path = Path(named).expanduser() if named else _usual_file(environment)
+    try:
+        _create(path)
+        return _read(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        raise RankError(
+            f"the secret of the ranks cannot be read: {getattr(error, 'strerror', None) or error}",
+            where=str(path),
+            remedy=f"set {SECRET_FILE} to a file that all ranks read, or {SECRET} to a text for all",
+        ) from error
+
+
+def _usual_file(environment: MutableMapping[str, str]) -> Path:
+    root = environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config"
+    return Path(root) / "headwater" / "ranks.secret"
+
+
+def _create(path: Path) -> None:
+    """Make the file unless it is there. Of several processes that do so at once, one succeeds."""
+    if path.exists():
+        return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(file, new_secret().encode())
+        os.fsync(file)
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    finally:
+        os.close(file)
+        partial.unlink()
+
+
+def _read(path: Path) -> bytes:
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise RankError(
+                f"expected a file of this user (uid {os.geteuid()}) with mode 600, "
+                f"got uid {found.st_uid} and mode {stat.S_IMODE(found.st_mode):o}",
+                where=str(path),
+                remedy=f"chmod 600 the file, or delete it, or set {SECRET_FILE}",
+            )
+        return _checked(os.read(file, _MAX_BYTES + 1), where=str(path))
+    finally:
+        os.close(file)
+
+
+def _checked(text: bytes, *, where: str) -> bytes:
+    text = text.strip()
+    if not _MIN_BYTES <= len(text) <= _MAX_BYTES:
+        raise RankError(
+            f"expected a secret of {_MIN_BYTES} to {_MAX_BYTES} bytes, got {len(text)}",
+            where=where,
+            remedy="write the output of: openssl rand -hex 32",
+        )
+    return text

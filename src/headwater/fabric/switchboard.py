@@ -1,0 +1,226 @@
+"""Where the connections of a rank come from: it listens, and looks at everybody who comes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from headwater.core.errors import RankError
+from headwater.fabric.connection import Connection
+from headwater.fabric.handshake import Keys, StrangerError, examine, introduce, purpose_digest
+
+Address = str | tuple[str, int]
+"""The hexadecimal name of a socket in the abstract namespace of a host, or a network address and a port."""
+
+_HANDSHAKE_S = 10.0
+_POLL_S = 0.1
+_MAX_STRANGERS = 64
+"""How many may be looked at at once; others are sent away, and may come again."""
+
+
+def listen_on_host(backlog: int) -> socket.socket:
+    """Return a socket that processes of this host alone can reach, under a name that the system chooses."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen(backlog)
+    return listener
+
+
+def listen_at(address: str, port: int, backlog: int) -> socket.socket:
+    """Return a socket that listens at one network address."""
+    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def address_of(listener: socket.socket) -> Address:
+    """Return where a socket listens."""
+    name = listener.getsockname()
+    return name.hex() if listener.family == socket.AF_UNIX else (name[0], name[1])
+
+
+def _dial(address: Address, timeout_s: float) -> socket.socket:
+    if isinstance(address, str):
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect(bytes.fromhex(address))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    return socket.create_connection(address, timeout_s)
+
+
+def call(address: Address, secret: bytes, purpose: str, own: int, other: int, timeout_s: float) -> Connection:
+    """Return a connection to a rank that listens at an address.
+
+    Raises:
+        OSError: if it does not answer.
+        RankError: if it does not know the secret.
+    """
+    within_s = min(timeout_s, _HANDSHAKE_S)
+    connection = _dial(address, within_s)
+    try:
+        keys = introduce(connection, secret, purpose, own, other, within_s)
+    except (StrangerError, OSError) as error:
+        connection.close()
+        if isinstance(error, StrangerError):
+            raise _refusal(str(error), address) from error
+        raise
+    return Connection(connection, keys, other, timeout_s)
+
+
+@final
+class Switchboard:
+    """The end of every connection of one rank.
+
+    Args:
+        rank: this one.
+        secret: of the ranks.
+        listener: where the others reach this one; it is the switchboard's from now on.
+    """
+
+    def __init__(self, rank: int, secret: bytes, listener: socket.socket) -> None:
+        self.rank = rank
+        self.address = address_of(listener)
+        self._secret = secret
+        self._listener = listener
+        self._addresses: Sequence[Address] = ()
+        self._changed = threading.Condition()
+        self._arrived: dict[tuple[bytes, int], tuple[socket.socket, Keys]] = {}
+        self._strangers = threading.Semaphore(_MAX_STRANGERS)
+        self._refused: str | None = None
+        self._num_purposes = 0
+        threading.Thread(target=self._listen, name="connections", daemon=True).start()
+
+    def learn(self, addresses: Sequence[Address]) -> None:
+        """Note where each rank listens."""
+        self._addresses = addresses
+
+    def next_purpose(self) -> str:
+        """Return a name for connections; the n-th call gives all ranks the same."""
+        self._num_purposes += 1
+        return f"group {self._num_purposes}"
+
+    def connect(self, purpose: str, other: int, timeout_s: float) -> Connection:
+        """Return the connection to another rank for a purpose; that rank asks for it too.
+
+        Raises:
+            OSError: if it does not come, or cannot be reached.
+            RankError: if a stranger answers.
+        """
+        if other < self.rank:
+            return call(self._addresses[other], self._secret, purpose, self.rank, other, timeout_s)
+        end = time.monotonic() + timeout_s
+        while (connection := self.take(purpose, other, timeout_s)) is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"rank {other} does not connect: timed out after {timeout_s:.0f} s")
+            self.wait(_POLL_S)
+        return connection
+
+    def take(self, purpose: str, other: int, timeout_s: float) -> Connection | None:
+        """Return the connection that a rank has made for a purpose; `None` if it has not come yet."""
+        with self._changed:
+            found = self._arrived.pop((purpose_digest(purpose), other), None)
+        return None if found is None else Connection(*found, other, timeout_s)
+
+    def missing(self, purpose: str, others: Iterable[int]) -> list[int]:
+        """Return the ranks that have made no connection for a purpose yet."""
+        with self._changed:
+            return [other for other in others if (purpose_digest(purpose), other) not in self._arrived]
+
+    def wait(self, seconds: float) -> None:
+        """Return when a rank has connected, or after some seconds."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    @property
+    def last_refused(self) -> str | None:
+        """Why somebody was sent away, if anybody was."""
+        return self._refused
+
+    def close(self) -> None:
+        """Listen no more."""
+        with contextlib.suppress(OSError):  # not on every system
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._changed:
+            for connection, _ in self._arrived.values():
+                connection.close()
+            self._arrived.clear()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except ConnectionError:
+                continue
+            except OSError as error:
+                if self._listener.fileno() < 0 or error.errno in _CLOSED:
+                    return
+                time.sleep(_POLL_S)  # no descriptors are left for now, say
+                continue
+            if not _is_same_user(connection) or not self._strangers.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        try:
+            keys, other, purpose = examine(connection, self._secret, self.rank, _HANDSHAKE_S)
+        except (StrangerError, OSError) as error:
+            self._refused = f"a connection from {_name(connection)} was refused: {error}"
+            connection.close()
+            return
+        finally:
+            self._strangers.release()
+        with self._changed:
+            before = self._arrived.pop((purpose, other), None)
+            self._arrived[purpose, other] = connection, keys
+            self._changed.notify_all()
+        if before is not None:  # the rank has tried again
+            before[0].close()
+
+
+def _refusal(what: str, address: Address) -> RankError:
+    """Return the error of a rank that meets a stranger."""
+    return RankError(
+        what,
+        where=address if isinstance(address, str) else f"{address[0]}:{address[1]}",
+        remedy="start all ranks with the same secret: HEADWATER_SECRET, or the file HEADWATER_SECRET_FILE, "
+        "or ~/.config/headwater/ranks.secret on every host (docs/security.md)",
+    )
+
+
+_CLOSED = {errno.EBADF, errno.EINVAL}
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    """False for a process of another user of this host; of a network connection nobody knows."""
+    if connection.family != socket.AF_UNIX:
+        return True
+    _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.geteuid())
+
+
+def _name(connection: socket.socket) -> str:
+    try:
+        name = connection.getpeername()
+    except OSError:
+        return "somebody who is gone"
+    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a process of this host"

@@ -1,0 +1,238 @@
+"""The ranks as a process group of `torch.distributed`, for metrics and scripts that use one.
+
+Its collectives use the connections of `headwater.fabric.mesh`, so they too need the secret of the run. Each
+is a plain exchange between all, which is fast enough for metrics. Weights and gradients do not come this way.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn, final
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from headwater.core.errors import RankError
+from headwater.fabric.codec import decode, encode
+from headwater.fabric.mesh import Mesh
+from headwater.fabric.switchboard import Switchboard
+
+BACKEND = "headwater"
+_Group: Any = torch.distributed.ProcessGroup
+_Work: Any = torch.distributed.Work
+_Store: Any = torch._C._distributed_c10d.Store
+
+_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": operator.add,
+    "AVG": operator.add,
+    "PRODUCT": operator.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": operator.and_,
+    "BOR": operator.or_,
+    "BXOR": operator.xor,
+}
+
+
+def start_group(switchboard: Switchboard, size: int, timeout_s: float) -> None:
+    """Make the ranks the default group of `torch.distributed`."""
+
+    def make(options: Any, _: object) -> RankGroup:
+        ranks = options.global_ranks_in_group or range(size)
+        mesh = Mesh(switchboard, ranks, options.timeout.total_seconds(), f"torch {options.group_id}")
+        return RankGroup(mesh, options.group_rank, options.group_size)
+
+    torch.distributed.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu", "cuda"])
+    torch.distributed.init_process_group(
+        BACKEND,
+        store=_NoStore(),
+        rank=switchboard.rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+@final
+class RankGroup(_Group):  # type: ignore[misc]  # torch's own class, which its stubs describe otherwise
+    """A process group whose processes are ranks of this run.
+
+    Args:
+        mesh: their connections.
+        rank: this one's number within the group.
+        size: how many it has.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._mesh = mesh
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def barrier(self, opts: object = None) -> _Done:
+        self._mesh.gather(b"")
+        return _Done()
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None) -> _Done:
+        for into, own in zip(outputs, inputs, strict=True):
+            _fill(into, self._gather(own))
+        return _Done()
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: object = None) -> _Done:
+        _fill(list(output.view(self.size(), *own.shape)), self._gather(own))
+        return _Done()
+
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
+    ) -> _Done:
+        for into, every in zip(zip(*outputs, strict=True), map(self._gather, inputs), strict=True):
+            _fill(into, every)
+        return _Done()
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> _Done:
+        for tensor in tensors:
+            tensor.copy_(_reduce(self._gather(tensor), opts.reduceOp))
+        return _Done()
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> _Done:
+        for tensor in tensors:
+            reduced = _reduce(self._gather(tensor), opts.reduceOp)
+            if self.rank() == opts.rootRank:
+                tensor.copy_(reduced)
+        return _Done()
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> _Done:
+        leads = self.rank() == opts.rootRank
+        for tensor in tensors:
+            message = self._mesh.broadcast(encode(tensor, Tensor) if leads else None, opts.rootRank)
+            if not leads:
+                _fill([tensor], [decode(message, Tensor)])
+        return _Done()
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Done:
+        for index, own in enumerate(inputs):
+            every = self._exchange([own if to == opts.rootRank else None for to in range(self.size())])
+            if self.rank() == opts.rootRank:
+                _fill(outputs[index], every)
+        return _Done()
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> _Done:
+        leads = self.rank() == opts.rootRank
+        for index, output in enumerate(outputs):
+            _fill([output], [self._exchange(inputs[index] if leads else [None] * self.size())[opts.rootRank]])
+        return _Done()
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> _Done:
+        for output, own in zip(outputs, inputs, strict=True):
+            output.copy_(_reduce(self._all_to_all(own), opts.reduceOp))
+        return _Done()
+
+    def reduce_scatter_single(self, output: Tensor, own: Tensor, opts: Any) -> _Done:
+        pieces = list(own.view(self.size(), *output.shape))
+        return self.reduce_scatter([output], [pieces], opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None) -> _Done:
+        _fill(outputs, self._all_to_all(inputs))
+        return _Done()
+
+    def all_to_all_single(
+        self, output: Tensor, own: Tensor, out_splits: list[int], in_splits: list[int], opts: object = None
+    ) -> _Done:
+        pieces = own.split(in_splits or len(own) // self.size())
+        return self.alltoall(list(output.split(out_splits or len(output) // self.size())), list(pieces), opts)
+
+    # what releases of torch before 2.13 call them
+    _allgather_base, _reduce_scatter_base, alltoall_base = (
+        all_gather_single,
+        reduce_scatter_single,
+        all_to_all_single,
+    )
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> _Done:
+        data = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        return _Done(self._mesh.start({to: data}, {}))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Done:
+        data = [torch.empty_like(tensor, device="cpu").contiguous() for tensor in tensors]
+        finish = self._mesh.start({}, {source: data})
+
+        def fill() -> None:
+            finish()
+            _fill(tensors, data)
+
+        return _Done(fill)
+
+    def shutdown(self) -> None:
+        self._mesh.close()
+
+    abort = shutdown
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        return [decode(each, Tensor) for each in self._mesh.gather(encode(own, Tensor))]
+
+    def _exchange(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+        messages = [encode(each, Tensor | None) for each in tensors]
+        return [decode(each, Tensor | None) for each in self._mesh.exchange(messages)]
+
+    def _all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        received: list[Tensor] = self._exchange(tensors)
+        return received
+
+
+@final
+class _Done(_Work):  # type: ignore[misc]  # torch's own class
+    """What an operation gives back: it is over when `finish` returns."""
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._finish = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._finish is None
+
+
+@final
+class _NoStore(_Store):  # type: ignore[misc]  # torch's own class
+    """In place of a store: processes of a group of another backend would look for each other in it."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise RankError(
+            "a process group of another backend cannot find the ranks of this run",
+            remedy=f"make groups with the backend {BACKEND!r}, which is the default",
+        )
+
+    set = get = add = wait = check = compare_set = delete_key = num_keys = set_timeout = _refuse
+
+
+def _reduce(every: Sequence[Tensor], operation: Any) -> Tensor:
+    """Reduce the tensors of all ranks, in their order: so all get the same bits."""
+    name = str(operation).rpartition(".")[2]
+    if name not in _REDUCE:
+        raise RankError(f"ranks do not reduce by {name}", remedy=f"use one of {', '.join(_REDUCE)}")
+    if every[0].dtype == torch.bool and name == "SUM":
+        return functools.reduce(operator.or_, every)
+    reduced = functools.reduce(_REDUCE[name], every)
+    return reduced / len(every) if name == "AVG" else reduced
+
+
+def _fill(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    for target, tensor in zip(into, tensors, strict=True):
+        if target.shape != tensor.shape or target.dtype != tensor.dtype:
+            raise RankError(
+                f"expected a tensor of shape {list(target.shape)} and {target.dtype} from another rank, "
+                f"got {list(tensor.shape)} and {tensor.dtype}",
+                remedy="give every rank tensors of the same shapes and dtypes",
+            )
+        target.copy_(tensor)
