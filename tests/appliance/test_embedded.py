@@ -276,3 +276,25 @@ def test_a_database_that_is_none_is_named(folder):
     folder.database.write_text("not a database, but long enough to be taken for one" * 20)
     with pytest.raises(QueueError, match="not a database"):
         Database(folder)
+
+
+@pytest.mark.parametrize("size", [1, 5000], ids=["small", "several pages"])
+def test_the_environment_of_a_job_that_is_over_is_in_no_file_of_the_queue(
+    submit, queue, supervisor, folder, size
+):
+    supervisor()  # it and the test keep connections: the log of the database stays
+    secret = "open sesame " * size
+    name = submit("true", environment={**os.environ, "SECRET": secret}).name
+    assert queue.wait(name, 120).phase == Phase.SUCCEEDED
+    waiting = submit("true", environment={"SECRET": secret}, num_csx=4).name
+    queue.cancel(waiting)
+    queue.wait(waiting, 120)
+    left = {path.name: b"open sesame" in path.read_bytes() for path in folder.path.glob("queue.sqlite*")}
+    assert left.keys() >= {"queue.sqlite", "queue.sqlite-wal"} and not any(left.values()), left
+
+
+def test_the_log_of_the_supervisor_is_private(submit, queue, supervisor, folder):
+    folder.supervisor_log.touch(mode=0o644)
+    folder.supervisor_log.chmod(0o644)
+    queue.wait(submit("true").name, 120)
+    assert folder.supervisor_log.stat().st_mode & 0o777 == 0o600

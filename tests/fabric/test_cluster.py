@@ -1,6 +1,8 @@
 """What the ranks of a host say when another host does not answer: who is missing."""
 
 import multiprocessing
+import os
+import signal
 import threading
 import time
 
@@ -61,3 +63,24 @@ def test_values_of_all_ranks_are_waited_for_as_long_as_anything():
         missed.set()
 
     run_ranks(ask, hosts=2, timeout_s=TIMEOUT_S)
+
+
+def test_who_waits_for_a_rank_that_is_stopped_says_so():
+    """A process that SIGSTOP has stopped does not answer, and is not gone either."""
+
+    def wait(fabric):
+        if fabric.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 lets it go on
+            return None
+        stopped = fabric._neighbours[1].pid
+        told = []
+        for ask in (lambda: fabric.gather(1.0), lambda: fabric.gather_objects(1, int)):
+            with pytest.raises(RankError) as caught:
+                ask()
+            told.append(caught.value.what.replace(str(stopped), "N"))
+        os.kill(stopped, signal.SIGCONT)
+        return told
+
+    first, second = run_ranks(wait, timeout_s=1)[0]
+    assert first == "rank 0 has waited 1 s for a number of every rank: rank 1 (process N) is stopped"
+    assert ": timed out after 1 s: rank 1 (process N) is stopped" in second

@@ -11,8 +11,8 @@ MISSED = {"kind": "RankError", "what": "rank 1 is gone", "where": None, "remedy"
 DATA = {"kind": "DataError", "what": "a file is damaged", "where": "x.h5", "remedy": None}
 
 
-def failure(rank, code, told=None, time_s=0.0):
-    return Failure(rank, f"process {100 + rank}", code, told or {}, time_s)
+def failure(rank, code, told=None, time_s=0.0, was_killed=False):
+    return Failure(rank, f"process {100 + rank}", code, told or {}, time_s, was_killed)
 
 
 def test_an_error_comes_before_those_that_miss_its_rank_whatever_the_clocks_of_their_hosts_say():
@@ -32,6 +32,17 @@ def test_what_the_launcher_has_ended_comes_last():
     assert exit_code([ended], passed_on=[signal.SIGTERM]) == 143
     with pytest.raises(RankError, match="was ended by SIGTERM"):
         exit_code([ended])
+
+
+def test_a_rank_that_the_launcher_had_to_kill_is_not_the_cause(capsys):
+    killed = failure(1, -signal.SIGKILL, time_s=1.0, was_killed=True)
+    with pytest.raises(RankError, match="rank 1 is gone"):
+        exit_code([killed, failure(0, 1, {**MISSED, "time_s": 3.0})])
+    assert capsys.readouterr().err == "rank 1 (process 101) did not end and was killed\n"
+    with pytest.raises(RankError, match=r"rank 1 .* was ended by SIGKILL"):
+        exit_code([failure(1, -signal.SIGKILL), failure(0, 1, {**MISSED, "time_s": 3.0})])
+    with pytest.raises(DataError):
+        exit_code([failure(1, -signal.SIGKILL, DATA, was_killed=True), failure(0, 1, MISSED)])
 
 
 def test_who_has_asked_to_stop_is_not_told_which_rank_stopped_first_but_what_went_wrong():

@@ -68,6 +68,7 @@ class Database:
 
     def __init__(self, folder: QueueFolder) -> None:
         self.folder = folder
+        self._forgets = False
         with _errors(folder.database):
             self._connection = _connect(folder.database)
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
@@ -96,9 +97,14 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing of what is done inside; no other process changes anything meanwhile."""
-        with _errors(self.folder.database), self._connection:  # which commits, or rolls back on any error
-            self._connection.execute("BEGIN IMMEDIATE")
-            yield
+        with _errors(self.folder.database):
+            with self._connection:  # which commits, or rolls back on any error
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield
+            if self._forgets:
+                self._forgets = False
+                # Otherwise the log would hold what was overwritten until it is used again.
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     @property
     def changes(self) -> int:
@@ -126,12 +132,13 @@ class Database:
     def finish(
         self, number: int, phase: Phase, reason: str | None, exit_code: int | None = None, *, now: float
     ) -> None:
-        """Record that a job is over, free its CSXs and forget its environment; inside of a transaction."""
+        """Record that a job is over, free its CSXs and erase its environment; inside of a transaction."""
         changes = "phase = ?, reason = ?, exit_code = ?, ended = ?, environment = '{}'"
         changes += ", slots = CASE WHEN started IS NULL THEN '[]' ELSE slots END"  # it never had them
         values = (phase, reason, exit_code, now, number)
         self.execute(f"UPDATE jobs SET {changes} WHERE id = ?", values)
         self.execute("DELETE FROM leases WHERE job = ?", (number,))
+        self._forgets = True
 
     def job(self, row: sqlite3.Row) -> Job:
         """The job of a row of the table of jobs."""
@@ -204,6 +211,7 @@ def unknown_job(name: str) -> QueueError:
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_TIMEOUT_S, isolation_level=None)
     connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten with zeros
     return connection
 
 

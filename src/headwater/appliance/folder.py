@@ -56,6 +56,12 @@ class QueueFolder:
     def supervisor_log(self) -> Path:
         return self.path / "supervisor.log"
 
+    def open_supervisor_log(self) -> int:
+        """Return the supervisor's log, open to append; other users may not read it."""
+        log = os.open(self.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.fchmod(log, 0o600)  # an earlier version may have made it readable for all
+        return log
+
     def job_folder(self, job: str) -> Path:
         """Where the log of a job goes that has no model_dir."""
         return self.path / "logs" / job

@@ -211,7 +211,7 @@ class Supervisor:
                     if number in self._numbers(Phase.INITIALIZING):
                         self._database.finish(number, Phase.FAILED, reason, now=time.time())
                 continue
-            with folder.supervisor_log.open("ab") as log:
+            with os.fdopen(folder.open_supervisor_log(), "ab") as log:
                 self._wrappers[number] = subprocess.Popen(
                     [sys.executable, "-P", "-m", "headwater.appliance.wrapper", folder.path, str(number)],
                     cwd="/",
@@ -263,7 +263,7 @@ def ensure_supervisor(folder: QueueFolder) -> None:
 def _start_in_background(folder: QueueFolder) -> int:
     """Its process number. It has nothing of the job that may have asked for it."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADWATER_")}
-    log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = folder.open_supervisor_log()
     try:
         return os.posix_spawn(
             sys.executable,

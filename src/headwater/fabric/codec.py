@@ -129,9 +129,9 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _write_plain(value: Any, kind: Any, blobs: list[bytes]) -> Any:
-    if type(value) not in _PLAIN[kind]:
+    if not isinstance(value, _PLAIN[kind]) or (isinstance(value, bool) and kind is not bool):
         raise _wrong(value, kind)
-    return value
+    return str(value) if kind is str else value
 
 
 def _read_plain(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:

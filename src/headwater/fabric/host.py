@@ -22,7 +22,7 @@ from headwater.fabric.fabric import DEFAULT_TIMEOUT_S, Fabric, Value
 from headwater.fabric.link import Link
 from headwater.fabric.meeting import Process
 from headwater.fabric.mesh import Mesh
-from headwater.fabric.parent import is_alive
+from headwater.fabric.parent import is_alive, is_stopped
 from headwater.fabric.switchboard import Switchboard
 
 _LONGEST_PAUSE_S = 1e-3
@@ -116,9 +116,19 @@ class HostFabric(Fabric):
                 self._check_alive(what)
                 if now - self._patient_from(start) > self._timeout_s:
                     raise RankError(
-                        f"rank {self.rank} has waited {now - start:.0f} s for {what}",
+                        f"rank {self.rank} has waited {now - start:.0f} s for {what}{self._stopped()}",
                         remedy="see what the other ranks are doing; the last complete checkpoint is intact",
                     )
+
+    def _stopped(self) -> str:
+        """Return which ranks of the host do not run, for messages."""
+        first = self.rank - self.local_rank
+        stopped = [
+            f"rank {rank} (process {process.pid}) is stopped"
+            for rank, process in enumerate(self._neighbours, start=first)
+            if is_stopped(process.pid)
+        ]
+        return ": " + ", ".join(stopped) if stopped else ""
 
     def _patient_from(self, start: float) -> float:
         """From when on the timeout counts for something that is waited for since `start`.
@@ -211,7 +221,7 @@ class HostFabric(Fabric):
             yield
         except OSError as error:
             raise RankError(
-                f"rank {self.rank} cannot reach {self._others()}: {error}",
+                f"rank {self.rank} cannot reach {self._others()}: {error}{self._stopped()}",
                 remedy="see what the other ranks say, and why they ended",
             ) from error
 

@@ -11,11 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 from headwater.core.errors import RankError
@@ -112,12 +110,14 @@ class _Rank:
         process: its process.
         report: where it tells what has ended it; see `read_report`.
         num_told: how many of the signals it has got.
+        was_killed: it did not end when it was asked to.
     """
 
     number: int
     process: subprocess.Popen[bytes]
-    report: Path
+    report: str
     num_told: int = 0
+    was_killed: bool = False
 
 
 def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> list[Failure]:
@@ -129,14 +129,13 @@ def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> 
     ranks: list[_Rank] = []
     with ExitStack() as at_end:
         try:
-            folder = at_end.enter_context(tempfile.TemporaryDirectory(prefix="headwater-ranks-"))
             at_end.callback(_end, ranks)
-            for rank in _start(placement, command, Path(folder)):
+            for rank in _start(placement, command, at_end):
                 ranks.append(rank)
         except OSError as error:
             raise RankError(
                 f"rank {len(ranks)} cannot be started: {error.strerror}",
-                remedy="see whether there is room for its process, and in the folder of temporary files",
+                remedy="see whether there is room for its process, and for a file in memory",
             ) from error
         return _watch(ranks, heard)
 
@@ -148,14 +147,23 @@ def _end(ranks: Iterable[_Rank]) -> None:
         rank.process.wait()
 
 
-def _start(placement: Placement, command: Sequence[str], folder: Path) -> Iterator[_Rank]:
-    """Start all, one after the other."""
+def _start(placement: Placement, command: Sequence[str], at_end: ExitStack) -> Iterator[_Rank]:
+    """Start all, one after the other.
+
+    Args:
+        placement: how many.
+        command: what they run.
+        at_end: closes the files of their reports. These have no names: nothing of them stays, whatever ends.
+    """
     threads, cores = num_cores() // placement.num_csx, cores_of_ranks(placement.num_csx) or []
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")  # a name that the system chooses; only this host reaches it
         listener.listen(max(128, placement.size))
         secret = new_secret()
         for number in range(placement.size):
+            file = os.memfd_create("headwater-report")
+            at_end.callback(os.close, file)
+            report = f"/proc/{os.getpid()}/fd/{file}"
             own = {
                 "RANK": number,
                 "LOCAL_RANK": number,
@@ -165,7 +173,7 @@ def _start(placement: Placement, command: Sequence[str], folder: Path) -> Iterat
                 PARENT: os.getpid(),
                 RENDEZVOUS: listener.getsockname().hex(),
                 SECRET: secret,
-                ERROR_FILE: folder / f"rank_{number}",
+                ERROR_FILE: report,
             }
             if placement.size > 1 and _NUM_THREADS not in os.environ:
                 own[_NUM_THREADS] = threads
@@ -178,7 +186,7 @@ def _start(placement: Placement, command: Sequence[str], folder: Path) -> Iterat
                     pass_fds=[listener.fileno()] if number == 0 else (),
                     start_new_session=True,
                 )
-            yield _Rank(number, process, folder / f"rank_{number}")
+            yield _Rank(number, process, report)
 
 
 def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
@@ -206,6 +214,7 @@ def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
         failures += failed
         if time.monotonic() > end:
             for rank in pending:
+                rank.was_killed = True
                 rank.process.kill()
         if pending:
             time.sleep(_WATCH_S)
@@ -215,5 +224,7 @@ def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
 def _failure(rank: _Rank) -> Failure | None:
     """How a rank that has ended has failed, if it has."""
     code = rank.process.returncode
+    if not code:
+        return None
     place = f"process {rank.process.pid}"
-    return Failure(rank.number, place, code, read_report(str(rank.report)), time.time()) if code else None
+    return Failure(rank.number, place, code, read_report(rank.report), time.time(), rank.was_killed)

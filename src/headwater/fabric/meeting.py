@@ -2,9 +2,9 @@
 
 [Note: rendezvous of ranks]
 Rank 0 listens, and accepts only ranks that know the secret of the run. The launcher of one host gives it a
-socket that only this host reaches. Otherwise it listens at the address that the environment names
-(MASTER_ADDR, MASTER_PORT). Where `torchrun` has a store of `torch.distributed` at that address, rank 0 listens
-at a port of its own and writes it to the store. The store is not trusted: who answers must know the secret.
+socket that only this host reaches. Otherwise it listens at the address that MASTER_ADDR and MASTER_PORT name.
+Where `torchrun` has a store of `torch.distributed` at that address, rank 0 listens at a port of its own and
+writes it to the store. The store is not trusted: the process that answers must know the secret.
 
 A rank that waits asks again and again, so that it can be interrupted, and says what it waits for.
 """

@@ -23,6 +23,7 @@ class Failure:
         exit_code: of its process; negative: the signal that ended it; `None`: it is gone with its process.
         told: what it has told its launcher; see `read_report`.
         time_s: when it ended, as far as its launcher knows.
+        was_killed: the launcher has killed it, as it did not end when it was asked to.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class Failure:
     exit_code: int | None
     told: dict[str, Any]
     time_s: float
+    was_killed: bool = False
 
     @property
     def may_pass(self) -> bool:
@@ -41,6 +43,8 @@ class Failure:
     def order(self, passed_on: Collection[int]) -> tuple[int, float]:
         """The least is the cause. Clocks of several hosts differ, so time alone does not tell."""
         time_s = self.told.get("time_s", self.time_s)
+        if self.was_killed and not self.told:
+            return 3, time_s
         if self.told.get("kind") == RankError.__name__:
             return 2, time_s  # it misses another rank
         if not self.told and self.exit_code == -signal.SIGTERM:
@@ -63,7 +67,11 @@ def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> i
     Raises:
         HeadwaterError: what the first one has met.
     """
+    failures = list(failures)
     first = cause(failures, passed_on)
+    for each in failures:
+        if each.was_killed:
+            print(f"rank {each.rank} ({each.place}) did not end and was killed", file=sys.stderr)
     if "traceback" in first.told:
         print(f"rank {first.rank} has failed:\n{first.told['traceback']}", end="", file=sys.stderr)
         return 1

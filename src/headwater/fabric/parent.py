@@ -50,8 +50,16 @@ def find_parent() -> None:
 
 def is_alive(process: int) -> bool:
     """Whether a process of this host runs; one that has ended and is not yet waited for does not."""
+    return _state(process) not in (None, b"Z", b"X")
+
+
+def is_stopped(process: int) -> bool:
+    """Return whether a process of this host was stopped by a signal or a debugger."""
+    return _state(process) in (b"T", b"t")
+
+
+def _state(process: int) -> bytes | None:
     try:
-        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
-        return state not in (b"Z", b"X")
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except OSError:
-        return False
+        return None
