@@ -12,7 +12,14 @@ from headwater.fabric.cluster import join_ranks
 TIMEOUT_S = 200
 
 
-def run_ranks(function, count=2, hosts=1, num_memx=0, timeout_s=TIMEOUT_S / 2):
+def free_port():
+    """A port of this machine at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(function, count=2, hosts=1, num_memx=0, timeout_s=TIMEOUT_S / 2, port=None):
     """What `function(fabric)` gives on each rank.
 
     Args:
@@ -21,14 +28,13 @@ def run_ranks(function, count=2, hosts=1, num_memx=0, timeout_s=TIMEOUT_S / 2):
         hosts: among how many they believe to be divided.
         num_memx: how many of them, the last ones, are store ranks.
         timeout_s: how long one may keep another waiting.
+        port: at which the first listens.
 
     Raises:
         AssertionError: with the traceback of a rank that has failed.
     """
     context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = port or free_port()
     channels = [context.Pipe(duplex=False) for _ in range(count)]
     ranks = [
         context.Process(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, final
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from headwater.core.errors import RankError
 from headwater.fabric.codec import decode, encode
@@ -26,15 +27,15 @@ _Group: Any = torch.distributed.ProcessGroup
 _Work: Any = torch.distributed.Work
 _Store: Any = torch._C._distributed_c10d.Store
 
-_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "SUM": operator.add,
-    "AVG": operator.add,
-    "PRODUCT": operator.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": operator.and_,
-    "BOR": operator.or_,
-    "BXOR": operator.xor,
+_REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.SUM: operator.add,
+    ReduceOp.AVG: operator.add,
+    ReduceOp.PRODUCT: operator.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: operator.and_,
+    ReduceOp.BOR: operator.or_,
+    ReduceOp.BXOR: operator.xor,
 }
 
 
@@ -218,13 +219,12 @@ class _NoStore(_Store):  # type: ignore[misc]  # torch's own class
 
 def _reduce(every: Sequence[Tensor], operation: Any) -> Tensor:
     """Reduce the tensors of all ranks, in their order: so all get the same bits."""
-    name = str(operation).rpartition(".")[2]
-    if name not in _REDUCE:
-        raise RankError(f"ranks do not reduce by {name}", remedy=f"use one of {', '.join(_REDUCE)}")
-    if every[0].dtype == torch.bool and name == "SUM":
-        return functools.reduce(operator.or_, every)
-    reduced = functools.reduce(_REDUCE[name], every)
-    return reduced / len(every) if name == "AVG" else reduced
+    pair = next((function for kind, function in _REDUCE.items() if operation == kind), None)
+    if pair is None:
+        names = ", ".join(kind.name for kind in _REDUCE)
+        raise RankError("expected another operation to reduce by", remedy=f"use one of {names}")
+    reduced = functools.reduce(pair, every)
+    return reduced / len(every) if operation == ReduceOp.AVG else reduced
 
 
 def _fill(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:

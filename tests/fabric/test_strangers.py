@@ -1,0 +1,377 @@
+"""Other users of the machine who would be a rank: none of what they send is run, and the ranks still meet."""
+
+import contextlib
+import encodings.idna  # noqa: F401  another user cannot read it any more where root has Python
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tests.rank_processes import free_port, run_ranks
+
+from headwater.core.errors import RankError
+from headwater.core.placement import Placement
+from headwater.fabric import cluster, meeting, secret
+from headwater.fabric.connection import Connection
+from headwater.fabric.handshake import Keys, StrangerError, examine, introduce, purpose_digest
+from headwater.fabric.launch import launch
+from headwater.fabric.switchboard import Switchboard, call, listen_at, listen_on_host
+
+MALLORY = 23457
+FORK = multiprocessing.get_context("fork")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
+
+
+class Harmful:
+    """Unpickled, it writes a file with the user's number."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return exec, (f"import os; open({self.path!r}, 'w').write(str(os.getuid()))",)
+
+
+@contextlib.contextmanager
+def mallory(attack, *arguments):
+    """Another user, who attacks until the context ends; gives what was seen."""
+
+    def run():
+        os.setgroups([])
+        os.setgid(MALLORY)
+        os.setuid(MALLORY)
+        while True:
+            try:
+                seen.put(attack(*arguments))
+            except OSError:
+                time.sleep(0.002)
+
+    seen = FORK.SimpleQueue()
+    process = FORK.Process(target=run, daemon=True)
+    process.start()
+    try:
+        yield seen
+    finally:
+        process.kill()
+        process.join()
+
+
+def pretend(connect, messages):
+    """Says the hello of rank 1 without the secret, then all messages; gives what comes back."""
+    with connect() as stranger:
+        stranger.settimeout(5)
+        hello = struct.pack("<8s32sII32s", b"HWRANK1\n", bytes(32), 1, 0, purpose_digest("rendezvous"))
+        answer = b""
+        try:
+            stranger.sendall(hello)
+            answer = stranger.recv(100)
+            for message in messages:
+                stranger.sendall(message)
+            return answer, stranger.recv(100)
+        except ConnectionError:
+            return answer, b""
+
+
+def add_up(fabric):
+    """What needs every rank."""
+    every = fabric.gather_tensors(torch.full((3,), float(fabric.rank)))
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    return [*torch.stack(every).sum(0).tolist(), total.item(), *fabric.gather_objects(fabric.rank, int)]
+
+
+@needs_root
+def test_another_user_is_no_rank_and_runs_nothing_where_ranks_meet_at_a_port(tmp_path):
+    port, harm = free_port(), tmp_path / "harm"
+    pickled = pickle.dumps(Harmful(str(harm)))
+    messages = [bytes(32), struct.pack("<Q", len(pickled)) + bytes(32) + pickled]
+    with (
+        mallory(pretend, lambda: socket.create_connection(("127.0.0.1", port)), messages) as first,
+        mallory(pretend, lambda: socket.create_connection(("127.0.0.1", port)), [pickled * 100]) as second,
+    ):
+        results = run_ranks(add_up, port=port)
+        seen = [first.get(), second.get()]
+    assert results == [[1.0, 1.0, 1.0, 2.0, 0, 1]] * 2
+    assert not harm.exists()
+    assert all(len(answer) == 64 and after == b"" for answer, after in seen), "closed before anything is sent"
+
+
+LISTENING = re.compile(r"00010000 0001 01 +\d+ +(@\w+)$", re.MULTILINE)
+"""Sockets of this host that listen under a name without a file, in /proc/net/unix, which all can read."""
+
+RANK = """
+import json, os, sys, torch
+from headwater.fabric.membership import join
+fabric = join(30)
+words = fabric.gather_objects("ok", str)
+open(sys.argv[1] + os.environ["RANK"], "w").write(json.dumps([words, sorted(os.environ)]))
+"""
+
+
+def find_and_pretend(known, messages):
+    """Speaks to every socket that has appeared."""
+    answers = []
+    for name in set(LISTENING.findall(Path("/proc/net/unix").read_text())) - known:
+
+        def connect(name=name):
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect("\0" + name[1:])
+            return stranger
+
+        with contextlib.suppress(OSError):
+            answers.append(pretend(connect, messages))
+    if not answers:
+        raise OSError
+    return answers
+
+
+@needs_root
+def test_another_user_hears_nothing_from_ranks_of_one_host(tmp_path):
+    known = set(LISTENING.findall(Path("/proc/net/unix").read_text()))
+    before = set(Path("/tmp").glob("headwater-*"))
+    harm = tmp_path / "harm"
+    with mallory(find_and_pretend, known, [pickle.dumps(Harmful(str(harm)))]) as seen:
+        assert launch(Placement(1, 1), ["-c", RANK, f"{tmp_path}/"], where="here") == 0
+        heard = seen.get()
+    assert not harm.exists()
+    assert heard and all(answer == b"" for answer, _ in heard), "sent away unheard"
+    for rank in "01":
+        assert '["ok", "ok"]' in (tmp_path / rank).read_text()
+        assert '"HEADWATER_SECRET"' not in (tmp_path / rank).read_text(), "what a rank starts does not get it"
+    assert set(Path("/tmp").glob("headwater-*")) == before
+
+
+@needs_root
+def test_who_answers_in_place_of_the_first_rank_is_no_rank_either():
+    port = free_port()
+
+    def listen():
+        with socket.create_server(("127.0.0.1", port)) as server:
+            while True:
+                stranger, _ = server.accept()
+                stranger.recv(100)
+                stranger.sendall(bytes(64))
+
+    with mallory(listen), pytest.raises(AssertionError) as caught:
+        until_listening(port)
+        run_ranks(add_up, port=port)
+    assert "who answers for rank 0 does not know the secret of this rank" in str(caught.value)
+
+
+def until_listening(port):
+    while True:
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port)).close()
+        time.sleep(0.01)
+
+
+def test_ranks_listen_only_at_the_address_that_is_named():
+    def listening(fabric):
+        own = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+        assert fabric.gather_objects("met", str) == ["met", "met"]
+        return own
+
+    assert run_ranks(listening) == [["127.0.0.1"], ["127.0.0.1"]]
+
+
+def test_ranks_with_other_secrets_do_not_meet(monkeypatch):
+    monkeypatch.setattr(meeting, "take_secret", lambda environment: environment["RANK"].encode() * 16)
+    monkeypatch.setattr(cluster, "DEFAULT_TIMEOUT_S", 1)
+    with pytest.raises(AssertionError, match="does not know the secret of this rank") as caught:
+        run_ranks(add_up, timeout_s=1)
+    assert "HEADWATER_SECRET_FILE" in str(caught.value)
+
+
+def test_the_first_rank_says_whom_it_has_sent_away(monkeypatch):
+    port = free_port()
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+
+    def knock():
+        until_listening(port)
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(bytes(80))
+            stranger.recv(1)
+
+    knocking = threading.Thread(target=knock)
+    knocking.start()
+    with pytest.raises(
+        RankError, match=r"not come: 1; a connection from 127.0.0.1:\d+ was refused: it does not"
+    ):
+        meeting.meet(meeting.Process("here", os.getpid(), 0), 1)
+    knocking.join()
+
+
+def test_many_idle_connections_keep_no_rank_away():
+    board = Switchboard(0, b"s" * 32, listen_at("127.0.0.1", 0, 1024))
+    idle = [socket.create_connection(board.address) for _ in range(63)]
+    connection = call(board.address, b"s" * 32, "something", 1, 0, 5)
+    found = None
+    while found is None:
+        found = board.take("something", 1, 5)
+    connection.send_message(b"here")
+    assert found.receive_message() == b"here"
+    for each in (*idle, connection, found, board):
+        each.close()
+
+
+def test_nonsense_before_the_handshake_is_refused():
+    draw = random.Random(0)
+    secret_text = b"s" * 32
+    good = struct.pack("<8s32sII32s", b"HWRANK1\n", bytes(32), 1, 0, bytes(32))
+    for _ in range(300):
+        ours, theirs = socket.socketpair()
+        said = bytearray(good + bytes(32)) if draw.random() < 0.5 else bytearray(draw.randbytes(112))
+        del said[draw.randrange(len(said) + 1) :]
+        theirs.sendall(said)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises((StrangerError, OSError)):
+            examine(ours, secret_text, 0, 5)
+        ours.close()
+        theirs.close()
+
+
+@pytest.fixture
+def pair():
+    """Makes two connected sockets, which do not outlive the test."""
+    with contextlib.ExitStack() as opened:
+        yield lambda: [opened.enter_context(each) for each in socket.socketpair()]
+
+
+def test_what_both_ends_of_a_handshake_know(pair):
+    ours, theirs = pair()
+    known = []
+    thread = threading.Thread(target=lambda: known.append(examine(theirs, b"s" * 32, 0, 5)))
+    thread.start()
+    keys = introduce(ours, b"s" * 32, "purpose", 1, 0, 5)
+    thread.join()
+    other, rank, purpose = known[0]
+    assert (rank, purpose) == (1, purpose_digest("purpose"))
+    assert keys.sending == other.receiving != keys.receiving == other.sending
+
+
+def test_an_answer_of_another_handshake_is_refused(pair):
+    ours, theirs = pair()
+    examining = threading.Thread(target=_examine, args=(theirs,))
+    examining.start()
+    ours.sendall(struct.pack("<8s32sII32s", b"HWRANK1\n", bytes(32), 1, 0, purpose_digest("purpose")))
+    answer = ours.recv(64, socket.MSG_WAITALL)
+    ours.shutdown(socket.SHUT_RDWR)
+    examining.join()
+
+    ours, theirs = pair()
+    replaying = threading.Thread(target=lambda: (theirs.recv(80), theirs.sendall(answer)))
+    replaying.start()
+    with pytest.raises(StrangerError, match="who answers for rank 0 does not know"):
+        introduce(ours, b"s" * 32, "purpose", 1, 0, 5)
+    replaying.join()
+
+
+def _examine(connection):
+    with contextlib.suppress(StrangerError, OSError):
+        examine(connection, b"s" * 32, 0, 5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sent: sent[:44] + bytes([sent[44] ^ 1]) + sent[45:],
+        lambda sent: bytes([sent[0] ^ 1]) + sent[1:] + b"x",
+        lambda sent: sent[45:],
+        lambda sent: sent[:45] * 2,
+    ],
+    ids=["content", "length", "left out", "repeated"],
+)
+def test_a_message_that_is_changed_repeated_or_left_out_is_refused(pair, change):
+    (sender, wire), (other_wire, receiver) = pair(), pair()
+    keys = Keys(b"a" * 32, b"b" * 32)
+    sending = Connection(sender, keys, 1, 5)
+    for message in (b"first", b"other"):
+        sending.send_message(message).result()
+    sent = wire.recv(90, socket.MSG_WAITALL)
+    other_wire.sendall(change(sent))
+    receiving = Connection(receiver, Keys(keys.receiving, keys.sending), 0, 5)
+    with pytest.raises(RankError, match="a message of rank 0 is not what the rank has sent"):
+        for _ in range(2):
+            receiving.receive_message()
+
+
+def test_a_connection_that_ends_is_no_message(pair):
+    ours, theirs = pair()
+    connection = Connection(ours, Keys(b"a", b"b"), 3, 5)
+    theirs.sendall(bytes(20))
+    theirs.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(ConnectionError, match="rank 3 has closed the connection"):
+        connection.receive_message()
+
+
+def test_the_secret_is_made_once_and_is_private(tmp_path):
+    environment = {"XDG_CONFIG_HOME": str(tmp_path)}
+    found = {secret.take_secret(environment) for _ in range(3)}
+    (path,) = tmp_path.rglob("*.secret")
+    assert len(found) == 1 and len(found.pop()) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+    path.chmod(0o640)
+    with pytest.raises(RankError, match=r"mode 600, got uid .* and mode 640"):
+        secret.take_secret(environment)
+    target = tmp_path / "target"
+    path.rename(target)
+    path.symlink_to(target)
+    with pytest.raises(RankError, match="the secret of the ranks cannot be read: Too many levels"):
+        secret.take_secret(environment)
+
+
+def test_the_secret_in_the_environment_is_taken_out_of_it():
+    environment = {"HEADWATER_SECRET": "x" * 20}
+    assert secret.take_secret(environment) == b"x" * 20 and not environment
+    with pytest.raises(RankError, match="16 to 4096 bytes, got 5"):
+        secret.take_secret({"HEADWATER_SECRET": "short"})
+
+
+@needs_root
+def test_a_secret_of_another_user_is_refused(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("x" * 64)
+    path.chmod(0o600)
+    os.chown(path, MALLORY, MALLORY)
+    with pytest.raises(RankError, match=rf"expected a file of this user .*got uid {MALLORY}"):
+        secret.take_secret({"HEADWATER_SECRET_FILE": str(path)})
+
+
+def test_sockets_of_a_host_have_no_file():
+    with listen_on_host(1) as listener:
+        assert listener.getsockname().startswith(b"\0")
+
+
+def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path):
+    waiting = f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(100)"
+    program = f"""
+from headwater.core.placement import Placement
+from headwater.fabric.launch import launch
+launch(Placement(1, 1), ["-c", {waiting!r}], where="")
+"""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as launcher:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        ranks = psutil.Process(launcher.pid).children()
+        launcher.kill()
+    for rank in ranks:
+        rank.kill()
+    psutil.wait_procs(ranks, 10)
+    assert not list(folder.iterdir())
