@@ -27,6 +27,7 @@ from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.signals import handled
 from headwater.fabric.outcome import Failure, exit_code
 from headwater.fabric.report import ERROR_FILE, read_report
+from headwater.fabric.secret import SECRET, new_secret
 
 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # of 20 that wait 40 s each for what is no cluster
 try:
@@ -273,7 +274,7 @@ def _start(ranks: Sequence[_Rank], arguments: Sequence[str], request: Request) -
     """Start the program of every rank; the first listens on its node."""
     hidden = {} if request.gpus_per_rank else {"CUDA_VISIBLE_DEVICES": ""}
     ids = [rank.node.id for rank in ranks]
-    hosts = list(dict.fromkeys(ids))
+    hosts, secret = list(dict.fromkeys(ids)), new_secret()
     ray.get([
         rank.actor.start.remote(arguments, str(Path.cwd()), {
             "RANK": str(rank.number),
@@ -283,6 +284,7 @@ def _start(ranks: Sequence[_Rank], arguments: Sequence[str], request: Request) -
             "MASTER_ADDR": ranks[0].node.address,
             "MASTER_PORT": str(ranks[0].node.port),
             "OMP_NUM_THREADS": str(request.cpus_per_rank),
+            SECRET: secret,
             **hidden,
         })
         for rank in ranks

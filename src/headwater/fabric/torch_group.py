@@ -10,7 +10,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 import torch.distributed
@@ -206,15 +206,7 @@ class _Done(_Work):  # type: ignore[misc]  # torch's own class
 
 @final
 class _NoStore(_Store):  # type: ignore[misc]  # torch's own class
-    """In place of a store: processes of a group of another backend would look for each other in it."""
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise RankError(
-            "a process group of another backend cannot find the ranks of this run",
-            remedy=f"make groups with the backend {BACKEND!r}, which is the default",
-        )
-
-    set = get = add = wait = check = compare_set = delete_key = num_keys = set_timeout = _refuse
+    """In place of a store: no other backend can find the ranks, and `torch` says so at once."""
 
 
 def _reduce(every: Sequence[Tensor], operation: Any) -> Tensor:
