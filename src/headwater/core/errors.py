@@ -47,7 +47,6 @@ class HeadwaterError(Exception):
         return (_rebuild, (type(self), self.what, self.where, self.remedy))
 
 
-<<<<<<< HEAD
 _LONGEST = 4000
 """Characters of each part of a message. A part may quote a file, which may hold anything."""
 
@@ -58,12 +57,12 @@ def shorten(text: str, longest: int) -> str:
         return text
     head = longest * 2 // 3
     return f"{text[:head]}…{text[len(text) - (longest - head - 1) :]}"
-=======
+
+
 def error_class(name: object) -> type[HeadwaterError] | None:
     """Return the error of this file with this name, or `None`: for errors that other processes have met."""
     found = globals().get(name) if isinstance(name, str) else None
     return found if isinstance(found, type) and issubclass(found, HeadwaterError) else None
->>>>>>> 95206ac (Ranks send each other JSON and raw tensors, parsed by the type that is expected; nothing is unpickled)
 
 
 def _rebuild(cls: type[HeadwaterError], what: str, where: str | None, remedy: str | None) -> HeadwaterError:
