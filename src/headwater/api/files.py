@@ -208,8 +208,14 @@ def _replacing(path: Path) -> Iterator[Path]:
     """
     unfinished = path.with_name(path.name + ".partial")
     with disk_errors(unfinished):
-        handle = os.open(unfinished, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
+        if os.fstat(handle).st_uid != os.geteuid():
+            raise CheckpointError(
+                "the unfinished file belongs to another user",
+                where=str(unfinished),
+                remedy="remove it, or save to a folder of your own",
+            )
         _lock(handle, path)
         try:
             yield unfinished

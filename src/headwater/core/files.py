@@ -96,7 +96,7 @@ class CheckedFile:
         self.num_bytes = num_bytes
         self._chunks: list[Chunk] = []
         with disk_errors(path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
             try:
                 if num_bytes:
                     os.posix_fallocate(self._fd, 0, num_bytes)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import tempfile
 import time
 from pathlib import Path
 
@@ -157,15 +158,15 @@ def _write_cache(cache: Path | None, entries: dict[str, Known]) -> None:
     """Remember measurements, where there is a place for it: a run does not end for want of a cache."""
     if cache is None:
         return
-    fresh = cache.with_name(f"{cache.name}.{os.getpid()}")
     document = {
         key: dataclasses.asdict(known.measurement) | {"taken_s": known.taken_s}
         for key, known in entries.items()
     }
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(document, indent=1))
-        fresh.replace(cache)
+        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as fresh:
+            fresh.write(json.dumps(document, indent=1))
+        Path(fresh.name).replace(cache)
     except OSError as error:
         logger.warning(
             "the rates of this machine cannot be remembered: %s: %s; set XDG_CACHE_HOME to a folder that can "

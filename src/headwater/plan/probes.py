@@ -243,7 +243,7 @@ def _disk(folder: Path) -> Iterator[dict[str, Probe]]:
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".headwater-calibrate-") as file:
             os.posix_fallocate(file.fileno(), 0, _DISK_BYTES)
-            direct = _open_direct(file.name)
+            direct = _open_direct(f"/proc/self/fd/{file.fileno()}")  # its name may be another's by now
             try:
                 with ThreadPoolExecutor(_DISK_WORKERS) as pool:
                     yield _transfers(direct, pool)

@@ -14,6 +14,7 @@ import torch
 from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.errors import CorruptError
 from headwater.core.files import disk_errors
+from headwater.core.scratch import open_unnamed
 
 
 class Checksums:
@@ -54,14 +55,14 @@ class Checksums:
 class BlockFile:
     """A scratch file of fixed size. Offsets, lengths and buffers are multiples of the page size.
 
-    It loses its name as soon as it is open: two runs cannot meet in one file, and whatever ends the process,
-    nothing is left behind.
+    It has no name: two runs cannot meet in one file, nobody else can take its place, and whatever ends the
+    process, nothing is left behind. See [Note: shared scratch folders].
 
     Attributes:
         origin: where another process of this user and machine opens it, as long as this one has it open.
 
     Args:
-        path: where it is created, and what errors call it.
+        path: what errors call it; it is created in this folder.
         num_bytes: its size; the space is reserved at once, so that a full disk shows now and not hours later.
         direct: bypass the page cache (O_DIRECT); ignored where the file system refuses it.
         checksums: compare what is read with what was written.
@@ -85,9 +86,9 @@ class BlockFile:
         self._checksums = checksums
         with disk_errors(path):
             if origin is None:
-                self._fd, self.direct = _open_unnamed(path, direct)
+                self._fd, self.direct = open_unnamed(path.parent, direct=direct)
             else:
-                self._fd, self.direct = _open(origin, os.O_RDWR, direct)
+                self._fd, self.direct = _open(origin, direct)
             self.origin = Path(f"/proc/{os.getpid()}/fd/{self._fd}")
             try:
                 if num_bytes and origin is None:
@@ -179,17 +180,9 @@ def sums_bytes(num_bytes: int) -> int:
     return 8 * -(-num_bytes // PAGE_BYTES)
 
 
-def _open_unnamed(path: Path, direct: bool) -> tuple[int, bool]:
-    """A descriptor of a new file that has no name any more, and whether it bypasses the page cache."""
-    path = path.with_name(f"{path.name}.{os.getpid()}")  # no other process meets it in between
-    opened = _open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, direct)
-    path.unlink()
-    return opened
-
-
-def _open(path: Path, flags: int, direct: bool) -> tuple[int, bool]:
-    """A descriptor of a file, and whether it bypasses the page cache."""
+def _open(origin: Path, direct: bool) -> tuple[int, bool]:
+    """Return a descriptor of the file of another process, and whether it bypasses the page cache."""
     if direct and hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):
-            return os.open(path, flags | os.O_DIRECT, 0o600), True
-    return os.open(path, flags, 0o600), False
+            return os.open(origin, os.O_RDWR | os.O_DIRECT), True
+    return os.open(origin, os.O_RDWR), False

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from headwater.core.files import disk_errors
+from headwater.core.scratch import private_folder
 from headwater.core.stage import StageSpec
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def _cache_folder() -> Path:
+    """Return where compiled code is kept. torch's own choice in /tmp can be made first by another user."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    with disk_errors(root):
+        return private_folder(root / "headwater" / "compiled")
 
 
 def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> None:
@@ -19,6 +32,8 @@ def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> None:
         model: its modules' `forward` is replaced.
         stages: the stages.
     """
+    if _CACHE not in os.environ:
+        os.environ[_CACHE] = str(_cache_folder())
     shapes = [tuple((param.shape, param.wire_dtype) for param in stage.params) for stage in stages]
     for stage, shape in zip(stages, shapes, strict=True):
         if stage.name and shapes.count(shape) > 1:

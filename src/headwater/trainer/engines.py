@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +10,7 @@ from headwater.api.machine import device_of
 from headwater.api.ranks import take_accelerator
 from headwater.config.run import SetupConfig
 from headwater.core.buffers import tune_allocator
+from headwater.core.files import disk_errors
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import calibrate
 from headwater.plan.types import Plan
@@ -82,7 +80,7 @@ def trained_model(
     """
     checkpoints = CheckpointManager(init.model_dir)
     path = find_trained(checkpoint, checkpoints, init.model_dir)
-    with _scratch_disk(init) as disk, open_engine(init, trainable, work, disk, blank=True) as engine:
+    with open_engine(init, trainable, work, disk_folder(init), blank=True) as engine:
         checkpoints.load(
             engine.store,
             path,
@@ -94,26 +92,11 @@ def trained_model(
         yield engine
 
 
-@contextmanager
-def training_disk(init: SetupConfig) -> Iterator[Path | None]:
-    """The folder of the disk tier of the run in this model_dir; what a killed run left there is reused."""
+def disk_folder(init: SetupConfig) -> Path | None:
+    """Return the folder of the disk tier. What lies there has no names: several runs may share the folder."""
     if init.backend.disk is None:
-        yield None
-        return
-    key = hashlib.blake2b(str(init.model_dir.resolve()).encode(), digest_size=6).hexdigest()
-    folder = init.backend.disk.path / f"{init.model_dir.resolve().name}-{key}"
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _scratch_disk(init: SetupConfig) -> Iterator[Path | None]:
-    """A folder of the disk tier for one evaluation, which may run beside training."""
-    if init.backend.disk is None:
-        yield None
-        return
-    init.backend.disk.path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=init.backend.disk.path, prefix="evaluate-") as folder:
-        yield Path(folder)
+        return None
+    folder = init.backend.disk.path
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder

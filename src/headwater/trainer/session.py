@@ -19,7 +19,7 @@ from headwater.plan.types import Plan
 from headwater.trainer.callback import ValidateEnd
 from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints
 from headwater.trainer.datasets import open_data
-from headwater.trainer.engines import open_engine, trained_model, training_disk
+from headwater.trainer.engines import disk_folder, open_engine, trained_model
 from headwater.trainer.evaluate import Evaluation, evaluate
 from headwater.trainer.interrupt import interrupts, shielded
 from headwater.trainer.job import Batch, Job, Trainable
@@ -97,7 +97,8 @@ def fit_job(
     leads = fabric.rank == 0
     console = console if leads else None
     lock = ModelDirLock(init.model_dir) if leads else nullcontext()
-    with lock, training_disk(init) as disk:
+    with lock:
+        disk = disk_folder(init)
         checkpoints = CheckpointManager(init.model_dir, init.keep_checkpoints)
         strict = not init.checkpoint.disable_strict_checkpoint_loading
         start = fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints), Start)

@@ -1,0 +1,73 @@
+"""Files for the time of a run, in folders that other users may share.
+
+[Note: shared scratch folders]
+In a folder that others can write to, another user can take a name that can be guessed first, and a link under
+that name would make this user overwrite a file of their own. So such files have no name, or one that nobody
+can guess, which is created and never opened again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from headwater.core.errors import StoreError
+
+_NO_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
+"""Errors of systems and file systems that know no files without a name."""
+
+
+def open_unnamed(folder: Path, *, direct: bool = False) -> tuple[int, bool]:
+    """Return the descriptor of a new file without a name, and whether it bypasses the page cache.
+
+    Args:
+        folder: on whose file system the file lies.
+        direct: bypass the page cache (O_DIRECT) where the file system can.
+
+    Raises:
+        OSError: if there can be none.
+    """
+    if direct and hasattr(os, "O_DIRECT"):
+        with contextlib.suppress(OSError):
+            return _open_unnamed(folder, os.O_DIRECT), True
+    return _open_unnamed(folder, 0), False
+
+
+def _open_unnamed(folder: Path, flags: int) -> int:
+    flags |= os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(folder, flags | os.O_TMPFILE | os.O_EXCL, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_UNNAMED or not folder.is_dir():
+            raise
+    path = folder / f".headwater-{secrets.token_hex(16)}"
+    file = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    path.unlink()
+    return file
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only this user can enter, or check that it is one; return it.
+
+    Raises:
+        StoreError: if the folder is a link, or belongs to another user.
+        OSError: if it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise StoreError(
+            f"expected a folder of this user (uid {os.geteuid()}), got "
+            f"{'a folder' if stat.S_ISDIR(found.st_mode) else 'something else'} of uid {found.st_uid}",
+            where=str(path),
+            remedy="remove it, or set XDG_CACHE_HOME to a folder of this user",
+        )
+    if found.st_mode & 0o077:
+        path.chmod(0o700)
+    return path
