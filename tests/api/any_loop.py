@@ -22,8 +22,15 @@ PLANS = {
 }
 """Name of a plan -> the options of the backend that ask for it."""
 
-every_plan = pytest.mark.parametrize("plan", PLANS)
+every_plan = pytest.mark.parametrize("plan", [*PLANS])
 extreme_plans = pytest.mark.parametrize("plan", ["memory", "gradients on disk", "recompute"])
+PLANS["recompute on disk"] = {
+    "tier": "disk",
+    "gradient_tier": "disk",
+    "num_slabs": 2,
+    "activations": "recompute",
+}
+odd_plans = pytest.mark.parametrize("plan", ["memory", "slabs", "recompute on disk"])
 some_plan = pytest.mark.parametrize("plan", ["memory", "disk"])
 
 
@@ -149,6 +156,30 @@ def batches(count: int, size: int = 4, seed: int = 1) -> list[tuple[torch.Tensor
         (torch.randint(17, (size, 6), generator=generator), torch.randint(5, (size,), generator=generator))
         for _ in range(count)
     ]
+
+
+def train(
+    model: nn.Module,
+    call: Callable[[int], torch.Tensor],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 3,
+) -> list[Any]:
+    """Losses of `call(number)`, each minimised once, and what has become of model and optimizer."""
+    optimizer = optimizer or adamw(model.parameters())
+    losses = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss = call(number)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [losses, model, optimizer]
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    """Random numbers that depend on the seed alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 loss_of = nn.functional.cross_entropy

@@ -140,7 +140,6 @@ class MyAdamW(torch.optim.AdamW):
         (lambda p: Wrapping(p, Plain(p)), "its argument 'base' is not among its defaults"),
         (lambda p: Renaming(p, 0.5), "its option 'betas' is no argument of that name"),
         (torch.optim.LBFGS, "LBFGS cannot be used here: it calls the model several times"),
-        (lambda p: torch.optim.SparseAdam(p), "SparseAdam cannot be used here: it takes sparse gradients"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused_with_the_line_to_write(make, reason):
@@ -190,8 +189,14 @@ def test_classes_of_torch_are_known_by_name():
     assert (spec.name, spec.foreign_class, spec.elementwise) == ("AdamW", None, True)
     assert spec.kwargs["lr"] == 0.25
     assert spec.kwargs["betas"] == (0.8, 0.9)
-    assert not spec.kwargs.keys() & {"foreach", "fused", "capturable", "differentiable"}
-    assert spec.build(params()).defaults["fused"] is True
+    assert not spec.kwargs.keys() & {"capturable", "differentiable"}
+
+
+def test_default_settings_run_what_plain_pytorch_runs_on_the_device():
+    optimizer = torch.optim.AdamW(params(), lr=0.1)
+    assert OptimizerSpec.of(optimizer).build(params()).defaults["fused"] is False
+    assert OptimizerSpec.of(optimizer, "cuda").build(params()).defaults["fused"] is True
+    assert OptimizerSpec("AdamW", {"lr": 0.1}).build(params()).defaults["fused"] is True
 
 
 def test_a_kernel_that_was_asked_for_is_kept():

@@ -65,7 +65,7 @@ def test_row_wise_optimizers_are_not_elementwise():
     assert not any(is_elementwise(name) for name in ("Adafactor", "Muon", "Lamb"))
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+@pytest.mark.parametrize("name", ["LBFGS"])
 def test_optimizers_that_cannot_stream_are_refused_with_the_reason(name):
     with pytest.raises(ConfigError, match=f"{name} cannot be used here: it"):
         OptimizerSpec(name)

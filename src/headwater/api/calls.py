@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy as is_uninitialized
 
+from headwater.core.errors import StreamError
+from headwater.core.module_calls import surround
 from headwater.core.precision import Precision
 from headwater.core.seeding import derive_seed, drawing_devices
 from headwater.core.trees import tensors_in
+from headwater.fabric.membership import current
 
 _PRECISION_OF = {torch.bfloat16: Precision("bf16"), torch.float16: Precision("fp16")}
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -21,19 +25,26 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def guard_call(
-    model: nn.Module, surroundings: Callable[[], AbstractContextManager[None]], clean_up: Callable[[], None]
+    model: nn.Module,
+    before: Callable[[tuple[Any, ...], dict[str, Any]], None],
+    surroundings: Callable[[], AbstractContextManager[None]],
+    clean_up: Callable[[], None],
 ) -> Callable[[], None]:
-    """From now on a call of `model` runs within `surroundings`; `clean_up` is called when it is interrupted.
+    """Guard every later call of a model, outside of its hooks and of everything else around it.
 
-    No hook of torch runs then.
+    Args:
+        model: the model.
+        before: called first, with the arguments of the call.
+        surroundings: makes the context of the call.
+        clean_up: called when the call is interrupted.
 
     Returns:
-        What takes that back.
+        A function that ends the guard.
     """
-    call: Callable[..., Any] = model._call_impl
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
+            before(args, kwargs)
             with surroundings():
                 return call(*args, **kwargs)
         except BaseException as error:
@@ -41,8 +52,25 @@ def guard_call(
                 clean_up()
             raise
 
-    vars(model)["_call_impl"] = guarded
-    return lambda: vars(model).pop("_call_impl", None)
+    return surround(model, guarded, outermost=True)
+
+
+def is_lazy(model: nn.Module) -> bool:
+    """True if parameters or buffers get their shapes in the first call of the model (lazy modules).
+
+    That call must be as in plain PyTorch, since it draws the initial values between other random numbers.
+
+    Raises:
+        StreamError: if several ranks train: each would begin with values of its own.
+    """
+    lazy = any(is_uninitialized(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    if lazy and current().size > 1:
+        raise StreamError(
+            "expected parameters with shapes on several ranks, got lazy modules",
+            where=type(model).__name__,
+            remedy="call the model once before headwater.compile",
+        )
+    return lazy
 
 
 _forwards = itertools.count()
@@ -77,6 +105,15 @@ def stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:
 
 
 def _loss_of(output: torch.Tensor) -> torch.Tensor:
+    if output.is_nested or output.layout is not torch.strided:
+        output = _elements(output)
     if output.dim() == 0 or not output.is_floating_point():
         return output.float()
     return output.float().log_softmax(-1).sum()
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a nested or sparse tensor in an ordinary one."""
+    if tensor.is_nested:
+        return tensor.values() if tensor.layout is torch.jagged else tensor.to_padded_tensor(0.0)
+    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.to_dense()

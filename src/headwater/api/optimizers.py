@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,9 +21,11 @@ from headwater.api.transaction import is_open
 from headwater.core.errors import CheckpointError, StreamError
 from headwater.core.lazy import LazyTensor
 from headwater.fabric.membership import current
+from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.spec import group_options
 from headwater.store.gradients import ParamKey, spent_error
 from headwater.store.parameters import read_param, write_param
+from headwater.store.store import WeightStore
 from headwater.store.update import Update
 from headwater.stream.home import Home
 from headwater.stream.parameters import ParameterAtRest
@@ -176,6 +178,7 @@ def _commit(optimizer: Optimizer) -> None:
     for model, parts in _parts(optimizer).items():
         assert model.engine is not None, "parameters at rest have an engine"
         store = model.engine.store
+        _check_kinds(optimizer, store, parts)
         update = Update(
             store.num_commits + 1,
             {},
@@ -218,6 +221,26 @@ def _check_parts(optimizer: Optimizer) -> None:
                 "each rank would change its own",
                 where="optimizer.step()",
                 remedy="make it part of a model, and compile that",
+            )
+
+
+def _check_kinds(
+    optimizer: Optimizer, store: WeightStore, parts: Mapping[ParamKey, Mapping[str, Any]]
+) -> None:
+    """Check that the optimizer takes the kinds of gradients that are there, sparse or dense.
+
+    Raises:
+        StreamError: if not.
+    """
+    name = type(optimizer).__name__
+    for key in store.gradients.present.intersection(parts):
+        is_sparse = key in store.gradients.sparse
+        if not (takes_sparse_gradients(name, parts[key]) if is_sparse else takes_dense_gradients(name)):
+            raise StreamError(
+                f"{name} cannot use a {'sparse' if is_sparse else 'dense'} gradient with these options",
+                where=store.spec(key).name,
+                remedy="sparse gradients: SparseAdam, or SGD or Adagrad without momentum and weight decay; "
+                "dense ones: any other optimizer",
             )
 
 

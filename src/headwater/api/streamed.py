@@ -11,11 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from headwater.api import transaction
 from headwater.api.backend import Backend
-from headwater.api.calls import Call, asked_precision, guard_call, own_randomness, stand_in_loss
+from headwater.api.calls import (
+    Call,
+    asked_precision,
+    guard_call,
+    is_lazy,
+    own_randomness,
+    stand_in_loss,
+)
 from headwater.api.planner import Planner
 from headwater.api.updaters import Updaters, live_optimizers
 from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_memory
@@ -37,6 +43,7 @@ from headwater.store.gradients import ParamKey
 from headwater.store.replicas import take_from_first_host
 from headwater.store.store import WeightStore
 from headwater.store.takeover import take_over
+from headwater.stream.activations import apart_from_hooks
 from headwater.stream.engine import Engine, Initial
 from headwater.stream.leaving import give_back
 
@@ -70,16 +77,15 @@ class StreamedModel:
         self.engine: Engine | None = None
         self.fabric: Fabric = ALONE
         self._scalars_shared = 0  # commits whose optimizer scalars all ranks have
-        self._updaters = Updaters()
+        self._updaters = Updaters(lambda: self._planner.device)
         self._structure = Structure(model)
         self._trained: frozenset[str] = frozenset()
         self._largest_batch = 0
         self._planner = Planner(backend)
         self._undo_buffers: Callable[[], None] = _nothing
-        self._hook = self._hook_forward()
         self._is_planning = False
         self._knows_training = False  # whether a dry run was made in training mode
-        self._unguard = guard_call(model, self._randomness, self._forget_call)
+        self._unguard = guard_call(model, self._before_call, self._randomness, self._forget_call)
         transaction.register(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -88,19 +94,15 @@ class StreamedModel:
             remedy="copy it before it is compiled, or load its state_dict() into a module of the same class",
         )
 
-    def _hook_forward(self) -> RemovableHandle:
-        return self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True, prepend=True)
-
-    def _be_first(self) -> None:
-        """Have our hook on the forward come before those of the engine: it may replace the engine."""
-        self._hook.remove()
-        self._hook = self._hook_forward()
-
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See to it that there is an engine for this model and batch; a hook on every forward of the model.
+    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have an engine for this model and for a batch like this one.
 
         What was trained once stays in the plan, as loops freeze one model while they train another.
         """
+        if self._is_planning:  # the dry run is no call of the user's
+            return
+        if self.engine is None and is_lazy(self.model):
+            return  # this call gives the parameters their shapes and values, the next one is streamed
         size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
         changed = self._has_changed()
         if self.engine is None or torch.is_grad_enabled():
@@ -116,8 +118,6 @@ class StreamedModel:
         self._check_not_alone()
         self._largest_batch = max(size, self._largest_batch)
         self._start((args, kwargs), only_look=fits and self.engine is not None)
-        assert self.engine is not None, "it was just built"
-        self.engine.executor.enter_model()
 
     def _has_changed(self) -> bool:
         """True if the model has another structure than the engine, and no forward runs that would notice."""
@@ -170,12 +170,12 @@ class StreamedModel:
         trained = _trained(self.model).union(new for new, old in old_names.items() if old in self._trained)
         device = self._planner.device
         precision = self.engine.plan.precision if self.engine else self.precision or asked_precision(device)
-        self._hook.remove()  # the dry run is no call of the user's
         self._is_planning = True
         try:
             with (
                 torch.inference_mode(False),
                 torch.enable_grad(),
+                apart_from_hooks(),
                 _unfrozen(self.model, trained),
                 torch.random.fork_rng(devices=drawing_devices()),  # it belongs to the user
             ):
@@ -190,7 +190,6 @@ class StreamedModel:
                 self._trained = trained
         finally:
             self._is_planning = False
-            self._be_first()
 
     def _still_streamed(self, old_names: Mapping[str, str]) -> dict[str, str]:
         """Return the same names without the parameters whose values the engine does not have any more."""
@@ -256,7 +255,6 @@ class StreamedModel:
         )
         owners[self.engine.store] = self
         self.engine.when_departed(self._give_back)
-        self._be_first()
         if before is not None:
             self._succeed(before, self.engine, old_names, unchanged=unchanged)
         self._updaters, self._structure = updaters, Structure(self.model)
@@ -380,7 +378,6 @@ class StreamedModel:
     def release(self) -> None:
         """Stop streaming; the model's parameters get their values and gradients back."""
         transaction.unregister(self)
-        self._hook.remove()
         self._unguard()
         if self.engine is not None:
             self.engine.detach()

@@ -32,10 +32,12 @@ class Updaters:
     """The optimizer of each parameter of a model, by the parameter's name.
 
     Args:
+        device: returns the type of the device on which the model computes.
         entries: the optimizers that are known already.
     """
 
-    def __init__(self, entries: Mapping[str, _Updated] | None = None) -> None:
+    def __init__(self, device: Callable[[], str], entries: Mapping[str, _Updated] | None = None) -> None:
+        self._device = device
         self._entries = dict(entries or {})
 
     def note(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> set[str]:
@@ -51,7 +53,7 @@ class Updaters:
         own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
         fresh = {name for name in own if self.updater_of(name) is not optimizer}
         if fresh:
-            spec = OptimizerSpec.of(optimizer)
+            spec = OptimizerSpec.of(optimizer, self._device())
             self._entries |= {name: _Updated(spec, weakref.ref(optimizer)) for name in own}
         return fresh
 
@@ -66,7 +68,7 @@ class Updaters:
             old_names: new name -> old name, of the parameters that the model still has.
         """
         entries = self._entries
-        return Updaters({new: entries[old] for new, old in old_names.items() if old in entries})
+        return Updaters(self._device, {new: entries[old] for new, old in old_names.items() if old in entries})
 
     @property
     def specs(self) -> dict[str, OptimizerSpec]:

@@ -28,6 +28,7 @@ class ParamSpec:
         aliases: further qualified names of the same tensor.
         split_master: an fp32 master of a bf16 weight shares its upper half with what travels: 4 bytes for
             both. Otherwise they lie apart: 6 bytes, and no work to put the master together.
+        sparse_gradient: its gradients are sparse tensors, with values for some of its rows.
     """
 
     name: str
@@ -37,6 +38,15 @@ class ParamSpec:
     requires_grad: bool = True
     aliases: tuple[str, ...] = ()
     split_master: bool = True
+    sparse_gradient: bool = False
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row: of one index in the first dimension."""
+        count = 1
+        for size in self.shape[1:]:
+            count *= size
+        return count
 
     @property
     def numel(self) -> int:
@@ -75,8 +85,8 @@ class StageSpec:
 
     @cached_property
     def slab_bytes(self) -> int:
-        """Bytes of a slab that holds the stage in wire precision."""
-        return _offsets([param.wire_bytes for param in self.params])[1]
+        """Bytes of a slab for the stage in wire precision; not 0 even if every parameter is empty."""
+        return max(_offsets([param.wire_bytes for param in self.params])[1], SLAB_ALIGNMENT_BYTES)
 
     @cached_property
     def numel(self) -> int:

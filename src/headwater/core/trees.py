@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
@@ -27,6 +27,8 @@ def map_leaves(change: Callable[[str, Any], Any], tree: Any, path: str = "") -> 
             return type(value)(items)  # type: ignore[call-arg]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return _map_fields(change, value, here)
+        if isinstance(value, list | tuple):  # a subclass, which torch does not know
+            return _like(value, [map_leaves(change, v, f"{here}[{i}]") for i, v in enumerate(value)])
         return change(here, value)
 
     return tree_map_with_path(leaf, tree)
@@ -40,6 +42,25 @@ def _map_fields(change: Callable[[str, Any], Any], value: Any, path: str) -> Any
     return changed
 
 
+def _like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """Return a sequence of the class of `value`, with its attributes and other items.
+
+    The constructor of the class may take anything, so it is not called.
+    """
+    kind: Any = type(value)
+    if hasattr(kind, "n_sequence_fields"):  # one that C code made, such as `time.struct_time`
+        return kind(items)
+    made: Any
+    if isinstance(value, tuple):
+        made = tuple.__new__(kind, items)
+    else:
+        made = list.__new__(kind)
+        list.extend(made, items)
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
+
+
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """`tree` with each tensor in it changed; other leaves stay."""
     return map_leaves(lambda _, leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
@@ -47,6 +68,23 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in `tree`, in the order of `map_tensors`."""
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, tree)
-    return found
+    return list(_tensors_in(tree))
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Nothing is built again here: a class may refuse to hold anything but tensors."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+            continue
+        for item in _items(leaf):
+            yield from _tensors_in(item)
+
+
+def _items(leaf: Any) -> Iterable[Any]:
+    """What a container holds that torch does not know."""
+    if isinstance(leaf, Mapping):
+        return leaf.values()
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+    return leaf if isinstance(leaf, list | tuple) else ()

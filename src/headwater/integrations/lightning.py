@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from headwater.api.backend import Backend
 from headwater.api.backend import backend as make_backend
 from headwater.api.building import BuildInFiles
-from headwater.api.compile import compile, is_compiled, streamed
+from headwater.api.compile import compile, is_compiled
 from headwater.core.errors import ConfigError
+from headwater.core.module_calls import Layer, surround
 
 try:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -70,7 +70,7 @@ class StreamedStrategy(SingleDeviceStrategy):
             )
         self._backend = make_backend(backend, **options) if isinstance(backend, str) else backend
         super().__init__(self._backend.torch_device, accelerator, checkpoint_io, precision_plugin)
-        self._hooks: dict[nn.Module, RemovableHandle] = {}
+        self._waiting: dict[nn.Module, Callable[[], None]] = {}  # for a first call; ends the wait
         self._streamed: set[nn.Parameter] = set()
 
     def connect(self, model: LightningModule) -> None:
@@ -86,8 +86,7 @@ class StreamedStrategy(SingleDeviceStrategy):
             return
         for module in self.model.modules():
             if any(True for _ in module.parameters()):
-                hook = _CallHook(self._before_call)
-                self._hooks[module] = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+                self._waiting[module] = surround(module, self._at_first_call_of(module))
             else:
                 self._bring_own(module)
         for module in self.model.modules():
@@ -95,22 +94,25 @@ class StreamedStrategy(SingleDeviceStrategy):
                 self._take(module)
         self._bring_own(self.model)
 
-    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._streamed.isdisjoint(module.parameters()):
-            self._bring_own(module)  # a part of what is streamed, or one that shares weights with it
-            return
-        compile(module, self._backend)
-        self._take(module)
-        model = streamed(module)
-        assert model is not None, "the backend streams"
-        model.before_forward(module, args, kwargs)  # its own hook comes too late for this call
+    def _at_first_call_of(self, module: nn.Module) -> Layer:
+        """Return a layer that compiles the module unless a module around it is compiled."""
+
+        def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self._streamed.isdisjoint(module.parameters()):
+                self._bring_own(module)  # a part of what is streamed, or one that shares weights with it
+                return call(*args, **kwargs)
+            compile(module, self._backend)
+            self._take(module)
+            return module(*args, **kwargs)  # this call began outside of the layers that it has now
+
+        return layer
 
     def _take(self, module: nn.Module) -> None:
         """Note that a module is streamed with all its parts."""
         self._streamed.update(module.parameters())
         for part in module.modules():
-            if part in self._hooks:
-                self._hooks.pop(part).remove()
+            if part in self._waiting:
+                self._waiting.pop(part)()
 
     def _bring_own(self, module: nn.Module) -> None:
         """Bring to the device what the module holds itself and nothing streams."""
@@ -134,27 +136,14 @@ class StreamedStrategy(SingleDeviceStrategy):
         if self._backend.kind != "CSX":
             super().teardown()
             return
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        for end_wait in self._waiting.values():
+            end_wait()
+        self._waiting.clear()
         self._streamed.clear()
         self.precision_plugin.teardown()
         assert self.accelerator is not None, "Lightning gives every strategy one"
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-class _CallHook:
-    """A hook before the forward of a module. A copy of the module has one that does nothing."""
-
-    def __init__(self, before_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        self._before_call = before_call
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._before_call(module, args, kwargs)
-
-    def __deepcopy__(self, memo: object) -> _CallHook:
-        return _CallHook(lambda module, args, kwargs: None)
 
 
 class FileCheckpointIO(TorchCheckpointIO):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -21,12 +23,11 @@ FUSED = {
 
 _ELEMENTWISE = frozenset({
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop",
-    "Lion",
+    "Lion", "SparseAdam",
 })  # fmt: skip
 
 _REFUSED = {
     "LBFGS": "it calls the model several times a step and needs all gradients at once",
-    "SparseAdam": "it takes sparse gradients, and the weight store keeps dense ones",
 }
 
 
@@ -36,6 +37,25 @@ def is_elementwise(name: str) -> bool:
     Such an update may be applied to any piece of a parameter, in any order.
     """
     return name in _ELEMENTWISE
+
+
+def takes_sparse_gradients(name: str, options: Mapping[str, Any]) -> bool:
+    """True if the optimizer of a name updates parameters whose gradients are sparse.
+
+    torch's own limits hold, and one more: SGD with momentum would keep a sparse state.
+
+    Args:
+        name: of the optimizer.
+        options: of a parameter group.
+    """
+    if name == "SGD":
+        return not (options.get("momentum") or options.get("weight_decay"))
+    return name == "SparseAdam" or (name == "Adagrad" and not options.get("weight_decay"))
+
+
+def takes_dense_gradients(name: str) -> bool:
+    """True if the optimizer of a name updates parameters whose gradients are ordinary tensors."""
+    return name != "SparseAdam"
 
 
 @cache

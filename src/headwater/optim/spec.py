@@ -62,11 +62,17 @@ class OptimizerSpec:
             check_streamable(self.name, self.build)
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    def of(cls, optimizer: torch.optim.Optimizer, device: str = "cpu") -> OptimizerSpec:
         """The spec that builds optimizers like `optimizer`, with the options that its groups have by default.
 
-        What differs between its groups, or is changed later, `group_options` gives. Where torch has a fused
-        kernel it is used, unless the optimizer was built with `fused` or `foreach` set.
+        What differs between its groups, or is changed later, `group_options` gives. On CPU the implementation
+        is the one that plain PyTorch runs for the same arguments: a loop over parameters by default. For a
+        GPU the default is the fused kernel where torch has one: the store updates weights on the CPU, so it
+        cannot have the bits of torch's default on a GPU.
+
+        Args:
+            optimizer: of the user.
+            device: type of the device on which the model computes.
 
         Raises:
             ConfigError: if streaming cannot serve it.
@@ -76,7 +82,10 @@ class OptimizerSpec:
             find_optimizer(kind.__name__)  # refuses what cannot be streamed
         known = optimizers().get(kind.__name__) is kind
         name = kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
-        spec = cls(name, _arguments(optimizer), foreign_class=None if known else kind)
+        kwargs = _arguments(optimizer)
+        if known and device == "cpu" and name in FUSED["cpu"] and not kwargs.keys() & {"foreach", "fused"}:
+            kwargs |= {"foreach": False, "fused": False}
+        spec = cls(name, kwargs, foreign_class=None if known else kind)
         spec._check_same_defaults(optimizer)
         return spec
 

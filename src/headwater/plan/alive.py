@@ -6,6 +6,29 @@ import weakref
 from collections.abc import Iterable
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """True if a tensor has one storage for its elements: sparse, nested and wrapped ones have none."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return False
+    return not is_traceable_wrapper_subclass(tensor)
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the elements of a tensor; of a sparse one those of its indices and values."""
+    if tensor.layout is torch.strided:
+        return tensor.numel() * tensor.element_size()
+    if tensor.layout is torch.sparse_coo:
+        return num_bytes(tensor._indices()) + num_bytes(tensor._values())
+    if tensor.layout is torch.jagged:
+        return num_bytes(tensor.values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sum(map(num_bytes, (tensor.crow_indices(), tensor.col_indices(), tensor.values())))
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sum(map(num_bytes, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())))
+    return 0  # of a layout that is opaque to Python
 
 
 class AliveTensors:
@@ -24,6 +47,8 @@ class AliveTensors:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count the storage of a tensor, if it does not count already, until it is gone."""
+        if not has_storage(tensor):
+            return
         storage = tensor.untyped_storage()
         key = self._key(storage)
         if key not in self._known:

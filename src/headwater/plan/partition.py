@@ -65,6 +65,7 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
             f"{type(model).__name__} has no parameters", remedy="there is nothing to train or stream"
         )
     norm_params = _norm_params(model)
+    sparse_params = _sparse_params(model)
     taken: set[int] = set()
     stages: list[StageSpec] = []
     kept: list[Unit] = []
@@ -74,7 +75,8 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
         for param in module.parameters(recurse=not unit.direct_only):
             if id(param) not in taken:
                 taken.add(id(param))
-                params.append(_spec(param, names[id(param)], precision, id(param) in norm_params))
+                spec = _spec(param, names[id(param)], precision, id(param) in norm_params)
+                params.append(dataclasses.replace(spec, sparse_gradient=id(param) in sparse_params))
         if params:
             stages.append(StageSpec(len(stages), unit.path, tuple(params)))
             kept.append(unit)
@@ -95,7 +97,7 @@ def _named_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[Unit]:
 
 
 def _divide(module: nn.Module, path: str, total: int, named: frozenset[str]) -> Iterator[Unit]:
-    if path in named or _numel(module) == 0:
+    if path in named or not _has_parameters(module):
         return
     inside = any(name.startswith(f"{path}." if path else "") for name in named)
     if path and not inside and not _holds_container(module):
@@ -115,17 +117,22 @@ def _divide_repeated(child: nn.Module, path: str, total: int, named: frozenset[s
     large = _numel(child) * _LARGE_SHARE > total and _holds_container(child, nn.ModuleList)
     if large or any(name.startswith(f"{path}.") for name in named):
         yield from _divide(child, path, total, named)
-    elif path not in named and _numel(child):
+    elif path not in named and _has_parameters(child):
         yield Unit(path, direct_only=False)
 
 
 def _is_container(module: nn.Module, kind: type[nn.Module] | None = None) -> bool:
     kinds = (nn.ModuleList, nn.Sequential, nn.ModuleDict) if kind is None else (kind,)
-    return isinstance(module, kinds) and sum(_numel(child) > 0 for child in module.children()) >= 2
+    return isinstance(module, kinds) and sum(map(_has_parameters, module.children())) >= 2
 
 
 def _holds_container(module: nn.Module, kind: type[nn.Module] | None = None) -> bool:
     return any(_is_container(inner, kind) for inner in module.modules())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """True if a module has parameters, be it empty ones such as those of `nn.Linear(8, 0)`."""
+    return next(module.parameters(), None) is not None
 
 
 def _numel(module: nn.Module) -> int:
@@ -146,6 +153,11 @@ def _names_by_param(model: nn.Module) -> dict[int, list[str]]:
 def _norm_params(model: nn.Module) -> set[int]:
     layers = (m for m in model.modules() if isinstance(m, _NORM_LAYERS) or type(m).__name__.endswith("Norm"))
     return {id(param) for layer in layers for param in layer.parameters(recurse=False)}
+
+
+def _sparse_params(model: nn.Module) -> set[int]:
+    layers = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
+    return {id(layer.weight) for layer in layers}
 
 
 def _spec(param: nn.Parameter, names: list[str], precision: Precision, norm: bool) -> ParamSpec:

@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from headwater.core.module_calls import Layer, surround
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
-from headwater.plan.alive import AliveTensors
+from headwater.plan.alive import AliveTensors, has_storage, num_bytes
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, attributes_restored, in_host_memory
 from headwater.plan.types import StageCost, Trace
@@ -127,15 +128,14 @@ class _Step(nn.Module):
 
 def _batch_size(batch: Any) -> int:
     first = next(iter(tensors_in(batch)), None)
-    return int(first.shape[0]) if first is not None and first.dim() else 1
+    size = int(first.size(0)) if first is not None and first.dim() else 1
+    return max(size, 1)  # a batch without samples is planned for as one of one sample
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    if not has_storage(tensor):
+        return id(tensor)
     return int(tensor.untyped_storage()._cdata)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 @dataclasses.dataclass
@@ -210,10 +210,7 @@ class _Recorder(TorchDispatchMode):
         """Record a forward."""
         with ExitStack() as stack:
             for path, module in self._model.named_modules():
-                enter = module.register_forward_pre_hook(self._enter(path), with_kwargs=True, prepend=True)
-                leave = module.register_forward_hook(self._leave(path), always_call=True)
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
+                stack.callback(surround(module, self._around(path)))
             stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
             stack.enter_context(self._writes)
             stack.enter_context(self)
@@ -226,37 +223,41 @@ class _Recorder(TorchDispatchMode):
         with self:
             yield
 
-    def _enter(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _around(self, path: str) -> Layer:
+        def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._modules.append(path)
             stage = self._unit_of.get(path)
             if stage is not None:
-                tensors = tensors_in((args, kwargs))
-                if self._units:
-                    # What follows backward is of the stage around this one again.
-                    outer, entered = self._units[-1], self._inputs[-1]
-                    self._when_backward_reaches((t for t in tensors if _storage(t) not in entered), outer)
-                self._units.append(stage)
-                self._inputs.append({_storage(tensor) for tensor in tensors})
-                self._costs[stage].input_bytes += sum(_bytes(t) for t in tensors if t.requires_grad)
-                self._current = stage
+                self._enter_unit(stage, tensors_in((args, kwargs)))
+            outputs: list[torch.Tensor] = []
+            try:
+                output = call(*args, **kwargs)
+                outputs = tensors_in(output)
+            finally:
+                self._modules.pop()
+                if stage is not None:
+                    self._leave_unit(outputs)
+            return output
 
-        return hook
+        return layer
 
-    def _leave(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._modules.pop()
-            if path not in self._unit_of:
-                return
-            stage = self._units.pop()
-            self._inputs.pop()
-            if self._units:
-                self._current = self._units[-1]
-            tensors = tensors_in(output)
-            self._costs[stage].output_bytes += sum(map(_bytes, tensors))
-            self._when_backward_reaches(tensors, stage)
+    def _enter_unit(self, stage: int, inputs: Sequence[torch.Tensor]) -> None:
+        if self._units:
+            # What follows backward is of the stage around this one again.
+            outer, entered = self._units[-1], self._inputs[-1]
+            self._when_backward_reaches((t for t in inputs if _storage(t) not in entered), outer)
+        self._units.append(stage)
+        self._inputs.append({_storage(tensor) for tensor in inputs})
+        self._costs[stage].input_bytes += sum(num_bytes(t) for t in inputs if t.requires_grad)
+        self._current = stage
 
-        return hook
+    def _leave_unit(self, outputs: Sequence[torch.Tensor]) -> None:
+        stage = self._units.pop()
+        self._inputs.pop()
+        if self._units:
+            self._current = self._units[-1]
+        self._costs[stage].output_bytes += sum(map(num_bytes, outputs))
+        self._when_backward_reaches(outputs, stage)
 
     def _when_backward_reaches(self, tensors: Iterable[torch.Tensor], stage: int) -> None:
         """The backward of what made these tensors is of `stage`."""
@@ -274,7 +275,7 @@ class _Recorder(TorchDispatchMode):
         if key not in self._stage_of_storage and key not in self._saved and key not in inputs:
             self._saved.add(key)
             self._keep_alive.append(tensor)  # a storage that were freed could give its address to another
-            self._costs[self._current].saved_bytes += _bytes(tensor)
+            self._costs[self._current].saved_bytes += num_bytes(tensor)
         return tensor
 
     def __torch_dispatch__(
@@ -310,7 +311,7 @@ class _Recorder(TorchDispatchMode):
         """
         tensors = _tensors(out)
         if not self._inference:
-            return 0 if func.is_view else sum(map(_bytes, tensors))
+            return 0 if func.is_view else sum(map(num_bytes, tensors))
         for tensor in tensors:
             self._alive.add(tensor)
         return self._alive.num_bytes

@@ -12,6 +12,7 @@ from headwater.core.errors import StreamError
 from headwater.core.stage import StageSpec
 from headwater.store.hold import GradientHold, Gradients
 from headwater.store.layout import PIECE_ELEMENTS
+from headwater.store.sparse import add, values_of
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -35,6 +36,7 @@ class GradientSum:
         present: the sums that are there.
         spent: parameters whose sum a step has used, and that nobody has dropped since; what is added to such
             a sum is lost as well.
+        sparse: parameters whose newest sum is or was a sparse tensor.
         first_bad: the first stage whose gradient was not finite.
 
     Args:
@@ -54,6 +56,7 @@ class GradientSum:
         self._norms: dict[ParamKey, torch.Tensor] = {}
         self._exposed: dict[ParamKey, torch.Tensor] = {}
         self.present: set[ParamKey] = set()
+        self.sparse: set[ParamKey] = set()
         self.spent: set[ParamKey] = set()
         self.first_bad: int | None = None
         self._before = (frozenset[ParamKey](), frozenset[ParamKey]())  # present and spent at `remember`
@@ -81,12 +84,19 @@ class GradientSum:
         arriving = self._arriving_at(stage)
         total = self._sum(arriving.gradients[param], gradient, stage, param)
         arriving.gradients[param] = total
+        self._note_kind((stage, param), total)
         self._norms.pop((stage, param), None)
         self.present.add((stage, param))
         arriving.received.add(param)
         if last:
             self._measure((stage, param), total)
         return len(arriving.received) == sum(p.requires_grad for p in self._stages[stage].params)
+
+    def _note_kind(self, key: ParamKey, total: torch.Tensor) -> None:
+        if total.is_sparse:
+            self.sparse.add(key)
+        else:
+            self.sparse.discard(key)
 
     def _arriving_at(self, stage: int) -> _Arriving:
         if stage not in self._arriving:
@@ -104,7 +114,7 @@ class GradientSum:
             return gradient.detach() if gradient.dtype == wide else gradient.to(wide)
         if total.dtype in _NARROW:
             total = total.to(self._stages[stage].params[param].dtype)
-        return total + gradient if stage in self._kept else total.add_(gradient)
+        return add(total, gradient, in_place=stage not in self._kept)
 
     def _measure(self, key: ParamKey, total: torch.Tensor) -> None:
         norm = self._norms[key] = gradient_norm(total)
@@ -236,6 +246,7 @@ class GradientSum:
     def replace(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         """Let this be the sum of one parameter."""
         self._arriving_at(stage).gradients[param] = gradient.detach()
+        self._note_kind((stage, param), gradient)
         self._forget((stage, param))
         self.spent.discard((stage, param))
         self.present.add((stage, param))
@@ -328,7 +339,8 @@ def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     """2-norm in fp32 (or wider). Of a narrow gradient it is taken piece by piece, without a wide copy."""
-    if gradient.dtype in (torch.float32, torch.float64):
+    gradient = values_of(gradient)
+    if gradient.dtype not in _NARROW:
         whole: torch.Tensor = torch.linalg.vector_norm(gradient)
         return whole
     pieces = gradient.reshape(-1).split(PIECE_ELEMENTS)

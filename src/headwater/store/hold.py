@@ -100,6 +100,8 @@ class MemoryHold(GradientHold):
 class DiskHold(GradientHold):
     """Writes each stage's gradients to a file beside its weights; one stage at a time is in memory.
 
+    Sparse gradients stay in memory.
+
     Args:
         stages: the stages.
         folder: where the files go.
@@ -126,7 +128,8 @@ class DiskHold(GradientHold):
         self._paths = {s.index: folder / f"gradient_{s.index:04d}.bin" for s in stages}
         self._files = self._open(range(len(stages)))
         self._present: dict[int, list[bool]] = {}
-        self._kept: dict[int, tuple[BlockFile, list[bool]]] = {}
+        self._sparse: dict[int, dict[int, torch.Tensor]] = {}  # they stay in memory: a few rows each
+        self._kept: dict[int, tuple[BlockFile, list[bool], dict[int, torch.Tensor]]] = {}
         self._spare: dict[int, BlockFile] = {}
 
     def _open(self, stages: Sequence[int]) -> list[BlockFile]:
@@ -154,19 +157,22 @@ class DiskHold(GradientHold):
         spec = self._stages[stage]
         buffer = aligned_empty(self._span(spec))
         for view, gradient in zip(self._views(spec, buffer), gradients, strict=True):
-            if gradient is not None:
+            if gradient is not None and not gradient.is_sparse:
                 view.copy_(gradient)
+        self._sparse[stage] = {i: g for i, g in enumerate(gradients) if g is not None and g.is_sparse}
         self._files[stage].write(0, buffer[: self._span(spec)])
         self._present[stage] = [gradient is not None for gradient in gradients]
 
     def take(self, stage: int) -> Gradients | None:
         held = self.look(stage)
         self._present.pop(stage, None)
+        self._sparse.pop(stage, None)
         return held or None
 
     def drop(self, stage: int, param: int) -> None:
         if stage in self._present:
             self._present[stage][param] = False
+            self._sparse.get(stage, {}).pop(param, None)
 
     def look(self, stage: int) -> Gradients:
         present = self._present.get(stage, [])
@@ -176,22 +182,24 @@ class DiskHold(GradientHold):
         buffer = aligned_empty(self._span(spec))
         self._files[stage].read(0, buffer[: self._span(spec)])
         views = self._views(spec, buffer)
-        return [view if there else None for view, there in zip(views, present, strict=True)]
+        sparse = {index: gradient.clone() for index, gradient in self._sparse.get(stage, {}).items()}
+        return [sparse.get(i, view) if present[i] else None for i, view in enumerate(views)]
 
     def keep(self, stage: int) -> None:
         held = self.look(stage)
         spare = self._spare.pop(stage, None) or self._open([stage])[0]
-        self._kept[stage] = self._files[stage], list(self._present.get(stage, []))
+        present, sparse = list(self._present.get(stage, [])), dict(self._sparse.get(stage, {}))
+        self._kept[stage] = self._files[stage], present, sparse
         self._files[stage] = spare
         if held:
             self.put(stage, held)
 
     def restore(self, stage: int) -> None:
         self._spare[stage] = self._files[stage]
-        self._files[stage], self._present[stage] = self._kept.pop(stage)
+        self._files[stage], self._present[stage], self._sparse[stage] = self._kept.pop(stage)
 
     def forget(self) -> None:
-        self._spare |= {stage: file for stage, (file, _) in self._kept.items()}
+        self._spare |= {stage: file for stage, (file, _, _) in self._kept.items()}
         self._kept.clear()
 
     def close(self) -> None:

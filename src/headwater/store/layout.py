@@ -116,7 +116,7 @@ class StageLayout:
         self.groups = _pack([
             _Extent(index, start, stop, _field_shapes(param, states[index], start, stop))
             for index, param in enumerate(stage.params)
-            for start, stop in _split(param.numel, elementwise)
+            for start, stop in _split(param, elementwise)
         ])  # fmt: skip
 
     @cached_property
@@ -124,8 +124,12 @@ class StageLayout:
         return self.groups[-1].offset + self.groups[-1].num_bytes if self.groups else 0
 
 
-def _split(numel: int, elementwise: bool) -> list[tuple[int, int]]:
+def _split(param: ParamSpec, elementwise: bool) -> list[tuple[int, int]]:
+    """Return the range of each piece; where gradients are sparse a piece consists of whole rows."""
+    numel = param.numel
     step = PIECE_ELEMENTS if elementwise else max(numel, 1)
+    if param.sparse_gradient and numel:
+        step = max(step // param.row_numel, 1) * param.row_numel
     return [(start, min(start + step, numel)) for start in range(0, max(numel, 1), step)]
 
 

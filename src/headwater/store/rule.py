@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headwater.core.stage import ParamSpec
+from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.layout import StateLayout, StateTensor
 
@@ -16,6 +17,12 @@ Scalars = dict[str, Any]
 """The part of a parameter's optimizer state that is not worth a place on disk: step counts and the like."""
 
 _PROBE_ELEMENTS = 8
+_PLAIN_KERNEL = {"fused": False, "foreach": False}
+
+
+def needs_plain_kernel(gradient: torch.Tensor) -> bool:
+    """True if the fused kernels of torch refuse a gradient, which is sparse or complex."""
+    return gradient.is_sparse or gradient.is_complex()
 
 
 class UpdateRule:
@@ -40,16 +47,21 @@ class UpdateRule:
         if not param.requires_grad:
             return {}
         shape = (_PROBE_ELEMENTS,) if self.elementwise else param.shape
-        key = (shape, param.dtype)
+        key = (shape, param.dtype, param.sparse_gradient)
         if key not in self._layouts:
-            self._layouts[key] = self._probe(shape, param.dtype)
+            self._layouts[key] = self._probe(*key)
         return self._layouts[key]
 
-    def _probe(self, shape: tuple[int, ...], dtype: torch.dtype) -> StateLayout:
+    def _probe(self, shape: tuple[int, ...], dtype: torch.dtype, sparse: bool) -> StateLayout:
         probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
         optimizer = self.spec.build([probe], to_compile=False)
         for _ in range(2):
-            probe.grad = torch.zeros_like(probe)
+            gradient = torch.zeros_like(probe)
+            takes_sparse = takes_sparse_gradients(self.spec.name, optimizer.defaults)
+            is_sparse = takes_sparse and (sparse or not takes_dense_gradients(self.spec.name))
+            probe.grad = gradient.to_sparse(1) if is_sparse else gradient
+            if needs_plain_kernel(probe.grad):
+                optimizer.param_groups[0].update(_PLAIN_KERNEL)
             optimizer.step()
         return {
             name: StateTensor(value.dtype, None if value.shape == probe.shape else tuple(value.shape))
@@ -77,7 +89,7 @@ class UpdateRule:
 
         Args:
             masters: values; whole parameters, or any runs of them where the rule is elementwise.
-            gradients: of the same shapes and dtypes.
+            gradients: of the same shapes and dtypes; all for plain kernels, or none.
             states: of each its tensors by `state_layout`; what they hold before the first update is ignored.
             scalars: of each what its last update returned; `None` before the first.
             options: optimizer arguments that differ from the spec's, the current `lr` among them.
@@ -86,7 +98,8 @@ class UpdateRule:
             The new scalars of each.
         """
         optimizer, defaults = self._of_this_thread()
-        optimizer.param_groups = [{"params": list(masters), **defaults, **options}]
+        kernel = _PLAIN_KERNEL if needs_plain_kernel(gradients[0]) else {}
+        optimizer.param_groups = [{"params": list(masters), **defaults, **options, **kernel}]
         optimizer.state.clear()
         for master, gradient, own, old in zip(masters, gradients, states, scalars, strict=True):
             master.grad = gradient

@@ -25,6 +25,7 @@ from headwater.store.pieces import Pieces, PieceState
 from headwater.store.rule import Scalars, UpdateRule
 from headwater.store.shared_gradients import SharedGradientSum
 from headwater.store.sharing import Sharing
+from headwater.store.sparse import check_kind
 from headwater.store.sums import MemorySums, Sums
 from headwater.store.tier import Tier
 from headwater.store.update import Part, Update, Updater
@@ -164,6 +165,7 @@ class WeightStore:
 
     def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
         """Take one parameter's gradient of one micro-batch; the tensor belongs to the store from now on."""
+        check_kind(gradient, self.spec((stage, param)), self._has_others)
         self.flush_stage(stage)  # not used since the last step: its older update comes first
         if self.gradients.add(stage, param, gradient, last=last):
             self.gradients.settle(stage)
@@ -173,6 +175,7 @@ class WeightStore:
 
     def set_gradient(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         """Let this be the sum of one parameter; the tensor belongs to the store from now on."""
+        check_kind(gradient, self.spec((stage, param)), self._has_others)
         self.flush_stage(stage)
         self.gradients.replace(stage, param, gradient)
 

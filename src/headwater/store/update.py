@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from headwater.core.stage import StageSpec
+from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.hold import Gradients
 from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, encoding_of
 from headwater.store.masters import read_master, write_master
-from headwater.store.rule import Scalars, UpdateRule
+from headwater.store.rule import Scalars, UpdateRule, needs_plain_kernel
+from headwater.store.sparse import rows_of, with_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +76,27 @@ class Part:
     def prepared(self, gradient: torch.Tensor, dtype: torch.dtype, space: torch.Tensor) -> torch.Tensor:
         """The gradient as the optimizer is to see it: in place, or in `space` if of another dtype."""
         if gradient.dtype != dtype:
-            gradient = space.copy_(gradient)
+            gradient = gradient.to(dtype) if gradient.is_sparse else space.copy_(gradient)
+        if gradient.is_sparse:
+            return self._prepared_sparse(gradient)
         if self.factor is not None:
             gradient.mul_(self.factor)
         limit = self.update.max_value
         if limit is not None:
             gradient.clamp_(-limit, limit)
         return gradient
+
+    def _prepared_sparse(self, gradient: torch.Tensor) -> torch.Tensor:
+        limit = self.update.max_value
+        if self.factor is None and limit is None:
+            return gradient
+        gradient = gradient.coalesce()
+        values = gradient.values()
+        if self.factor is not None:
+            values = values * self.factor
+        if limit is not None:
+            values = values.clamp(-limit, limit)
+        return with_values(gradient, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +194,12 @@ class Updater:
             encoding, fields = encoding_of(spec), piece.views(rest)
             wire = wires[piece.param][piece.start : piece.stop]
             master = read_master(encoding, wire, fields, master_space)
-            own = part.prepared(gradient.reshape(-1)[piece.start : piece.stop], master.dtype, gradient_space)
+            own = part.prepared(_part_of(gradient, spec, piece), master.dtype, gradient_space)
             states = {name: fields[name] for name in self._rule.state_layout(spec)}
-            if self._rule.elementwise:
+            if gradient.is_sparse:
+                rows = (-1, *spec.shape[1:])
+                master, states = master.view(rows), {k: v.view(rows) for k, v in states.items()}
+            elif self._rule.elementwise:
                 states = {name: state.view(-1) for name, state in states.items()}
             else:
                 master, own = master.view(spec.shape), own.view(spec.shape)
@@ -200,7 +218,7 @@ class Updater:
         todo = list(loaded)
         while todo:
             first = todo[0]
-            alike = [each for each in todo if each.rule is first.rule and each.options == first.options]
+            alike = [each for each in todo if each.is_like(first)]
             todo = [each for each in todo if each not in alike]
             new = first.rule.apply(
                 [each.master for each in alike],
@@ -239,6 +257,18 @@ class _Loaded:
     master: torch.Tensor
     gradient: torch.Tensor
     states: dict[str, torch.Tensor]
+
+    def is_like(self, other: _Loaded) -> bool:
+        """True if one call of the optimizer can update both."""
+        kernel = needs_plain_kernel(self.gradient) == needs_plain_kernel(other.gradient)
+        return kernel and self.rule is other.rule and self.options == other.options
+
+
+def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Tensor:
+    """Return the gradient of a piece: 1-D, or the rows of the piece where it is sparse."""
+    if not gradient.is_sparse:
+        return gradient.reshape(-1)[piece.start : piece.stop]
+    return rows_of(gradient, piece.start // spec.row_numel, piece.stop // spec.row_numel)
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

@@ -9,6 +9,7 @@ against the slab that holds the stage when backward comes.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from headwater.core.copies import apart
 from headwater.core.errors import StreamError
+
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What makes something else of a tensor that autograd saves, and what makes the tensor again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,33 +65,66 @@ def without_weights(
 ) -> Iterator[None]:
     """Within it, what autograd saves holds no weights, and what `offload` takes is moved out.
 
+    Hooks of the user around it, those of a checkpoint for example, get every tensor that is no weight.
+
     Args:
         handle_of: what stands for a tensor that is a view of weights; `None` for another.
         resolve: gives the view again, fetching its stage if it must.
         offload: moves an activation out, and returns what brings it back when called; or returns `None`.
     """
+    hooks = _WithoutWeights(handle_of, resolve, offload, _innermost_hooks())
+    with saved_tensors_hooks(hooks.pack, hooks.unpack):
+        yield
 
-    def pack(tensor: torch.Tensor) -> Any:
-        handle = handle_of(tensor)
+
+class _WithoutWeights:
+    """A pair of hooks; see `without_weights`."""
+
+    def __init__(
+        self,
+        handle_of: Callable[[torch.Tensor], WeightHandle | None],
+        resolve: Callable[[WeightHandle], torch.Tensor],
+        offload: Callable[[torch.Tensor], Any],
+        outer: _Hooks | None,
+    ) -> None:
+        self._handle_of = handle_of
+        self._resolve = resolve
+        self._offload = offload
+        self._outer = outer
+        self.is_in_checkpoint = own_checkpoints.is_in_another()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        handle = self._handle_of(tensor)
         if handle is not None:
             return handle
-        moved = offload(tensor)
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return _PackedByUser(pack(tensor), unpack)
+        moved = self._offload(tensor)
         return (tensor, tensor._version) if moved is None else moved
 
-    def unpack(packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, WeightHandle):
-            return resolve(packed)
-        if not isinstance(packed, tuple):
-            moved_back: torch.Tensor = packed()
-            return moved_back
+            return self._resolve(packed)
         tensor: torch.Tensor
+        if isinstance(packed, _PackedByUser):
+            tensor = packed.unpack(packed.value)
+            return tensor
+        if not isinstance(packed, tuple):
+            tensor = packed()
+            return tensor
         tensor, version = packed
         if tensor._version != version:  # autograd itself does not look where there are hooks
             raise changed_in_place(tensor)
         return tensor
 
-    with saved_tensors_hooks(pack, unpack):
-        yield
+
+@dataclasses.dataclass(frozen=True)
+class _PackedByUser:
+    """What a hook of the user made of a tensor, and the hook that makes the tensor again."""
+
+    value: Any
+    unpack: Callable[[Any], torch.Tensor]
 
 
 def changed_in_place(tensor: torch.Tensor) -> StreamError:
@@ -128,12 +165,18 @@ def recompute_forward(
         if not is_wrapped:  # a forward that the user has set calls this one
             return forward(*args, **kwargs)
         others = list(map(id, module.parameters())) != own  # lent by `functional_call`: gone in backward
-        if others or not torch.is_grad_enabled():
+        if others or not torch.is_grad_enabled() or own_checkpoints.is_in_another():
             return bound_forward(*args, **kwargs)
         call = _RepeatedCall(bound_forward, args, kwargs)
         buffers = _Buffers(module)
+        tensors = call.tensors()
+        has_nested = any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors)
         return checkpoint(
-            call, *call.tensors(), use_reentrant=False, context_fn=lambda: (_nothing(), buffers)
+            call,
+            *tensors,
+            use_reentrant=False,
+            context_fn=lambda: (_nothing(), buffers),
+            determinism_check="none" if has_nested else "default",  # torch's asks for sizes that they lack
         )
 
     def unwrap() -> None:
@@ -177,7 +220,71 @@ class _RepeatedCall:
             own = iter(tensors)
             leaves = [next(own) if leaf is _Tensor else leaf for leaf in apart(self._others)]
             args, kwargs = tree_unflatten(leaves, self._structure)
-        return self._function(*args, **kwargs)
+        with own_checkpoints.entered():
+            return self._function(*args, **kwargs)
+
+
+class _OwnCheckpoints(threading.local):
+    """Tells checkpoints made here from those of the user.
+
+    [Note: checkpoints in a model]
+    A module that already runs in a checkpoint of the user keeps nothing for backward and runs again there. A
+    second checkpoint inside would hide that from the first, which would then run less of the module
+    again than in plain PyTorch: the statistics of a BatchNorm would be updated once instead of twice.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[object] = []
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Mark what runs in the context as run by a checkpoint made here."""
+        self._entered.append(_innermost_hooks())
+        try:
+            yield
+        finally:
+            self._entered.pop()
+
+    def is_in_another(self) -> bool:
+        """True if the innermost checkpoint around the caller is one of the user."""
+        hooks = _innermost_hooks()
+        if hooks is None or self._is_own(hooks):
+            return False
+        ours = getattr(hooks[0], "__self__", None)
+        if isinstance(ours, _WithoutWeights):
+            return ours.is_in_checkpoint
+        return hooks[0].__module__ == checkpoint.__module__
+
+    def are_innermost(self) -> bool:
+        """True if the innermost hooks for saved tensors are those of a checkpoint made here."""
+        hooks = _innermost_hooks()
+        return hooks is not None and self._is_own(hooks)
+
+    def _is_own(self, hooks: _Hooks) -> bool:
+        return bool(self._entered) and self._entered[-1] == hooks
+
+
+def are_weights_kept_out() -> bool:
+    """True if `without_weights`, or a checkpoint made here, is the first to get what autograd saves now."""
+    hooks = _innermost_hooks()
+    ours = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return isinstance(ours, _WithoutWeights) or own_checkpoints.are_innermost()
+
+
+def _innermost_hooks() -> _Hooks | None:
+    """Return the pair of hooks for saved tensors that autograd would call now, or None."""
+    hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+@contextmanager
+def apart_from_hooks() -> Iterator[None]:
+    """Keep tensors that autograd saves in the context from hooks of the user around it."""
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
+
+
+own_checkpoints = _OwnCheckpoints()
 
 
 @contextmanager

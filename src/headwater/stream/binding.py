@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec
@@ -133,6 +134,10 @@ class Binder:
             for index, param in enumerate(params):
                 yield stage, index, param
 
+    def is_bound(self, stage: int) -> bool:
+        """True if the parameters of a stage are views of an image now."""
+        return stage in self._bound
+
     def bind(self, stage: int, image: torch.Tensor) -> None:
         """Let the parameters of a stage be views of `image`."""
         address = image.data_ptr()
@@ -166,6 +171,8 @@ class Binder:
 
     def handle_of(self, tensor: torch.Tensor) -> WeightHandle | None:
         """What stands for a tensor that autograd saves, if it is a view of bound weights."""
+        if tensor.is_nested or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            return None  # it has no storage of its own
         stage = self._stage_at.get(tensor.untyped_storage().data_ptr())
         if stage is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +15,16 @@ from torch.utils.hooks import RemovableHandle
 from headwater.core.errors import StreamError
 from headwater.plan.types import Activations, Plan
 from headwater.store.store import WeightStore
-from headwater.stream.activations import WeightHandle, recompute_forward, without_weights
+from headwater.stream.activations import (
+    WeightHandle,
+    are_weights_kept_out,
+    own_checkpoints,
+    recompute_forward,
+    without_weights,
+)
 from headwater.stream.binding import Binder
 from headwater.stream.offload import DiskOffload, HostOffload, Offload
-from headwater.stream.sites import SiteHooks
+from headwater.stream.sites import Sites
 from headwater.stream.weights import StreamStatistics, Weights
 
 _NO_TASK = -1
@@ -32,7 +38,7 @@ class Executor:
     weights; a backward is noticed by the first thing in it that concerns us, and tidied up by a callback.
 
     Args:
-        model: the model; hooks are put on it.
+        model: the model; its calls are surrounded.
         plan: what to do.
         store: where weights come from and gradients go.
         binder: owns the model's parameters.
@@ -55,17 +61,19 @@ class Executor:
         self._binder = binder
         self._weights = weights
         self._depth: Counter[int] = Counter()
-        self._active = True  # a list of hooks may be gone through that was taken before they were removed
-        self._nesting = 0  # hooked modules whose forward runs
+        self._active = True
+        self._nesting = 0  # modules with a site whose forward runs
         self._packing = ExitStack()
+        self._inner_packing: list[ExitStack] = []  # of each of these modules: see `_pack_inside_hooks`
         self._forwards_expected = 0
         self._last_micro_batch = True
         self._backward_task = _NO_TASK
         self._forward_stage = 0
         self._offload = _make_offload(plan)
         sites = {"": (), **plan.trace.sites}
-        self._hooks = SiteHooks(model, sites, self.enter_module, self._leave_module)
-        self._root_stages = sites[""]
+        self._sites = Sites(
+            model, sites, plan.trace.stages, self.enter_module, self._look_ahead, self._leave_module
+        )
         self._gradient_hooks = list(self._hook_gradients())
         self._recomputed = [
             (model.get_submodule(stage.name), stage.index)
@@ -83,10 +91,6 @@ class Executor:
 
     # weights in
 
-    def enter_model(self) -> None:
-        """Do what the hook before the model's forward does, for a call that began before there was one."""
-        self.enter_module(self._root_stages)
-
     def enter_module(self, stages: Sequence[int]) -> None:
         """A module's forward begins; the outermost one opens a forward."""
         if not self._active:
@@ -98,8 +102,20 @@ class Executor:
             else:
                 self._open()
         self._nesting += 1
+        self._inner_packing.append(self._pack_inside_hooks())
         for stage in stages:
             self._enter(stage)
+
+    def _pack_inside_hooks(self) -> ExitStack:
+        """Keep weights out of what autograd saves where the model has put hooks of its own around a module.
+
+        A checkpoint that runs a module again in backward may also have no hooks there. Closing the returned
+        stack ends that.
+        """
+        packing = ExitStack()
+        if self._packs and not are_weights_kept_out():
+            packing.enter_context(self._without_weights())
+        return packing
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -120,6 +136,8 @@ class Executor:
                 self._leave(stage)
         finally:
             self._nesting -= 1
+            if self._inner_packing:  # a reset may have closed it
+                self._inner_packing.pop().close()
             if not self._nesting and not self._in_backward:
                 self._close()
 
@@ -130,10 +148,16 @@ class Executor:
         else:
             self.begin(1 if torch.is_grad_enabled() else 0)
             self._forwards_expected = 0
-        if torch.is_grad_enabled() and (not self._weights.stable or self._offload is not None):
-            self._packing.enter_context(
-                without_weights(self._binder.handle_of, self._resolve, self._move_out)
-            )
+        if self._packs:
+            self._packing.enter_context(self._without_weights())
+
+    @property
+    def _packs(self) -> bool:
+        """True if what autograd saves now must hold no weights, or moves out."""
+        return torch.is_grad_enabled() and (not self._weights.stable or self._offload is not None)
+
+    def _without_weights(self) -> AbstractContextManager[None]:
+        return without_weights(self._binder.handle_of, self._resolve, self._move_out)
 
     def _close(self) -> None:
         """The forward ends."""
@@ -143,15 +167,22 @@ class Executor:
     def _enter(self, stage: int) -> None:
         self._depth[stage] += 1
         self._forward_stage = stage
-        if self._depth[stage] == 1:
+        if self._depth[stage] == 1 and not self._binder.is_bound(stage):
             self._binder.bind(stage, self._require(stage))
+
+    def _look_ahead(self, stages: Sequence[int]) -> None:
+        """Bind stages whose modules will be called next; leaving these modules unbinds them."""
+        if self._active:
+            for stage in stages:
+                if not self._binder.is_bound(stage):
+                    self._binder.bind(stage, self._require(stage))
 
     def _leave(self, stage: int) -> None:
         self._depth[stage] -= 1
         if self._depth[stage] > 0:
             return
-        if self._in_backward:  # what runs again saves a frozen parameter as itself
-            self._binder.rest(stage)
+        if self._in_backward and own_checkpoints.are_innermost():
+            self._binder.rest(stage)  # what runs again here saves a frozen parameter as itself
         else:
             self._binder.unbind(stage)
 
@@ -267,6 +298,8 @@ class Executor:
         self._let_go()
         self._depth.clear()
         self._nesting = 0
+        while self._inner_packing:
+            self._inner_packing.pop().close()
         self._packing.close()
         self._backward_task = _NO_TASK
         self._forwards_expected = 0
@@ -286,10 +319,10 @@ class Executor:
             self._let_go()
 
     def leave(self) -> None:
-        """Take the hooks off; activations that have moved out can still come back."""
+        """Take the layers off; activations that have moved out can still come back."""
         self.reset()
         self._active = False
-        self._hooks.remove()
+        self._sites.remove()
         self._wrapped.close()
         for handle in self._gradient_hooks:
             handle.remove()
@@ -328,7 +361,7 @@ class Executor:
             self._binder.forget_saved()
 
     def close(self) -> None:
-        """Take the hooks off and give back memory and threads."""
+        """Take the layers off and give back memory and threads."""
         self.leave()
         if self._offload is not None:
             self._offload.close()

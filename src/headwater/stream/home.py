@@ -80,6 +80,12 @@ class Home:
         """The sum that no optimizer has used yet."""
         return self.store.gradients.expose(*self.key)
 
+    def zero_gradient(self) -> None:
+        """Replace it by zeros; a sparse one by a sparse one without entries."""
+        spec = self.spec
+        zeros = torch.zeros(spec.shape, dtype=spec.wire_dtype)
+        self.set_gradient(zeros.to_sparse(1) if self.key in self.store.gradients.sparse else zeros)
+
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Replace or drop it."""
         if gradient is None:

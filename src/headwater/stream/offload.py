@@ -75,7 +75,7 @@ class Offload(abc.ABC):
         Returns:
             What brings it back when called; `None` if it stays: it is too small, or not plain memory.
         """
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < _SMALLEST_BYTES:

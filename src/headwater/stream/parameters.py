@@ -131,7 +131,7 @@ class SpentGradient(torch.Tensor):
             if func not in _ZEROING:
                 raise spent_error(spent[0].home.spec.name)
             for gradient in spent:
-                gradient.home.set_gradient(torch.zeros(gradient.shape, dtype=gradient.dtype))
+                gradient.home.zero_gradient()
             if func is torch.Tensor.zero_:
                 return args[0]
             rest = [gradient for gradient in args[0] if not isinstance(gradient, SpentGradient)]

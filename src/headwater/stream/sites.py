@@ -1,52 +1,95 @@
-"""Hooks on the modules whose forward reads weights."""
+"""Calls of the modules whose forward reads weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+
+from headwater.core.module_calls import Layer, surround
+from headwater.core.stage import StageSpec
+
+Stages = Sequence[int]
 
 
-class SiteHooks:
+class Sites:
     """Calls `enter` with the stages of a module before its forward and `leave` after it, also if it fails.
+
+    Hooks of the user run in between.
 
     Args:
         model: the model.
         sites: qualified module name -> stages read while that module's forward runs.
         enter: called with them before.
-        leave: called with them after.
+        look_ahead: called after `enter` where a module looks at weights that its parts read afterwards.
+        leave: called after the forward.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        sites: Mapping[str, Sequence[int]],
-        enter: Callable[[Sequence[int]], None],
-        leave: Callable[[Sequence[int]], None],
+        sites: Mapping[str, Stages],
+        stages: Sequence[StageSpec],
+        enter: Callable[[Stages], None],
+        look_ahead: Callable[[Stages], None],
+        leave: Callable[[Stages], None],
     ) -> None:
-        self._handles: list[RemovableHandle] = []
-        for path, stages in sites.items():
-            module = model.get_submodule(path)
-            self._handles += [
-                module.register_forward_pre_hook(_before(stages, enter), prepend=True),
-                module.register_forward_hook(_after(stages, leave), always_call=True),
-            ]
+        self._layers = ExitStack()
+        for path, own in sites.items():
+            self._layers.callback(surround(model.get_submodule(path), _around(own, enter, leave)))
+        for path, module in model.named_modules():
+            if isinstance(module, nn.TransformerEncoder):
+                ahead = _of_first_layer(path, stages)
+                layer = _ahead_of(module, ahead, enter, look_ahead, leave)
+                self._layers.callback(surround(module, layer))
 
     def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        """Leave every module alone again."""
+        self._layers.close()
 
 
-def _before(
-    stages: Sequence[int], enter: Callable[[Sequence[int]], None]
-) -> Callable[[nn.Module, Any], None]:
-    return lambda module, args: enter(stages)
+def _around(stages: Stages, enter: Callable[[Stages], None], leave: Callable[[Stages], None]) -> Layer:
+    def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        enter(stages)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            leave(stages)
+
+    return layer
 
 
-def _after(
-    stages: Sequence[int], leave: Callable[[Sequence[int]], None]
-) -> Callable[[nn.Module, Any, Any], None]:
-    return lambda module, args, output: leave(stages)
+def _ahead_of(
+    encoder: nn.TransformerEncoder,
+    stages: Stages,
+    enter: Callable[[Stages], None],
+    look_ahead: Callable[[Stages], None],
+    leave: Callable[[Stages], None],
+) -> Layer:
+    """Show an encoder the weights of its first layer before that layer is called.
+
+    torch takes a fast path in evaluation, with zeros at padded positions, only if these are plain tensors.
+    """
+
+    def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        enter(())
+        try:
+            if not encoder.training:
+                look_ahead(stages)
+            return call(*args, **kwargs)
+        finally:
+            leave(())
+
+    return layer
+
+
+def _of_first_layer(path: str, stages: Sequence[StageSpec]) -> tuple[int, ...]:
+    """Return the stages that hold parameters of the first layer of the encoder called `path`."""
+    prefix = f"{path}.layers.0." if path else "layers.0."
+    return tuple(
+        stage.index
+        for stage in stages
+        if any(name.startswith(prefix) for param in stage.params for name in (param.name, *param.aliases))
+    )

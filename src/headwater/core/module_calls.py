@@ -1,0 +1,83 @@
+"""Functions around the calls of a module.
+
+[Note: layers, not hooks]
+Hooks of torch would do most of this, but models see them: `nn.TransformerEncoderLayer` takes its fast path
+only where no module in it has a hook, and a scripted module refuses hooks. So a module's own `_call_impl`,
+which torch calls with every hook inside it, is replaced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a call: it gets what is inside it, and the positional and keyword arguments."""
+
+
+def surround(module: nn.Module, layer: Layer, *, outermost: bool = False) -> Callable[[], None]:
+    """Run every later call of a module inside `layer`, its hooks included.
+
+    Args:
+        module: it stays the object that it is.
+        layer: goes inside the layers that are there.
+        outermost: put it outside of them instead.
+
+    Returns:
+        A function that takes the layer off.
+    """
+    own = vars(module).get("_call_impl")
+    if not isinstance(own, _Layered):
+        own = _Layered(module)
+    position = 0 if outermost else len(own.layers)
+    own.layers.insert(position, layer)
+    return lambda: own.remove(layer)
+
+
+class _Layered:
+    """The `_call_impl` of one module, with layers around it, the outermost first.
+
+    A layer may change the layers inside it: they are looked up when it makes its call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.layers: list[Layer] = []
+        self._module = weakref.ref(module)
+        # What `module.compile()` made does not look at `_call_impl`, so it becomes the innermost call.
+        self._compiled = vars(module).pop("_compiled_call_impl", None)
+        vars(module)["_call_impl"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(0, args, kwargs)
+
+    def _call(self, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if depth < len(self.layers):
+            inside = lambda *args, **kwargs: self._call(depth + 1, args, kwargs)  # noqa: E731 one line each
+            return self.layers[depth](inside, args, kwargs)
+        module = self._module()
+        assert module is not None, "a module that is called is alive"
+        if self._compiled is not None:
+            return self._compiled(*args, **kwargs)
+        return type(module)._call_impl(module, *args, **kwargs)
+
+    def remove(self, layer: Layer) -> None:
+        """Take a layer off; without any the module gets its own call back."""
+        if layer in self.layers:
+            self.layers.remove(layer)
+        module = self._module()
+        if self.layers or module is None or vars(module).get("_call_impl") is not self:
+            return
+        del vars(module)["_call_impl"]
+        if self._compiled is not None:
+            vars(module)["_compiled_call_impl"] = self._compiled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module is not streamed: its calls have no layers."""
+        module = memo.get(id(self._module()))
+        assert isinstance(module, nn.Module), "it is copied with its module"
+        copied = object.__new__(_Layered)
+        copied.layers, copied._module, copied._compiled = [], weakref.ref(module), None
+        return copied

@@ -1,0 +1,68 @@
+"""Sparse gradients: sparse tensors (COO) that have values for some rows of a parameter.
+
+They stay as autograd made them, not coalesced: plain PyTorch adds their entries to a weight one by one, and
+the order decides the last bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headwater.core.errors import StreamError
+from headwater.core.stage import ParamSpec
+from headwater.store.layout import PIECE_ELEMENTS
+
+
+def check_kind(gradient: torch.Tensor, spec: ParamSpec, several_ranks: bool) -> None:
+    """Check that a gradient of this kind can be kept for a parameter.
+
+    Raises:
+        StreamError: if it is sparse, and several ranks train or the parameter was not known to have such.
+    """
+    if not gradient.is_sparse:
+        return
+    if several_ranks:
+        raise StreamError(
+            "expected a dense gradient with several ranks, got a sparse one",
+            where=spec.name,
+            remedy="build the embedding with sparse=False, or train on one rank",
+        )
+    if not spec.sparse_gradient and spec.numel > PIECE_ELEMENTS:
+        raise StreamError(
+            f"expected a dense gradient for a parameter of {spec.numel} elements, got a sparse one",
+            where=spec.name,
+            remedy="use nn.Embedding or nn.EmbeddingBag with sparse=True, which announce sparse gradients",
+        )
+
+
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return all values of a gradient that may be other than zero, each element once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def add(total: torch.Tensor, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+    """Return the sum of two gradients, as autograd forms it; `total` is changed if it may and can be."""
+    if total.is_sparse and not gradient.is_sparse:
+        return gradient + total
+    return total.add_(gradient) if in_place else total + gradient
+
+
+def rows_of(gradient: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return the part of a sparse gradient for these rows, its entries in the same order."""
+    if (start, stop) == (0, gradient.shape[0]):
+        return gradient
+    indices, values = gradient._indices(), gradient._values()
+    inside = (indices[0] >= start) & (indices[0] < stop)
+    own = indices[:, inside]
+    own[0] -= start
+    shape = (stop - start, *gradient.shape[1:])
+    return torch.sparse_coo_tensor(
+        own, values[inside], shape, is_coalesced=gradient.is_coalesced(), check_invariants=False
+    )
+
+
+def with_values(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a coalesced sparse gradient with other values."""
+    return torch.sparse_coo_tensor(
+        gradient.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False
+    )

@@ -1,0 +1,80 @@
+"""A user's own `torch.utils.checkpoint`, in a model and around it, with layers that keep statistics."""
+
+import pytest
+import torch
+from any_loop import check, odd_plans, randn, train
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def block():
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+
+
+def batch(number):
+    return randn(4, 6, seed=number).requires_grad_()
+
+
+class Blocks(nn.Module):
+    """Three blocks; `run` runs a function of tensors, with a checkpoint or without."""
+
+    def __init__(self, run, whole):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.run = run
+        self.whole = whole
+
+    def forward(self, x):
+        if self.whole:
+            return self.run(self.all_blocks, x)
+        for part in self.blocks:
+            x = self.run(part, x)
+        return x
+
+    def all_blocks(self, x):
+        for part in self.blocks:
+            x = part(x)
+        return x
+
+
+@odd_plans
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("whole", [False, True], ids=["each block", "all blocks"])
+def test_statistics_are_updated_as_often_as_in_plain_pytorch(plan, whole, reentrant, tmp_path):
+    def run(function, x):
+        return checkpoint(function, x, use_reentrant=reentrant)
+
+    def script(place):
+        model = place.compile(Blocks(run, whole))
+        trained = train(
+            model, lambda number: model(randn(4, 6, seed=number).requires_grad_()).square().mean()
+        )
+        return trained, model.blocks[0][1].num_batches_tracked
+
+    expected = check(script, plan, tmp_path)
+    assert expected[1] == 6, "the reference runs each block twice in each of three steps"
+
+
+@odd_plans
+def test_a_checkpoint_around_the_model(plan, tmp_path):
+    def script(place):
+        model = place.compile(nn.Sequential(*(block() for _ in range(3))))
+        return train(
+            model,
+            lambda number: checkpoint(model, randn(4, 6, seed=number), use_reentrant=False).square().mean(),
+        )
+
+    check(script, plan, tmp_path)
+
+
+@odd_plans
+def test_what_hooks_of_the_user_see_does_not_hold_weights(plan, tmp_path):
+    def script(place):
+        def on_cpu(function, x):
+            with torch.autograd.graph.save_on_cpu():
+                return function(x)
+
+        model = place.compile(Blocks(on_cpu, whole=True))
+        return train(model, lambda number: model(randn(4, 6, seed=number)).square().mean())
+
+    check(script, plan, tmp_path)
