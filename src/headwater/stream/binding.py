@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec
+from headwater.plan.alive import has_storage
 from headwater.store.gradients import ParamKey
 from headwater.store.parameters import write_param
 from headwater.store.store import WeightStore
@@ -171,8 +171,8 @@ class Binder:
 
     def handle_of(self, tensor: torch.Tensor) -> WeightHandle | None:
         """What stands for a tensor that autograd saves, if it is a view of bound weights."""
-        if tensor.is_nested or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
-            return None  # it has no storage of its own
+        if not has_storage(tensor):
+            return None
         stage = self._stage_at.get(tensor.untyped_storage().data_ptr())
         if stage is None:
             return None
