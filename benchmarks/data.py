@@ -84,7 +84,7 @@ def preparation(books: Path, tokenizer: Path, copies: int, mode: str, folder: Pa
 
 def reading(compression: str | None, length: int, folder: Path) -> dict[str, object]:
     """Processor time to read a sample, with checksums and without: the best of interleaved runs."""
-    from headwater.data.checksums import GROUP, MARK
+    from headwater.data.checksums import remove_checksums
     from headwater.data.reader import open_samples
     from headwater.data.sample_file import make_samples, write_datasets
 
@@ -97,7 +97,7 @@ def reading(compression: str | None, length: int, folder: Path) -> dict[str, obj
         write_datasets(path, [{"data": make_samples(tokens)}], count, compression=compression)
         if name == "without":
             with h5py.File(path, "r+") as file:
-                del file[GROUP], file.attrs[MARK]
+                remove_checksums(file)
         sources[name] = open_samples([path.parent])
     best = dict.fromkeys(sources, float("inf"))
     for _ in range(15):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headwater.core.errors import DataError
-from headwater.data.checksums import GROUP, MARK, sample_checksums
+from headwater.data.checksums import MARK, remove_checksums, sample_checksums
 from headwater.data.reader import open_samples
 from headwater.data.records import HDF5Records
 from headwater.data.sample_file import make_samples, write_datasets
@@ -60,14 +60,16 @@ def swap(file):
     file["data"][2], file["data"][3] = file["data"][3], file["data"][2]
 
 
-def rename(file):
-    file[GROUP].move("data", "other")
+def forget(file):
+    for name in list(file["data"].attrs):
+        del file["data"].attrs[name]
 
 
 def shorten(file):
-    data = file["data"][:-1]
+    data, attributes = file["data"][:-1], dict(file["data"].attrs)
     del file["data"]
     file["data"] = data
+    file["data"].attrs.update(attributes)
 
 
 def unmark(file):
@@ -75,7 +77,7 @@ def unmark(file):
     file["data"][0] = 0
 
 
-@pytest.mark.parametrize("damage", [swap, rename, shorten, unmark])
+@pytest.mark.parametrize("damage", [swap, forget, shorten, unmark])
 def test_checksums_are_those_of_a_sample_in_its_place(sample_file, damage):
     with h5py.File(sample_file, "r+") as file:
         damage(file)
@@ -86,7 +88,7 @@ def test_checksums_are_those_of_a_sample_in_its_place(sample_file, damage):
 def test_files_without_checksums_are_read(sample_file):
     written = read_all(sample_file.parent)
     with h5py.File(sample_file, "r+") as file:
-        del file[GROUP], file.attrs[MARK]
+        remove_checksums(file)
     assert np.array_equal(read_all(sample_file.parent), written)
 
 
@@ -119,3 +121,10 @@ def test_two_flips_do_not_cancel_out():
             damaged = values.copy()
             damaged[0, [first, second]] ^= np.uint32(1 << bit)
             assert sample_checksums("data", [0], damaged) != good, (bit, first, second)
+
+
+def test_a_file_of_many_samples(tmp_path):
+    values = np.arange(9000, dtype=np.int32)
+    write_datasets(tmp_path / "many.h5", [{"label": values}], 9000)
+    records = HDF5Records(tmp_path / "many.h5")
+    assert [records.read(index, "label") for index in (0, 4095, 4096, 8999)] == [0, 4095, 4096, 8999]

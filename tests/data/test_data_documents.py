@@ -74,7 +74,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
 
 
 def test_a_folder_stands_for_its_text_files_in_order(tmp_path):
-    for name in ("b/2.jsonl", "b/1.txt.gz", "a.txt", "c.csv"):
+    for name in ("b/2.jsonl", "b/1.txt.gz", "a.txt", "c.tsv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     names = [path.relative_to(tmp_path).as_posix() for path in find_inputs([tmp_path])]
@@ -83,11 +83,11 @@ def test_a_folder_stands_for_its_text_files_in_order(tmp_path):
 
 def test_a_wrong_path_is_answered_with_the_nearest(tmp_path):
     (tmp_path / "corpus.txt").touch()
-    (tmp_path / "table.csv").touch()
+    (tmp_path / "table.tsv").touch()
     (tmp_path / "empty").mkdir()
     for name, message in {
         "corpsu.txt": r"(?s)does not exist.*corpsu.txt.*did you mean .*corpus.txt",
-        "table.csv": r"(?s)not of a known kind.*table.csv.*\.jsonl\.gz",
+        "table.tsv": r"(?s)not of a known kind.*table.tsv.*\.jsonl\.gz",
         "empty": r"(?s)no text files in this folder.*empty",
     }.items():
         with pytest.raises(DataError, match=message):

@@ -1,9 +1,9 @@
 """Checksums of the samples in HDF5 files: written beside the data, compared when a sample is read.
 
-A file with checksums has the attribute `MARK`, and in the group `GROUP` a dataset of 64-bit numbers for each
-dataset of samples, under the same name. A checksum covers the name of the dataset, the number of the sample,
-and its dtype, shape and values. So it also finds a damaged index of the file, which gives another sample.
-A file without attribute and group is read without a check.
+A file with checksums has the attribute `MARK`. The checksums themselves, 64-bit numbers, are attributes of
+each dataset, so that programs which read all datasets of a file find no further ones. A checksum covers the
+name of the dataset, the number of the sample, and its dtype, shape and values. So it also finds a damaged
+index of the file, which gives another sample. A file without these attributes is read without a check.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import numpy.typing as npt
 
 from headwater.core.errors import DataError
 
-GROUP = "checksums"
 MARK = "sample_checksums"
 _KIND = "multilinear64"
+_ATTRIBUTE = "checksums_"
+_BLOCK = 4096
+"""Checksums in one attribute; HDF5 allows 64 KiB."""
 
 Checksums = npt.NDArray[np.uint64]
 
@@ -90,14 +92,17 @@ def _head(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.uint64:
 def write_checksums(file: h5py.File, checksums: Mapping[str, Checksums]) -> None:
     """Write the checksums of all samples, by dataset, into an open file."""
     file.attrs[MARK] = _KIND
-    group = file.create_group(GROUP)
     for name, values in checksums.items():
-        group.create_dataset(name, data=values)
+        for start in range(0, len(values), _BLOCK):
+            file[name].attrs[f"{_ATTRIBUTE}{start}"] = values[start : start + _BLOCK]
 
 
-def dataset_names(file: h5py.File) -> list[str]:
-    """Return the names of the datasets of samples in an open file."""
-    return [name for name, item in file.items() if isinstance(item, h5py.Dataset)]
+def remove_checksums(file: h5py.File) -> None:
+    """Remove all checksums from an open file."""
+    del file.attrs[MARK]
+    for samples in file.values():
+        for name in [name for name in samples.attrs if name.startswith(_ATTRIBUTE)]:
+            del samples.attrs[name]
 
 
 class CheckedSamples:
@@ -128,11 +133,14 @@ class CheckedSamples:
 
     def _open(self, name: str) -> tuple[h5py.Dataset, Checksums | None]:
         samples = self._file[name]
-        if MARK not in self._file.attrs and GROUP not in self._file:
+        parts = [samples.attrs[attribute] for attribute in samples.attrs if attribute.startswith(_ATTRIBUTE)]
+        if MARK not in self._file.attrs and not parts:
             return samples, None
-        checksums = self._file[GROUP][name][()]
-        if len(checksums) != len(samples):
-            raise ValueError(f"it has {len(samples)} samples, but {len(checksums)} checksums")
+        starts = range(0, len(samples), _BLOCK)
+        found = [samples.attrs[f"{_ATTRIBUTE}{start}"] for start in starts]
+        checksums = np.concatenate([np.empty(0, dtype=np.uint64), *found])
+        if len(parts) != len(starts) or len(checksums) != len(samples):
+            raise ValueError(f"it has {len(samples)} samples, but {sum(map(len, parts))} checksums")
         return samples, checksums
 
     def read(self, name: str, index: int) -> Any:

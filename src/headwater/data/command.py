@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="INPUT",
-        help="txt, jsonl, json (plain or .gz) or parquet file, or folder of them",
+        help="txt, jsonl, json, csv (plain or .gz) or parquet file, or folder of them",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to make")
     modes = "; ".join(f"{name}: {mode}" for name, mode in MODE_HELP.items())

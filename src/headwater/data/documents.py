@@ -21,12 +21,14 @@ from headwater.data.raw_records import (
     text_of,
 )
 
-SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+_MAY_BE_COMPRESSED = (".txt", ".jsonl", ".json", ".csv")
+SUFFIXES = (*(f"{kind}{end}" for kind in _MAY_BE_COMPRESSED for end in ("", ".gz")), ".parquet")
 
 PIECE_CHARS = 1 << 16
 """Characters of a document that are tokenized at once: tokenizers slow down on much longer strings."""
 
-# Byte-level pre-tokenizers always separate "word" from " word", so a cut there changes no token.
+# Byte-level pre-tokenizers always separate "word" from " word", and so do the pieces of SentencePiece: a cut
+# there changes no token.
 _CUT = re.compile(r"(?<=\w)(?= \w)")
 
 
@@ -39,12 +41,14 @@ class Piece:
         ends_document: whether the document ends here.
         text_bytes: length of `text` in UTF-8.
         file_bytes: bytes of the input files read so far, compressed where they are: for progress.
+        begins_document: True for the first piece of a document.
     """
 
     text: str
     ends_document: bool
     text_bytes: int
     file_bytes: int
+    begins_document: bool = True
 
 
 def find_inputs(inputs: Sequence[Path]) -> list[Path]:
@@ -87,7 +91,7 @@ def read_pieces(
         DataError: names file and line (jsonl) or byte (txt) of what cannot be read.
     """
     bad = bad or BadRecords()
-    done = 0
+    done, begins = 0, True
     for path in files:
         if file_kind(path) in RECORD_KINDS:
             for record in read_records([path], bad):
@@ -98,11 +102,13 @@ def read_pieces(
                     continue
                 blocks = (text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS))
                 for piece, ends in cut_pieces(blocks):
-                    yield Piece(piece, ends, len(piece.encode()), done + record.file_bytes)
+                    yield Piece(piece, ends, len(piece.encode()), done + record.file_bytes, begins)
+                    begins = ends
         else:
             with opened(path) as (stream, raw):
                 for piece, ends in cut_pieces(_decoded(path, stream)):
-                    yield Piece(piece, ends, len(piece.encode()), done + raw.tell())
+                    yield Piece(piece, ends, len(piece.encode()), done + raw.tell(), begins)
+                    begins = ends
         done += path.stat().st_size
 
 

@@ -69,7 +69,8 @@ class Encode:
         _, pieces = task
         end = np.array([self.end_of_text_id], dtype=np.int32)
         parts = []
-        for piece, tokens in zip(pieces, self._encoder(piece.text for piece in pieces), strict=True):
+        texts, continued = [piece.text for piece in pieces], [not piece.begins_document for piece in pieces]
+        for piece, tokens in zip(pieces, self._encoder(texts, continued), strict=True):
             parts += [tokens, end] if piece.ends_document else [tokens]
         values = np.concatenate(parts)
         counts = collections.Counter(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
 from headwater.core.errors import DataError
-from headwater.data.checksums import CheckedSamples, dataset_names
+from headwater.data.checksums import CheckedSamples
 from headwater.data.multimodal.layout import CHANNELS as IMAGE_CHANNELS
 from headwater.data.records import CSVRecords
 from headwater.data.sample_file import SPAN_CHANNELS
@@ -116,7 +116,7 @@ def _file_samples(path: Path, tokenizer: Tokenizer) -> Iterator[list[Strip]]:
                     yield [_row(samples.read("data", number), names, tokenizer)]
             else:
                 for number in range(file.attrs["n_examples"]):
-                    fields = {name: samples.read(name, number) for name in dataset_names(file)}
+                    fields = {name: samples.read(name, number) for name in file}
                     yield _fields(fields, tokenizer)
 
 

@@ -1,27 +1,35 @@
-"""Records out of jsonl, json and parquet files, one at a time."""
+"""Records out of jsonl, json, csv and parquet files, one at a time."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import csv
 import dataclasses
 import difflib
 import gzip
 import io
 import json
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from headwater.core.errors import DataError
 
-RECORD_KINDS = (".jsonl", ".json", ".parquet")
-"""Ends of the names of files that hold records; the first two may be compressed (`.gz`)."""
+RECORD_KINDS = (".jsonl", ".json", ".csv", ".parquet")
+"""Ends of the names of files that hold records; all but the last may be compressed (`.gz`)."""
+
+MAX_RECORD_BYTES = 64 << 20
+"""Longest record; a longer one would take several times as much memory."""
 
 _BLOCK_CHARS = 1 << 16
 _PARQUET_ROWS = 256
 _JSONL_REMEDY = "each line must be one JSON object; --skip_bad_records leaves out and counts others"
+_CSV_REMEDY = "the first line must name the columns, and each other line must have as many fields"
+_LONG_REMEDY = "divide it into several records; --skip_bad_records leaves it out"
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
 _JSON_REMEDY = "the file must be a list of JSON objects; one a line is .jsonl"
 UTF8_REMEDY = "convert it to UTF-8, for example with iconv"
 
@@ -80,10 +88,7 @@ def read_records(files: Sequence[Path], bad: BadRecords) -> Iterator[Record]:
                 remedy=f"name files that end in {', '.join(RECORD_KINDS)}",
             )
         with opened(path) as (stream, raw):
-            if kind == ".parquet":
-                records = _parquet_records(path, raw)
-            else:
-                records = (_jsonl_records if kind == ".jsonl" else _json_records)(path, stream, bad)
+            records = _parquet_records(path, raw) if kind == ".parquet" else _READERS[kind](path, stream, bad)
             for fields, where in records:
                 yield Record(fields, where, done + raw.tell())
         done += path.stat().st_size
@@ -145,7 +150,7 @@ _Found = Iterator[tuple[dict[str, Any], str]]
 
 
 def _jsonl_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
-    for number, line in enumerate(stream, start=1):
+    for number, line in _lines(path, stream, bad):
         if line.strip():
             where = f"{path}, line {number}"
             try:
@@ -154,6 +159,56 @@ def _jsonl_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
                 bad.add(error)
             else:
                 yield fields, where
+
+
+def _lines(path: Path, stream: IO[bytes], bad: BadRecords) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line; one that is too long is passed over in blocks, or is an error."""
+    number = 0
+    while line := stream.readline(MAX_RECORD_BYTES + 1):
+        number += 1
+        if len(line) <= MAX_RECORD_BYTES:
+            yield number, line
+            continue
+        bad.add(_too_long("line", f"{path}, line {number}"))
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(_BLOCK_CHARS)
+
+
+def _too_long(what: str, where: str) -> DataError:
+    return DataError(f"{what} is longer than {MAX_RECORD_BYTES >> 20} MiB", where=where, remedy=_LONG_REMEDY)
+
+
+def _csv_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
+    """A record for each row, its fields as text by the names in the first row."""
+    number = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal number
+        for number, line in _lines(path, stream, bad):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                where = f"{path}, line {number}"
+                raise DataError("line is not UTF-8", where=where, remedy=UTF8_REMEDY) from error
+
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    rows = csv.reader(lines(), strict=True)
+    try:
+        names = next(rows, [])
+        if len(set(names)) < len(names) or not all(names):
+            what = f"expected a name for each column, each another one, found {names}"
+            raise DataError(what, where=f"{path}, line 1", remedy=_CSV_REMEDY)
+        for row in rows:
+            where = f"{path}, line {number}"
+            if len(row) == len(names):
+                yield dict(zip(names, row, strict=True)), where
+            elif row:
+                what = f"expected {len(names)} fields, found {len(row)}"
+                bad.add(DataError(what, where=where, remedy=_CSV_REMEDY))
+    except csv.Error as error:
+        raise DataError(
+            f"file is not CSV: {error}", where=f"{path}, line {number}", remedy=_CSV_REMEDY
+        ) from error
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
@@ -197,13 +252,14 @@ def _json_values(path: Path, stream: IO[bytes]) -> Iterator[Any]:
             raise DataError("file is not a JSON list", where=str(path), remedy=_JSON_REMEDY)
         place, number = 1, 0
         while True:
-            while held[place : place + 1] in (" ", "\t", "\r", "\n", ","):
-                place += 1
+            place = _end_of(_BETWEEN, held, place)
             if held.startswith("]", place):
                 return
             try:
                 value, place = decode(held, place)
             except (ValueError, RecursionError) as error:
+                if len(held) - place > MAX_RECORD_BYTES:
+                    raise _too_long("record", f"{path}, record {number + 1}") from error
                 # An element that is cut off; what is read grows with it, so that long ones cost no more.
                 more = reader.read(max(_BLOCK_CHARS, len(held) - place))
                 if not more:
@@ -215,6 +271,19 @@ def _json_values(path: Path, stream: IO[bytes]) -> Iterator[Any]:
                 yield value
     except UnicodeDecodeError as error:
         raise DataError("file is not UTF-8", where=str(path), remedy=UTF8_REMEDY) from error
+
+
+def _end_of(pattern: re.Pattern[str], text: str, place: int) -> int:
+    match = pattern.match(text, place)
+    assert match is not None, "the pattern matches nothing too"
+    return match.end()
+
+
+_READERS: dict[str, Callable[[Path, IO[bytes], BadRecords], _Found]] = {
+    ".jsonl": _jsonl_records,
+    ".json": _json_records,
+    ".csv": _csv_records,
+}
 
 
 def _parquet_records(path: Path, raw: io.BufferedReader) -> _Found:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from headwater.core.errors import DataError
-from headwater.data.checksums import CheckedSamples, dataset_names
+from headwater.data.checksums import CheckedSamples
 from headwater.data.loader import Batch
 
 Values = npt.NDArray[np.int64]
@@ -146,7 +146,7 @@ class HDF5Records:
         self._samples: CheckedSamples | None = None
         try:
             with h5py.File(path, "r") as file:
-                sizes = {name: len(file[name]) for name in dataset_names(file)}
+                sizes = {name: len(data) for name, data in file.items() if isinstance(data, h5py.Dataset)}
                 for name in sizes:
                     CheckedSamples(file, path).check(name)
         except OSError as error:

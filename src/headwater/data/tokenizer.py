@@ -1,4 +1,4 @@
-"""Byte-pair tokenizers: trained on text, or read from a tokenizer.json or GPT-2's pair of files."""
+"""Tokenizers: trained on text, or read from the files of other libraries."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headwater.core.errors import ConfigError, DataError
+from headwater.data.sentencepiece import SUFFIX, load_sentencepiece
 from headwater.data.text.wordpiece import wordpiece
 
 Built = TypeVar("Built")
@@ -32,6 +33,7 @@ _END_OF_TEXT_NAMES = (
 )
 _VOCAB_NAMES = ("encoder.json", "vocab.json")
 _MERGES_NAMES = ("vocab.bpe", "merges.txt")
+_MODEL_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SMALLEST_VOCAB = 257
 """Every byte and the end-of-text token."""
 
@@ -89,17 +91,20 @@ def _short_words(text: str) -> Iterator[str]:
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer at `path`: a tokenizer.json, or a folder with one or with GPT-2's vocabulary and merges.
 
-    A txt file is BERT's: WordPiece tokens, one a line.
+    A txt file is BERT's: WordPiece tokens, one a line. A model file is SentencePiece's.
 
     Raises:
         DataError: if there is none, or it is damaged.
     """
     if path.is_file():
-        return _from_tokens(path) if path.suffix == ".txt" else _from_json(path)
+        return _READERS.get(path.suffix, _from_json)(path)
     if not path.is_dir():
         raise DataError("tokenizer does not exist", where=str(path), remedy=_REMEDY)
     if (path / "tokenizer.json").is_file():
         return _from_json(path / "tokenizer.json")
+    model = _first_file(path, _MODEL_NAMES)
+    if model is not None:
+        return load_sentencepiece(model)
     vocab, merges = (_first_file(path, names) for names in (_VOCAB_NAMES, _MERGES_NAMES))
     if vocab is None or merges is None:
         missing = " and ".join(
@@ -205,5 +210,8 @@ def _first_file(folder: Path, names: Iterable[str]) -> Path | None:
 
 _REMEDY = (
     "name a tokenizer.json, or a folder that holds one, or encoder.json and vocab.bpe, "
-    "or vocab.json and merges.txt; or BERT's vocab.txt"
+    "or vocab.json and merges.txt; or BERT's vocab.txt; or SentencePiece's tokenizer.model"
 )
+
+_READERS: dict[str, Callable[[Path], Tokenizer]] = {".txt": _from_tokens, SUFFIX: load_sentencepiece}
+"""How a file is read, by the end of its name; all others are a tokenizer.json."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +51,30 @@ class TextEncoder:
         content = json.loads(tokenizer.to_str())
         self._by_words = content["normalizer"] is None and _cuts_as_gpt2(content["pre_tokenizer"])
         self._special = [token["content"] for token in content["added_tokens"]]
+        self._continuing = _without_prefix(content, tokenizer)
 
-    def __call__(self, texts: Iterable[str]) -> list[npt.NDArray[np.int32]]:
-        """The tokens of each text, [tokens]."""
-        texts = list(texts)
+    def __call__(self, texts: Sequence[str], continued: Sequence[bool] = ()) -> list[npt.NDArray[np.int32]]:
+        """Return the tokens of each text, [tokens].
+
+        Args:
+            texts: whole documents or pieces of them.
+            continued: for each text, whether it is a later piece of a document; by default none is.
+        """
         if self._by_words and not any(special in text for special in self._special for text in texts):
             return [self._looked_up(text) for text in texts]
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        later = list(continued) or [False] * len(texts)
+        groups = {
+            kind: iter(self._encode(tokenizer, list(itertools.compress(texts, chosen))))
+            for kind, tokenizer, chosen in (
+                (False, self.tokenizer, [not is_later for is_later in later]),
+                (True, self._continuing, later),
+            )
+        }
+        return [next(groups[is_later]) for is_later in later]
+
+    @staticmethod
+    def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[npt.NDArray[np.int32]]:
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False) if texts else []
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def _looked_up(self, text: str) -> npt.NDArray[np.int32]:
@@ -76,6 +94,24 @@ class _Words(dict[str, list[int]]):
         tokens: list[int] = self._tokenizer.encode(word, add_special_tokens=False).ids
         self[word] = tokens
         return tokens
+
+
+def _without_prefix(content: dict[str, Any], tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer without the space that it puts before each text, for later pieces of a document."""
+    steps = {**content, **{key: _plain(content[key]) for key in ("normalizer", "pre_tokenizer")}}
+    return tokenizer if steps == content else Tokenizer.from_str(json.dumps(steps))
+
+
+def _plain(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer without the parts that add a space."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    if step["type"] == "Metaspace":
+        return {**step, "prepend_scheme": "never"}
+    for key in ("normalizers", "pretokenizers"):
+        if key in step:
+            return {**step, key: [part for part in map(_plain, step[key]) if part is not None]}
+    return step
 
 
 def _cuts_as_gpt2(pre_tokenizer: dict[str, object] | None) -> bool:
