@@ -9,7 +9,9 @@ import pytest
 
 from headwater.core.errors import ConfigError
 from headwater.plan import calibrate as module
-from headwater.plan.calibrate import Calibration, Known, calibrate
+from headwater.plan import measuring, probes
+from headwater.plan.calibrate import Calibration, Known
+from headwater.plan.measuring import measure_apart
 from headwater.plan.probes import Measurement, Probe, Timing, measure, time_probes
 
 RATES = Calibration(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
@@ -29,10 +31,16 @@ def machine(monkeypatch):
         quick = Timing({"quick": 0.02}, 1.0)
         now_s = 1e9
 
-    monkeypatch.setattr(module, "measure", lambda *_: Machine.measurements.pop(0))
+    monkeypatch.setattr(module, "measure_apart", lambda *_: Machine.measurements.pop(0))
     monkeypatch.setattr(module, "time_quick", lambda _: Machine.quick)
     monkeypatch.setattr(module.time, "time", lambda: Machine.now_s)
     return Machine
+
+
+def calibrate(**arguments):
+    """The rates that a new process finds."""
+    module._IN_THIS_PROCESS.clear()
+    return module.calibrate(**arguments)
 
 
 def test_every_rate_of_a_cpu_is_measured_and_nothing_is_left(tmp_path):
@@ -160,3 +168,50 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     file.write_text("not a folder")
     with pytest.raises(ConfigError, match="file"):
         calibrate(disk=file, cache=tmp_path / "cache.json")
+
+
+def test_a_process_measures_once_whatever_the_time(tmp_path, machine):
+    machine.measurements = [taken(1.0)]
+    assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
+    machine.now_s += 40 * DAY_S
+    assert module.calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
+
+
+def test_a_measurement_that_fails_is_not_tried_again_by_this_process(tmp_path, machine):
+    machine.measurements = [None]
+    assert calibrate(cache=tmp_path / "cache.json") is None
+    assert module.calibrate(cache=tmp_path / "cache.json") is None
+
+
+def test_old_rates_count_where_a_measurement_fails(tmp_path, machine):
+    machine.measurements = [taken(1.0), None]
+    calibrate(cache=tmp_path / "cache.json")
+    machine.now_s += 31 * DAY_S
+    assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
+
+
+def test_another_process_measures_what_this_one_would(tmp_path):
+    rates = dataclasses.asdict(measure_apart("cpu", tmp_path).rates)
+    assert rates["disk_read_bytes_per_s"] > 1e6
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_measurement_ends_at_its_limit(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert measure_apart("cpu", tmp_path, most_wall_s=0.01) is None
+    assert "was not finished after 0.01 s" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_measurement_needs_memory_that_is_free(monkeypatch, caplog):
+    monkeypatch.setattr(measuring, "free_host_bytes", lambda: 100 << 20)
+    with caplog.at_level(logging.WARNING):
+        assert measure_apart("cpu", None) is None
+    assert "100 MiB are free" in caplog.text
+
+
+def test_a_slow_dtype_is_measured_with_small_products(monkeypatch):
+    monkeypatch.setattr(probes, "_SLOW_S", 0.0)
+    assert probes._sizes("cpu", probes._DTYPES["fp16"]).matrices == probes._SLOW_MATRIX_SHAPES
+    monkeypatch.setattr(probes, "_SLOW_S", float("inf"))
+    assert probes._sizes("cpu", probes._DTYPES["fp16"]).matrices == probes._MATRIX_SHAPES

@@ -13,7 +13,7 @@ from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.cluster import add_cluster_arguments, check_cluster_arguments, run_cluster
 from headwater.cli.output import open_console
 from headwater.core.batches import equal_share
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, PlanError
 from headwater.fabric.cores import num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
@@ -73,6 +73,11 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_run(init, trainable, work, calibration=rates, placement=placement, ranks=ranks, share=share)
     describe(plan, drawing=args.png)
     if args.write_cluster is not None:
+        if rates is None:
+            raise PlanError(
+                "a machine file needs measured rates, and this machine could not be measured",
+                remedy="run the command again when the machine is quiet",
+            )
         assert plan.budget is not None, "a plan that was made has its budgets"
         write_machine(args.write_cluster, rates, plan.budget, plan.device)
     return 0

@@ -1,4 +1,4 @@
-"""The rates of this machine: measured while it is quiet, remembered, doubted when they no longer hold."""
+"""The rates of this machine: measured once while it is quiet, remembered, and checked in later runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from headwater.plan.machine import existing_ancestor
-from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, measure, time_quick
+from headwater.plan.measuring import measure_apart
+from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
 from headwater.plan.types import Calibration
 
 __all__ = ["Calibration", "calibrate"]
@@ -22,6 +23,9 @@ __all__ = ["Calibration", "calibrate"]
 _QUIET_LIFE_S, _BUSY_LIFE_S, _UNDOUBTED_S = 30 * 86_400.0, 3_600.0, 600.0
 _TOLERANCE = 1.5
 """Quick checks that differ by less than this factor count as equal."""
+
+_IN_THIS_PROCESS: dict[str, Calibration | None] = {}
+"""Rates by machine key: one run measures at most once, also where measuring fails."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +72,11 @@ def calibrate(
     *,
     recalibrate: bool = False,
     cache: Path | None = None,
-) -> Calibration:
-    """The rates of this machine, measured in about two seconds or remembered from an earlier run.
+) -> Calibration | None:
+    """Return the rates of this machine, measured in a few seconds or remembered from an earlier run.
 
     What is remembered counts for a month if the machine was quiet when it was taken, else for an hour; and
-    after ten minutes only while a check of a tenth of a second agrees with it.
+    after ten minutes only while a check of a tenth of a second agrees with it. A process measures once.
 
     Args:
         device: `cpu` or `cuda`.
@@ -80,21 +84,32 @@ def calibrate(
         recalibrate: measure even if this machine is known.
         cache: JSON file of earlier measurements; by default in the user's cache folder.
 
+    Returns:
+        `None` if the machine could not be measured in time and no earlier rates are known.
+
     Raises:
         ConfigError: if nothing can be written to `disk`.
     """
-    cache = cache or _cache_file()
     folder = None if disk is None else existing_ancestor(disk)
     key = _machine_key(device, folder)
+    if recalibrate or key not in _IN_THIS_PROCESS:
+        _IN_THIS_PROCESS[key] = _rates(key, device, folder, recalibrate, cache or _cache_file())
+    return _IN_THIS_PROCESS[key]
+
+
+def _rates(
+    key: str, device: str, folder: Path | None, recalibrate: bool, cache: Path | None
+) -> Calibration | None:
     remembered = _read_cache(cache)
-    known = None if recalibrate else remembered.get(key)
-    if known is not None and known.is_undoubted(time.time()):
+    known = remembered.get(key)
+    if known is not None and not recalibrate and _still_holds(known, device):
         return known.measurement.rates
-    if known is not None and known.is_young(time.time()) and known.holds(time_quick(device)):
-        return known.measurement.rates
-    fresh = Known(measure(device, folder), time.time())
+    measurement = measure_apart(device, folder)
+    if measurement is None:
+        return None if known is None else known.measurement.rates
+    fresh = Known(measurement, time.time())
     if not fresh.quiet:
-        if known is not None and known.quiet:  # older, but not distorted
+        if known is not None and known.quiet and not recalibrate:  # older, but not distorted
             return known.measurement.rates
         logger.warning(
             "this process got %.0f %% of its cores while the rates of the machine were measured: predicted "
@@ -103,6 +118,11 @@ def calibrate(
         )
     _write_cache(cache, remembered | {key: fresh})
     return fresh.measurement.rates
+
+
+def _still_holds(known: Known, device: str) -> bool:
+    now_s = time.time()
+    return known.is_undoubted(now_s) or (known.is_young(now_s) and known.holds(time_quick(device)))
 
 
 def _cache_file() -> Path | None:

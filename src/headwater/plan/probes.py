@@ -28,6 +28,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MATRIX_SHAPES = ((512, 768, 3072), (256, 768, 8192))
 _QUICK_SHAPE = (256, 768, 3072)
 _BLOCK_SHAPE = (4, 128, 512, 8)  # sequences, their length, width, heads
+_TRIAL_SHAPE = (32, 256, 256)
+_SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE = ((64, 768, 512),), (1, 32, 256, 4)
+"""For a dtype that the processor computes without instructions of its own, such as fp16 on most CPUs."""
+_SLOW_S = 1.0
 _COPY_BYTES = 64 * MIB
 _ADAMW_PARAMS = 4 * MIB
 _DISK_BYTES, _DISK_CHUNK_BYTES, _DISK_WORKERS = 64 * MIB, 4 * MIB, 4
@@ -80,8 +84,28 @@ class Measurement:
     cpu_share: float
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Sizes of the probes of one dtype."""
+
+    matrices: tuple[tuple[int, int, int], ...]
+    block: tuple[int, int, int, int]
+
+
+def _sizes(device: str, dtype: torch.dtype) -> _Sizes:
+    """Return small sizes where a trial shows that the usual ones take more than a second."""
+    trial = _matrix(device, dtype, (_TRIAL_SHAPE,))
+    trial.run()  # the first product of a dtype sets up what computes it
+    start_s = time.thread_time()
+    trial.run()
+    factor = sum(map(_flops, _MATRIX_SHAPES)) / _flops(_TRIAL_SHAPE)
+    if device == "cpu" and (time.thread_time() - start_s) * factor > _SLOW_S:
+        return _Sizes(_SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE)
+    return _Sizes(_MATRIX_SHAPES, _BLOCK_SHAPE)
+
+
 def measure(device: str, folder: Path | None) -> Measurement:
-    """Measure everything, in about two seconds.
+    """Measure everything in this process, in about two seconds.
 
     Args:
         device: `cpu` or `cuda`.
@@ -90,18 +114,19 @@ def measure(device: str, folder: Path | None) -> Measurement:
     Raises:
         ConfigError: if nothing can be written to `folder`.
     """
-    blocks = {name: _Block(device, dtype) for name, dtype in _DTYPES.items()}
-    probes = {"quick": _quick(device), "copy": _copy(device), "adamw": _adamw()}
-    for name, dtype in _DTYPES.items():
-        probes[f"matrix {name}"] = _matrix(device, dtype, _MATRIX_SHAPES)
-        probes[f"block {name}"] = Probe(blocks[name].train, on_cores=device == "cpu")
-    if device != "cpu":
-        probes["link"] = _link(device)
     with ExitStack() as stack:
-        if folder is not None:
-            probes |= stack.enter_context(_disk(folder))
+        disk = {} if folder is None else stack.enter_context(_disk(folder))
+        sizes = {name: _sizes(device, dtype) for name, dtype in _DTYPES.items()}
+        blocks = {name: _Block(device, dtype, sizes[name].block) for name, dtype in _DTYPES.items()}
+        probes = {"quick": _quick(device), "copy": _copy(device), "adamw": _adamw()} | disk
+        for name, dtype in _DTYPES.items():
+            probes[f"matrix {name}"] = _matrix(device, dtype, sizes[name].matrices)
+            probes[f"block {name}"] = Probe(blocks[name].train, on_cores=device == "cpu")
+        if device != "cpu":
+            probes["link"] = _link(device)
         timing = time_probes(probes, device)
-    return Measurement(_rates(timing.best_s, blocks), timing.best_s["quick"], timing.cpu_share)
+    flops = {name: sum(map(_flops, size.matrices)) for name, size in sizes.items()}
+    return Measurement(_rates(timing.best_s, blocks, flops), timing.best_s["quick"], timing.cpu_share)
 
 
 def time_quick(device: str) -> Timing:
@@ -131,9 +156,10 @@ def time_probes(probes: Mapping[str, Probe], device: str = "cpu") -> Timing:
     return Timing(best_s, min(1.0, cpu_s / (wall_s * torch.get_num_threads())) if wall_s else 1.0)
 
 
-def _rates(best_s: Mapping[str, float], blocks: Mapping[str, _Block]) -> Calibration:
-    flops = sum(map(_flops, _MATRIX_SHAPES))
-    matrix = {name: flops / best_s[f"matrix {name}"] for name in blocks}
+def _rates(
+    best_s: Mapping[str, float], blocks: Mapping[str, _Block], flops: Mapping[str, int]
+) -> Calibration:
+    matrix = {name: flops[name] / best_s[f"matrix {name}"] for name in blocks}
     saved = {
         name: block.saved_bytes / block.other_s(best_s[f"block {name}"], matrix[name])
         for name, block in blocks.items()
@@ -181,8 +207,8 @@ def _matrix(device: str, dtype: torch.dtype, shapes: Iterable[tuple[int, int, in
 class _Block:
     """A transformer block that trains, for what it takes beyond its matrix products."""
 
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        sequences, length, width, heads = _BLOCK_SHAPE
+    def __init__(self, device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+        self._shape = sequences, length, width, heads = shape
         self._layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         ).to(device, dtype)
@@ -214,7 +240,7 @@ class _Block:
 
         Where products take nearly all of it, the rest is lost in the noise of two measurements.
         """
-        sequences, length, width, _ = _BLOCK_SHAPE
+        sequences, length, width, _ = self._shape
         flops = 3 * 2 * sequences * length * (12 * width**2 + 2 * length * width)
         return max(seconds - flops / flops_per_s, 0.05 * seconds)
 
@@ -241,9 +267,9 @@ def _adamw() -> Probe:
 def _disk(folder: Path) -> Iterator[dict[str, Probe]]:
     """`write` and `read` of a file in `folder`, past the page cache where the file system can."""
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".headwater-calibrate-") as file:
+        with tempfile.TemporaryFile(dir=folder) as file:  # without a name: the process may be killed
             os.posix_fallocate(file.fileno(), 0, _DISK_BYTES)
-            direct = _open_direct(f"/proc/self/fd/{file.fileno()}")  # its name may be another's by now
+            direct = _open_direct(f"/proc/self/fd/{file.fileno()}")
             try:
                 with ThreadPoolExecutor(_DISK_WORKERS) as pool:
                     yield _transfers(direct, pool)

@@ -33,8 +33,20 @@ def open_engine(
     blank: bool,
     show: Callable[[Plan], None] = lambda plan: None,
     fabric: Fabric = ALONE,
+    measured: bool = False,
 ) -> Iterator[Engine]:
-    """The engine for `work`; `blank`: a checkpoint will replace the parameters. The plan is shown first."""
+    """Open the engine for `work`.
+
+    Args:
+        init: the params.
+        trainable: what is computed.
+        work: what is to be computed.
+        disk: folder of the disk tier.
+        blank: a checkpoint will replace the parameters.
+        show: shows the plan before anything is allocated.
+        fabric: the ranks that train together.
+        measured: plan with the measured rates of this machine, which takes time where they are not known.
+    """
     device = device_of(init.backend)
     take_accelerator(device, fabric, where=NUM_CSX)
     plan = fabric.agree(
@@ -43,7 +55,7 @@ def open_engine(
             trainable,
             work,
             disk=disk,
-            calibration=calibrate(device, disk),
+            calibration=calibrate(device, disk) if measured else None,
             placement=fabric.placement,
             ranks=fabric.local_size,
             share=host_share(fabric.placement, fabric.hosts, fabric.host),

@@ -112,7 +112,9 @@ def fit_job(
             if console is not None:
                 console.print(describe(plan))
 
-        with open_engine(init, job.trainable, work, disk, blank=blank, show=show, fabric=fabric) as engine:
+        with open_engine(
+            init, job.trainable, work, disk, blank=blank, show=show, fabric=fabric, measured=True
+        ) as engine:
             trainer = Trainer(
                 engine,
                 job,

@@ -1,0 +1,101 @@
+"""The measurement of this machine in a process of its own, which is ended when it takes too long.
+
+The process takes the memory of the probes with it when it ends. `python -m headwater.plan.measuring DEVICE
+THREADS [FOLDER]` is that process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwater.core.errors import ConfigError
+from headwater.core.patience import noticed
+from headwater.core.units import MIB, format_bytes
+from headwater.plan.machine import free_host_bytes
+from headwater.plan.probes import Measurement, measure
+from headwater.plan.types import Calibration
+
+MOST_WALL_S, MOST_CPU_S = 20.0, 10
+"""Limits of a measurement: seconds, and seconds of CPU for each thread."""
+
+NEEDED_BYTES = 900 * MIB
+"""Host memory of a measurement, `import torch` included."""
+
+logger = logging.getLogger(__name__)
+
+
+def measure_apart(device: str, folder: Path | None, *, most_wall_s: float = MOST_WALL_S) -> Measurement | None:
+    """Measure everything in another process; return `None` if that takes too long or does not work.
+
+    Args:
+        device: `cpu` or `cuda`.
+        folder: an existing folder of the disk tier, if there is one.
+        most_wall_s: seconds after which the process is ended.
+
+    Raises:
+        ConfigError: if nothing can be written to `folder`.
+    """
+    free = free_host_bytes()
+    if free < NEEDED_BYTES:
+        _explain(f"that takes {format_bytes(NEEDED_BYTES)} of memory and {format_bytes(free)} are free")
+        return None
+    command = [sys.executable, "-P", "-m", __name__, device, str(torch.get_num_threads())]
+    command += [] if folder is None else [str(folder)]
+    with noticed(f"measuring the speed of this machine, for at most {most_wall_s:g} s"):
+        try:
+            done = subprocess.run(
+                command, capture_output=True, timeout=most_wall_s, stdin=subprocess.DEVNULL, check=False
+            )
+        except subprocess.TimeoutExpired:
+            _explain(f"that was not finished after {most_wall_s:g} s")
+            return None
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        _explain(last or f"its process ended with exit status {done.returncode}")
+        return None
+    return _parsed(json.loads(done.stdout))
+
+
+def _explain(reason: str) -> None:
+    logger.warning(
+        "the speed of this machine was not measured: %s; plans use earlier or nominal rates until "
+        "`headwater plan --recalibrate` succeeds",
+        reason,
+    )
+
+
+def _parsed(answer: dict[str, Any]) -> Measurement:
+    refused = answer.pop("refused", None)
+    if refused is not None:
+        raise ConfigError(**refused)
+    return Measurement(**answer | {"rates": Calibration(**answer["rates"])})
+
+
+def _answer(device: str, folder: Path | None) -> dict[str, Any]:
+    try:
+        return dataclasses.asdict(measure(device, folder))
+    except ConfigError as error:
+        return {"refused": {"what": error.what, "where": error.where, "remedy": error.remedy}}
+
+
+def main() -> None:
+    """Print a measurement as JSON."""
+    device, threads, *folder = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    most_cpu_s = MOST_CPU_S * int(threads)
+    resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
+    answer = _answer(device, Path(folder[0]) if folder else None)
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
