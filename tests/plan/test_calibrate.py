@@ -204,10 +204,11 @@ def test_a_measurement_ends_at_its_limit(tmp_path, caplog):
 
 
 def test_a_measurement_needs_memory_that_is_free(monkeypatch, caplog):
-    monkeypatch.setattr(measuring, "free_host_bytes", lambda: 100 << 20)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
+        assert measure_apart("cpu", None, budget=measuring.resident_bytes() + (100 << 20)) is None
+        monkeypatch.setattr(measuring, "free_host_bytes", lambda: 50 << 20)
         assert measure_apart("cpu", None) is None
-    assert "100 MiB are free" in caplog.text
+    assert "50.0 MiB of memory are free" in caplog.text
 
 
 def test_a_slow_dtype_is_measured_with_small_products(monkeypatch):

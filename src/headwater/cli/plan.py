@@ -18,8 +18,8 @@ from headwater.fabric.cores import num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
 from headwater.trainer.machine_file import write_machine
-from headwater.trainer.planning import host_share, plan_run, training_workload
-from headwater.trainer.zoo_job import zoo_trainable
+from headwater.trainer.planning import host_share, plan_run, run_length, training_workload
+from headwater.trainer.zoo_job import data_workers, zoo_trainable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,10 +68,12 @@ def run(args: argparse.Namespace) -> int:
     if ranks > 1 and device_of(init.backend) == "cpu":
         torch.set_num_threads(num_cores() // min(placement.num_csx, num_cores()))  # as in a run
     rates = calibrate(device_of(init.backend), resources_of(init.backend).disk, recalibrate=args.recalibrate)
-    work = training_workload(init, trainable, equal_share(batch_size, placement.num_csx))
+    workers = data_workers(config.fit)
+    share_of_batch = equal_share(batch_size, placement.num_csx)
+    work = training_workload(init, trainable, share_of_batch, data_workers=workers)
     share = host_share(placement, [rank // ranks for rank in range(placement.size)], 0)
     plan = plan_run(init, trainable, work, calibration=rates, placement=placement, ranks=ranks, share=share)
-    describe(plan, drawing=args.png)
+    describe(plan, run_length(trainable, init.loop), drawing=args.png)
     if args.write_cluster is not None:
         if rates is None:
             raise PlanError(

@@ -15,7 +15,7 @@ PAGE_BYTES = 4096
 """Alignment of direct disk transfers: buffer address, file offset and length."""
 
 _HUGE_PAGE_BYTES = 2 << 20
-_LARGE_BLOCK_BYTES = 4 << 20
+_LARGE_BLOCK_BYTES = 1 << 20
 _OWN_PAGES_BYTES = 32 << 20
 
 
@@ -61,7 +61,7 @@ def tune_allocator(*, keep: bool) -> bool:
     can predict. Measured effects: see docs/benchmarks.md and docs/log.md.
 
     Args:
-        keep: reuse every block, instead of returning those of 4 MiB and more to the system at once.
+        keep: reuse every block, instead of returning those of 1 MiB and more to the system at once.
 
     Returns:
         Whether the C library has the setting (glibc does).

@@ -6,13 +6,16 @@ import dataclasses
 
 from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
+from headwater.core.units import MIB
 from headwater.plan.estimate import estimated_traces
-from headwater.plan.machine import free_resources, resident_bytes
+from headwater.plan.machine import LATE_BYTES, WORKER_BYTES, free_resources, resident_bytes
 from headwater.plan.refusal import UNLIMITED, refusal
 from headwater.plan.search import Budgets, Fixed, Request, TraceFor, best_plan, micro_batch_sizes
 from headwater.plan.types import WHOLE_STORE, Activations, Calibration, Plan, Resources, StoreShare
 
 __all__ = ["Fixed", "make_plan"]
+
+_SLACK_BYTES = 24 * MIB
 
 _FEW_SIZES = 3
 """So many dry runs are made without asking whether they are needed."""
@@ -32,6 +35,7 @@ def make_plan(
     checkpoints: bool = True,
     share: StoreShare = WHOLE_STORE,
     ranks: int = 1,
+    data_workers: int = 0,
 ) -> Plan:
     """The plan with the shortest predicted step within every budget.
 
@@ -45,33 +49,41 @@ def make_plan(
         calibration: rates of the machine; without, plans are compared by nominal rates, and no time is
             promised.
         fixed: decisions that are not the planner's.
-        base_bytes: host memory of the interpreter and its libraries; by default what this process takes now.
+        base_bytes: host memory of the interpreter and its libraries; by default what this process takes
+            after the first dry run, and `LATE_BYTES`.
         checkpoints: whether the store is saved while training goes on.
         share: what of the weight store counts against the budgets.
         ranks: how many of this host's train together, each on batches of this size; the host's memory is that
             of all of them.
+        data_workers: processes of each rank that read data.
 
     Raises:
         ConfigError: if decisions contradict each other or the batch size.
         DoesNotFitError: if no plan fits.
     """
-    resources = free_resources(resources, device)
     request = Request(
         trace_for=trace_for,
         batch_size=batch_size,
         precision=precision,
         optimizer_state_bytes=optimizer_state_bytes,
-        budgets=_budgets(resources),
+        budgets=_budgets(Resources()),
         disk=resources.disk,
         device=device,
         calibration=calibration,
         fixed=fixed or Fixed(),
-        base_bytes=resident_bytes() if base_bytes is None else base_bytes,
+        base_bytes=base_bytes or 0,
         checkpoints=checkpoints,
         share=share,
         ranks=ranks,
+        worker_bytes=data_workers * WORKER_BYTES,
     )
     check(request)
+    # Memory is measured after the first dry run, which loads most of what a run loads.
+    resources = free_resources(resources, device)
+    request = dataclasses.replace(request, budgets=_budgets(resources))
+    if base_bytes is None:
+        measured = resident_bytes() + LATE_BYTES
+        request = dataclasses.replace(request, base_bytes=measured, slack_bytes=_SLACK_BYTES)
     plan = _fastest(request)
     if plan is None:
         raise refusal(dataclasses.replace(request, trace_for=estimated_traces(trace_for)))

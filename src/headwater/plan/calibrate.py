@@ -72,6 +72,7 @@ def calibrate(
     *,
     recalibrate: bool = False,
     cache: Path | None = None,
+    budget: int | None = None,
 ) -> Calibration | None:
     """Return the rates of this machine, measured in a few seconds or remembered from an earlier run.
 
@@ -83,6 +84,7 @@ def calibrate(
         disk: folder of the disk tier, to be measured too; it need not exist yet.
         recalibrate: measure even if this machine is known.
         cache: JSON file of earlier measurements; by default in the user's cache folder.
+        budget: bytes of host memory that this process and the measuring one may hold; `None`: what is free.
 
     Returns:
         `None` if the machine could not be measured in time and no earlier rates are known.
@@ -93,18 +95,18 @@ def calibrate(
     folder = None if disk is None else existing_ancestor(disk)
     key = _machine_key(device, folder)
     if recalibrate or key not in _IN_THIS_PROCESS:
-        _IN_THIS_PROCESS[key] = _rates(key, device, folder, recalibrate, cache or _cache_file())
+        _IN_THIS_PROCESS[key] = _rates(key, device, folder, recalibrate, cache or _cache_file(), budget)
     return _IN_THIS_PROCESS[key]
 
 
 def _rates(
-    key: str, device: str, folder: Path | None, recalibrate: bool, cache: Path | None
+    key: str, device: str, folder: Path | None, recalibrate: bool, cache: Path | None, budget: int | None
 ) -> Calibration | None:
     remembered = _read_cache(cache)
     known = remembered.get(key)
     if known is not None and not recalibrate and _still_holds(known, device):
         return known.measurement.rates
-    measurement = measure_apart(device, folder)
+    measurement = measure_apart(device, folder, budget)
     if measurement is None:
         return None if known is None else known.measurement.rates
     fresh = Known(measurement, time.time())

@@ -29,28 +29,57 @@ class Usage(NamedTuple):
 
     limits: tuple[str, ...]
     used: str
-    reclaimable: str  # in memory.stat
+    inactive: str  # in memory.stat
+    active: str
 
 
 _FILES = {
-    1: Usage(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-    2: Usage(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    1: Usage(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
+    2: Usage(("memory.max", "memory.high"), "memory.current", "inactive_file", "active_file"),
 }
 
 
+class Level(NamedTuple):
+    """One level of a hierarchy of control groups that limits memory, in bytes.
+
+    Attributes:
+        limit: what the processes of the group may take together.
+        used: what they take, without cached files that the kernel gives up first.
+        held: what they take, without any cached file: the kernel gives up all of these first.
+    """
+
+    limit: int
+    used: int
+    held: int
+
+    @property
+    def room(self) -> int:
+        """Bytes that the group may still take."""
+        return max(0, self.limit - self.used)
+
+
 def memory_room(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may take before a control group around it runs full; `None` without a limit.
+    """Return the bytes that this process may take before a control group is full; `None` without a limit.
 
     Args:
         root: where the file system is looked at, for tests.
     """
+    return min((level.room for level in memory_levels(root)), default=None)
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Return the lowest limit of the control groups around this process; `None` without a limit."""
+    return min((level.limit for level in memory_levels(root)), default=None)
+
+
+def memory_levels(root: Path = Path("/")) -> list[Level]:
+    """Return the control groups around this process that have a limit of memory."""
     proc = root / "proc/self"
     try:
         groups = memory_groups((proc / "cgroup").read_text(), (proc / "mountinfo").read_text())
     except OSError:  # not Linux, or without /proc
-        return None
-    rooms = [room for group in groups for room in _rooms(root, group)]
-    return min(rooms, default=None)
+        return []
+    return [level for group in groups for level in _levels(root, group)]
 
 
 def memory_groups(cgroup: str, mountinfo: str) -> list[Group]:
@@ -94,8 +123,8 @@ def _below(mounted: str, path: str) -> PurePosixPath:
     return whole.relative_to(mounted) if whole.is_relative_to(mounted) else PurePosixPath()
 
 
-def _rooms(root: Path, group: Group) -> Iterator[int]:
-    """What each level of the hierarchy that has a limit leaves."""
+def _levels(root: Path, group: Group) -> Iterator[Level]:
+    """Yield each level of the hierarchy that has a limit."""
     files = _FILES[group.version]
     mount = _inside(root, group.mount)
     folder = _inside(root, group.folder)
@@ -103,7 +132,9 @@ def _rooms(root: Path, group: Group) -> Iterator[int]:
         limits = [limit for name in files.limits if (limit := _number(level / name)) is not None]
         used = _number(level / files.used)
         if limits and used is not None:
-            yield max(0, min(limits) - used + _reclaimable(level / "memory.stat", files.reclaimable))
+            cached = _statistics(level / "memory.stat")
+            used -= cached.get(files.inactive, 0)
+            yield Level(min(limits), used, used - cached.get(files.active, 0))
         if level == mount:
             return
 
@@ -121,14 +152,11 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _reclaimable(path: Path, name: str) -> int:
-    """Bytes of cached files, which the kernel gives up before it refuses memory."""
+def _statistics(path: Path) -> dict[str, int]:
+    """Return the lines `name bytes` of a file; nothing where there is none."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
-        return 0
-    return next((int(count) for key, _, count in map(_partition, lines) if key == name), 0)
-
-
-def _partition(line: str) -> tuple[str, str, str]:
-    return line.partition(" ")
+        return {}
+    pairs = (line.split(" ", 1) for line in lines if " " in line)
+    return {name: int(count) for name, count in pairs if count.isdigit()}

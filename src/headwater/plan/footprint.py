@@ -91,6 +91,7 @@ class Footprint:
         checkpoints: whether the store is saved while training goes on.
         share: what of the store counts.
         ranks: how many of this host's train together; host memory is that of all of them.
+        worker_bytes: host memory of the data workers of one rank.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Footprint:
         checkpoints: bool = True,
         share: StoreShare = WHOLE_STORE,
         ranks: int = 1,
+        worker_bytes: int = 0,
     ) -> None:
         self.trace = trace
         self._ranks = ranks - share.store_ranks  # that compute
@@ -113,6 +115,7 @@ class Footprint:
         self.last_use = {stage: position for position, stage in enumerate(trace.uses)}
         self.first_use = {stage: position for position, stage in reversed(list(enumerate(trace.uses)))}
         self._base_bytes = ranks * base_bytes
+        self._worker_bytes = self._ranks * worker_bytes
         self.share = share
         self._checkpoints = checkpoints and not trace.inference
         self._peaks: dict[object, Peak] = {}
@@ -146,7 +149,7 @@ class Footprint:
 
     def _store_bytes(self, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
         """What the weight store takes of host memory and of disk."""
-        host = {"interpreter": self._base_bytes}
+        host = {"interpreter": self._base_bytes, "data workers": self._worker_bytes}
         if plan.tier == "memory":
             return host | {"weight store": self.stored_bytes}, {}
         readers, images = self.share.disk_ranks, self.share.images

@@ -1,4 +1,10 @@
-"""What this machine, and whatever confines the process on it, leave free."""
+"""Memory that this process holds, and memory that the machine and its limits leave free.
+
+[Note: one measure of host memory] A plan and a run count the same bytes: what is resident of this process,
+pages of library files included, and what its data workers hold for themselves. `held_bytes` measures it. A
+plan starts from `resident_bytes` after the dry run, which loads most of what a run loads, and adds
+`LATE_BYTES` for what comes later.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +15,19 @@ from pathlib import Path
 import psutil
 import torch
 
-from headwater.plan.cgroups import memory_room
+from headwater.core.units import MIB
+from headwater.plan.cgroups import memory_limit, memory_room
 from headwater.plan.types import Resources
 
 FREE_SHARE = 0.9
 """Share of the free memory or disk that a plan takes where the user sets no budget."""
+
+LATE_BYTES = 48 * MIB
+"""Host memory that a run takes after its plan is made, weights and activations aside: pages of kernels, the
+logs, threads, readers of data, pictures. Measured: see docs/benchmarks.md."""
+
+WORKER_BYTES = 160 * MIB
+"""Host memory that a data worker holds for itself: what `import torch` makes, and its batches."""
 
 
 def resident_bytes() -> int:
@@ -21,16 +35,54 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def held_bytes() -> int:
+    """Bytes of host memory that this process and its data workers hold now; see the note of the module."""
+    return resident_bytes() + sum(map(_own_bytes, psutil.Process().children()))
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    """Bytes of a process that it does not share with this one: those that are not pages of files."""
+    try:
+        memory = process.memory_info()
+    except psutil.Error:  # it has ended
+        return 0
+    return int(memory.rss - getattr(memory, "shared", 0))
+
+
 def free_resources(resources: Resources, device: str) -> Resources:
-    """`resources` with every budget that was not set filled in from what the machine has free."""
+    """Return `resources` with every budget that was not set filled in from what the machine has free.
+
+    A budget of host memory above the limit of a control group is lowered to what the group allows: beyond it
+    the kernel would end the run.
+    """
     host, gpu, disk = resources.host_memory, resources.device_memory, resources.disk_bytes
-    if host is None:
-        host = resident_bytes() + int(FREE_SHARE * free_host_bytes())
+    host = free_host_budget() if host is None else min(host, group_budget() or host)
     if gpu is None and device != "cpu":
         gpu = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0])
     if disk is None and resources.disk is not None:
         disk = int(FREE_SHARE * shutil.disk_usage(existing_ancestor(resources.disk)).free)
     return Resources(device_memory=gpu, host_memory=host, disk=resources.disk, disk_bytes=disk)
+
+
+def free_host_budget() -> int:
+    """Bytes that this process may hold in all: what it has and most of what is free, within every limit.
+
+    In a control group it is at most `FREE_SHARE` of the limit. Pages of library files count here, though
+    another group may have been charged for them: that errs on the safe side.
+    """
+    budget = resident_bytes() + int(FREE_SHARE * free_host_bytes())
+    return min(budget, group_budget() or budget)
+
+
+def group_budget() -> int | None:
+    """Bytes that the processes of a run may hold within the control groups around them; `None`: no limit.
+
+    Other processes of a group have taken their part already.
+    """
+    limit, room = memory_limit(), memory_room()
+    if limit is None or room is None:
+        return None
+    return min(int(FREE_SHARE * limit), resident_bytes() + int(FREE_SHARE * room))
 
 
 def free_host_bytes() -> int:

@@ -20,7 +20,7 @@ import torch
 from headwater.core.errors import ConfigError
 from headwater.core.patience import noticed
 from headwater.core.units import MIB, format_bytes
-from headwater.plan.machine import free_host_bytes
+from headwater.plan.machine import free_host_bytes, resident_bytes
 from headwater.plan.probes import Measurement, measure
 from headwater.plan.types import Calibration
 
@@ -33,20 +33,28 @@ NEEDED_BYTES = 900 * MIB
 logger = logging.getLogger(__name__)
 
 
-def measure_apart(device: str, folder: Path | None, *, most_wall_s: float = MOST_WALL_S) -> Measurement | None:
-    """Measure everything in another process; return `None` if that takes too long or does not work.
+def measure_apart(
+    device: str, folder: Path | None, budget: int | None = None, *, most_wall_s: float = MOST_WALL_S
+) -> Measurement | None:
+    """Measure everything in another process; return `None` if that takes too long or fails.
 
     Args:
         device: `cpu` or `cuda`.
         folder: an existing folder of the disk tier, if there is one.
+        budget: bytes of host memory that both processes may hold; `None`: what is free.
         most_wall_s: seconds after which the process is ended.
 
     Raises:
         ConfigError: if nothing can be written to `folder`.
     """
-    free = free_host_bytes()
+    free = free_host_bytes() if budget is None else min(free_host_bytes(), budget - resident_bytes())
     if free < NEEDED_BYTES:
-        _explain(f"that takes {format_bytes(NEEDED_BYTES)} of memory and {format_bytes(free)} are free")
+        logger.info(
+            "the speed of this machine is not measured: %s of memory are free for that, it takes %s; "
+            "`headwater plan --recalibrate` measures it",
+            format_bytes(max(0, free)),
+            format_bytes(NEEDED_BYTES),
+        )
         return None
     command = [sys.executable, "-P", "-m", __name__, device, str(torch.get_num_threads())]
     command += [] if folder is None else [str(folder)]
@@ -67,9 +75,7 @@ def measure_apart(device: str, folder: Path | None, *, most_wall_s: float = MOST
 
 def _explain(reason: str) -> None:
     logger.warning(
-        "the speed of this machine was not measured: %s; plans use earlier or nominal rates until "
-        "`headwater plan --recalibrate` succeeds",
-        reason,
+        "the speed of this machine was not measured: %s; this plan uses earlier or nominal rates", reason
     )
 
 

@@ -63,7 +63,8 @@ def enough(request: Request) -> list[Setting]:
 
 
 def _raised(request: Request, least: dict[str, int]) -> Setting:
-    texts = {name: _rounded_up(used) for name, used in least.items()}
+    slack = {"host_memory": request.slack_bytes}
+    texts = {name: _rounded_up(used + slack.get(name, 0)) for name, used in least.items()}
     raised = _with_budgets(request, {name: parse_bytes(text) for name, text in texts.items()})
     return Setting(" and ".join(f"{name} {text}" for name, text in texts.items()), raised)
 

@@ -16,16 +16,24 @@ from headwater.core.errors import ConfigError
 from headwater.core.stage import StageSpec
 from headwater.core.units import format_bytes, format_count
 from headwater.plan.belady import CachePolicy, replay, slab_capacity
+from headwater.plan.outlook import RunLength, outlook, step_table
 from headwater.plan.types import Activations, Plan, Prediction, Resources, StageCost
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = ("#ffffff", "#d5dde6", "#4878a8", "#d79b3c", "#8f6bb3")
+_LEGEND = (
+    "×: number of equal stages. wire: bytes of one stage's weights, as they are sent to the device. "
+    "saved: bytes of activations that its backward needs."
+)
+_MOST_NAMES = 24
+"""Stages that a picture names; more would overlap."""
 _ABSENT, _READY = 0, 1
 _USED = {Activations.KEEP: 2, Activations.RECOMPUTE: 3, Activations.OFFLOAD: 4}
 _PART_COLORS = {
     "interpreter": "#c9c9c9",
+    "data workers": "#b0b0c0",
     "weight store": "#7fa8c9",
     "staging": "#a9b7a0",
     "snapshot": "#c9b7a0",
@@ -84,19 +92,32 @@ def _joined_name(first: str, last: str) -> str:
     return f"{first} … {last}"
 
 
-def render_plan(plan: Plan) -> RenderableType:
-    """The whole plan: stages, decisions, memory against budgets, and what a step takes."""
+def render_plan(plan: Plan, run: RunLength | None = None) -> RenderableType:
+    """The whole plan: stages, decisions, memory against budgets, and the time of a step and of the run."""
     prediction = _prediction(plan)
-    parts: list[RenderableType] = [_stage_table(plan), "", *_decisions(plan), "", _memory_table(plan)]
+    parts: list[RenderableType] = [
+        _stage_table(plan),
+        _LEGEND,
+        "",
+        *_decisions(plan),
+        "",
+        _memory_table(plan),
+    ]
     if prediction.step_s is not None:
-        parts += ["", _step_table(prediction)]
+        parts += ["", step_table(prediction)]
+        if run is not None:
+            parts += list(outlook(plan, run))
     return Group(*parts)
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
+        # A name that is broken in its middle is not a name that can be searched for.
+        if index == 0:
+            table.add_column(column, overflow="ellipsis", no_wrap=True)
+        else:
+            table.add_column(column, justify="right", overflow="fold")
     return table
 
 
@@ -151,7 +172,7 @@ def _decisions(plan: Plan) -> Iterator[str]:
 def _slab_text(plan: Plan) -> str:
     sizes = [stage.slab_bytes for stage in plan.trace.stages]
     count = sum(slab_capacity(sizes, plan.slabs).values())
-    return f"{count} slabs for {len(sizes)} stages"
+    return f"{count} slab{'s' if count > 1 else ''} for {len(sizes)} stages"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,18 +207,6 @@ def _memory_table(plan: Plan) -> Table:
         share = f"{row.needs / row.limit:.0%}" if row.limit else ""
         told = ", ".join(f"{part} {format_bytes(size)}" for part, size in row.parts.items() if size)
         table.add_row(row.name, format_bytes(row.needs), row.limit_text, share, told)
-    return table
-
-
-_SMALLEST_SHOWN_S = 1e-6
-
-
-def _step_table(prediction: Prediction) -> Table:
-    table = _table("Predicted step", "", "seconds")
-    for name, seconds in prediction.step_parts.items():
-        if abs(seconds) >= _SMALLEST_SHOWN_S:
-            table.add_row(name, f"{seconds:.3g}")
-    table.add_row("step", f"{prediction.step_s:.3g}", style="bold")
     return table
 
 
@@ -245,6 +254,8 @@ def _draw_schedule(plan: Plan, axes: Axes) -> None:
     patches = [Patch(color=_COLORS[code], label=meanings[code]) for code in sorted(shown)]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
     axes.set(title="Weights", xlabel="use: forward, then backward", ylabel="stage")
+    if len(sizes) <= _MOST_NAMES:
+        axes.set_yticks(range(len(sizes)), [stage.name or "(model)" for stage in plan.trace.stages])
 
 
 def _draw_memory(plan: Plan, axes: Axes) -> None:

@@ -65,6 +65,8 @@ class Request:
     Attributes:
         budgets: what the run may take.
         disk: folder of the disk tier, if there is one.
+        slack_bytes: host memory that a remedy asks for beyond what is needed: `base_bytes` differs a little
+            from one process to the next.
     """
 
     trace_for: TraceFor
@@ -80,6 +82,8 @@ class Request:
     checkpoints: bool = True
     share: StoreShare = WHOLE_STORE
     ranks: int = 1
+    worker_bytes: int = 0
+    slack_bytes: int = 0
 
     def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
         """Fewest slabs of a size class."""
@@ -165,6 +169,7 @@ def _footprint(trace: Trace, request: Request) -> Footprint:
         checkpoints=request.checkpoints,
         share=request.share,
         ranks=request.ranks,
+        worker_bytes=request.worker_bytes,
     )
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headwater.api.machine import device_of
+from headwater.api.machine import device_of, resources_of
 from headwater.api.ranks import take_accelerator
 from headwater.config.run import SetupConfig
 from headwater.core.buffers import tune_allocator
 from headwater.core.files import disk_errors
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.plan.calibrate import calibrate
+from headwater.plan.calibrate import Calibration, calibrate
 from headwater.plan.types import Plan
 from headwater.store.snapshot_load import Names
 from headwater.stream.engine import Engine
@@ -48,6 +48,10 @@ def open_engine(
         measured: plan with the measured rates of this machine, which takes time where they are not known.
     """
     device = device_of(init.backend)
+
+    def rates() -> Calibration | None:
+        return calibrate(device, disk, budget=resources_of(init.backend).host_memory)
+
     take_accelerator(device, fabric, where=NUM_CSX)
     plan = fabric.agree(
         lambda: plan_run(
@@ -55,7 +59,7 @@ def open_engine(
             trainable,
             work,
             disk=disk,
-            calibration=calibrate(device, disk) if measured else None,
+            calibration=rates() if measured else None,
             placement=fabric.placement,
             ranks=fabric.local_size,
             share=host_share(fabric.placement, fabric.hosts, fabric.host),

@@ -98,6 +98,7 @@ class Job:
         evaluations: data to evaluate on in between; each iteration is one pass.
         steps_per_epoch: batches in one pass over the training data, where that is known.
         checkpoint: where to start, if not from the run's own checkpoints.
+        data_workers: processes of each rank that read data.
         write: writes into the run's folder what it takes to go on, params above all.
     """
 
@@ -108,6 +109,7 @@ class Job:
     evaluations: Sequence[Iterable[Batch]] = ()
     steps_per_epoch: int | None = None
     checkpoint: Path | None = None
+    data_workers: int = 0
     write: Callable[[RunDir], None] = lambda run_dir: None
 
     def end_step(self, start: int) -> int:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import torch
 
 from headwater.core.errors import HeadwaterError, NonFiniteError
+from headwater.plan.types import Plan
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.averages import MovingAverages
@@ -74,6 +75,11 @@ class Trainer:
         self._averages = MovingAverages(engine.store, job.trainable.averages)
         self._sparse = start_sparse(engine, job, state.masks)
         self._note_masks()
+
+    @property
+    def plan(self) -> Plan:
+        """How the run is done."""
+        return self._engine.plan
 
     def fit(self, interrupt: Interrupt) -> None:
         """Train until the last step, or until the step in which `interrupt` asks to stop.

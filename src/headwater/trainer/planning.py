@@ -17,6 +17,7 @@ from headwater.api.machine import (
     resources_of,
 )
 from headwater.config.run import SetupConfig
+from headwater.config.sections import LoopConfig
 from headwater.core.errors import ConfigError
 from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec
@@ -24,10 +25,12 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import Calibration
+from headwater.plan.outlook import RunLength
 from headwater.plan.search import TraceFor
 from headwater.plan.trace import trace_step
 from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 from headwater.stream.engine import Engine
+from headwater.trainer.batches import num_tokens
 from headwater.trainer.job import Trainable
 
 
@@ -39,11 +42,13 @@ class Workload:
         batch_size: samples of one step.
         optimizer: `NO_UPDATES` for an evaluation.
         micro_batch_size: samples computed at once; the plan chooses where absent.
+        data_workers: processes of a rank that read data.
     """
 
     batch_size: int
     optimizer: OptimizerSpec = NO_UPDATES
     micro_batch_size: int | None = None
+    data_workers: int = 0
 
 
 def training_workload(
@@ -51,6 +56,8 @@ def training_workload(
     trainable: Trainable,
     batch_size: int,
     resumed_micro_batch_size: int | None = None,
+    *,
+    data_workers: int = 0,
 ) -> Workload:
     """The workload of a training step.
 
@@ -59,13 +66,21 @@ def training_workload(
         trainable: what is trained.
         batch_size: samples of one step.
         resumed_micro_batch_size: of the run that goes on; counts where the params do not set another.
+        data_workers: processes of a rank that read data.
     """
     size = fixed_micro_batch_size(init, batch_size)
     if size is None and not trainable.divisible:
         size = batch_size
     if size is None and resumed_micro_batch_size and batch_size % resumed_micro_batch_size == 0:
         size = resumed_micro_batch_size
-    return Workload(batch_size, optimizer_of(init, trainable), size)
+    return Workload(batch_size, optimizer_of(init, trainable), size, data_workers)
+
+
+def run_length(trainable: Trainable, loop: LoopConfig, start: int = 0) -> RunLength:
+    """Return what a run computes from step `start` on; of a number of epochs the steps are not known here."""
+    epochs_only = loop.num_epochs is not None and loop.steps_per_epoch is None
+    steps = None if epochs_only else max(0, loop.end_step(start) - start)
+    return RunLength(num_tokens(trainable.example(1)), steps)
 
 
 def optimizer_of(init: SetupConfig, trainable: Trainable) -> OptimizerSpec:
@@ -130,6 +145,7 @@ def plan_run(
         fixed=fixed_by(init.backend, work.micro_batch_size),
         ranks=ranks or placement.size,
         share=share,
+        data_workers=work.data_workers,
     )
     return dataclasses.replace(plan, placement=placement)
 

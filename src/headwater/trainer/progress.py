@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 from headwater.core.units import format_bytes
-from headwater.plan.machine import resident_bytes
+from headwater.plan.machine import held_bytes
 from headwater.plan.types import Plan
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 
@@ -71,7 +71,7 @@ class ProgressBar(Callback):
             *([f"loss scale {event.loss_scale:g}"] if self._log_loss_scale else []),
             f"{self._rate:,.0f} {event.rate[1]}/s",
             f"streamed {format_bytes(event.bytes_in + event.bytes_out)}/step",
-            f"memory {format_bytes(resident_bytes())}{limit}",
+            f"memory {format_bytes(held_bytes())}{limit}",
         ]
         return "  ".join(parts if event.applied else [*parts, "step skipped, not finite"])
 

@@ -14,6 +14,7 @@ from headwater.config.data import DataConfig
 from headwater.config.run import RunConfig, SetupConfig
 from headwater.core.errors import ConfigError
 from headwater.fabric.fabric import ALONE, Fabric
+from headwater.plan.outlook import RunLength
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 from headwater.trainer.callback import ValidateEnd
@@ -25,7 +26,8 @@ from headwater.trainer.interrupt import interrupts, shielded
 from headwater.trainer.job import Batch, Job, Trainable
 from headwater.trainer.logs import make_callbacks
 from headwater.trainer.loop import Trainer
-from headwater.trainer.planning import Workload, training_workload
+from headwater.trainer.memory_watch import memory_watch
+from headwater.trainer.planning import Workload, run_length, training_workload
 from headwater.trainer.ranks import check_alike, check_number, join, program_and_params
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import Start, find_start
@@ -55,7 +57,7 @@ def fit(
     config: RunConfig,
     *,
     console: Console | None = None,
-    describe: Callable[[Plan], RenderableType] = render_plan,
+    describe: Callable[[Plan, RunLength], RenderableType] = render_plan,
 ) -> FitResult:
     """Train as the params say, from the last checkpoint in the model_dir on.
 
@@ -79,7 +81,7 @@ def fit_job(
     *,
     console: Console | None = None,
     fabric: Fabric = ALONE,
-    describe: Callable[[Plan], RenderableType] = render_plan,
+    describe: Callable[[Plan, RunLength], RenderableType] = render_plan,
 ) -> FitResult:
     """Run a training job, from the last checkpoint in its model_dir on.
 
@@ -103,14 +105,16 @@ def fit_job(
         strict = not init.checkpoint.disable_strict_checkpoint_loading
         start = fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints), Start)
         resumed = start.state.micro_batch_size if start.state else None
-        work = training_workload(init, job.trainable, job.batch_size // fabric.num_csx, resumed)
+        batch_size = job.batch_size // fabric.num_csx
+        work = training_workload(init, job.trainable, batch_size, resumed, data_workers=job.data_workers)
         blank = strict and start.path is not None
+        done = start.state.step if start.state else 0
 
         def show(plan: Plan) -> None:
             if leads:
                 run_dir.write_plan(plan)
             if console is not None:
-                console.print(describe(plan))
+                console.print(describe(plan, run_length(job.trainable, init.loop, done)))
 
         with open_engine(
             init, job.trainable, work, disk, blank=blank, show=show, fabric=fabric, measured=True
@@ -121,7 +125,7 @@ def fit_job(
                 start.enter(engine, checkpoints, names=job.trainable.pretrained_names, strict=strict),
                 checkpoints=checkpoints,
                 callbacks=make_callbacks(init, run_dir, console) if leads else [],
-                saved_step=start.state.step if start.own and start.state else None,
+                saved_step=done if start.own and start.state else None,
             )
             if leads:
                 job.write(run_dir)
@@ -138,7 +142,8 @@ def _train(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> Fi
     if first_step < trainer.end_step and trainer.leads:
         for path in checkpoints.set_aside(first_step, start.path):
             logger.warning("this run starts before it, so it was set aside: %s", path)
-    with interrupts() as interrupt:
+    budget = trainer.plan.budget
+    with interrupts() as interrupt, memory_watch(interrupt, None if budget is None else budget.host_memory):
         trainer.fit(interrupt)
     if trainer.state.step == first_step and not interrupt.requested:
         logger.warning("nothing to do: step %d was the last; train longer with --num_steps", first_step)

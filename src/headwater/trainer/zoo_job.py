@@ -100,8 +100,14 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
         evaluations=[data.create_dataloader() for data in evaluations],
         steps_per_epoch=train.num_samples // batch_size,
         checkpoint=section.ckpt_path,
+        data_workers=data_workers(section),
         write=write,
     )
+
+
+def data_workers(section: FitConfig) -> int:
+    """Return how many processes read data at once: workers stay from one pass over the data to the next."""
+    return sum(loader.num_workers for loader in (section.train_dataloader, *section.val_dataloader))
 
 
 def _kept(config: RunConfig, run_dir: RunDir) -> RunConfig:

@@ -1,0 +1,74 @@
+"""How long a step of a plan takes, and the whole run: a table for a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from headwater.core.units import format_count, format_duration
+from headwater.plan.types import Plan, Prediction
+
+MONTH_S = 30 * 86_400.0
+"""A run that takes longer gets a warning."""
+
+_SMALLEST_SHOWN_S = 1e-6
+_OVERLAP = "overlap"
+_MEANINGS = {
+    "update": "the optimizer's work on all parameters",
+    "compute": "forward and backward",
+    "copy": "weights copied within host memory",
+    "disk": "reads and writes of the disk tier",
+    "link": "transfers between host and device",
+    _OVERLAP: "what runs beside something else, subtracted",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunLength:
+    """What a run computes.
+
+    Attributes:
+        tokens_per_sample: 0 where samples are not made of tokens.
+        steps: steps from now to the end of the run; `None` where that is not known.
+    """
+
+    tokens_per_sample: int = 0
+    steps: int | None = None
+
+
+def step_table(prediction: Prediction) -> Table:
+    """The predicted time of a step, by what it is spent on."""
+    table = Table(title="Predicted step", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for justify in ("left", "right", "left"):
+        table.add_column("", justify=justify)
+    for name, seconds in prediction.step_parts.items():
+        if abs(seconds) >= _SMALLEST_SHOWN_S:
+            sign = "-" if name == _OVERLAP else ""
+            table.add_row(name, sign + format_duration(abs(seconds)), _MEANINGS.get(name, ""))
+    assert prediction.step_s is not None, "only a step whose time is predicted is shown"
+    table.add_row("step", format_duration(prediction.step_s), style="bold")
+    return table
+
+
+def outlook(plan: Plan, run: RunLength) -> Iterator[str]:
+    """Yield lines: the rate of training, the time to the end of the run, a warning where that is long."""
+    step_s = plan.prediction.step_s if plan.prediction is not None else None
+    if step_s is None:
+        return
+    samples = plan.micro_batch_size * plan.num_micro_batches * plan.placement.num_csx
+    count, unit = (
+        (samples * run.tokens_per_sample, "tokens") if run.tokens_per_sample else (samples, "samples")
+    )
+    rate = f"{format_count(count / step_s)} {unit}/s"
+    if run.steps is None:
+        yield f"predicted rate: {rate}"
+        return
+    whole_s = step_s * run.steps
+    yield f"predicted rate: {rate}; {format_count(run.steps)} steps take {format_duration(whole_s)}"
+    if whole_s > MONTH_S:
+        yield (
+            f"warning: at this rate the run takes {format_duration(whole_s)}; a smaller model or batch, a "
+            "faster device or more ranks shorten it"
+        )

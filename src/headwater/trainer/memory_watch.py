@@ -1,0 +1,84 @@
+"""A watch over the memory of a run, which stops with a checkpoint before the kernel would end it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from headwater.core.buffers import return_pages
+from headwater.core.units import MIB, format_bytes
+from headwater.plan.cgroups import memory_levels
+from headwater.plan.machine import held_bytes
+from headwater.trainer.interrupt import Interrupt
+
+_INTERVAL_S = 0.25
+_LEAST_SHARE, _LEAST_BYTES, _MOST_BYTES = 0.03, 16 * MIB, 256 * MIB
+_TOLERANCE = 1.03
+"""A run may hold this multiple of its budget without a warning."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Memory that is left, and the limit of which it is left, in bytes."""
+
+    free: int
+    limit: int
+
+    @property
+    def is_short(self) -> bool:
+        """True if the next large tensor may be the last."""
+        least = max(_LEAST_BYTES, min(_MOST_BYTES, int(_LEAST_SHARE * self.limit)))
+        return self.free < least
+
+
+def tightest_room() -> Room:
+    """Return the room of the control group or the machine that has least. Cached files count as free."""
+    machine = psutil.virtual_memory()
+    rooms = [Room(level.limit - level.held, level.limit) for level in memory_levels()]
+    return min((Room(machine.available, machine.total), *rooms), key=lambda room: room.free)
+
+
+@contextmanager
+def memory_watch(interrupt: Interrupt, budget: int | None) -> Iterator[None]:
+    """Ask the run to stop when memory runs short, and warn once where the run exceeds its budget.
+
+    Args:
+        interrupt: is told to stop the run after its step.
+        budget: bytes of host memory that the run may hold; `None`: no limit.
+    """
+    over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(interrupt, budget, over), name="memory-watch", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watch.join()
+
+
+def _watch(interrupt: Interrupt, budget: int | None, over: threading.Event) -> None:
+    may_warn = budget is not None
+    while not over.wait(_INTERVAL_S):
+        if may_warn and budget is not None and (held := held_bytes()) > _TOLERANCE * budget:
+            may_warn = False
+            logger.warning(
+                "this run holds %s of host memory, its budget is %s", format_bytes(held), format_bytes(budget)
+            )
+        if not interrupt.requested and tightest_room().is_short:
+            return_pages()
+            room = tightest_room()
+            if room.is_short:
+                interrupt.requested = True
+                logger.warning(
+                    "stopping after this step with a checkpoint: %s of %s of memory are free; set a smaller "
+                    "host_memory, or give the run more memory",
+                    format_bytes(max(0, room.free)),
+                    format_bytes(room.limit),
+                )
