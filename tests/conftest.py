@@ -19,6 +19,14 @@ os.environ["HEADWATER_SECRET_FILE"] = f"{_SECRET.name}/ranks.secret"
 _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
 
 
+@pytest.fixture(autouse=True)
+def pools_of_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in a small budget turns them off for its process; for the next test they are on again."""
+    buffers = sys.modules.get("headwater.core.buffers")
+    if buffers is not None:
+        monkeypatch.setattr(buffers._POOLS, "keep", True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests come first, so that at the end no worker waits for one of them."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -15,6 +15,7 @@ from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
 from headwater.plan.budget import make_plan
 from headwater.plan.command import describe
+from headwater.plan.outlook import RunLength
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import draw_plan, group_stages
 from headwater.plan.types import Resources
@@ -52,6 +53,45 @@ def test_what_is_printed(streamed):
     text = printed(streamed)
     for word in ("blocks.0…11", "100 MiB", "disk", "weight store", "step", "overlap", "4 samples"):
         assert word in text
+
+
+def test_times_have_units_and_the_overlap_says_what_it_is(streamed):
+    slow = dataclasses.replace(
+        streamed.prediction, step_s=9.9e4, step_parts={"compute": 1e5, "overlap": -1e3}
+    )
+    text = printed(dataclasses.replace(streamed, prediction=slow))
+    for words in ("1.16 days", "-16.7 min", "subtracted", "1.15 days", "wire: bytes of one stage's weights"):
+        assert words in text
+    assert "e+0" not in text
+
+
+def test_the_rate_and_the_end_of_the_run_are_said(streamed):
+    plan = dataclasses.replace(streamed, prediction=dataclasses.replace(streamed.prediction, step_s=2.0))
+    assert "2 samples/s; 30 steps take 1.00 min" in printed(plan, run=RunLength(steps=30))
+    assert "1.02 k tokens/s" in printed(plan, run=RunLength(512))
+    assert "warning" not in printed(plan, run=RunLength(512, steps=1000))
+
+
+def test_a_run_of_months_gets_a_warning(streamed):
+    plan = dataclasses.replace(streamed, prediction=dataclasses.replace(streamed.prediction, step_s=3600.0))
+    assert "warning: at this rate the run takes 41.7 days" in printed(plan, run=RunLength(steps=1000))
+
+
+def test_names_of_stages_are_not_broken(streamed):
+    stages = tuple(
+        dataclasses.replace(
+            stage, name="position_embeddings_of_all_kinds" if stage.index == 0 else stage.name
+        )
+        for stage in streamed.trace.stages
+    )
+    plan = dataclasses.replace(streamed, trace=dataclasses.replace(streamed.trace, stages=stages))
+    console = Console(width=80, record=True, file=io.StringIO())
+    describe(plan, console=console)
+    assert "position_embeddings_of_all_kinds" in console.export_text()
+
+
+def test_one_slab_is_not_several(streamed):
+    assert "1 slabs" not in printed(streamed)
 
 
 def test_no_step_time_without_a_calibration():

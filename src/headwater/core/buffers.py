@@ -52,6 +52,20 @@ def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return aligned_empty(num_bytes)[:num_bytes].view(dtype).view(shape)
 
 
+class _Pools:
+    """Whether pools of scratch memory keep what is returned to them."""
+
+    keep = True
+
+
+_POOLS = _Pools()
+
+
+def pools_keep() -> bool:
+    """True if a pool of scratch memory keeps what is idle; see `tune_allocator`."""
+    return _POOLS.keep
+
+
 def tune_allocator(*, keep: bool) -> bool:
     """Fix what glibc's malloc does with large blocks that are freed.
 
@@ -61,11 +75,13 @@ def tune_allocator(*, keep: bool) -> bool:
     can predict. Measured effects: see docs/benchmarks.md and docs/log.md.
 
     Args:
-        keep: reuse every block, instead of returning those of 1 MiB and more to the system at once.
+        keep: reuse every block, instead of returning those of 1 MiB and more to the system at once. Pools of
+            scratch memory do the same.
 
     Returns:
         Whether the C library has the setting (glibc does).
     """
+    _POOLS.keep = keep
     mallopt = _glibc("mallopt")
     if mallopt is None:
         return False

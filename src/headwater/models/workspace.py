@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from headwater.core.buffers import large_zeros
+from headwater.core.buffers import large_zeros, pools_keep
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -22,7 +22,8 @@ class WorkspacePool:
 
     On the CPU a large fresh tensor costs a page fault for every 4 KiB touched, which is more than most
     arithmetic on it; CUDA's caching allocator has no such cost, and fake tensors must not outlive their
-    mode, so neither is pooled. Threads that borrow at the same time get memory of their own.
+    mode, so neither is pooled. Where memory is short nothing is kept (`pools_keep`). Threads that borrow at
+    the same time get memory of their own.
     """
 
     def __init__(self) -> None:
@@ -62,6 +63,8 @@ class WorkspacePool:
         return buffer if buffer is not None and buffer.numel() >= numel else None
 
     def _give_back(self, buffer: Tensor) -> None:
+        if not pools_keep():
+            return
         with self._lock:
             idle = self._idle.get(buffer.dtype)
             if idle is None or idle.numel() < buffer.numel():

@@ -58,10 +58,9 @@ def outlook(plan: Plan, run: RunLength) -> Iterator[str]:
     if step_s is None:
         return
     samples = plan.micro_batch_size * plan.num_micro_batches * plan.placement.num_csx
-    count, unit = (
-        (samples * run.tokens_per_sample, "tokens") if run.tokens_per_sample else (samples, "samples")
-    )
-    rate = f"{format_count(count / step_s)} {unit}/s"
+    unit = "tokens" if run.tokens_per_sample else "samples"
+    each_s = samples * (run.tokens_per_sample or 1) / step_s
+    rate = f"{format_count(each_s) if each_s >= 1000 else format(each_s, '.3g')} {unit}/s"
     if run.steps is None:
         yield f"predicted rate: {rate}"
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from headwater.core.dry_run import counting_costs
 from headwater.core.module_calls import Layer, surround
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
@@ -97,7 +98,8 @@ def trace_step(
         return recorder.trace(_batch_size(batch))
 
     try:
-        return dry_run(FakeTensors())
+        with counting_costs() if observer is None else nullcontext():
+            return dry_run(FakeTensors())
     except Exception:  # of any kind, as a stand-in for what weights decide may fail; a real fault comes again
         if observer is not None or not in_host_memory(model, batch):
             raise

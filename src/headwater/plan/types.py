@@ -211,6 +211,9 @@ class Prediction:
     disk_parts: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
+_AMPLE_SHARE = 0.8
+"""Share of the budget up to which memory is ample."""
+
 Tier = Literal["memory", "disk"]
 Masters = Literal["split", "whole"]
 
@@ -272,5 +275,14 @@ class Plan:
 
     @property
     def memory_is_ample(self) -> bool:
-        """Whether no activation had to give way; then an allocator that keeps its pages is worth them."""
-        return set(self.activations) == {Activations.KEEP}
+        """True if no activation had to give way and the budget is far away.
+
+        Then an allocator that keeps its pages is worth them. Near the budget it is not: how much it keeps
+        cannot be predicted to a few percent.
+        """
+        limit = None if self.budget is None else self.budget.host_memory
+        if limit is not None and self.prediction is not None:
+            near = self.prediction.host_bytes > _AMPLE_SHARE * limit
+        else:
+            near = False
+        return set(self.activations) == {Activations.KEEP} and not near

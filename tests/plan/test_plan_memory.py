@@ -1,0 +1,82 @@
+"""What a plan takes for the memory of the interpreter, of data workers, and of the allocator."""
+
+import dataclasses
+import re
+
+import pytest
+from synthetic import gpt
+
+from headwater.core import buffers
+from headwater.core.errors import DoesNotFitError
+from headwater.core.precision import Precision
+from headwater.core.units import GIB, MIB, parse_bytes
+from headwater.models.workspace import WorkspacePool
+from headwater.plan import budget, machine
+from headwater.plan.budget import make_plan
+from headwater.plan.machine import LATE_BYTES, WORKER_BYTES, free_resources, held_bytes, resident_bytes
+from headwater.plan.types import Resources
+
+
+def plan_within(host_memory, shape=None, **changes):
+    arguments = {
+        "resources": Resources(host_memory=host_memory),
+        "batch_size": 4,
+        "precision": Precision("fp32"),
+        "optimizer_state_bytes": 8,
+    }
+    return make_plan(shape or gpt(layers=2, hidden=64), **(arguments | changes))
+
+
+def test_what_the_dry_run_loads_counts(monkeypatch):
+    resident, trace_for = [100 * MIB], gpt(layers=2, hidden=64)
+
+    def traced(size):
+        resident[0] = 200 * MIB
+        return trace_for(size)
+
+    monkeypatch.setattr(budget, "resident_bytes", lambda: resident[0])
+    plan = plan_within(8 * GIB, traced)
+    assert plan.prediction.host_parts["interpreter"] == 200 * MIB + LATE_BYTES
+
+
+def test_data_workers_count():
+    plan = plan_within(8 * GIB, data_workers=3)
+    assert plan.prediction.host_parts["data workers"] == 3 * WORKER_BYTES
+
+
+def test_the_remedy_holds_in_a_process_that_is_a_little_larger(monkeypatch):
+    monkeypatch.setattr(budget, "resident_bytes", lambda: 200 * MIB)
+    with pytest.raises(DoesNotFitError) as refused:
+        plan_within(100 * MIB)
+    remedy = parse_bytes(re.search(r"set host_memory ([\d.]+ \w+)", str(refused.value))[1])
+    monkeypatch.setattr(budget, "resident_bytes", lambda: 220 * MIB)
+    assert plan_within(remedy).prediction.host_bytes <= remedy
+
+
+def test_a_budget_beyond_the_limit_of_a_control_group_is_lowered(monkeypatch):
+    monkeypatch.setattr(machine, "memory_limit", lambda: GIB)
+    monkeypatch.setattr(machine, "memory_room", lambda: 8 * GIB)
+    assert free_resources(Resources(host_memory=4 * GIB), "cpu").host_memory == int(0.9 * GIB)
+    assert free_resources(Resources(), "cpu").host_memory == int(0.9 * GIB)
+    assert free_resources(Resources(host_memory=MIB), "cpu").host_memory == MIB
+
+
+def test_near_its_budget_a_plan_does_not_keep_pages():
+    plan = plan_within(64 * GIB)
+    assert plan.memory_is_ample
+    near = Resources(host_memory=int(plan.prediction.host_bytes * 1.1))
+    assert not dataclasses.replace(plan, budget=near).memory_is_ample
+
+
+def test_pools_keep_nothing_where_pages_are_returned(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(buffers._POOLS, "keep", False)
+    pool = WorkspacePool()
+    with pool.borrow(torch.zeros(1), torch.float32, 1000):
+        pass
+    assert pool.idle_bytes == 0
+
+
+def test_what_a_run_holds_is_at_least_what_this_process_holds():
+    assert held_bytes() >= resident_bytes() > 0

@@ -1,0 +1,49 @@
+"""A run stops with a checkpoint before memory is full, and says that it exceeds its budget."""
+
+import logging
+import time
+
+from headwater.core.units import GIB, MIB
+from headwater.trainer import memory_watch as module
+from headwater.trainer.interrupt import Interrupt
+from headwater.trainer.memory_watch import Room, memory_watch
+
+
+def watched(monkeypatch, room, *, budget=None, held=0):
+    """Whether a run is asked to stop in this room."""
+    monkeypatch.setattr(module, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(module, "tightest_room", lambda: room)
+    monkeypatch.setattr(module, "held_bytes", lambda: held)
+    looks = []
+    monkeypatch.setattr(module, "return_pages", lambda: looks.append(room))
+    interrupt = Interrupt()
+    with memory_watch(interrupt, budget):
+        deadline = time.monotonic() + 0.2
+        while not interrupt.requested and time.monotonic() < deadline:
+            time.sleep(0.002)
+    return interrupt.requested
+
+
+def test_a_run_is_stopped_where_memory_is_short(monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert watched(monkeypatch, Room(free=8 * MIB, limit=400 * MIB))
+    assert "stopping after this step with a checkpoint: 8.00 MiB of 400 MiB" in caplog.text
+
+
+def test_a_run_with_room_goes_to_its_end(monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert not watched(monkeypatch, Room(free=GIB, limit=8 * GIB), budget=GIB, held=GIB)
+    assert not caplog.text
+
+
+def test_a_run_beyond_its_budget_says_so_once(monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert not watched(monkeypatch, Room(free=GIB, limit=8 * GIB), budget=GIB, held=2 * GIB)
+    assert caplog.text.count("its budget is 1.00 GiB") == 1
+
+
+def test_what_is_short_follows_the_limit():
+    assert Room(free=15 * MIB, limit=100 * MIB).is_short
+    assert not Room(free=17 * MIB, limit=100 * MIB).is_short
+    assert Room(free=200 * MIB, limit=64 * GIB).is_short
+    assert not Room(free=300 * MIB, limit=64 * GIB).is_short
