@@ -7,15 +7,17 @@ import random
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
 from headwater.core.errors import CheckpointError, HeadwaterError, RankError
 from headwater.core.precision import Precision
+from headwater.fabric import codec
 from headwater.fabric.codec import decode, encode
 from headwater.plan.types import Activations, Plan, Resources
+from headwater.trainer.start import Start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +155,22 @@ def test_random_bytes_and_damaged_messages_give_a_value_of_the_kind_or_a_refusal
             assert type(found.number) is int and isinstance(found.where, Path | None)
             assert all(isinstance(each, Activations) for each in found.kinds)
     assert refused > 2000
+
+
+@pytest.mark.parametrize("kind", [Plan, Start])
+def test_what_ranks_agree_on_has_only_fields_that_can_be_sent(kind):
+    waiting, seen = [kind], []
+    while waiting:
+        kind = waiting.pop()
+        if kind in seen or kind is Ellipsis:
+            continue
+        seen.append(kind)
+        rules = [condition for condition, *_ in codec._RULES if condition(kind)]
+        assert rules, f"{kind} is of no kind that ranks send"
+        is_literal = get_origin(kind) is Literal
+        waiting += [] if is_literal else get_args(kind)
+        waiting += get_type_hints(kind).values() if rules[0] is dataclasses.is_dataclass else ()
+    assert len(seen) > 5
 
 
 def test_a_value_of_another_kind_is_not_sent():
