@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from run_samples import assert_same_checkpoint, write_params
+from tokenizers import Tokenizer
 
 from headwater.trainer.pretrained import checkpoint_weights
 
@@ -112,3 +113,13 @@ def test_preferences_are_learnt_beside_a_frozen_reference(headwater, params, bas
     assert code == 0, error
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert torch.equal(exported["transformer.wte.weight"], after["policy.embedding.weight"])
+
+    (tmp_path / "run/tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    words = ("--model_dir", tmp_path / "run", "--prompt", "The", "--max_new_tokens", 6, "--temperature", 0)
+    code, output, error = headwater("generate", *words)
+    assert code == 0, error
+    tokenizer = Tokenizer.from_file(str(tmp_path / "run/tokenizer.json"))
+    prompt = torch.tensor([tokenizer.encode("The").ids])
+    policy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    written = policy.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=0, pad_token_id=0)
+    assert output.removesuffix("\n") == tokenizer.decode(written[0].tolist())

@@ -119,5 +119,124 @@ def test_gradients_are_those_of_the_formula(models):
 def test_layers_that_are_not_there_are_refused():
     section = {"name": "llama", "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 1, "vocab_size": 61}
     config = DecoderConfig.model_validate(section | {"lora_params": {"r": 2, "target_modules": ["c_attn"]}})
-    with pytest.raises(ConfigError, match="no linear layer is called like c_attn"):
+    with pytest.raises(ConfigError, match="no linear layer of this model is called c_attn"):
         build_model(config, device="meta")
+
+
+def peft_model(library, targets):
+    """The library's model with adapters that are not zero."""
+    import peft
+
+    adapted = peft.get_peft_model(library, peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return adapted
+
+
+def common(**sizes):
+    return {"vocab_size": 61, **sizes}
+
+
+LIBRARY = {
+    "split": (
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+        ["q_proj", "v_proj", "down_proj"],
+    ),
+    "all split": (
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"],
+    ),
+    "fused and transposed": (
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**common(n_embd=32, n_layer=2, n_head=4, n_positions=16))
+        ),
+        ["c_attn", "c_fc"],
+    ),
+    "fused and interleaved": (
+        lambda: transformers.GPTNeoXForCausalLM(
+            transformers.GPTNeoXConfig(
+                **common(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+            )
+        ),
+        ["query_key_value", "dense"],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out:UserWarning")
+@pytest.mark.parametrize("kind", LIBRARY)
+def test_library_names_adapt_the_same_matrices_as_peft(kind, tmp_path):
+    """PEFT's adapters in our model, whose names follow from the rules of the format."""
+    pytest.importorskip("peft")
+    build, targets = LIBRARY[kind]
+    torch.manual_seed(0)
+    library = build()
+    library.save_pretrained(tmp_path)
+    config, tensors = import_hf(tmp_path)
+    lora = {"r": 3, "alpha": 6.0, "target_modules": targets}
+    section = config.model_dump(exclude_unset=True) | {"name": config.name, "lora_params": lora}
+    ours = build_model(DecoderConfig.model_validate(section)).eval()
+    ours.load_state_dict(dict(tensors), strict=False)
+    adapted = peft_model(library, targets).eval()
+    layers = {name.rpartition(".lora_a")[0] for name, _ in ours.named_parameters() if "lora_a" in name}
+    assert len([n for n, _ in adapted.named_parameters() if "lora_A" in n]) == sum(
+        len(ours.get_submodule(layer).rows) for layer in layers
+    )
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = dict(import_hf(tmp_path / "merged")[1])
+    before = dict(ours.named_parameters())
+    with torch.no_grad():
+        for layer in layers:
+            # The update of each part has rank 3: its factors are the best of that rank.
+            module = ours.get_submodule(layer)
+            update = merged[f"{layer}.weight"] - before[f"{layer}.weight"]
+            untouched = torch.ones(len(update), dtype=torch.bool)
+            for index, rows in enumerate(module.rows):
+                untouched[rows] = False
+                left, values, right = torch.linalg.svd(update[rows] / module.scale)
+                assert values[3:].max() < 1e-5 < values[2]
+                start = sum(module.sizes[:index])
+                module.lora_a[3 * index : 3 * index + 3] = right[:3]
+                module.lora_b[start : start + module.sizes[index]] = left[:, :3] * values[:3]
+            assert not update[untouched].any()
+    ids = batch()["input_ids"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(ours.logits(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    export_hf(dict(ours.state_dict()), ours.config, tmp_path / "exported")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(exported[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "names"),
+    [("gpt2", "q_proj", "c_attn, c_proj, c_fc"), ("llama", "v_prj", "q_proj, k_proj, v_proj, proj_output")],
+)
+def test_name_of_no_layer_is_refused_with_the_names_of_the_family(family, target, names):
+    lora = {"r": 2, "target_modules": [target, "proj_k_dense_layer"]}
+    section = {"name": family, "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 1, "vocab_size": 61}
+    with pytest.raises(ConfigError, match=f"no linear layer of this model is called {target}") as caught:
+        build_model(DecoderConfig.model_validate(section | {"lora_params": lora}))
+    for name in names.split(", "):
+        assert name in caught.value.remedy
+
+
+def test_library_names_are_those_of_the_converters():
+    from headwater.convert.formats import FORMATS
+    from headwater.models.library_names import LIBRARY_LAYERS
+
+    checked = 0
+    for format in FORMATS:
+        for family in (name for name in format.models if name in LIBRARY_LAYERS):
+            size = {"hidden_size": 64, "num_heads": 1, "num_hidden_layers": 1, "vocab_size": 61}
+            extra = {"moe": {"num_experts": 2, "top_k": 1}} if family == "mixtral" else {}
+            config = DecoderConfig.model_validate({"name": family, **size, **extra})
+            stored = {rule.ours: rule.theirs for rule in format.rules(config)}
+            block, layers = LIBRARY_LAYERS[family]
+            for ours, theirs in layers.items():
+                names = tuple(f"{block}.{{}}.{name}.weight" for name in theirs)
+                assert stored[f"blocks.{{}}.{ours}.weight"] == names, (family, ours)
+                checked += 1
+    assert checked > 40

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     statistics = _prepared(config, data, console)
     result = fit(config, console=open_console(config))
     if not result.interrupted:
-        loss = result.validation[0].loss if result.validation else validate(config).loss
+        loss = result.validation[0].loss if result.validation else next(validate(config))[1].loss
         console.print(
             f"\nvalidation loss {loss:.3f} nats a token; knowing nothing but how often each token occurs: "
             f"{statistics.unigram_entropy:.3f}\n",

@@ -33,7 +33,11 @@ def run(args: argparse.Namespace) -> int:
 def evaluate(config: RunConfig) -> int:
     """Evaluates, prints the loss, and returns the exit code."""
     open_console(config)
-    print_found(validate(config))
+    several = config.validation is None and config.fit is not None and len(config.fit.val_dataloader) > 1
+    for loader, found in validate(config):
+        if several:
+            print(loader.place)
+        print_found(found)
     return 0
 
 

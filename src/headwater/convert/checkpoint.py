@@ -21,7 +21,7 @@ from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
 from headwater.convert.shards import ShardWriter, plan_shards, weight_files, write_index
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.safetensors import TensorFile
-from headwater.models.decoder import public_parts
+from headwater.models.decoder import layer_namings
 from headwater.models.lora import is_adapter, merge_adapters
 from headwater.models.registry import build_model, init_parameter
 
@@ -106,7 +106,7 @@ def _what_is_used(
     plain = config.model_copy(update={"lora_params": None})
     names = (name for name, _ in build_model(config, device="meta").named_parameters())
     layers = {name.rpartition(".")[0] for name in names if is_adapter(name)}
-    return plain, merge_adapters(pairs, config.lora_params, lambda name: public_parts(name, plain), layers)
+    return plain, merge_adapters(pairs, config.lora_params, lambda name: layer_namings(name, plain), layers)
 
 
 def import_hf(

@@ -28,6 +28,7 @@ from headwater.models.layers.positions import (
     rotations,
     sinusoidal_positions,
 )
+from headwater.models.library_names import library_parts
 from headwater.models.lora import add_adapters, init_adapter, is_adapter
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy, row_cross_entropies
 
@@ -218,7 +219,7 @@ class Decoder(nn.Module):
         if config.share_embedding_weights:
             self.head.weight = self.embedding.weight
         if config.lora_params is not None:
-            add_adapters(self, config.lora_params, lambda name: public_parts(name, config))
+            add_adapters(self, config.lora_params, lambda name: layer_namings(name, config))
         self.reset_parameters(seed)
 
     def forward(self, batch: Mapping[str, Tensor], inserted: Inserted | None = None) -> Tensor:
@@ -433,6 +434,11 @@ def learning_rate_scale(name: str, config: DecoderConfig) -> float:
 def pretrained_names(name: str) -> tuple[str, ...]:
     """Names of a parameter in a checkpoint; adapters may be missing there."""
     return (name, MAY_BE_MISSING) if is_adapter(name) else (name,)
+
+
+def layer_namings(name: str, config: DecoderConfig) -> tuple[Sequence[tuple[str, int]], ...]:
+    """Return the parts of a linear layer's weight by the Model Zoo's names and by the library's."""
+    return public_parts(name, config), library_parts(name, config)
 
 
 def public_parts(name: str, config: DecoderConfig) -> tuple[tuple[str, int], ...]:

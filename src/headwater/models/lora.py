@@ -14,24 +14,26 @@ from headwater.core.seeding import derive_seed
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.lora import LoRALinear, merged
 
-PublicParts = Callable[[str], Sequence[tuple[str, int]]]
-"""What the public Model Zoo calls the matrices in a parameter, each with its rows (-1: all)."""
+Parts = Sequence[tuple[str, int]]
+"""The matrices in a parameter, by the names of another library, each with its rows (-1: all)."""
+
+Namings = Callable[[str], Sequence[Parts]]
+"""The parts of the parameter of that name, once for each library whose names are accepted."""
 
 
-def add_adapters(model: nn.Module, config: LoRAConfig, parts: PublicParts) -> None:
+def add_adapters(model: nn.Module, config: LoRAConfig, namings: Namings) -> None:
     """Give the linear layers that `config` names adapters, and freeze all else.
 
     Raises:
-        ConfigError: if it names none.
+        ConfigError: if a pattern names no layer.
     """
     model.requires_grad_(False)
     linears = [(name, layer) for name, layer in model.named_modules() if type(layer) is Linear]
-    found = False
+    _check_patterns([name for name, _ in linears], config, namings)
     for name, layer in linears:
-        rows = _target_rows(name, layer.out_features, config, parts)
+        rows = _target_rows(name, layer.out_features, config, namings)
         if not rows:
             continue
-        found = True
         adapted = LoRALinear(
             layer.in_features,
             layer.out_features,
@@ -44,34 +46,51 @@ def add_adapters(model: nn.Module, config: LoRAConfig, parts: PublicParts) -> No
         adapted.weight, adapted.bias = layer.weight, layer.bias
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, adapted)
-    if not found:
-        example = next((name for name, _ in linears if "." in name), "none")
-        raise ConfigError(
-            f"no linear layer is called like {' or '.join(config.target_modules)}",
-            where="model.lora_params.target_modules",
-            remedy=f"write patterns of names such as {example}",
-        )
 
 
-def _target_rows(name: str, outputs: int, config: LoRAConfig, parts: PublicParts) -> list[slice]:
-    """The rows of a layer that get adapters; none where it is not meant."""
+def _check_patterns(linears: Sequence[str], config: LoRAConfig, namings: Namings) -> None:
+    """Raise if a pattern matches no name of a linear layer."""
+    others = [
+        part.removesuffix(".weight")
+        for linear in linears
+        for parts in namings(f"{linear}.weight")
+        for part, _ in parts
+    ]
+    names = (*linears, *others)
+    for pattern in config.target_modules:
+        if not any(_matches(name, pattern) for name in names):
+            short = dict.fromkeys(name.rpartition(".")[2] for name in others)
+            raise ConfigError(
+                f"no linear layer of this model is called {pattern}",
+                where="model.lora_params.target_modules",
+                remedy=f"write some of {', '.join(short)}, or patterns of our names such as {linears[0]}",
+            )
+
+
+def _target_rows(name: str, outputs: int, config: LoRAConfig, namings: Namings) -> list[slice]:
+    """The rows of a layer that get adapters; none if the layer is not a target."""
     if _is_meant(name, config):
         return [slice(0, outputs)]
-    rows, start = [], 0
-    for public, count in parts(f"{name}.weight"):
-        stop = outputs if count < 0 else start + count
-        if _is_meant(public.removesuffix(".weight"), config):
-            rows.append(slice(start, stop))
-        start = stop
-    return rows
+    found: set[tuple[int, int]] = set()
+    for parts in namings(f"{name}.weight"):
+        start = 0
+        for other, count in parts:
+            stop = outputs if count < 0 else start + count
+            if _is_meant(other.removesuffix(".weight"), config):
+                found.add((start, stop))
+            start = stop
+    # A layer that is named as a whole has one adapter, whatever parts of it are named besides.
+    whole = {(0, outputs)} & found
+    return [slice(start, stop) for start, stop in sorted(whole or found)]
 
 
 def _is_meant(name: str, config: LoRAConfig) -> bool:
+    return any(_matches(name, pattern) for pattern in config.target_modules)
+
+
+def _matches(name: str, pattern: str) -> bool:
     last = name.rpartition(".")[2]
-    return any(
-        fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(last, pattern)
-        for pattern in config.target_modules
-    )
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(last, pattern)
 
 
 def is_adapter(name: str) -> bool:
@@ -89,14 +108,14 @@ def init_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def merge_adapters(
-    weights: Iterable[tuple[str, Tensor]], config: LoRAConfig, parts: PublicParts, layers: Collection[str]
+    weights: Iterable[tuple[str, Tensor]], config: LoRAConfig, namings: Namings, layers: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of the model without adapters that computes the same.
 
     Args:
         weights: of the model with adapters, by name; the three of a layer follow each other closely.
         config: of the adapters.
-        parts: see `PublicParts`.
+        namings: see `Namings`.
         layers: names of those that have adapters.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
@@ -107,7 +126,7 @@ def merge_adapters(
             three[kind] = tensor
             if len(three) == 3:
                 del waiting[layer]
-                rows = _target_rows(layer, len(three["weight"]), config, parts)
+                rows = _target_rows(layer, len(three["weight"]), config, namings)
                 scale = config.alpha / config.r
                 yield (
                     f"{layer}.weight",

@@ -155,20 +155,30 @@ def _train(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> Fi
     )
 
 
-def validate(config: RunConfig) -> Evaluation:
-    """Evaluate a checkpoint on the data of the section `validate`.
+def validate(config: RunConfig) -> Iterator[tuple[DataConfig, Evaluation]]:
+    """Evaluate a checkpoint on the data of the section `validate`, or else of `fit.val_dataloader`.
 
     Args:
         config: the params; `trainer.validate.ckpt_path` names the checkpoint, or else it is the newest.
+
+    Yields:
+        The data set, and what was found.
+
+    Raises:
+        ConfigError: if there are no such data.
     """
     section = config.validation
-    if section is None:
+    own = () if section is None else (section.val_dataloader,)
+    loaders = own or (() if config.fit is None else config.fit.val_dataloader)
+    if not loaders:
         raise ConfigError(
             "the params have no data to evaluate on",
             where=str(config.source),
-            remedy="add trainer.validate.val_dataloader",
+            remedy="add trainer.validate.val_dataloader, or trainer.fit.val_dataloader",
         )
-    return evaluate_checkpoint(config, section.val_dataloader, section.ckpt_path)
+    checkpoint = None if section is None else section.ckpt_path
+    for loader in loaders:
+        yield loader, evaluate_checkpoint(config, loader, checkpoint)
 
 
 def validate_all(config: RunConfig) -> Iterator[tuple[Path | None, DataConfig, Evaluation]]:

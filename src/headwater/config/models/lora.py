@@ -17,8 +17,9 @@ class LoRAConfig(Section):
         r: rank, rows of A.
         alpha: numerator of the factor on what is added.
         dropout: rate on what A reads.
-        target_modules: patterns of names of linear layers, ours or those of the public Model Zoo; a name
-            without dots is the last part of one. By default every projection of the attention.
+        target_modules: patterns of names of linear layers: ours, those of the transformers library for the
+            same family (`q_proj`, `c_attn`, …), or those of the public Model Zoo; a name without dots is the
+            last part of one. By default every projection of the attention.
     """
 
     r: int = Field(ge=1)
