@@ -32,6 +32,10 @@ def test_there_and_back_to_the_same_bits(tmp_path, llama, capsys):
     assert convert("headwater", "hf", tmp_path / "own", tmp_path / "back") == 0
     assert diff(llama, tmp_path / "back") == 0
     assert "the same, bit for bit" in capsys.readouterr().out
+    # A folder of transformers and its converted form are compared by meaning.
+    for first, second in ((llama, "own"), ("own", llama)):
+        assert diff(tmp_path / first, tmp_path / second) == 0
+        assert "17 equal, 0 differ, 0 only in A, 0 only in B" in capsys.readouterr().out
 
 
 def test_differences_are_named(tmp_path, llama, capsys):
@@ -71,11 +75,10 @@ def test_halves(tmp_path, llama):
         (("headwater", "hf", "own", "out"), {"model": "gpt2"}, "the model is a llama"),
         (("hf", "headwater", "hf", "own"), {}, "not empty"),
         (("headwater", "hf", "hf", "out"), {}, "cannot read the model's section"),
-        (
-            ("cs-2.3", "headwater", "hf", "out"),
-            {},
-            "invalid choice: 'cs-2.3' (choose from 'hf', 'headwater')",
-        ),
+        (("cs2", "headwater", "hf", "out"), {}, "expected hf, headwater or cs-X.Y, found 'cs2'"),
+        (("cs-2.3", "headwater", "hf", "out"), {}, "both formats are headwater"),
+        (("hf", "headwater", "hf", "out"), {"model": "lama-headless"}, "write llama-headless; models are"),
+        (("hf", "headwater", "hf", "out"), {"model": "bert-headles"}, "write bert-headless; models are"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, llama, capsys, arguments, options, message):
@@ -101,3 +104,64 @@ def test_a_tensor_without_a_place_is_named_with_the_nearest(tmp_path, llama, cap
 def test_list(capsys):
     assert main(["checkpoint", "list-converters"]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
+
+
+def test_command_of_the_documents_letter_by_letter(tmp_path, capsys):
+    folder = tmp_path / "my_checkpoints"
+    sizes = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "rotary_dim": 8}
+    torch.manual_seed(0)
+    theirs = transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes))
+    theirs.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    words = f"""convert --model gptj --src-fmt hf --tgt-fmt cs-2.2 --output-dir {folder}/
+        --config {folder}/config.json {folder}/pytorch_model.bin"""
+    assert main(["checkpoint", *words.split()]) == 0
+    made = folder / "pytorch_model_to_cs-2.2"
+    assert str(made) in capsys.readouterr().out
+    assert (made / "model.yaml").is_file()
+    back = ("--model", "gptj", "--src-fmt", "cs-2.2", "--tgt-fmt", "hf", str(made), str(tmp_path / "back"))
+    assert main(["checkpoint", "convert", *back]) == 0
+    again = transformers.GPTJForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in theirs.state_dict().items())
+    assert diff(folder, made) == 0
+
+
+@pytest.mark.parametrize("given", [(), ("out", "--output-dir", "dir")])
+def test_one_place_for_the_output(llama, capsys, given):
+    words = ("--model", "llama", "--src-fmt", "hf", "--tgt-fmt", "headwater", str(llama), *given)
+    assert main(["checkpoint", "convert", *words]) == 2
+    assert "expected OUT or --output-dir" in capsys.readouterr().err
+
+
+def test_diff_of_a_changed_folder_ends_with_a_summary(tmp_path, llama, capsys):
+    convert("hf", "headwater", llama, tmp_path / "own", "--dtype", "bf16")
+    assert diff(llama, tmp_path / "own") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "5 equal, 12 differ, 0 only in A, 0 only in B"
+    tensors = load_file(llama / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors | {"more": torch.zeros(1)}, llama / "model.safetensors")
+    convert("headwater", "hf", tmp_path / "own", tmp_path / "back")
+    assert diff(llama, tmp_path / "back") == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("1 only in A, 1 only in B")
+
+
+def test_info_knows_folders_in_both_formats(tmp_path, llama, capsys):
+    convert("hf", "headwater", llama, tmp_path / "own", "--dtype", "bf16")
+    capsys.readouterr()
+    own = tmp_path / "own"
+    for folder, model, dtype in ((llama, "LlamaForCausalLM", "float32"), (own, "llama", "bfloat16")):
+        assert main(["checkpoint", "info", str(folder), "--verify"]) == 0
+        line = capsys.readouterr().out.splitlines()[1].split()
+        assert line[1] == model
+        assert dtype in line
+
+
+def test_conversion_keeps_what_lies_beside_the_weights(tmp_path, llama):
+    (llama / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (llama / "chat_template.jinja").write_text("{{ messages }}")
+    assert convert("hf", "headwater", llama, tmp_path / "own") == 0
+    assert convert("headwater", "hf", tmp_path / "own", tmp_path / "back") == 0
+    assert (tmp_path / "back/tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
+    assert (tmp_path / "back/chat_template.jinja").read_text() == "{{ messages }}"

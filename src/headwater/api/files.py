@@ -9,8 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pickle
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +24,7 @@ from headwater.api.transaction import is_open
 from headwater.core.errors import CheckpointError
 from headwater.core.files import CHUNK_BYTES, Chunk, disk_errors, sync_folder
 from headwater.core.lazy import LazyTensor, pieces_of
+from headwater.core.pickles import load_pickled
 from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter, TensorPlace
 from headwater.fabric.membership import current
 
@@ -126,26 +125,6 @@ def _lazy_tensor(file: TensorFile, name: str, place: TensorPlace) -> Tensor:
     if place.num_bytes <= _READ_AT_ONCE_BYTES:
         return file.read_whole(name)
     return LazyTensor(partial(file.read_pieces, name), place.shape, place.dtype)
-
-
-def load_pickled(path: Path, map_location: torch.device | str = "cpu") -> Any:
-    """What `torch.save` has written; tensors are mapped into memory, not read, where the format allows.
-
-    Raises:
-        CheckpointError: if it is damaged, or holds more than tensors and plain values.
-    """
-    try:
-        return torch.load(path, map_location, weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"the file holds more than tensors and plain values, and such a pickle can run any code: {error}",
-            where=str(path),
-            remedy="if you trust it, torch.load(path, weights_only=False), then save its state_dicts",
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"the file cannot be read: {error}", where=str(path), remedy="copy or save it again"
-        ) from error
 
 
 def _is_pickled(path: Path) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.api import huggingface
-from headwater.api.files import lazy_tensors, load_pickled
+from headwater.api.files import lazy_tensors
 from headwater.convert.shards import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -24,6 +24,7 @@ from headwater.convert.shards import (
     weight_files,
     write_index,
 )
+from headwater.convert.stored import PICKLED_FILE, pickled_tensors
 from headwater.core.empty import give_values, record_values, recorded_values
 from headwater.core.errors import CheckpointError
 from headwater.core.files import disk_errors
@@ -31,9 +32,6 @@ from headwater.core.lazy import pieces_of
 from headwater.core.safetensors import TensorFile, TensorFileWriter
 from headwater.core.units import parse_bytes
 from headwater.fabric.membership import current
-
-PICKLED_FILE = "pytorch_model.bin"
-"""What older checkpoints call their weights; read without running code."""
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _LISTED = 12
@@ -133,22 +131,11 @@ def _checkpoint_tensors(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     if has_weights(directory, PICKLED_FILE) and not has_weights(directory):
         for path in weight_files(directory, PICKLED_FILE):
-            tensors |= _pickled_tensors(path)
+            tensors |= pickled_tensors(path)
     else:
         for path in weight_files(directory):
             tensors |= lazy_tensors(TensorFile(path, hold=True))
     return tensors
-
-
-def _pickled_tensors(path: Path) -> dict[str, Tensor]:
-    state = load_pickled(path)
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(
-            "the file does not hold tensors by name",
-            where=str(path),
-            remedy="headwater.load reads it; save its state_dict by save_pretrained",
-        )
-    return state
 
 
 def _require_shapes(found: Mapping[str, Tensor], places: Mapping[str, Tensor], directory: Path) -> None:

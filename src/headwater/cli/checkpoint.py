@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,7 @@ from headwater.trainer.checkpoint import (
     describe,
     find_damage,
 )
+from headwater.trainer.comparison import is_folder_of_weights, model_of, tensors_of
 from headwater.trainer.huggingface import export_library_model
 from headwater.trainer.pretrained import checkpoint_weights, import_weights
 from headwater.trainer.run_dir import RunDir
@@ -39,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
 
     info = commands.add_parser("info", help="say what checkpoints hold")
-    info.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a model_dir")
+    info.add_argument(
+        "path", type=Path, metavar="PATH", help="a checkpoint, a model_dir, or a folder in either format"
+    )
     info.add_argument("--verify", action="store_true", help="compare every byte with its checksum")
     info.set_defaults(parser=info, action=run_info)
 
@@ -74,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_info(args: argparse.Namespace) -> int:
     """Prints a table of checkpoints; returns the exit code: 1 if one of them is damaged."""
+    if is_folder_of_weights(args.path):
+        return _show_folder(args.path, deep=args.verify)
     paths = complete_checkpoints(args.path) or [args.path]
     columns = ("checkpoint", "step", "parameters", "optimizer", "size")
     table = Table(*columns, "state", box=None, pad_edge=False)
@@ -94,6 +100,23 @@ def run_info(args: argparse.Namespace) -> int:
     if args.verify and not damaged:
         print("every byte is as it was written")
     return 1 if damaged else 0
+
+
+def _show_folder(path: Path, *, deep: bool) -> int:
+    """Prints what a folder in Hugging Face's or our format holds; returns the exit code."""
+    tensors, model = tensors_of(path), model_of(path)
+    if deep:
+        for tensor in tensors:
+            tensor.read()
+    table = Table("folder", "model", "tensors", "parameters", "dtype", "size", box=None, pad_edge=False)
+    numbers = sum(math.prod(tensor.shape) for tensor in tensors)
+    dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    size = format_bytes(sum(tensor.num_bytes for tensor in tensors))
+    table.add_row(path.name, model, str(len(tensors)), f"{numbers:,}", ", ".join(dtypes), size)
+    Console(highlight=False).print(table)
+    if deep:
+        print("every tensor was read; these files have no checksums")
+    return 0
 
 
 def run_export(args: argparse.Namespace) -> int:

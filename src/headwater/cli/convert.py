@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,35 +12,45 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from headwater.cli.parser import Parser, suggestion
+from headwater.cli.parser import Parser
 from headwater.config import ModelConfig
-from headwater.convert.checkpoint import export_hf, import_hf, parameter_shapes
+from headwater.convert.checkpoint import export_hf, open_hf, parameter_shapes
 from headwater.convert.folder import MODEL_FILE, read_folder, read_model_section, write_folder
-from headwater.convert.formats import CONVERTERS
+from headwater.convert.formats import CONVERTERS, nearest_converter
 from headwater.convert.formats.base import Format
-from headwater.convert.shards import weight_files
 from headwater.core.errors import CheckpointError, ConfigError
-from headwater.core.safetensors import TensorFile
-from headwater.store.snapshot_load import SavedCheckpoint
-from headwater.store.snapshot_manifest import MANIFEST_FILE
+from headwater.core.side_files import side_files
+from headwater.trainer.comparison import compare
 from headwater.trainer.pretrained import checkpoint_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = ("hf", "headwater")
+_HF, _OWN = "hf", "headwater"
+_RELEASE = re.compile(r"cs-\d+\.\d+")
+"""Names of the Model Zoo's formats, by release; our own format stands for each of them."""
 
 
 def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the commands to those of `headwater checkpoint`."""
     convert = commands.add_parser("convert", help="from Hugging Face's format to ours, or back")
     convert.add_argument("--model", required=True, metavar="MODEL", help="see list-converters")
-    convert.add_argument("--src-fmt", required=True, choices=FORMATS, help="format of IN")
-    convert.add_argument("--tgt-fmt", required=True, choices=FORMATS, help="format of OUT")
+    formats = "hf, headwater; cs-X.Y means headwater"
+    convert.add_argument(
+        "--src-fmt", required=True, type=_format, metavar="FORMAT", help=f"format of IN: {formats}"
+    )
+    convert.add_argument(
+        "--tgt-fmt", required=True, type=_format, metavar="FORMAT", help=f"format of OUT: {formats}"
+    )
     convert.add_argument(
         "--config", type=Path, metavar="FILE", help="config.json, or params; that of IN if not given"
     )
     convert.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of the files (%(default)s)")
+    convert.add_argument(
+        "--output-dir", type=Path, metavar="DIR", help="folder in which OUT is made: IN_to_FORMAT by name"
+    )
     convert.add_argument("input", type=Path, metavar="IN", help="a folder, or a file in it")
-    convert.add_argument("output", type=Path, metavar="OUT", help="new folder")
+    convert.add_argument(
+        "output", type=Path, metavar="OUT", nargs="?", help="new folder; or give --output-dir"
+    )
     convert.set_defaults(parser=convert, action=run_convert)
 
     listing = commands.add_parser("list-converters", help="models that can be converted")
@@ -54,30 +64,65 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     diff.set_defaults(parser=diff, action=run_diff)
 
 
+def _format(word: str) -> str:
+    """A format as written; which of the two it means is decided by `_meant`."""
+    if word in (_HF, _OWN) or _RELEASE.fullmatch(word):
+        return word
+    raise argparse.ArgumentTypeError(f"expected hf, headwater or cs-X.Y, found {word!r}")
+
+
+def _meant(format: str) -> str:
+    return _HF if format == _HF else _OWN
+
+
 def run_convert(args: argparse.Namespace) -> int:
     """Converts a checkpoint, one tensor at a time; returns the exit code."""
     if args.model not in CONVERTERS:
+        close = nearest_converter(args.model)
+        listed = f"models are: {', '.join(CONVERTERS)}"
         raise ConfigError(
             f"there is no converter for {args.model!r}",
             where="--model",
-            remedy=suggestion(args.model, CONVERTERS, f"models are: {', '.join(CONVERTERS)}"),
+            remedy=f"write {close}; {listed}" if close else listed,
         )
-    if args.src_fmt == args.tgt_fmt:
+    source, target = _meant(args.src_fmt), _meant(args.tgt_fmt)
+    if source == target:
         raise ConfigError(
-            f"both formats are {args.src_fmt}", where="--tgt-fmt", remedy="convert to the other format"
+            f"both formats are {source}", where="--tgt-fmt", remedy="convert to the other format"
         )
     if not args.input.exists():
         raise CheckpointError("there is no such folder", where=str(args.input), remedy="name a checkpoint")
     format, model = CONVERTERS[args.model]
     folder = args.input if args.input.is_dir() else args.input.parent
-    if args.src_fmt == "hf":
-        config, tensors = import_hf(folder, config_file=args.config, format=format)
-        write_folder(tensors, parameter_shapes(config), config, args.output, dtype=DTYPES[args.dtype])
+    output, dtype = _output(args), DTYPES[args.dtype]
+    if source == _HF:
+        found = open_hf(folder, config_file=args.config, format=format)
+        shapes = parameter_shapes(found.config)
+        beside = side_files(folder)
+        write_folder(found.tensors(), shapes, found.config, output, dtype=dtype, beside=beside)
     else:
         config, tensors = _own(folder, args.config, format, model)
-        export_hf(tensors, config, args.output, format=format, dtype=DTYPES[args.dtype])
-    print(f"{folder} converted to {args.output}")
+        beside = side_files(folder)
+        export_hf(tensors, config, output, format=format, dtype=dtype, tokenizer_files=beside)
+    print(f"{folder} converted to {output}")
     return 0
+
+
+def _output(args: argparse.Namespace) -> Path:
+    """The folder to make.
+
+    Raises:
+        ConfigError: unless either it or the folder around it is given.
+    """
+    if (args.output is None) == (args.output_dir is None):
+        given = "both" if args.output else "neither"
+        raise ConfigError(
+            f"expected OUT or --output-dir, found {given}", where="OUT", remedy="give one of the two"
+        )
+    if args.output is not None:
+        return Path(args.output)
+    stem = args.input.name if args.input.is_dir() else args.input.stem
+    return Path(args.output_dir / f"{stem}_to_{args.tgt_fmt}")
 
 
 def _own(
@@ -110,56 +155,13 @@ def run_list(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """What two checkpoints do not have in common.
-
-    Attributes:
-        name: of the tensor.
-        what: what differs.
-    """
-
-    name: str
-    what: str
-
-
 def run_diff(args: argparse.Namespace) -> int:
-    """Prints what differs; returns 0 if nothing does, and otherwise 1."""
+    """Prints what differs and a summary; returns 0 if nothing differs, and otherwise 1."""
+    found = compare(args.first, args.second)
     table = Table("tensor", "difference", box=None, pad_edge=False)
-    found = list(differences(args.first, args.second))
-    for each in found:
+    for each in found.differences:
         table.add_row(each.name, each.what)
-    if found:
+    if found.differences:
         Console(highlight=False).print(table)
-        return 1
-    print("the checkpoints are the same, bit for bit")
-    return 0
-
-
-def differences(first: Path, second: Path) -> Iterator[Difference]:
-    """What differs between two checkpoints; a tensor of each is in memory at a time.
-
-    Raises:
-        CheckpointError: if one of them cannot be read.
-    """
-    ours, others = _tensors(first), _tensors(second)
-    for name, file in ours.items():
-        if name not in others:
-            yield Difference(name, f"only in {first}")
-            continue
-        tensor, other = file.read_whole(name), others[name].read_whole(name)
-        if other.shape != tensor.shape:
-            yield Difference(name, f"shapes {list(tensor.shape)} and {list(other.shape)}")
-        elif not torch.equal(tensor, other):
-            largest = (tensor.double() - other.double()).abs().max().item()
-            yield Difference(name, f"values, by up to {largest:.3g}")
-    for name in others:
-        if name not in ours:
-            yield Difference(name, f"only in {second}")
-
-
-def _tensors(path: Path) -> dict[str, TensorFile]:
-    """The file that holds each tensor of a checkpoint in whatever format."""
-    own = (path / MANIFEST_FILE).is_file()
-    files = SavedCheckpoint(path).weights() if own else [TensorFile(file) for file in weight_files(path)]
-    return {name: file for file in files for name in file.places}
+    print(found.summary)
+    return 1 if found.differences else 0

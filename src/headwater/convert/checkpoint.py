@@ -6,8 +6,9 @@ import dataclasses
 import json
 import re
 import shutil
-import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import Tensor
 from headwater.config.models import DecoderConfig, DPOConfig, ModelConfig
 from headwater.convert.formats import CONVERTERS, FORMATS, converter_of, format_of_config, format_of_hf
 from headwater.convert.formats.base import Format
+from headwater.convert.output import new_folder
 from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
-from headwater.convert.shards import ShardWriter, plan_shards, weight_files, write_index
+from headwater.convert.shards import ShardWriter, plan_shards, write_index
+from headwater.convert.stored import StoredTensor, stored_tensors
 from headwater.core.errors import CheckpointError, ConfigError
-from headwater.core.safetensors import TensorFile
 from headwater.models.decoder import layer_namings
 from headwater.models.lora import is_adapter, merge_adapters
 from headwater.models.registry import build_model, init_parameter
@@ -64,31 +66,16 @@ def export_hf(
     config, pairs = _what_is_used(config, pairs)
     format = format or format_of_config(config)
     hf = format.config_to_hf(config, end_of_text=end_of_text)
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise CheckpointError(
-            "the export folder is not empty", where=str(out_dir), remedy="name a new folder"
-        )
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
-        partial = Path(scratch) / out_dir.name
-        partial.mkdir()
-        try:
-            for name in format.folders:
-                (partial / name).mkdir()
-            _write_weights(pairs, config, format, partial, dtype, max_shard_bytes)
-            for name, content in format.by_folder(hf).items():
-                content["dtype"] = str(dtype).removeprefix("torch.")
-                text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-                (partial / name / CONFIG_FILE).write_text(text)
-                for file in tokenizer_files:
-                    shutil.copy(file, partial / name / file.name)
-            partial.replace(out_dir)
-        except OSError as error:
-            raise CheckpointError(
-                f"the export failed: {error}",
-                where=str(out_dir),
-                remedy="make room or name another folder; nothing was left behind",
-            ) from error
+    with new_folder(out_dir) as partial:
+        for name in format.folders:
+            (partial / name).mkdir()
+        _write_weights(pairs, config, format, partial, dtype, max_shard_bytes)
+        for name, content in format.by_folder(hf).items():
+            content["dtype"] = str(dtype).removeprefix("torch.")
+            text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+            (partial / name / CONFIG_FILE).write_text(text)
+            for file in tokenizer_files:
+                shutil.copy(file, partial / name / file.name)
 
 
 def _what_is_used(
@@ -112,7 +99,13 @@ def _what_is_used(
 def import_hf(
     folder: Path, *, config_file: Path | None = None, format: Format | None = None
 ) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
-    """The model section and, one at a time, all parameters by this package's names.
+    """The model section and, one at a time, all parameters by this package's names; see `open_hf`."""
+    found = open_hf(folder, config_file=config_file, format=format)
+    return found.config, found.tensors()
+
+
+def open_hf(folder: Path, *, config_file: Path | None = None, format: Format | None = None) -> Imported:
+    """Read the config of a checkpoint in Hugging Face's format; its tensors are read later.
 
     Args:
         folder: what `save_pretrained` has written.
@@ -120,8 +113,7 @@ def import_hf(
         format: what the checkpoint is to be; what its config says if not given.
 
     Raises:
-        ConfigError: if the config is missing or describes another kind of model.
-        CheckpointError: while iterating, if a file is damaged, or a tensor is missing, unknown or misshapen.
+        ConfigError: if the config is missing or damaged, or describes another kind of model.
     """
     path = config_file or folder / CONFIG_FILE
     hf = _read_config(path) if path.is_file() or config_file else read_config(folder)
@@ -133,8 +125,71 @@ def import_hf(
             remedy=f"convert it with --model {converter_of(found)}",
         )
     format = format or found
-    config = format.config_from_hf(hf, where=str(path))
-    return config, _read_weights(config, format, folder)
+    with _sound(path):
+        config = format.config_from_hf(hf, where=str(path))
+        mapped = _mapped(config, format)
+    return Imported(config, format, mapped, folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Imported:
+    """A checkpoint in Hugging Face's format, read as a model here.
+
+    Attributes:
+        config: the model's section.
+        format: how it is stored.
+        mapped: every parameter here, with the tensors that hold it.
+        folder: where it is.
+    """
+
+    config: ModelConfig
+    format: Format
+    mapped: Mapping[str, Mapped]
+    folder: Path
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all parameters by this package's names.
+
+        Raises:
+            CheckpointError: if a file is damaged, or a tensor is missing, unknown or misshapen.
+        """
+        return _read_weights(self.config, self.format, self.folder, self.mapped)
+
+    def stored(self) -> dict[str, Callable[[], Tensor]]:
+        """Return what reads each parameter that the folder holds, by this package's names.
+
+        Tensors in which nothing of the model lies are left out, and so are parameters that the folder lacks.
+
+        Raises:
+            CheckpointError: if a file is damaged.
+        """
+        expected = dict.fromkeys(name for each in self.mapped.values() for name in each.theirs)
+        places = _places(self.config, self.format, self.folder, expected)
+        unknown = {name: stored.read for name, stored in places.items() if name not in expected}
+        known = {
+            each.name: partial(_joined, each, places, str(self.folder))
+            for each in self.mapped.values()
+            if each.theirs and all(name in places for name in each.theirs)
+        }
+        return known | unknown
+
+
+@contextmanager
+def _sound(path: Path) -> Iterator[None]:
+    """Raise a ConfigError for whatever values of the wrong kind in a `config.json` lead to."""
+    try:
+        yield
+    except _WRONG_VALUES as error:
+        raise ConfigError(
+            f"a value in the model's config is missing or of the wrong kind: {type(error).__name__}: {error}",
+            where=str(path),
+            remedy="copy the file again",
+        ) from error
+
+
+_WRONG_VALUES = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
+)  # fmt: skip
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -225,8 +280,10 @@ def _checked(
         raise missing(absent, where)
 
 
-def _read_weights(config: ModelConfig, format: Format, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    where, mapped = str(folder), _mapped(config, format)
+def _read_weights(
+    config: ModelConfig, format: Format, folder: Path, mapped: Mapping[str, Mapped]
+) -> Iterator[tuple[str, Tensor]]:
+    where = str(folder)
     expected = dict.fromkeys(name for each in mapped.values() for name in each.theirs)
     places = _places(config, format, folder, expected)
     unknown = next((name for name in places if name not in expected), None)
@@ -234,7 +291,9 @@ def _read_weights(config: ModelConfig, format: Format, folder: Path) -> Iterator
         raise unexpected(unknown, expected, where)
     if absent := [name for name in expected if name not in places]:
         headless = f"{converter_of(format)}-headless"
-        if headless in CONVERTERS and all(name.startswith(f"{format.head}.") for name in absent):
+        if headless in CONVERTERS and all(
+            name.startswith((f"{format.head}.", *format.others)) for name in absent
+        ):
             raise CheckpointError(
                 f"the checkpoint has no head: {', '.join(absent)} is missing",
                 where=where,
@@ -245,29 +304,33 @@ def _read_weights(config: ModelConfig, format: Format, folder: Path) -> Iterator
         if not each.theirs:
             yield each.name, init_parameter(each.name, each.shape, config, seed=0)
             continue
-        tensors = []
-        for name, shape in zip(each.theirs, each.their_shapes(), strict=True):
-            file, own_name = places[name]
-            if tuple(file.places[own_name].shape) != shape:
-                raise _misshapen(own_name, file.places[own_name].shape, shape, where)
-            tensors.append(file.read_whole(own_name))
-        yield each.name, each.rule.join(tensors)
+        yield each.name, _joined(each, places, where)
+
+
+def _joined(each: Mapped, places: Mapping[str, StoredTensor], where: str) -> Tensor:
+    """A parameter out of the tensors that hold it."""
+    tensors = []
+    for name, shape in zip(each.theirs, each.their_shapes(), strict=True):
+        stored = places[name]
+        if stored.shape != shape:
+            raise _misshapen(stored.name, stored.shape, shape, where)
+        tensors.append(stored.read())
+    return each.rule.join(tensors)
 
 
 def _places(
     config: ModelConfig, format: Format, folder: Path, expected: Collection[str]
-) -> dict[str, tuple[TensorFile, str]]:
+) -> dict[str, StoredTensor]:
     """Where each tensor lies, by its full name: without what is not expected and carries no weight."""
     head, tied = f"{format.head}.weight", getattr(config, "share_embedding_weights", False)
     places = {}
-    files = (path for part in format.folders or ("",) for path in weight_files(folder / part))
-    for file in map(TensorFile, files):
-        for name in file.places:
-            if name not in expected and (name.endswith(format.ignored) or (name == head and tied)):
-                continue
-            known = name.startswith((format.prefix, f"{format.head}.", *format.others))
-            full = name if known else f"{format.prefix}{name}"
-            places[_modern(full)] = (file, name)
+    for stored in (each for part in format.folders or ("",) for each in stored_tensors(folder / part)):
+        name = stored.name
+        if name not in expected and (name.endswith(format.ignored) or (name == head and tied)):
+            continue
+        known = name.startswith((format.prefix, f"{format.head}.", *format.others))
+        full = name if known else f"{format.prefix}{name}"
+        places[_modern(full)] = stored
     return places
 
 

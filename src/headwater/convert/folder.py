@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from headwater.config.models import AnyModel, ModelConfig
+from headwater.convert.output import new_folder
 from headwater.convert.shards import ShardWriter, plan_shards, read_tensors, write_index
-from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.errors import ConfigError
 
 MODEL_FILE = "model.yaml"
 """Holds the model's section."""
@@ -27,6 +28,7 @@ def write_folder(
     *,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = 5 * 10**9,
+    beside: Sequence[Path] = (),
 ) -> None:
     """Write a folder that a params file can name as `ckpt_path`; it appears when everything is in it.
 
@@ -37,31 +39,21 @@ def write_folder(
         out_dir: a folder that does not exist yet, or is empty.
         dtype: dtype in the files.
         max_shard_bytes: size at which a further file begins.
+        beside: files to copy beside the weights.
 
     Raises:
         CheckpointError: if the folder is not empty, or a tensor is not as `shapes` says.
     """
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise CheckpointError("the folder is not empty", where=str(out_dir), remedy="name a new folder")
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
     shards = plan_shards({name: (dtype, shape) for name, shape in shapes.items()}, max_shard_bytes)
-    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
-        partial = Path(scratch) / out_dir.name
-        partial.mkdir()
-        try:
-            with ShardWriter(partial, shards) as writer:
-                for name, tensor in tensors:
-                    writer.write(name, tensor)
-            write_index(partial, shards)
-            section = config.model_dump(mode="json", exclude_unset=True) | {"name": config.name}
-            (partial / MODEL_FILE).write_text(yaml.safe_dump(section, sort_keys=False))
-            partial.replace(out_dir)
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint cannot be written: {error}",
-                where=str(out_dir),
-                remedy="make room or name another folder; nothing was left behind",
-            ) from error
+    with new_folder(out_dir) as partial:
+        with ShardWriter(partial, shards) as writer:
+            for name, tensor in tensors:
+                writer.write(name, tensor)
+        write_index(partial, shards)
+        section = config.model_dump(mode="json", exclude_unset=True) | {"name": config.name}
+        (partial / MODEL_FILE).write_text(yaml.safe_dump(section, sort_keys=False))
+        for file in beside:
+            shutil.copy(file, partial / file.name)
 
 
 def read_folder(folder: Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
@@ -82,7 +74,7 @@ def read_model_section(path: Path) -> ModelConfig:
     """
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(
             f"cannot read the model's section: {error}", where=str(path), remedy="name a folder that has one"
         ) from error

@@ -148,9 +148,15 @@ def weight_files(folder: Path, single: str = WEIGHTS_FILE) -> list[Path]:
             remedy="save the checkpoint with safetensors; pickled weights are not read",
         )
     try:
-        names = json.loads(index.read_bytes())["weight_map"].values()
-        return [folder / name for name in dict.fromkeys(names)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = dict.fromkeys(json.loads(index.read_bytes())["weight_map"].values())
+        outside = next((name for name in names if Path(name).name != name), None)
+        if outside is not None:
+            raise ValueError(f"{outside} is not the name of a file in the folder")
+        paths = [folder / name for name in names]
+        for path in paths:
+            path.exists()  # raises for a name that no file can have
+        return paths
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"the index cannot be read: {error!r}", where=str(index), remedy="copy the file again"
         ) from error

@@ -198,7 +198,7 @@ def _parse_header(
         entries = json.loads(header)
         metadata = dict(entries.pop("__metadata__", {}))
         places = {name: _parse_place(entry, start) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _not_safetensors(path, f"its header cannot be read ({error!r})") from error
     for name, place in places.items():
         if not start <= place.offset <= place.offset + place.num_bytes <= file_bytes:
@@ -209,6 +209,8 @@ def _parse_header(
 def _parse_place(entry: Mapping[str, Any], start: int) -> TensorPlace:
     first, end = map(int, entry["data_offsets"])
     place = TensorPlace(DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), start + first)
+    if any(size < 0 for size in place.shape):
+        raise ValueError(f"a negative size in shape {place.shape}")
     if place.num_bytes != end - first:
         raise ValueError(f"{end - first} bytes for shape {place.shape}")
     return place

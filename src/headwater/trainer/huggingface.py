@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwater.api.pretrained import PICKLED_FILE, record_pretrained, save_pretrained
+from headwater.api.pretrained import record_pretrained, save_pretrained
 from headwater.config.models import HuggingFaceConfig
 from headwater.convert.shards import has_weights
+from headwater.convert.stored import PICKLED_FILE
 from headwater.core.empty import record_values, recorded_values
 from headwater.core.errors import CheckpointError
 from headwater.core.lazy import LazyTensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,8 @@ FORMATS: tuple[Format, ...] = (
 """All of them; of several for one type the first is meant where a `config.json` names no class."""
 
 
+_MARK = "-headless"
+
 _NAMES: dict[str, tuple[Format, str]] = {
     **{model: (format, model) for format in FORMATS for model in format.models if "/" not in model},
     "code-llama": (LLAMA, "llama"),
@@ -54,10 +57,15 @@ _NAMES: dict[str, tuple[Format, str]] = {
     "ul2": (T5, "t5"),
     "flan-ul2": (T5, "t5"),
 }
+_WITH_HEADS = (
+    *(format for format in FORMATS if format.schema is DecoderConfig),
+    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, VIT, DINOV2,
+)  # fmt: skip
+_HEADLESS_FORMATS = {format.architecture: headless(format) for format in _WITH_HEADS}
 _HEADLESS = {
-    f"{name}-headless": (headless(format), model)
+    f"{name}-headless": (_HEADLESS_FORMATS[format.architecture], model)
     for name, (format, model) in _NAMES.items()
-    if format.schema is DecoderConfig
+    if format in _WITH_HEADS
 }
 CONVERTERS: dict[str, tuple[Format, str]] = dict(sorted({**_NAMES, **_HEADLESS}.items()))
 """Formats by the names that users give models, with the name of the model here."""
@@ -65,7 +73,18 @@ CONVERTERS: dict[str, tuple[Format, str]] = dict(sorted({**_NAMES, **_HEADLESS}.
 
 def converter_of(format: Format) -> str:
     """The first name that users give a format."""
-    return next(name for name, (other, _) in _NAMES.items() if other is format)
+    return next(name for name, (other, _) in {**_NAMES, **_HEADLESS}.items() if other is format)
+
+
+def nearest_converter(name: str) -> str | None:
+    """Return the known name most like `name`: of the same family first, then with or without `-headless`."""
+    family, mark, _ = name.lower().partition(_MARK.removesuffix("less"))
+    families = {known.lower(): known for known in _NAMES}
+    found = difflib.get_close_matches(family, families, n=1)
+    if not found:
+        return None
+    nearest = families[found[0]]
+    return f"{nearest}{_MARK}" if mark and f"{nearest}{_MARK}" in CONVERTERS else nearest
 
 
 def format_of_hf(hf: Mapping[str, Any], *, where: str) -> Format:
@@ -83,6 +102,12 @@ def format_of_hf(hf: Mapping[str, Any], *, where: str) -> Format:
             remedy=f"types that can be converted: {', '.join(known)}",
         )
     names = hf.get("architectures") or ()
+    if not isinstance(names, list | tuple):
+        raise ConfigError(
+            f"expected architectures to be a list of names, found {names!r}",
+            where=where,
+            remedy="copy the file again",
+        )
     return next((format for format in of_type if format.architecture in names), of_type[0])
 
 

@@ -96,6 +96,7 @@ class Format:
                     where=where,
                     remedy="import another model",
                 )
+        check_sizes(hf, where=where)
         section: dict[str, Any] = {"name": self.models[0] if self.models else None}
         for ours, key in self.keys.items():
             value = hf.get(key.name, key.default)
@@ -147,23 +148,50 @@ class Format:
         return hf
 
 
+_LARGEST = {"layer": 10_000, "expert": 100_000, "": 1 << 40}
+"""The largest number that a key may have whose name contains the word; no model comes near it."""
+
+
+def check_sizes(hf: Mapping[str, Any], *, where: str) -> None:
+    """Raise a ConfigError for a number that no model has, before a model of that size is outlined."""
+    for key, value in hf.items():
+        if not isinstance(value, int | float) or not isinstance(key, str):
+            continue
+        largest = next(limit for word, limit in _LARGEST.items() if word in key)
+        if not -largest <= value <= largest:
+            raise ConfigError(
+                f"{key} is {value:.6g}, and at most {largest} can be imported",
+                where=where,
+                remedy="correct the value",
+            )
+
+
+_HEADS = (
+    "ForCausalLM", "LMHeadModel", "ForPreTraining", "ForMaskedLM", "ForSequenceClassification",
+    "ForTokenClassification", "ForQuestionAnswering", "ForImageClassification",
+)  # fmt: skip
+"""What the names of classes with a head end in."""
+
+
 def headless(format: Format) -> Format:
     """The same model without its head: the class below it, whose tensors have no prefix.
 
     An import draws the head's weights as a run would that begins with none.
     """
+    heads = (f"{format.head}.", *format.others)
 
     def without_head(rule: Rule) -> Rule:
-        if rule.theirs[0].startswith(f"{format.head}."):
+        if rule.theirs and rule.theirs[0].startswith(heads):
             return Rule(rule.ours, (), split=lambda tensor: ())
         below = tuple(name.removeprefix(format.prefix) for name in rule.theirs)
         return dataclasses.replace(rule, theirs=below)
 
     return dataclasses.replace(
         format,
-        architecture=re.sub("(ForCausalLM|LMHeadModel)$", "Model", format.architecture),
+        architecture=re.sub(f"({'|'.join(_HEADS)})$", "Model", format.architecture),
         rules=lambda config: [without_head(rule) for rule in format.rules(config)],
         prefix="",
+        ignored=(*format.ignored, "pooler.dense.weight", "pooler.dense.bias"),
     )
 
 

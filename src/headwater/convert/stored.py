@@ -1,0 +1,88 @@
+"""Tensors of a checkpoint in Hugging Face's format, each read when it is wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headwater.convert.shards import has_weights, weight_files
+from headwater.core.errors import CheckpointError
+from headwater.core.pickles import load_pickled
+from headwater.core.safetensors import TensorFile
+
+PICKLED_FILE = "pytorch_model.bin"
+"""What older checkpoints call their weights; read without running code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        name: its name there.
+        shape: its shape.
+        dtype: its dtype.
+        read: returns its values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+    """Yield the tensors of a folder: of its safetensors files, or else of its `pytorch_model.bin`.
+
+    Raises:
+        CheckpointError: if there are no weights, or a file is damaged or holds more than tensors.
+    """
+    if has_weights(folder, PICKLED_FILE) and not has_weights(folder):
+        for path in weight_files(folder, PICKLED_FILE):
+            yield from _in_pickle(path)
+    else:
+        for path in weight_files(folder):
+            yield from in_file(TensorFile(path))
+
+
+def in_file(file: TensorFile) -> Iterator[StoredTensor]:
+    """Yield the tensors of a safetensors file."""
+    for name, place in file.places.items():
+        yield StoredTensor(name, tuple(place.shape), place.dtype, partial(file.read_whole, name))
+
+
+def pickled_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file of `torch.save` by name.
+
+    Raises:
+        CheckpointError: if the file is damaged or holds anything else.
+    """
+    state = load_pickled(path)
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+    ):
+        raise CheckpointError(
+            "the file does not hold tensors by name",
+            where=str(path),
+            remedy="headwater.load reads it; save its state_dict by save_pretrained",
+        )
+    return state
+
+
+def _in_pickle(path: Path) -> Iterator[StoredTensor]:
+    for name, tensor in pickled_tensors(path).items():
+        yield StoredTensor(name, tuple(tensor.shape), tensor.dtype, partial(_copy, tensor))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,168 @@
+"""Comparison of two checkpoints by meaning, whatever formats they are in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headwater.convert.checkpoint import CONFIG_FILE, open_hf, read_config
+from headwater.convert.folder import MODEL_FILE, read_model_section
+from headwater.convert.shards import has_weights
+from headwater.convert.stored import PICKLED_FILE, StoredTensor, in_file, stored_tensors
+from headwater.core.errors import ConfigError
+from headwater.store.snapshot_load import SavedCheckpoint
+from headwater.store.snapshot_manifest import MANIFEST_FILE
+
+Read = Callable[[], Tensor]
+"""Returns the values of a tensor."""
+
+_LIBRARY = "hf."
+"""What the names of a run of a model of the transformers library begin with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """What two checkpoints do not have in common.
+
+    Attributes:
+        name: of the tensor.
+        what: what differs.
+    """
+
+    name: str
+    what: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What two checkpoints have in common.
+
+    Attributes:
+        equal: tensors with equal values.
+        differences: the other tensors.
+        counts: how many of these differ in shape or values, and how many only one checkpoint has.
+    """
+
+    equal: int
+    differences: tuple[Difference, ...]
+    counts: Mapping[str, int]
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        others = ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        same = "; the checkpoints are the same, bit for bit" if not self.differences else ""
+        return f"{self.equal} equal, {others}{same}"
+
+
+def compare(first: Path, second: Path) -> Comparison:
+    """Compare two checkpoints; a tensor of each is in memory at a time.
+
+    Of a checkpoint in Hugging Face's format and one in ours, the first is read by our names.
+
+    Raises:
+        CheckpointError: if one of them cannot be read.
+    """
+    ours, others = _both(first, second)
+    differences, equal = [], 0
+    counts = {"differ": 0, "only in A": 0, "only in B": 0}
+    for name, read in ours.items():
+        if name not in others:
+            counts["only in A"] += 1
+            differences.append(Difference(name, f"only in {first}"))
+        elif (what := _difference(read(), others[name]())) is None:
+            equal += 1
+        else:
+            counts["differ"] += 1
+            differences.append(Difference(name, what))
+    for name in others:
+        if name not in ours:
+            counts["only in B"] += 1
+            differences.append(Difference(name, f"only in {second}"))
+    return Comparison(equal, tuple(differences), counts)
+
+
+def _difference(tensor: Tensor, other: Tensor) -> str | None:
+    """What differs; the dtype alone is not a difference, because a conversion may change it."""
+    if other.shape != tensor.shape:
+        return f"shapes {list(tensor.shape)} and {list(other.shape)}"
+    if tensor.dtype == other.dtype and torch.equal(tensor, other):
+        return None
+    wide, other_wide = tensor.double(), other.double()
+    if torch.equal(wide, other_wide):
+        return None
+    return f"values, by up to {(wide - other_wide).abs().max().item():.3g}"
+
+
+def _both(first: Path, second: Path) -> tuple[dict[str, Read], dict[str, Read]]:
+    """The tensors of both checkpoints by names that mean the same."""
+    pair = [_stored(path) for path in (first, second)]
+    foreign = [_is_library_folder(path) for path in (first, second)]
+    if foreign[0] != foreign[1]:
+        index = foreign.index(True)
+        path = (first, second)[index]
+        if not all(name.startswith(_LIBRARY) for name in pair[1 - index]):
+            converted = _by_our_names(path)
+            pair[index] = pair[index] if converted is None else converted
+        else:
+            pair[1 - index] = {name.removeprefix(_LIBRARY): read for name, read in pair[1 - index].items()}
+    return pair[0], pair[1]
+
+
+def _is_library_folder(path: Path) -> bool:
+    """True if a folder is in Hugging Face's format."""
+    return (
+        not (path / MANIFEST_FILE).is_file()
+        and not (path / MODEL_FILE).is_file()
+        and ((path / CONFIG_FILE).is_file())
+    )
+
+
+def is_folder_of_weights(path: Path) -> bool:
+    """True if a folder holds weights without a run: in Hugging Face's format, or converted to ours."""
+    if (path / MANIFEST_FILE).is_file():
+        return False
+    return has_weights(path) or has_weights(path, PICKLED_FILE)
+
+
+def model_of(path: Path) -> str:
+    """Return the model of a folder of weights, as its own files name it.
+
+    Raises:
+        ConfigError: if these files are damaged.
+    """
+    if (path / MODEL_FILE).is_file():
+        return read_model_section(path / MODEL_FILE).name
+    if not (path / CONFIG_FILE).is_file():
+        return "-"
+    config = read_config(path)
+    named = config.get("architectures")
+    return str(named[0] if isinstance(named, list) and named else config.get("model_type", "-"))
+
+
+def _stored(path: Path) -> dict[str, Read]:
+    """What reads each tensor of a checkpoint, by its name there."""
+    return {stored.name: stored.read for stored in tensors_of(path)}
+
+
+def tensors_of(path: Path) -> list[StoredTensor]:
+    """Return the tensors of a checkpoint in whatever format.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or it is damaged.
+    """
+    if (path / MANIFEST_FILE).is_file():
+        return [stored for file in SavedCheckpoint(path).weights() for stored in in_file(file)]
+    return list(stored_tensors(path))
+
+
+def _by_our_names(folder: Path) -> dict[str, Read] | None:
+    """The tensors of a folder in Hugging Face's format by our names; `None` if there is no converter."""
+    try:
+        return open_hf(folder).stored()
+    except ConfigError:
+        return None
