@@ -40,12 +40,13 @@ def test_a_flipped_bit_is_found_or_changes_nothing(sample_file):
         bit = generator.randrange(8 * len(good))
         damaged = bytearray(good)
         damaged[bit // 8] ^= 1 << bit % 8
+        sample_file.unlink()  # HDF5 reads on in a file of the same inode that is still open
         sample_file.write_bytes(damaged)
         try:
             assert np.array_equal(read_all(sample_file.parent), written), f"bit {bit}"
         except DataError:
             found += 1
-    assert found, "no bit that was flipped lies in a sample"
+    assert found > 50
 
 
 def test_the_damaged_sample_is_named(sample_file):

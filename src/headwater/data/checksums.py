@@ -28,7 +28,7 @@ _BLOCK = 4096
 
 Checksums = npt.NDArray[np.uint64]
 
-_DAMAGE = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError, AttributeError)
+DAMAGE = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError, AttributeError)
 """Exceptions of h5py for a damaged file."""
 
 _REMEDY = "copy the file again, or prepare the data again (headwater data)"
@@ -127,7 +127,7 @@ class CheckedSamples:
         if name not in self._known:
             try:
                 self._known[name] = self._open(name)
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 what = f"the dataset {name!r} cannot be read: {error}"
                 raise DataError(what, where=str(self._path), remedy=_REMEDY) from error
 
@@ -166,7 +166,7 @@ class CheckedSamples:
             self.check(name)
         try:
             return self._known[name][0][index]
-        except _DAMAGE as error:
+        except DAMAGE as error:
             where = f"{self._path}, sample {index}"
             raise DataError(f"sample cannot be read: {error}", where=where, remedy=_REMEDY) from error
 

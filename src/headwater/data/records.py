@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from headwater.core.errors import DataError
-from headwater.data.checksums import CheckedSamples
+from headwater.data.checksums import DAMAGE, CheckedSamples
 from headwater.data.loader import Batch
 
 Values = npt.NDArray[np.int64]
@@ -149,7 +149,7 @@ class HDF5Records:
                 sizes = {name: len(data) for name, data in file.items() if isinstance(data, h5py.Dataset)}
                 for name in sizes:
                     CheckedSamples(file, path).check(name)
-        except OSError as error:
+        except DAMAGE as error:
             raise DataError(f"HDF5 file does not open: {error}", where=str(path), remedy=_REMEDY) from error
         if len(set(sizes.values())) != 1:
             raise DataError(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.core.errors import DataError
-from headwater.data.checksums import CheckedSamples, Checksums, sample_checksums, write_checksums
+from headwater.data.checksums import DAMAGE, CheckedSamples, Checksums, sample_checksums, write_checksums
 
 CHANNELS = ("input_ids", "attention_mask", "labels")
 SPAN_CHANNELS = (*CHANNELS, "attention_span", "position_ids")
@@ -114,6 +114,10 @@ def open_sample_file(path: Path) -> h5py.File:
     except DataError:
         file.close()
         raise
+    except DAMAGE as error:
+        file.close()
+        what = f"HDF5 file is damaged: {error}"
+        raise DataError(what, where=str(path), remedy="prepare the data again (headwater data)") from error
     return file
 
 
