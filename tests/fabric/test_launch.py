@@ -39,6 +39,30 @@ def test_a_process_that_is_killed_is_started_again(rank, tmp_path, capsys):
     assert [len((tmp_path / f"starts_{each}").read_text()) for each in (0, 1)][rank] == 2
 
 
+def test_a_rank_that_is_stopped_is_not_reported_as_ended_by_the_signal_of_the_launcher(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr("headwater.fabric.launch._GRACE_S", 0.5)
+    command = f"""
+import os, pathlib, signal, time
+from headwater.core.errors import RankError
+from headwater.fabric.parent import is_stopped
+from headwater.fabric.report import report
+other = pathlib.Path({str(tmp_path)!r}, "other")
+if os.environ["RANK"] == "1":
+    other.symlink_to(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not other.is_symlink() or not is_stopped(int(os.readlink(other))):
+    time.sleep(0.01)
+report(RankError("rank 0 has waited 15 s for weights"))
+raise SystemExit(2)
+"""
+    with pytest.raises(RankError, match="rank 0 has waited 15 s for weights"):
+        launch(TWO, ["-c", command], where="here")
+    said = capsys.readouterr().err
+    assert "rank 1 (process " in said and "did not end and was killed" in said
+
+
 def test_so_often_and_no_more(tmp_path):
     command = "import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 6)"
     with pytest.raises(RankError, match=f"ended by signal {signal.SIGRTMIN + 6}"):

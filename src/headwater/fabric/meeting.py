@@ -180,7 +180,9 @@ class _Meeting:
 
     def _listener(self) -> socket.socket:
         if self._given:
-            return socket.socket(fileno=int(self._environment[LISTENER]))
+            listener = socket.socket(fileno=int(self._environment[LISTENER]))
+            listener.set_inheritable(False)
+            return listener
         if self._store is not None:
             return listen_at(self._own_address(), 0, _BACKLOG)
         return listen_at(self._address_to_listen_at(), self._port, _BACKLOG)
