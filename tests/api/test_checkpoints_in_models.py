@@ -40,7 +40,7 @@ class Blocks(nn.Module):
 @odd_plans
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("whole", [False, True], ids=["each block", "all blocks"])
-def test_statistics_are_updated_as_often_as_in_plain_pytorch(plan, whole, reentrant, tmp_path):
+def test_statistics_are_updated_once_for_each_run_of_a_block(plan, whole, reentrant, tmp_path):
     def run(function, x):
         return checkpoint(function, x, use_reentrant=reentrant)
 

@@ -1,4 +1,4 @@
-"""What models take, make and return that is not an ordinary tensor, or has no elements."""
+"""Models with inputs, outputs and weights that are not ordinary tensors, or have no elements."""
 
 import collections
 

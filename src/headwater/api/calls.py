@@ -61,7 +61,7 @@ def is_lazy(model: nn.Module) -> bool:
     That call must be as in plain PyTorch, since it draws the initial values between other random numbers.
 
     Raises:
-        StreamError: if several ranks train: each would begin with values of its own.
+        StreamError: if several ranks train: their initial values would differ.
     """
     lazy = any(is_uninitialized(tensor) for tensor in (*model.parameters(), *model.buffers()))
     if lazy and current().size > 1:

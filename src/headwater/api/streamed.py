@@ -46,6 +46,7 @@ from headwater.store.takeover import take_over
 from headwater.stream.activations import apart_from_hooks
 from headwater.stream.engine import Engine, Initial
 from headwater.stream.leaving import give_back
+from headwater.stream.transforms import refuse_first_call
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class StreamedModel:
 
         What was trained once stays in the plan, as loops freeze one model while they train another.
         """
-        if self._is_planning:  # the dry run is no call of the user's
+        if self._is_planning:  # this is the dry run
             return
         if self.engine is None and is_lazy(self.model):
             return  # this call gives the parameters their shapes and values, the next one is streamed
@@ -115,6 +116,7 @@ class StreamedModel:
             return
         if has_lent_parameters(self.model):
             return  # for this call alone: what the model has otherwise is not known now
+        refuse_first_call()
         self._check_not_alone()
         self._largest_batch = max(size, self._largest_batch)
         self._start((args, kwargs), only_look=fits and self.engine is not None)

@@ -82,7 +82,7 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _items(leaf: Any) -> Iterable[Any]:
-    """What a container holds that torch does not know."""
+    """Return the items of a container that torch does not know."""
     if isinstance(leaf, Mapping):
         return leaf.values()
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """True if a tensor has one storage for its elements: sparse, nested and wrapped ones have none."""
-    if tensor.is_nested or tensor.layout is not torch.strided:
+    """True if a tensor has one storage for its elements, unlike sparse, nested and wrapped ones."""
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor._is_zerotensor():
         return False
     return not is_traceable_wrapper_subclass(tensor)
 

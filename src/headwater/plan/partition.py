@@ -131,7 +131,7 @@ def _holds_container(module: nn.Module, kind: type[nn.Module] | None = None) -> 
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """True if a module has parameters, be it empty ones such as those of `nn.Linear(8, 0)`."""
+    """True if a module has parameters, also empty ones such as those of `nn.Linear(8, 0)`."""
     return next(module.parameters(), None) is not None
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwater.core.copies import apart
 from headwater.core.errors import StreamError
+from headwater.stream.transforms import in_derivative
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What makes something else of a tensor that autograd saves, and what makes the tensor again."""
@@ -65,7 +66,7 @@ def without_weights(
 ) -> Iterator[None]:
     """Within it, what autograd saves holds no weights, and what `offload` takes is moved out.
 
-    Hooks of the user around it, those of a checkpoint for example, get every tensor that is no weight.
+    Hooks of the user around it, such as those of a checkpoint, get every tensor except weights.
 
     Args:
         handle_of: what stands for a tensor that is a view of weights; `None` for another.
@@ -121,7 +122,7 @@ class _WithoutWeights:
 
 @dataclasses.dataclass(frozen=True)
 class _PackedByUser:
-    """What a hook of the user made of a tensor, and the hook that makes the tensor again."""
+    """A tensor as a hook of the user packed it, and the hook that unpacks it."""
 
     value: Any
     unpack: Callable[[Any], torch.Tensor]
@@ -165,7 +166,8 @@ def recompute_forward(
         if not is_wrapped:  # a forward that the user has set calls this one
             return forward(*args, **kwargs)
         others = list(map(id, module.parameters())) != own  # lent by `functional_call`: gone in backward
-        if others or not torch.is_grad_enabled() or own_checkpoints.is_in_another():
+        kept = own_checkpoints.is_in_another() or in_derivative()  # torch.func refuses checkpoints
+        if others or kept or not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
         call = _RepeatedCall(bound_forward, args, kwargs)
         buffers = _Buffers(module)

@@ -25,6 +25,7 @@ from headwater.stream.activations import (
 from headwater.stream.binding import Binder
 from headwater.stream.offload import DiskOffload, HostOffload, Offload
 from headwater.stream.sites import Sites
+from headwater.stream.transforms import refuse_moving_weights
 from headwater.stream.weights import StreamStatistics, Weights
 
 _NO_TASK = -1
@@ -107,7 +108,7 @@ class Executor:
             self._enter(stage)
 
     def _pack_inside_hooks(self) -> ExitStack:
-        """Keep weights out of what autograd saves where the model has put hooks of its own around a module.
+        """Keep weights out of what autograd saves where the user has put hooks around a module.
 
         A checkpoint that runs a module again in backward may also have no hooks there. Closing the returned
         stack ends that.
@@ -143,6 +144,8 @@ class Executor:
 
     def _open(self) -> None:
         """A forward begins that is not part of another."""
+        if not self._weights.stable:
+            refuse_moving_weights()
         if self._forwards_expected:
             self._forwards_expected -= 1
         else:

@@ -1,0 +1,47 @@
+"""Calls of a model inside transforms of `torch.func`."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
+
+from headwater.core.errors import StreamError
+
+_DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
+
+
+def in_derivative() -> bool:
+    """True inside `torch.func.grad`, `vjp`, `jvp` and what is made of them; False inside `vmap` alone."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    return any(interpreter.key() in _DERIVATIVES for interpreter in get_interpreter_stack() or ())
+
+
+def refuse_first_call() -> None:
+    """Check that the first call of a model, which makes its plan, is not inside a transform.
+
+    Raises:
+        StreamError: if it is.
+    """
+    if in_derivative():
+        raise StreamError(
+            "expected the first call of the model outside of torch.func, which hides tensors from the plan",
+            remedy="call the model once with an ordinary batch of this size before",
+        )
+
+
+def refuse_moving_weights() -> None:
+    """Check that a model whose weights come and go is not called inside a transform.
+
+    A transform wraps the weights and reads them later, when their memory holds others.
+
+    Raises:
+        StreamError: if it is.
+    """
+    if in_derivative():
+        raise StreamError(
+            "torch.func.grad, vjp, jvp, and what is made of them, need every weight in memory, and this plan "
+            "has fewer slabs than stages",
+            remedy="set num_slabs to the number of stages or more, or tier to memory without num_slabs; or "
+            "use torch.autograd.grad or torch.autograd.forward_ad",
+        )

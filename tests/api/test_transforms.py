@@ -1,0 +1,83 @@
+"""Models inside transforms of `torch.func` and under forward-mode derivatives."""
+
+import pytest
+import torch
+from any_loop import Place, check, randn
+from torch import nn
+
+import headwater as cstorch
+from headwater.core.errors import StreamError
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+def stack():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)))
+
+
+def jvp(model, x):
+    return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
+
+
+def jacobian(model, x):
+    return torch.func.jacrev(model)(x)
+
+
+def dual_numbers(model, x):
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def derivatives(model, transform):
+    """A derivative of the model after an ordinary call, and the gradients of its square."""
+    x = randn(4, 3, seed=1)
+    model(x)
+    derivative = transform(model, x)
+    derivative.square().sum().backward()
+    return derivative, [param.grad for param in model.parameters()]
+
+
+@pytest.mark.parametrize("transform", [jvp, jacobian, dual_numbers])
+def test_derivatives_of_a_model_in_memory(transform, tmp_path):
+    check(lambda place: derivatives(place.compile(stack()), transform), "memory", tmp_path)
+
+
+@pytest.mark.parametrize("plan", ["slabs"])
+def test_forward_mode_derivatives_where_weights_come_and_go(plan, tmp_path):
+    check(lambda place: derivatives(place.compile(stack()), dual_numbers), plan, tmp_path)
+
+
+def test_a_model_that_recomputes_keeps_its_activations_in_a_transform(tmp_path):
+    def script(place):
+        model = stack()
+        if place.plan is not None:
+            cstorch.compile(model, cstorch.backend("CSX", tier="memory", activations="recompute"))
+        try:
+            return derivatives(model, jacobian)
+        finally:
+            cstorch.release(model)
+
+    check(script, "memory", tmp_path)
+
+
+@pytest.mark.parametrize("plan", ["slabs", "recompute on disk"])
+@pytest.mark.parametrize("transform", [jvp, jacobian])
+def test_transforms_are_refused_where_weights_come_and_go(plan, transform, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(stack())
+    x = randn(4, 3, seed=1)
+    expected = model(x).detach()
+    with pytest.raises(StreamError, match="need every weight in memory"):
+        transform(model, x)
+    assert torch.equal(model(x), expected)
+    place.release()
+
+
+@pytest.mark.parametrize("transform", [jvp, jacobian])
+def test_the_first_call_is_refused_in_a_transform(transform, tmp_path):
+    place = Place("memory", tmp_path)
+    model = place.compile(stack())
+    with pytest.raises(StreamError, match="expected the first call of the model outside"):
+        transform(model, randn(4, 3, seed=1))
+    place.release()
