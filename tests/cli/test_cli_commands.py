@@ -134,7 +134,7 @@ def test_demo(headwater, tmp_path):
     assert code == 0
     losses = re.search(r"validation loss ([\d.]+) nats a token; .*: ([\d.]+)", out.replace("\n", " "))
     assert losses is not None and 0 < float(losses[2]) < float(losses[1]), "two steps teach nothing yet"
-    for name in ("checkpoint_2", "loss_curve.png", "tensorboard"):
+    for name in ("checkpoint_2", "loss_curve.png", "train"):
         assert (folder / name).exists() and str(folder / name) in out.replace("\n", "")
     assert [record["step"] for record in history(folder)] == [1, 2, 2]
     streamed = re.search(r"streamed ([\d.]+) MiB/step", out)

@@ -26,7 +26,8 @@ def test_a_run_leaves_everything_in_its_model_dir(headwater, params, tmp_path):
         "history.jsonl",
         "loss_curve.png",
         "tokenizer.json",
-        "tensorboard",
+        "train",
+        "eval",
     ):
         assert (run / name).exists(), name
     assert [path.name for path in sorted(run.glob("checkpoint_*"))] == ["checkpoint_3", "checkpoint_6"]

@@ -78,11 +78,15 @@ def test_loss_curve_is_a_picture(tmp_path):
 def test_tensorboard_reads_the_scalars(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run(TensorBoard(tmp_path, log_steps=2), *map(step, range(1, 5)))
-    events = accumulator.EventAccumulator(str(tmp_path))
+    events = accumulator.EventAccumulator(str(tmp_path / "train"))
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert {"train/loss", "train/learning_rate", "train/tokens_per_s", "train/gradient_norm"} <= tags
-    assert {"stream/bytes_in", "stream/slab_hit_rate", "validate/loss"} <= tags
+    assert {"stream/bytes_in", "stream/slab_hit_rate"} <= tags
+    evaluations = accumulator.EventAccumulator(str(tmp_path / "eval"))
+    evaluations.Reload()
+    assert set(evaluations.Tags()["scalars"]) == {"validate/loss"}
+    assert [event.value for event in evaluations.Scalars("validate/loss")] == [0.5]
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(2, 1.0), (4, 1.0)]
     assert events.Scalars("train/tokens_per_s")[0].value == 2000.0
 

@@ -35,7 +35,7 @@ def make_callbacks(init: SetupConfig, run_dir: RunDir, console: Console | None) 
         callbacks.append(ProgressBar(console, init.logging.log_steps, log_loss_scale=log_loss_scale))
     asked = _asked_tensorboard(init)
     if _is_installed("tensorboard"):
-        folder = (asked and asked.summary_dir) or run_dir.tensorboard
+        folder = (asked and asked.summary_dir) or run_dir.path
         callbacks.append(TensorBoard(folder, init.logging.log_steps))
     elif asked is not None:
         raise ConfigError(

@@ -71,7 +71,8 @@ class RunDir:
 
     @property
     def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+        """TensorBoard's events of training; those of evaluations are in `eval` beside it."""
+        return self.path / "train"
 
     @property
     def model_config(self) -> Path:

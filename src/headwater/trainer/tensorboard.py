@@ -11,32 +11,34 @@ from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+TRAIN, EVAL = "train", "eval"
+"""The folders of event files, by the names that the documents give them."""
+
 
 class TensorBoard(Callback):
-    """Writes an event file. Needs tensorboard.
+    """Writes event files: of training into `train/`, of evaluations into `eval/`. Needs tensorboard.
 
     Args:
-        folder: where the event file goes.
+        folder: where these two folders are made.
         log_steps: steps from one training record to the next.
     """
 
     def __init__(self, folder: Path, log_steps: int = 1) -> None:
         self._folder = folder
         self._log_steps = log_steps
-        self._writer: SummaryWriter | None = None
+        self._purge_step: int | None = None
+        self._writers: dict[str, SummaryWriter] = {}
 
     def on_fit_start(self, event: FitStart) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         # What a killed run logged after its last checkpoint happens again; the first time is forgotten.
-        with disk_errors(self._folder):
-            self._writer = SummaryWriter(str(self._folder), purge_step=event.start_step + 1)
+        self._purge_step = event.start_step + 1
+        self._writer(TRAIN)
 
     def on_step_end(self, event: StepEnd) -> None:
         if event.step % self._log_steps:
             return
         rate, unit = event.rate
-        self._add(event.step, {
+        self._add(TRAIN, event.step, {
             "train/loss": event.loss,
             "train/learning_rate": event.learning_rate,
             f"train/{unit}_per_s": rate,
@@ -50,18 +52,29 @@ class TensorBoard(Callback):
 
     def on_validate_end(self, event: ValidateEnd) -> None:
         suffix = f"_{event.loader}" if event.loader else ""
-        self._add(event.step, {f"validate/loss{suffix}": event.loss})
+        values = {f"validate/loss{suffix}": event.loss}
         if event.weight_norm is not None:
-            self._add(event.step, {"validate/weight_norm": event.weight_norm})
-        self._add(event.step, {f"validate/{name}{suffix}": value for name, value in event.metrics.items()})
+            values["validate/weight_norm"] = event.weight_norm
+        values |= {f"validate/{name}{suffix}": value for name, value in event.metrics.items()}
+        self._add(EVAL, event.step, values)
 
     def on_fit_end(self) -> None:
-        if self._writer is not None:
+        for writer in self._writers.values():
             with disk_errors(self._folder):
-                self._writer.close()
+                writer.close()
 
-    def _add(self, step: int, values: dict[str, float]) -> None:
-        assert self._writer is not None, "a run starts before its first step"
+    def _writer(self, part: str) -> SummaryWriter:
+        """The writer of one of the two folders."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        assert self._purge_step is not None, "a run starts before its first step"
+        if part not in self._writers:
+            with disk_errors(self._folder):
+                self._writers[part] = SummaryWriter(str(self._folder / part), purge_step=self._purge_step)
+        return self._writers[part]
+
+    def _add(self, part: str, step: int, values: dict[str, float]) -> None:
+        writer = self._writer(part)
         with disk_errors(self._folder):
             for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+                writer.add_scalar(name, value, step)
