@@ -26,7 +26,7 @@ from headwater.fabric import cluster, meeting, secret
 from headwater.fabric.connection import Connection
 from headwater.fabric.handshake import Keys, StrangerError, examine, introduce, purpose_digest
 from headwater.fabric.launch import launch
-from headwater.fabric.switchboard import Switchboard, call, listen_at, listen_on_host
+from headwater.fabric.switchboard import Switchboard, address_of, call, listen_at, listen_on_host
 
 MALLORY = 23457
 FORK = multiprocessing.get_context("fork")
@@ -224,6 +224,37 @@ def test_many_idle_connections_keep_no_rank_away():
     assert found.receive_message() == b"here"
     for each in (*idle, connection, found, board):
         each.close()
+
+
+def test_a_rank_that_is_too_busy_to_answer_is_asked_again(monkeypatch):
+    monkeypatch.setattr("headwater.fabric.switchboard._HANDSHAKE_S", 0.1)
+    with listen_at("127.0.0.1", 0, 8) as busy:
+        board = Switchboard(1, b"s" * 32, listen_at("127.0.0.1", 0, 8))
+        board.learn([address_of(busy)])
+        told = []
+
+        def wake():
+            first, _ = busy.accept()
+            time.sleep(0.3)
+            first.close()
+            told.append(Switchboard(0, b"s" * 32, busy.dup()))
+
+        waking = threading.Thread(target=wake)
+        waking.start()
+        board.connect("something", 0, 20).close()
+        waking.join()
+        told[0].close()
+        board.close()
+
+
+def test_a_rank_that_is_gone_is_missed_at_once():
+    with listen_at("127.0.0.1", 0, 8) as gone:
+        address = address_of(gone)
+    board = Switchboard(1, b"s" * 32, listen_at("127.0.0.1", 0, 8))
+    board.learn([address])
+    with pytest.raises(ConnectionRefusedError):
+        board.connect("something", 0, 1000)
+    board.close()
 
 
 def test_nonsense_before_the_handshake_is_refused():

@@ -124,9 +124,15 @@ class Switchboard:
             OSError: if it does not come, or cannot be reached.
             RankError: if a stranger answers.
         """
-        if other < self.rank:
-            return call(self._addresses[other], self._secret, purpose, self.rank, other, timeout_s)
         end = time.monotonic() + timeout_s
+        while other < self.rank:
+            try:
+                return call(self._addresses[other], self._secret, purpose, self.rank, other, timeout_s)
+            except OSError as error:
+                # A rank whose process is busy answers late. One that is gone refuses at once.
+                if isinstance(error, ConnectionRefusedError) or time.monotonic() > end:
+                    raise
+            time.sleep(_POLL_S)
         while (connection := self.take(purpose, other, timeout_s)) is None:
             if time.monotonic() > end:
                 raise TimeoutError(f"rank {other} does not connect: timed out after {timeout_s:.0f} s")
