@@ -139,7 +139,6 @@ def find_and_pretend(known, messages):
 @needs_root
 def test_another_user_hears_nothing_from_ranks_of_one_host(tmp_path):
     known = set(LISTENING.findall(Path("/proc/net/unix").read_text()))
-    before = set(Path("/tmp").glob("headwater-*"))
     harm = tmp_path / "harm"
     with mallory(find_and_pretend, known, [pickle.dumps(Harmful(str(harm)))]) as seen:
         assert launch(Placement(1, 1), ["-c", RANK, f"{tmp_path}/"], where="here") == 0
@@ -149,7 +148,6 @@ def test_another_user_hears_nothing_from_ranks_of_one_host(tmp_path):
     for rank in "01":
         assert '["ok", "ok"]' in (tmp_path / rank).read_text()
         assert '"HEADWATER_SECRET"' not in (tmp_path / rank).read_text(), "what a rank starts does not get it"
-    assert set(Path("/tmp").glob("headwater-*")) == before
 
 
 @needs_root
