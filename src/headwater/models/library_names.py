@@ -42,7 +42,7 @@ _FALCON = _layers(
     "mlp.dense_h_to_4h",
     "mlp.dense_4h_to_h",
 )
-_JAIS = _layers(  # which of the two inputs goes through the nonlinearity is said by the code of the model
+_JAIS = _layers(  # c_fc2 goes through the nonlinearity
     "transformer.h", ["attn.c_attn"], "attn.c_proj", "mlp.c_fc2", "mlp.c_fc", "mlp.c_proj"
 )
 

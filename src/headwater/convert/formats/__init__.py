@@ -22,6 +22,7 @@ from headwater.convert.formats.bigcode import GPT_BIGCODE
 from headwater.convert.formats.falcon import FALCON
 from headwater.convert.formats.gpt2 import GPT2
 from headwater.convert.formats.gptj import CODEGEN, GPTJ
+from headwater.convert.formats.jais import BTLM, JAIS
 from headwater.convert.formats.llama import GEMMA2, LLAMA, MISTRAL, MIXTRAL
 from headwater.convert.formats.llava import LLAVA
 from headwater.convert.formats.neox import GPT_NEOX
@@ -31,6 +32,7 @@ from headwater.core.errors import ConfigError
 
 FORMATS: tuple[Format, ...] = (
     GPT2, GPTJ, GPT_NEOX, CODEGEN, LLAMA, MISTRAL, MIXTRAL, GEMMA2, FALCON, BLOOM, MPT, GPT_BIGCODE,
+    BTLM, JAIS,
     BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, DPR, T5, VIT, DINOV2, LLAVA,
 )  # fmt: skip
 """All of them; of several for one type the first is meant where a `config.json` names no class."""
