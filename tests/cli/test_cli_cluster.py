@@ -37,6 +37,14 @@ def test_by_default_powers_of_two_as_far_as_the_batch_goes(headwater):
     assert "1024 CSXs" in text
 
 
+def test_what_does_not_divide_is_left_out_and_named_and_the_rest_simulated(headwater):
+    code, text, err = headwater(*TINY, "--cluster", "8xh100", "--counts", "1,3,8")
+    assert code == 0
+    assert "3 CSXs are left out: 3 CSXs do not divide a batch of 16" in err
+    rows = [line.split()[0] for line in text.splitlines() if line.split() and line.split()[0].isdigit()]
+    assert {"1", "8"} <= set(rows)
+
+
 def test_weak_scaling_keeps_the_batch_of_each(headwater):
     _, text, _ = headwater(*TINY, "--cluster", "two_cores", "--counts", "32", "--scaling", "weak")
     assert " 512 " in text
@@ -82,7 +90,8 @@ def test_a_file_of_this_machine_agrees_with_its_plan(headwater, tmp_path):
     file, folder = tmp_path / "here.yaml", tmp_path / "out"
     code, text, _ = headwater(*TINY, "--write_cluster", file)
     assert code == 0
-    predicted = next(float(line.split()[1]) for line in text.splitlines() if line.startswith("step "))
+    number, unit = next(line.split()[1:] for line in text.splitlines() if line.startswith("step "))
+    predicted = float(number) * {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[unit]
     headwater(*TINY, "--cluster", file, "--counts", "1", "--out", folder)
     (point,) = json.loads((folder / NUMBERS_FILE).read_text())["points"]
     assert point["step_s"] == pytest.approx(predicted, rel=0.02)  # printed with three digits

@@ -22,6 +22,12 @@ def taken(fp32=1.0, quick_s=0.02, cpu_share=1.0):
     return Measurement(dataclasses.replace(RATES, fp32_flops_per_s=fp32), quick_s, cpu_share)
 
 
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """What this process knows of the machine; afterwards it is what it was."""
+    monkeypatch.setattr(module, "_IN_THIS_PROCESS", {})
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """A machine whose measurements are told: change what `measurements` and `quick` hold."""
@@ -31,7 +37,7 @@ def machine(monkeypatch):
         quick = Timing({"quick": 0.02}, 1.0)
         now_s = 1e9
 
-    monkeypatch.setattr(module, "measure_apart", lambda *_: Machine.measurements.pop(0))
+    monkeypatch.setattr(module, "measure_apart", lambda *_, **__: Machine.measurements.pop(0))
     monkeypatch.setattr(module, "time_quick", lambda _: Machine.quick)
     monkeypatch.setattr(module.time, "time", lambda: Machine.now_s)
     return Machine
@@ -46,7 +52,8 @@ def calibrate(**arguments):
 def test_every_rate_of_a_cpu_is_measured_and_nothing_is_left(tmp_path):
     rates = dataclasses.asdict(measure("cpu", tmp_path).rates)
     assert rates.pop("link_bytes_per_s") is None
-    assert all(1e6 < rate < 1e16 for rate in rates.values()), rates
+    # fp16 is emulated on most CPUs; its slowest rate is some MB/s on an idle core.
+    assert all(1e4 < rate < 1e16 for rate in rates.values()), rates
     assert not list(tmp_path.iterdir())
 
 
@@ -191,7 +198,7 @@ def test_old_rates_count_where_a_measurement_fails(tmp_path, machine):
 
 
 def test_another_process_measures_what_this_one_would(tmp_path):
-    rates = dataclasses.asdict(measure_apart("cpu", tmp_path).rates)
+    rates = dataclasses.asdict(measure_apart("cpu", tmp_path, most_wall_s=300).rates)
     assert rates["disk_read_bytes_per_s"] > 1e6
     assert not list(tmp_path.iterdir())
 

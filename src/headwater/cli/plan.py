@@ -17,9 +17,13 @@ from headwater.core.errors import ConfigError, PlanError
 from headwater.fabric.cores import num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.command import describe
+from headwater.plan.measuring import MOST_WALL_S
 from headwater.trainer.machine_file import write_machine
 from headwater.trainer.planning import host_share, plan_run, run_length, training_workload
 from headwater.trainer.zoo_job import data_workers, zoo_trainable
+
+_PATIENCE_S = 300.0
+"""Seconds that the speed of the machine may take to measure where the command asks for it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +71,13 @@ def run(args: argparse.Namespace) -> int:
         )
     if ranks > 1 and device_of(init.backend) == "cpu":
         torch.set_num_threads(num_cores() // min(placement.num_csx, num_cores()))  # as in a run
-    rates = calibrate(device_of(init.backend), resources_of(init.backend).disk, recalibrate=args.recalibrate)
+    patient = args.recalibrate or args.write_cluster is not None  # rates are what the user asks for
+    rates = calibrate(
+        device_of(init.backend),
+        resources_of(init.backend).disk,
+        recalibrate=args.recalibrate,
+        most_wall_s=_PATIENCE_S if patient else MOST_WALL_S,
+    )
     workers = data_workers(config.fit)
     share_of_batch = equal_share(batch_size, placement.num_csx)
     work = training_workload(init, trainable, share_of_batch, data_workers=workers)

@@ -9,12 +9,13 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from headwater.plan.machine import existing_ancestor
-from headwater.plan.measuring import measure_apart
+from headwater.plan.measuring import MOST_WALL_S, measure_apart
 from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
 from headwater.plan.types import Calibration
 
@@ -73,6 +74,7 @@ def calibrate(
     recalibrate: bool = False,
     cache: Path | None = None,
     budget: int | None = None,
+    most_wall_s: float = MOST_WALL_S,
 ) -> Calibration | None:
     """Return the rates of this machine, measured in a few seconds or remembered from an earlier run.
 
@@ -85,6 +87,7 @@ def calibrate(
         recalibrate: measure even if this machine is known.
         cache: JSON file of earlier measurements; by default in the user's cache folder.
         budget: bytes of host memory that this process and the measuring one may hold; `None`: what is free.
+        most_wall_s: seconds after which a measurement is given up.
 
     Returns:
         `None` if the machine could not be measured in time and no earlier rates are known.
@@ -95,18 +98,26 @@ def calibrate(
     folder = None if disk is None else existing_ancestor(disk)
     key = _machine_key(device, folder)
     if recalibrate or key not in _IN_THIS_PROCESS:
-        _IN_THIS_PROCESS[key] = _rates(key, device, folder, recalibrate, cache or _cache_file(), budget)
+
+        def measure() -> Measurement | None:
+            return measure_apart(device, folder, budget, most_wall_s=most_wall_s)
+
+        _IN_THIS_PROCESS[key] = _rates(key, device, measure, recalibrate, cache or _cache_file())
     return _IN_THIS_PROCESS[key]
 
 
 def _rates(
-    key: str, device: str, folder: Path | None, recalibrate: bool, cache: Path | None, budget: int | None
+    key: str,
+    device: str,
+    measure: Callable[[], Measurement | None],
+    recalibrate: bool,
+    cache: Path | None,
 ) -> Calibration | None:
     remembered = _read_cache(cache)
     known = remembered.get(key)
     if known is not None and not recalibrate and _still_holds(known, device):
         return known.measurement.rates
-    measurement = measure_apart(device, folder, budget)
+    measurement = measure()
     if measurement is None:
         return None if known is None else known.measurement.rates
     fresh = Known(measurement, time.time())

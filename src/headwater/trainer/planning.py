@@ -19,6 +19,7 @@ from headwater.api.machine import (
 from headwater.config.run import SetupConfig
 from headwater.config.sections import LoopConfig
 from headwater.core.errors import ConfigError
+from headwater.core.patience import noticed
 from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec
 from headwater.fabric.fabric import ALONE, Fabric
@@ -134,19 +135,26 @@ def plan_run(
         ConfigError: if the params ask for what is not there.
         DoesNotFitError: if a budget is too small.
     """
-    plan = make_plan(
-        dry_runs(init, trainable, inference=work.optimizer is NO_UPDATES),
-        batch_size=work.batch_size,
-        precision=init.precision.precision,
-        optimizer_state_bytes=optimizer_state_bytes(work.optimizer),
-        resources=resources_of(init.backend, disk),
-        device=device_of(init.backend),
-        calibration=calibration,
-        fixed=fixed_by(init.backend, work.micro_batch_size),
-        ranks=ranks or placement.size,
-        share=share,
-        data_workers=work.data_workers,
-    )
+    traces = dry_runs(init, trainable, inference=work.optimizer is NO_UPDATES)
+    with noticed("planning") as activity:
+
+        def trace_for(size: int) -> Trace:
+            activity.name = f"planning: dry run of {size} samples"
+            return traces(size)
+
+        plan = make_plan(
+            trace_for,
+            batch_size=work.batch_size,
+            precision=init.precision.precision,
+            optimizer_state_bytes=optimizer_state_bytes(work.optimizer),
+            resources=resources_of(init.backend, disk),
+            device=device_of(init.backend),
+            calibration=calibration,
+            fixed=fixed_by(init.backend, work.micro_batch_size),
+            ranks=ranks or placement.size,
+            share=share,
+            data_workers=work.data_workers,
+        )
     return dataclasses.replace(plan, placement=placement)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headwater.api.machine import fixed_by, optimizer_state_bytes
 from headwater.config.cluster import ClusterFile, DiskSection, MemorySection
 from headwater.config.run import SetupConfig
 from headwater.core.errors import ConfigError, DoesNotFitError
+from headwater.core.patience import noticed, print_notice
 from headwater.plan.cluster.scaling import Point, Work, simulate_point
 from headwater.plan.cluster.types import (
     Accelerator,
@@ -100,11 +101,12 @@ def simulate(
         trainable: what is trained.
         batch_size: samples of one step: of all CSXs together, or of each with weak scaling.
         cluster: the machines.
-        counts: numbers of CSXs; `default_counts` where `None`.
+        counts: numbers of CSXs; `default_counts` where `None`. One that cannot be is left out, and named on
+            stderr before anything is simulated.
         scaling: `strong` or `weak`.
 
     Raises:
-        ConfigError: if a number of CSXs that was asked for cannot be, or there is no plan for any.
+        DoesNotFitError: if there is no plan for any number of CSXs.
     """
     work = Work(
         trace_for=dry_runs(init, trainable),
@@ -112,18 +114,20 @@ def simulate(
         optimizer_state_bytes=optimizer_state_bytes(optimizer_of(init, trainable)),
         device_memory=init.backend.device_memory,
     )
+    asked = counts or default_counts(cluster)
+    batch_sizes = {number: batch_size * (1 if scaling == "strong" else number) for number in asked}
     points: list[Point] = []
-    refused: dict[int, str] = {}
-    for number in counts or default_counts(cluster):
-        try:
-            whole = batch_size if scaling == "strong" else batch_size * number
-            points.append(_point(init, trainable, work, cluster, number, whole))
-        except ConfigError as error:
-            if counts is not None:
-                raise
-            refused[number] = error.what
-        except DoesNotFitError as error:
-            refused[number] = error.what
+    refused = _impossible(cluster, batch_sizes)
+    if counts is not None:
+        for number, why in refused.items():
+            print_notice(f"{number} CSXs are left out: {why}")
+    with noticed("planning") as activity:
+        for number in (number for number in asked if number not in refused):
+            activity.name = f"simulating {number} CSXs, number {asked.index(number) + 1} of {len(asked)}"
+            try:
+                points.append(_point(init, trainable, work, cluster, number, batch_sizes[number]))
+            except (ConfigError, DoesNotFitError) as error:
+                refused[number] = error.what
     if not points:
         number, why = next(iter(refused.items()))
         raise DoesNotFitError(
@@ -134,16 +138,28 @@ def simulate(
     return Simulation(cluster, scaling, points, refused)
 
 
+def _impossible(cluster: Cluster, batch_sizes: Mapping[int, int]) -> dict[int, str]:
+    """Return why some numbers of CSXs cannot train a batch, by number; the others are left out."""
+    refused = {}
+    for number, batch_size in batch_sizes.items():
+        try:
+            place(cluster, number)
+        except ConfigError as error:
+            refused[number] = error.what
+            continue
+        if batch_size % number:
+            nearest = max(1, round(batch_size / number)) * number
+            refused[number] = (
+                f"{number} CSXs do not divide a batch of {batch_size} (--batch_size {nearest} or --scaling "
+                "weak would do)"
+            )
+    return refused
+
+
 def _point(
     init: SetupConfig, trainable: Trainable, work: Work, cluster: Cluster, number: int, batch_size: int
 ) -> Point:
     placement = place(cluster, number)
-    if batch_size % number:
-        raise ConfigError(
-            f"{number} CSXs do not divide a batch of {batch_size}",
-            where="batch_size",
-            remedy=f"write {max(1, round(batch_size / number)) * number}, or --scaling weak",
-        )
     size = fixed_micro_batch_size(init, batch_size // number)
     if size is None and not trainable.divisible:
         size = batch_size // number

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ConfigError
 from headwater.plan.cluster.report import shown_parts
-from headwater.plan.cluster.scaling import Point
+from headwater.plan.cluster.scaling import Point, efficiency
 from headwater.plan.cluster.timeline import Task, Timeline
 from headwater.plan.cluster.types import Scaling
 
@@ -31,7 +31,7 @@ _MOST_BARS = 3000
 
 
 def draw_scaling(points: Sequence[Point], title: str, scaling: Scaling, path: Path) -> None:
-    """Draw samples a second and the parts of a step by the number of CSXs, as a PNG at `path`.
+    """Draw samples a second with the scaling efficiency, and the parts of a step, as a PNG at `path`.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -57,11 +57,12 @@ def draw_timeline(point: Point, title: str, path: Path) -> None:
     axes = figure.subplots()
     for height, (_, tasks) in enumerate(rows):
         for color, bars in _bars(timeline, tasks).items():
-            axes.broken_barh(bars, (height - 0.38, 0.76), color=color, linewidth=0.4)
+            in_ms = [(1e3 * start_s, 1e3 * length_s) for start_s, length_s in bars]
+            axes.broken_barh(in_ms, (height - 0.38, 0.76), color=color, linewidth=0.4)
     names = [" ".join(timeline.resources[number]) for number, _ in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set(
-        xlim=(0, point.step.step_s), ylim=(len(rows) - 0.4, -0.6), xlabel="seconds from commit to commit"
+        xlim=(0, 1e3 * point.step.step_s), ylim=(len(rows) - 0.4, -0.6), xlabel="ms from commit to commit"
     )
     axes.set_title(f"{title}: one step of {point.num_csx} CSXs on {_hosts_text(point)}", loc="left")
     kinds = {timeline.tasks[task].kind.value for _, tasks in rows for task in tasks}
@@ -92,6 +93,10 @@ def _draw_speed(points: Sequence[Point], axes: Axes) -> None:
     linear = [point.placement.devices * speeds[0] / first for point in points]
     axes.plot(counts, linear, color="#999999", linewidth=1, linestyle="--", label="linear")
     axes.plot(counts, speeds, color=_COLORS["compute"], marker="o", markersize=4, label="simulated")
+    for point in points:
+        at = (point.num_csx, point.samples_per_s)
+        share = f"{efficiency(points[0], point):.0%}"
+        axes.annotate(share, at, textcoords="offset points", xytext=(4, -12), fontsize="small")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2 if max(linear) < 64 * min(linear) else 10)
     axes.xaxis.set_major_formatter("{x:g}")

@@ -1,0 +1,38 @@
+"""A dry run of the loss leaves out blocks, and counts what it would count with all of them."""
+
+import torch
+from torch import nn
+
+from headwater.core import dry_run
+from headwater.core.precision import Precision
+from headwater.models import loss as module
+from headwater.models.loss import linear_cross_entropy
+from headwater.plan.trace import trace_step
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 40, bias=False)
+
+    def forward(self, hidden):
+        rows = hidden.shape[0]
+        targets = torch.zeros(rows, dtype=torch.long)
+        return linear_cross_entropy(
+            self.linear(hidden), self.linear.weight.t(), None, targets, torch.ones(rows) / rows
+        )
+
+
+def test_the_trace_is_the_same_with_all_blocks_and_with_two(monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 1024)  # 4 rows of 64 columns
+    model, batch = Head(), torch.zeros(39, 8)
+    few = trace_step(model, batch, Precision("fp32"))
+    monkeypatch.setattr(module, "counts_costs", lambda: False)
+    assert trace_step(model, batch, Precision("fp32")) == few
+
+
+def test_a_dry_run_computes_the_first_and_the_last_block():
+    assert list(module._block_starts(39, 4)) == list(range(0, 39, 4))
+    with dry_run.counting_costs():
+        assert list(module._block_starts(39, 4)) == [0, 36]
+        assert list(module._block_starts(8, 4)) == [0, 4]
