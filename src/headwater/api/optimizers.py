@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.optim.optimizer import (
@@ -24,6 +23,7 @@ from headwater.fabric.membership import current
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.spec import group_options
 from headwater.store.gradients import ParamKey, spent_error
+from headwater.store.layout import StateTensor
 from headwater.store.parameters import read_param, write_param
 from headwater.store.store import WeightStore
 from headwater.store.update import Update
@@ -293,26 +293,39 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Put the state that is in stores where `state_dict` has that of plain parameters."""
     states = state_dict["state"]
     for number, param in enumerate(_params(optimizer)):
-        if isinstance(param, ParameterAtRest):
-            state = _state_of(param.home)
+        if _has_state_in_store(param, optimizer):
+            state = _state_of(optimizer, param)
             if state:
                 states[number] = state
     state_dict["state"] = {number: states[number] for number in sorted(states)}
 
 
-def _state_of(home: Home) -> dict[str, Any]:
+def _has_state_in_store(param: torch.nn.Parameter, optimizer: Optimizer) -> TypeGuard[ParameterAtRest]:
+    """True if the state of this optimizer for a parameter is in a store, and not in the optimizer itself."""
+    return isinstance(param, ParameterAtRest) and owners[param.home.store].is_updated_by(param, optimizer)
+
+
+def _state_of(optimizer: Optimizer, param: ParameterAtRest) -> dict[str, Any]:
+    home = param.home
     home.store.flush_stage(home.stage)
     owners[home.store].share_scalars()
     scalars = home.store.scalars(home.stage)[home.index]
     if scalars is None:
         return {}
-    return {**scalars, **{name: _lazy_state(home, name) for name in home.store.rule.state_layout(home.spec)}}
+    layouts = home.store.rule.state_layout(home.spec)
+    return {**scalars, **{name: _lazy_state(optimizer, param, name, layouts[name]) for name in layouts}}
 
 
-def _lazy_state(home: Home, name: str) -> LazyTensor:
-    layout = home.store.rule.state_layout(home.spec)[name]
-    read = functools.partial(read_param, home.store, home.key, name)
-    return LazyTensor.whole(read, home.spec.shape if layout.shape is None else layout.shape, layout.dtype)
+def _lazy_state(optimizer: Optimizer, param: ParameterAtRest, name: str, layout: StateTensor) -> LazyTensor:
+    """Return a state tensor that is read when it is used, wherever the state of the optimizer is then."""
+
+    def read() -> torch.Tensor:
+        if _has_state_in_store(param, optimizer):
+            return read_param(param.home.store, param.home.key, name)
+        state: torch.Tensor = optimizer.state[param][name]
+        return state
+
+    return LazyTensor.whole(read, param.shape if layout.shape is None else layout.shape, layout.dtype)
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -321,7 +334,7 @@ def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     state = dict(state_dict["state"])
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     for number, param in zip(saved, params, strict=False):
-        if isinstance(param, ParameterAtRest) and number in state:
+        if number in state and _has_state_in_store(param, optimizer):
             _store_state(param.home, state.pop(number))
     return {**state_dict, "state": state}
 

@@ -45,7 +45,8 @@ from headwater.store.store import WeightStore
 from headwater.store.takeover import take_over
 from headwater.stream.activations import apart_from_hooks
 from headwater.stream.engine import Engine, Initial
-from headwater.stream.leaving import give_back
+from headwater.stream.leaving import give_back, give_state_back
+from headwater.stream.parameters import ParameterAtRest
 from headwater.stream.transforms import refuse_first_call
 
 logger = logging.getLogger(__name__)
@@ -314,6 +315,7 @@ class StreamedModel:
         fresh = updaters.note(optimizer, names)
         if not fresh:
             return
+        self._part_with_state(fresh)
         if updaters.specs != self._updaters.specs:
             if self.engine.departed:
                 raise StreamError(
@@ -330,6 +332,19 @@ class StreamedModel:
             for index, param in enumerate(stage.params):
                 if param.name in fresh:
                     scalars[index] = None
+
+    def _part_with_state(self, names: Collection[str]) -> None:
+        """Give optimizers the state of parameters that another optimizer updates from now on."""
+        assert self.engine is not None, "only then there is a state"
+        for key, param in self.engine.parameters():
+            name = self.engine.store.spec(key).name
+            updater = self._updaters.updater_of(name) if name in names else None
+            if updater is not None:
+                give_state_back(self.engine.store, key, param, updater)
+
+    def is_updated_by(self, param: ParameterAtRest, optimizer: torch.optim.Optimizer) -> bool:
+        """True if the state that the store has for a parameter is this optimizer's."""
+        return self._updaters.updater_of(param.home.spec.name) is optimizer
 
     # a step as a transaction
 

@@ -12,7 +12,7 @@ loop does it, and nothing that is written is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -64,10 +64,18 @@ class PartAtRest(AtRest, torch.Tensor):
     """What is a view of a parameter in plain PyTorch.
 
     Attributes:
-        selection: gives this view of the whole parameter.
+        param: the parameter.
+        selection: returns this view of the whole parameter.
     """
 
+    param: Any
     selection: View
+
+    @property
+    def home(self) -> Home:  # type: ignore[override]
+        """The home that the parameter has now: another one after the model was planned again."""
+        found: Home = self.param.home
+        return found
 
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
         return self.selection(whole)
@@ -84,12 +92,37 @@ class PartAtRest(AtRest, torch.Tensor):
             return on_values(func, args, kwargs or {})
 
 
+class Values:
+    """Reads the values of a parameter in pieces, wherever they are when it is called.
+
+    Two of them are equal if they read the same parameter.
+
+    Args:
+        param: a parameter that is at rest now, and may be bound, in another store, or a plain one later.
+    """
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.param: Any = param
+
+    def __call__(self) -> Iterator[torch.Tensor]:
+        if hasattr(self.param, "home"):
+            yield from self.param.home.pieces()
+        else:
+            yield self.param.data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Values) and other.param is self.param
+
+    def __hash__(self) -> int:
+        return id(self.param)
+
+
 def home_of(value: object) -> Home | None:
     """Return the home of a tensor whose values are those of a parameter in a store, or of a part of one."""
     if isinstance(value, AtRest):
         return value.home
-    owner = getattr(value.read_pieces, "__self__", None) if isinstance(value, LazyTensor) else None
-    return owner if isinstance(owner, Home) else None
+    read = value.read_pieces if isinstance(value, LazyTensor) else None
+    return getattr(read.param, "home", None) if isinstance(read, Values) else None
 
 
 def tied_by_data(name: str, other: str) -> StreamError:
@@ -194,7 +227,8 @@ class _Operation:
         if result.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
             return result
         part = stand_in(PartAtRest, result.shape, result)
-        part.home = home
+        leaf = next(leaf for leaf in self._at_rest.values() if leaf.home == home)
+        part.param = leaf.param if isinstance(leaf, PartAtRest) else leaf
         part.selection = lambda whole: self._result_of(whole, index)
         owners = {leaf.owner for leaf in self._at_rest.values()}
         part.owner = None if self._func == DATA.__get__ else owners.pop()

@@ -127,6 +127,8 @@ class Binder:
         for stage in range(len(self._stages)):
             self._set_classes(stage)  # first: what is assigned to a parameter at rest goes to the store
             self._point(stage, None)
+            for param in self._params[stage]:
+                vars(param).pop("home", None)
 
     def parameters(self) -> Iterator[tuple[int, int, nn.Parameter]]:
         """(stage, index in the stage, parameter) of every parameter."""

@@ -8,7 +8,6 @@ from contextlib import closing
 
 import torch
 
-from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
 from headwater.store.gradients import ParamKey
 from headwater.store.parameters import read_param, write_param
@@ -51,10 +50,6 @@ class Home:
         with closing(self.store.read(self.stage, with_states=False, params={self.index})) as pieces:
             for piece in pieces:
                 yield piece.master
-
-    def lazy(self) -> LazyTensor:
-        """The master as a tensor that is read when it is used: then, and not now."""
-        return LazyTensor(self.pieces, self.spec.shape, self.spec.dtype)
 
     def fits(self, value: torch.Tensor) -> bool:
         """True if the parameter can have this value without becoming another kind of tensor."""

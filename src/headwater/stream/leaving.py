@@ -21,14 +21,29 @@ def give_back(
         param: a plain parameter of the same shape.
         optimizer: the optimizer that updates the parameter; its state is left alone if not given.
     """
-    stage, index = key
     device = param.device
     param.data = read_param(store, key).to(device)
     gradient = store.gradients.expose(*key)
     if gradient is not None:
         param.grad = gradient.to(device)
-    scalars = store.scalars(stage)[index]
-    if optimizer is not None and scalars is not None:
+    if optimizer is not None:
+        give_state_back(store, key, param, optimizer)
+
+
+def give_state_back(
+    store: WeightStore, key: ParamKey, param: nn.Parameter, optimizer: torch.optim.Optimizer
+) -> None:
+    """Give an optimizer the state of a parameter that the store has.
+
+    Args:
+        store: has it.
+        key: the parameter's place there.
+        param: the parameter.
+        optimizer: the optimizer that has updated the parameter until now.
+    """
+    store.flush_stage(key[0])
+    scalars, device = store.scalars(key[0])[key[1]], param.device
+    if scalars is not None:
         tensors = {
             name: read_param(store, key, name).to(device) for name in store.rule.state_layout(store.spec(key))
         }

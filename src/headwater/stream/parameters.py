@@ -10,8 +10,18 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from headwater.core.errors import StreamError
+from headwater.core.lazy import LazyTensor
 from headwater.store.gradients import spent_error
-from headwater.stream.at_rest import DATA, AtRest, home_of, is_metadata, on_values, stand_in, tied_by_data
+from headwater.stream.at_rest import (
+    DATA,
+    AtRest,
+    Values,
+    home_of,
+    is_metadata,
+    on_values,
+    stand_in,
+    tied_by_data,
+)
 from headwater.stream.home import Home
 
 _BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
@@ -56,7 +66,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
             if is_metadata(func) or func in _BY_IDENTITY:
                 return func(*args, **kwargs)
             if func is torch.Tensor.detach:
-                return args[0].home.lazy()
+                return LazyTensor(Values(args[0]), args[0].home.spec.shape, args[0].home.spec.dtype)
             if func == DATA.__set__:
                 return assign_data(args[0], args[1])
             if func is torch.Tensor.copy_ and _is_replaced(args[0], args[1]):
