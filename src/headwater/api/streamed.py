@@ -170,6 +170,7 @@ class StreamedModel:
         updaters = self._updaters.renamed(old_names)
         self._note_live(updaters)
         kept = self._still_streamed(old_names)
+        unchanged = self._structure.is_current and len(kept) == len(old_names)  # the dry run sets forwards
         trained = _trained(self.model).union(new for new, old in old_names.items() if old in self._trained)
         device = self._planner.device
         precision = self.engine.plan.precision if self.engine else self.precision or asked_precision(device)
@@ -187,9 +188,10 @@ class StreamedModel:
                 refuse_assignments_after_use(trace.assigned_after_use)
                 self._knows_training |= self.model.training
                 if only_look and self.engine and trace.written == self.engine.plan.trace.written:
+                    self._structure = Structure(self.model)
                     return
                 plan = self._planner.plan(trace, precision, updaters.state_bytes, self.fabric)
-                self._rebuild(plan, updaters, kept)
+                self._rebuild(plan, updaters, kept, unchanged=unchanged)
                 self._trained = trained
         finally:
             self._is_planning = False
@@ -231,18 +233,20 @@ class StreamedModel:
         with self.engine.executor.paused():
             return run(_with_masters_of(self.engine, partition, old_names))
 
-    def _rebuild(self, plan: Plan, updaters: Updaters, old_names: Mapping[str, str]) -> None:
+    def _rebuild(
+        self, plan: Plan, updaters: Updaters, old_names: Mapping[str, str], *, unchanged: bool
+    ) -> None:
         """Stream by this plan and these optimizers from now on; weights and optimizer state are kept.
 
         Args:
             plan: the plan.
             updaters: who updates what.
             old_names: present name -> name in the engine so far, of the parameters that both have.
+            unchanged: whether the model has the structure that it had for the engine so far.
         """
         config, before = self.backend.config, self.engine
         if plan.device == "cpu" and config.allocator == "tuned":
             tune_allocator(keep=plan.memory_is_ample)
-        unchanged = self._structure.is_current and not (before and before.departed)
         if before is not None:
             before.detach()
         self.engine = Engine(
@@ -324,7 +328,8 @@ class StreamedModel:
                     remedy="change it after the step, or call the model again before the step",
                 )
             with self._structure.restored():  # the next forward looks at what has changed since the last
-                self._rebuild(self.engine.plan, updaters, {name: name for name in names.values()})
+                same = {name: name for name in names.values()}
+                self._rebuild(self.engine.plan, updaters, same, unchanged=True)
         self._updaters = updaters
         store = self.engine.store
         for stage in store.stages:

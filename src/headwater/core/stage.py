@@ -15,6 +15,19 @@ MAY_BE_MISSING = ""
 """Among the names under which a parameter may be found in files: it need not be there."""
 
 
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a tensor that is dense but not row-major; `None` for any other."""
+    if tensor.numel() < 2 or tensor.is_contiguous():
+        return None
+    strides = tuple(tensor.stride())
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(strides, tensor.shape, strict=True) if n > 1):
+        if stride != expected:
+            return None
+        expected *= size
+    return strides
+
+
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
     """One parameter tensor.
@@ -29,6 +42,7 @@ class ParamSpec:
         split_master: an fp32 master of a bf16 weight shares its upper half with what travels: 4 bytes for
             both. Otherwise they lie apart: 6 bytes, and no work to put the master together.
         sparse_gradient: its gradients are sparse tensors, with values for some of its rows.
+        strides: of a dense tensor that is not row-major (transposed, channels_last); otherwise `None`.
     """
 
     name: str
@@ -39,6 +53,7 @@ class ParamSpec:
     aliases: tuple[str, ...] = ()
     split_master: bool = True
     sparse_gradient: bool = False
+    strides: tuple[int, ...] | None = None
 
     @property
     def row_numel(self) -> int:
@@ -47,6 +62,26 @@ class ParamSpec:
         for size in self.shape[1:]:
             count *= size
         return count
+
+    def arranged(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return all elements, given 1-D in the order of memory, as a tensor of the parameter's shape."""
+        if self.strides is None:
+            return flat.view(self.shape)
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset())
+
+    def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a tensor of this shape 1-D; a view if it has the same strides."""
+        if self.strides is None:
+            return tensor.reshape(-1)
+        if tensor.stride() == self.strides:
+            return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
+        flat = torch.empty(self.numel, dtype=tensor.dtype, device=tensor.device)
+        self.arranged(flat).copy_(tensor)
+        return flat
+
+    def like_the_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the parameter's shape with the parameter's strides."""
+        return tensor if self.strides is None else self.arranged(self.in_memory_order(tensor))
 
     @property
     def numel(self) -> int:
@@ -98,8 +133,12 @@ class StageSpec:
 
     def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter as a view of `slab` (uint8, at least `slab_bytes` long)."""
+        return [param.arranged(flat) for param, flat in zip(self.params, self.flat_views(slab), strict=True)]
+
+    def flat_views(self, slab: torch.Tensor) -> list[torch.Tensor]:
+        """The same, 1-D in the order of memory."""
         return [
-            slab[offset : offset + param.wire_bytes].view(param.wire_dtype).view(param.shape)
+            slab[offset : offset + param.wire_bytes].view(param.wire_dtype)
             for param, offset in zip(self.params, self.offsets, strict=True)
         ]
 

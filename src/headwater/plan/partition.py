@@ -11,7 +11,7 @@ from torch import nn
 
 from headwater.core.errors import PlanError
 from headwater.core.precision import Precision
-from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.stage import ParamSpec, StageSpec, dense_strides
 
 _NORM_LAYERS = (
     nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm,
@@ -76,7 +76,9 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
             if id(param) not in taken:
                 taken.add(id(param))
                 spec = _spec(param, names[id(param)], precision, id(param) in norm_params)
-                params.append(dataclasses.replace(spec, sparse_gradient=id(param) in sparse_params))
+                if id(param) in sparse_params:  # updated by rows
+                    spec = dataclasses.replace(spec, sparse_gradient=True, strides=None)
+                params.append(spec)
         if params:
             stages.append(StageSpec(len(stages), unit.path, tuple(params)))
             kept.append(unit)
@@ -169,4 +171,5 @@ def _spec(param: nn.Parameter, names: list[str], precision: Precision, norm: boo
         wire_dtype=precision.wire_dtype if narrow else param.dtype,
         requires_grad=param.requires_grad,
         aliases=tuple(names[1:]),
+        strides=dense_strides(param),
     )

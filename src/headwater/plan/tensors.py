@@ -129,7 +129,10 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _fake_param(spec: ParamSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=spec.wire_dtype, requires_grad=spec.requires_grad)
+    if spec.strides is None:
+        return torch.empty(spec.shape, dtype=spec.wire_dtype, requires_grad=spec.requires_grad)
+    param = torch.empty_strided(spec.shape, spec.strides, dtype=spec.wire_dtype)
+    return param.requires_grad_(spec.requires_grad)
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,7 @@ class DiskHold(GradientHold):
         for param in stage.params:
             dtype = self._dtype_of(param.wire_dtype)
             count = param.numel * dtype.itemsize
-            views.append(buffer[offset : offset + count].view(dtype).view(param.shape))
+            views.append(param.arranged(buffer[offset : offset + count].view(dtype)))
             offset += round_up(count, 64)
         return views
 

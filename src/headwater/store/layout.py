@@ -116,7 +116,7 @@ class StageLayout:
         self.groups = _pack([
             _Extent(index, start, stop, _field_shapes(param, states[index], start, stop))
             for index, param in enumerate(stage.params)
-            for start, stop in _split(param, elementwise)
+            for start, stop in _split(param, elementwise and param.strides is None)
         ])  # fmt: skip
 
     @cached_property

@@ -36,7 +36,8 @@ def read_param(store: WeightStore, key: ParamKey, state: str | None = None) -> t
             f"{store.spec(key).name} is read by rank {store.fabric.rank}, and other ranks have it",
             remedy="save a checkpoint, and read it there",
         )
-    return out
+    is_like_it = state is None or out.shape == store.spec(key).shape
+    return store.spec(key).like_the_parameter(out) if is_like_it else out
 
 
 def write_param(store: WeightStore, key: ParamKey, value: torch.Tensor, state: str | None = None) -> None:

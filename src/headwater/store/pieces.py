@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from headwater.core.stage import StageSpec
+from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import UpdateRule
@@ -31,6 +31,19 @@ class PieceState:
     start: int
     master: torch.Tensor
     states: dict[str, torch.Tensor]
+
+
+def _row_major(
+    spec: ParamSpec, master: torch.Tensor, states: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return copies in the order in which files have them; such a parameter is one piece."""
+    rows = spec.arranged(master).reshape(-1)
+    return rows, {name: _arranged(spec, state).contiguous() for name, state in states.items()}
+
+
+def _arranged(spec: ParamSpec, state: torch.Tensor) -> torch.Tensor:
+    """Return a state tensor with the strides of its parameter, if it has the parameter's shape."""
+    return spec.arranged(state.view(-1)) if state.shape == spec.shape else state
 
 
 class Pieces:
@@ -70,7 +83,7 @@ class Pieces:
             params: only these parameters, by index.
             mine: only the pieces that this rank updates.
         """
-        wires = self._stage(stage).views(image)
+        wires = self._stage(stage).flat_views(image)
         sharing = self._sharing
         groups = sharing.own_groups(stage, params) if mine else sharing.host_groups(stage, params)
         wanted = sharing.is_mine if mine else sharing.is_here
@@ -83,16 +96,19 @@ class Pieces:
         self, stage: int, piece: Piece, wire: torch.Tensor, rest: torch.Tensor, with_states: bool
     ) -> PieceState:
         spec = self._stage(stage).params[piece.param]
-        flat_wire = wire.view(-1)[piece.start : piece.stop]
+        flat_wire = wire[piece.start : piece.stop]
         fields = piece.views(rest)
         master = read_master(encoding_of(spec), flat_wire, fields, torch.empty(flat_wire.numel()))
         names = self._rule.state_layout(spec) if with_states else ()
-        return PieceState(piece.param, piece.start, master, {name: fields[name] for name in names})
+        states = {name: fields[name] for name in names}
+        if spec.strides is not None:
+            master, states = _row_major(spec, master, states)
+        return PieceState(piece.param, piece.start, master, states)
 
     def write(self, stage: int, image: torch.Tensor, fill: Callable[[PieceState], None]) -> None:
         """Replace all that this rank updates; `fill` writes the `master` and `states` of each piece."""
         groups = self._sharing.own_groups(stage)
-        wires = self._stage(stage).views(image)
+        wires = self._stage(stage).flat_views(image)
         for group, rest in self._tier.groups(stage, groups, read=False, write=True):
             for piece in group.pieces:
                 if self._sharing.is_mine(stage, piece):
@@ -109,7 +125,7 @@ class Pieces:
             params: indices of the parameters.
             change: called with each piece.
         """
-        wires = self._stage(stage).views(image)
+        wires = self._stage(stage).flat_views(image)
         groups = self._sharing.own_groups(stage, params)
         for group, rest in self._tier.groups(stage, groups, write=True):
             for piece in group.pieces:
@@ -129,14 +145,21 @@ class Pieces:
         """Let `fill` write a piece; with `keep` it finds the master that is there."""
         spec = self._stage(stage).params[piece.param]
         encoding, fields = encoding_of(spec), piece.views(rest)
-        flat_wire = wire.view(-1)[piece.start : piece.stop]
+        flat_wire = wire[piece.start : piece.stop]
         master = flat_wire
         if encoding is not Encoding.SAME:
             master = self._workspaces.get("master", flat_wire.numel())
             if keep:
                 master = read_master(encoding, flat_wire, fields, master)
         states = {name: fields[name] for name in self._rule.state_layout(spec)}
-        fill(PieceState(piece.param, piece.start, master, states))
+        if spec.strides is None:
+            fill(PieceState(piece.param, piece.start, master, states))
+        else:
+            rows, state_rows = _row_major(spec, master, states)
+            fill(PieceState(piece.param, piece.start, rows, state_rows))
+            spec.arranged(master).copy_(rows.view(spec.shape))
+            for name, value in state_rows.items():
+                _arranged(spec, states[name]).copy_(value)
         write_master(encoding, master, flat_wire, fields)
 
     def elsewhere(self, stage: int) -> list[tuple[int, Piece]]:

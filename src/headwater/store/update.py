@@ -161,7 +161,7 @@ class Updater:
         Returns:
             The new scalars. Every piece of a parameter starts from the same old ones.
         """
-        wires = [wire.view(-1) for wire in stage.views(image)]
+        wires = stage.flat_views(image)
         after = list(scalars)
         for group, rest in groups:
             changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
@@ -195,6 +195,7 @@ class Updater:
             wire = wires[piece.param][piece.start : piece.stop]
             master = read_master(encoding, wire, fields, master_space)
             own = part.prepared(_part_of(gradient, spec, piece), master.dtype, gradient_space)
+            flat_master = master
             states = {name: fields[name] for name in self._rule.state_layout(spec)}
             if gradient.is_sparse:
                 rows = (-1, *spec.shape[1:])
@@ -202,10 +203,16 @@ class Updater:
             elif self._rule.elementwise:
                 states = {name: state.view(-1) for name, state in states.items()}
             else:
-                master, own = master.view(spec.shape), own.view(spec.shape)
+                master, own = spec.arranged(master), spec.arranged(own)
+                states = {
+                    name: spec.arranged(state.view(-1)) if state.shape == spec.shape else state
+                    for name, state in states.items()
+                }
             rule = self._rule.of(spec.name)
             options = dict(rule.spec.options(spec.name, spec.shape, part.update.options_of(spec.name)))
-            loaded.append(_Loaded(piece, rule, options, encoding, wire, fields, master, own, states))
+            loaded.append(
+                _Loaded(piece, rule, options, encoding, wire, fields, flat_master, master, own, states)
+            )
         return loaded
 
     def _update(
@@ -228,7 +235,7 @@ class Updater:
                 first.options,
             )
             for each, its_scalars in zip(alike, new, strict=True):
-                write_master(each.encoding, each.master.view(-1), each.wire, each.fields)
+                write_master(each.encoding, each.flat_master, each.wire, each.fields)
                 yield each.piece, its_scalars
 
 
@@ -243,7 +250,8 @@ class _Loaded:
         encoding: how its master is kept.
         wire: its wire values, 1-D.
         fields: what the rest holds of it.
-        master: its values, in the shape that the optimizer is to see.
+        flat_master: its values, 1-D in the order of memory.
+        master: the same, in the shape that the optimizer is to see.
         gradient: likewise.
         states: likewise.
     """
@@ -254,6 +262,7 @@ class _Loaded:
     encoding: Encoding
     wire: torch.Tensor
     fields: Mapping[str, torch.Tensor]
+    flat_master: torch.Tensor
     master: torch.Tensor
     gradient: torch.Tensor
     states: dict[str, torch.Tensor]
@@ -267,7 +276,7 @@ class _Loaded:
 def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Tensor:
     """Return the gradient of a piece: 1-D, or the rows of the piece where it is sparse."""
     if not gradient.is_sparse:
-        return gradient.reshape(-1)[piece.start : piece.stop]
+        return spec.in_memory_order(gradient)[piece.start : piece.stop]
     return rows_of(gradient, piece.start // spec.row_numel, piece.stop // spec.row_numel)
 
 

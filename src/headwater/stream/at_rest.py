@@ -38,6 +38,9 @@ _METADATA = frozenset({
 DATA: Any = torch.Tensor.data
 """The attribute `data`; its getter and setter are functions that `__torch_function__` sees."""
 
+LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
+"""What the one element of memory of a tensor at rest cannot answer."""
+
 View = Callable[[torch.Tensor], torch.Tensor]
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -65,10 +68,12 @@ class PartAtRest(AtRest, torch.Tensor):
 
     Attributes:
         param: the parameter.
+        meta: a tensor of the same shape and strides on the meta device.
         selection: returns this view of the whole parameter.
     """
 
     param: Any
+    meta: torch.Tensor
     selection: View
 
     @property
@@ -85,6 +90,8 @@ class PartAtRest(AtRest, torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            if func in LAYOUT:
+                return func(args[0].meta, *args[1:], **(kwargs or {}))
             if is_metadata(func):
                 return func(*args, **(kwargs or {}))
             if func == DATA.__set__ and isinstance(args[1], AtRest):
@@ -229,6 +236,7 @@ class _Operation:
         part = stand_in(PartAtRest, result.shape, result)
         leaf = next(leaf for leaf in self._at_rest.values() if leaf.home == home)
         part.param = leaf.param if isinstance(leaf, PartAtRest) else leaf
+        part.meta = torch.empty_strided(result.shape, result.stride(), device="meta")
         part.selection = lambda whole: self._result_of(whole, index)
         owners = {leaf.owner for leaf in self._at_rest.values()}
         part.owner = None if self._func == DATA.__get__ else owners.pop()

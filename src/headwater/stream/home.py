@@ -8,7 +8,7 @@ from contextlib import closing
 
 import torch
 
-from headwater.core.stage import ParamSpec
+from headwater.core.stage import ParamSpec, dense_strides
 from headwater.store.gradients import ParamKey
 from headwater.store.parameters import read_param, write_param
 from headwater.store.store import WeightStore
@@ -40,6 +40,12 @@ class Home:
     def spec(self) -> ParamSpec:
         return self.store.stages[self.stage].params[self.index]
 
+    @property
+    def meta(self) -> torch.Tensor:
+        """A tensor with the parameter's shape and strides on the meta device."""
+        with torch.inference_mode(False):
+            return self.spec.like_the_parameter(torch.empty(self.spec.shape, device="meta"))
+
     def read(self) -> torch.Tensor:
         """A copy of the master, fit to be trained with wherever it is made."""
         with torch.inference_mode(False):
@@ -54,7 +60,8 @@ class Home:
     def fits(self, value: torch.Tensor) -> bool:
         """True if the parameter can have this value without becoming another kind of tensor."""
         spec = self.spec
-        return tuple(value.shape) == spec.shape and value.dtype in (spec.dtype, spec.wire_dtype)
+        alike = tuple(value.shape) == spec.shape and dense_strides(value) == spec.strides
+        return alike and value.dtype in (spec.dtype, spec.wire_dtype)
 
     def leave(self) -> None:
         """Turn the parameter into a plain one."""

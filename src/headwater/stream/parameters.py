@@ -14,6 +14,7 @@ from headwater.core.lazy import LazyTensor
 from headwater.store.gradients import spent_error
 from headwater.stream.at_rest import (
     DATA,
+    LAYOUT,
     AtRest,
     Values,
     home_of,
@@ -63,6 +64,8 @@ class ParameterAtRest(AtRest, nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func in LAYOUT:
+                return func(args[0].home.meta, *args[1:], **kwargs)
             if is_metadata(func) or func in _BY_IDENTITY:
                 return func(*args, **kwargs)
             if func is torch.Tensor.detach:

@@ -1,0 +1,62 @@
+"""Parameters that are not row-major equal plain PyTorch, with the same strides everywhere."""
+
+import pytest
+import torch
+from any_loop import adamw, check, extreme_plans
+from test_changed_models import inputs, stack
+from torch import nn
+
+
+def transposed(model):
+    for layer in list(model)[:3]:
+        layer[0].weight = nn.Parameter(torch.randn(6, 6).t())
+
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(n, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for n in (3, 8, 8))
+        ).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x):
+        x = x.repeat(2, 3).view(6, 3, 1, 6).repeat(1, 1, 5, 1).to(memory_format=torch.channels_last)
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+def matrices():
+    model = stack()
+    transposed(model)
+    return model
+
+
+def rmsprop(params):
+    return torch.optim.RMSprop(params, lr=0.01, foreach=False)
+
+
+def adafactor(params):
+    return torch.optim.Adafactor(params, lr=0.01, foreach=False)
+
+
+@extreme_plans
+@pytest.mark.parametrize("make", [matrices, Pictures])
+@pytest.mark.parametrize("optimize", [adamw, rmsprop, adafactor])
+def test_strides_and_bits(plan, make, optimize, tmp_path):
+    def script(place):
+        model = place.compile(make())
+        optimizer = optimize(model.parameters())
+        losses, shown = [], []
+        for number in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                loss = model(inputs(2 * number + part)).square().mean()
+                loss.backward()
+            losses += [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()]
+            params = list(model.parameters())
+            shown += [p.stride() for p in params] + [p.grad.stride() for p in params]
+            optimizer.step()
+        shown += [(p.is_contiguous(), p.t().stride(), (2 * p).stride()) for p in params if p.dim() == 2]
+        return losses, shown, model, optimizer.state_dict()["state"]
+
+    check(script, plan, tmp_path)
