@@ -77,7 +77,7 @@ def _damaged(generator):
 
 
 def _nested(generator):
-    """Deep nesting, or a number of many digits, in place of a request or in it."""
+    """Deep nesting, or a number of many digits, as the request or inside it."""
     depth = generator.choice([100, 3000, 100_000])
     value = generator.choice(["[" * depth, "[" * depth + "]" * depth, '{"a":' * depth, "1" * depth])
     return (

@@ -27,7 +27,7 @@ def served(folder):
 
 @pytest.fixture
 def quiet(folder):
-    """The queue for its owner, with nobody who starts jobs."""
+    """The queue as its owner sees it, without a supervisor."""
     database = Database(folder)
     yield EmbeddedQueue(database, Caller.myself(), lambda: None)
     database.close()

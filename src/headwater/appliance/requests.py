@@ -54,7 +54,7 @@ def answer(folder: QueueFolder, caller: Caller, line: bytes) -> dict[str, Any]:
 
     Args:
         folder: of the queue.
-        caller: who asks, as the kernel says.
+        caller: the user who asks, as the kernel reports it.
         line: the request; anything at all.
     """
     try:

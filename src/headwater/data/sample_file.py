@@ -63,7 +63,7 @@ def write_datasets(
     dtype: str | None = "i4",
     compression: str | None = "gzip",
 ) -> None:
-    """Writes a dataset for each name, [samples, …], and checksums; the same samples give the same bytes.
+    """Writes a dataset for each name, [samples, …], and checksums; the same samples become the same bytes.
 
     Args:
         path: file to write; it appears when it is complete.

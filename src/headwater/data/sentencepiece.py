@@ -27,7 +27,7 @@ SPACE = "▁"
 
 
 class _Kind(enum.IntEnum):
-    """What a piece is."""
+    """Kind of a piece."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -51,7 +51,7 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What a file says.
+    """Content of a file.
 
     Attributes:
         pieces: by id.
