@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.utils import stateless
 
 from headwater.core.errors import StreamError
@@ -36,7 +37,8 @@ class Structure:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
+        # The structure of a scripted part cannot change, and it has no registries to look at.
+        self._modules = [module for module in model.modules() if not isinstance(module, ScriptModule)]
         self._attributes = [vars(module) for module in self._modules]
         self._registries: list[_Registry] = [
             each[kind] for each in self._attributes for kind in ("_modules", "_parameters")

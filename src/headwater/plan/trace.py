@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from headwater.core.dry_run import counting_costs
+from headwater.core.errors import StreamError
 from headwater.core.module_calls import Layer, surround
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.plan.alive import AliveTensors, has_storage, num_bytes
-from headwater.plan.partition import Partition, find_stages
+from headwater.plan.partition import Partition, Unit, find_stages
 from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, attributes_restored, in_host_memory
 from headwater.plan.types import StageCost, Trace
 from headwater.plan.writes import ParameterWrites, changed_by
@@ -134,6 +136,20 @@ def _batch_size(batch: Any) -> int:
     return max(size, 1)  # a batch without samples is planned for as one of one sample
 
 
+def _check_output(output: object, where: str) -> None:
+    """Check that a forward has run when its call ends.
+
+    Raises:
+        StreamError: if it returned a generator.
+    """
+    if isinstance(output, GeneratorType):
+        raise StreamError(
+            "expected a forward that returns its outputs, got a generator, which runs after its weights are gone",
+            where=where,
+            remedy="return a list, or make the generator outside of the model from calls of its parts",
+        )
+
+
 def _storage(tensor: torch.Tensor) -> int:
     if not has_storage(tensor):
         return id(tensor)
@@ -234,6 +250,7 @@ class _Recorder(TorchDispatchMode):
             outputs: list[torch.Tensor] = []
             try:
                 output = call(*args, **kwargs)
+                _check_output(output, path or type(self._model).__name__)
                 outputs = tensors_in(output)
             finally:
                 self._modules.pop()
@@ -330,8 +347,23 @@ class _Recorder(TorchDispatchMode):
         if not self._uses or self._uses[-1] != stage:
             self._uses.append(stage)
 
+    def _runs_again(self, unit: Unit) -> bool:
+        """True if the forward of a stage can run again; TorchScript fails inside a checkpoint."""
+        parts = self._model.get_submodule(unit.path).modules()
+        return not unit.direct_only and not any(isinstance(part, torch.jit.ScriptModule) for part in parts)
+
     def trace(self, micro_batch_size: int) -> Trace:
-        """What was recorded. A stage that nothing read is bound where its module runs, in case."""
+        """What was recorded. A stage that nothing read is bound where its module runs, in case.
+
+        Raises:
+            StreamError: if no operator in this thread read a weight.
+        """
+        if not self._uses:
+            raise StreamError(
+                "the forward reads no weights in the thread that calls it",
+                where=type(self._model).__name__,
+                remedy="compute in the thread that calls the model, not in other threads",
+            )
         sites = {path: set(stages) for path, stages in self._sites.items()}
         for index, unit in enumerate(self._partition.units):
             sites.setdefault(unit.path, set()).add(index)
@@ -342,7 +374,9 @@ class _Recorder(TorchDispatchMode):
             stages=self._partition.stages,
             uses=tuple(self._uses),
             costs=tuple(
-                StageCost(**dataclasses.asdict(cost), recomputable=not (unit.direct_only or stage in once))
+                StageCost(
+                    **dataclasses.asdict(cost), recomputable=self._runs_again(unit) and stage not in once
+                )
                 for stage, (cost, unit) in enumerate(zip(self._costs, self._partition.units, strict=True))
             ),
             sites={path: tuple(sorted(stages)) for path, stages in sites.items()},

@@ -1,0 +1,78 @@
+"""Scripted parts, threads and generators in a forward."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from any_loop import Place, check, odd_plans, randn, train
+from torch import nn
+
+from headwater.core.errors import StreamError
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")
+
+
+def block():
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+
+@odd_plans
+def test_traced_parts(plan, tmp_path):
+    def script(place):
+        traced = torch.jit.trace(block(), randn(2, 6, seed=0))
+        model = place.compile(nn.Sequential(block(), traced, block()))
+        return train(model, lambda number: model(randn(5, 6, seed=number)).square().mean())
+
+    check(script, plan, tmp_path)
+
+
+@odd_plans
+def test_scripted_parts_train(plan, tmp_path):
+    """torch's interpreter rounds differently after its first calls, of which the dry run may be one."""
+    losses = []
+    for where in (None, plan):
+        torch.manual_seed(0)
+        place = Place(where, tmp_path)
+        model = place.compile(nn.Sequential(block(), torch.jit.script(block()), block()))
+
+        def call(number, model=model):
+            return model(randn(5, 6, seed=number)).square().mean()
+
+        losses.append(train(model, call)[0])
+        place.release()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+
+class InThreads(Layers):
+    def forward(self, x):
+        with ThreadPoolExecutor(2) as pool:
+            return sum(pool.map(lambda layer: layer(x), self.layers))
+
+
+class Generating(Layers):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            yield x
+
+
+@pytest.mark.parametrize("plan", ["memory", "slabs"])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (InThreads, "reads no weights in the thread that calls it"),
+        (Generating, "got a generator, which runs after its weights are gone"),
+    ],
+)
+def test_forwards_that_run_elsewhere_are_refused_with_the_reason(plan, kind, reason, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(kind())
+    with pytest.raises(StreamError, match=reason):
+        model(randn(2, 6, seed=0))
+    place.release()
