@@ -144,7 +144,7 @@ def _check_output(output: object, where: str) -> None:
     """
     if isinstance(output, GeneratorType):
         raise StreamError(
-            "expected a forward that returns its outputs, got a generator, which runs after its weights are gone",
+            "expected a forward that returns outputs, got a generator, which runs after its weights are gone",
             where=where,
             remedy="return a list, or make the generator outside of the model from calls of its parts",
         )
