@@ -51,7 +51,7 @@ def unsteady():
 
 
 class Breaks(nn.Linear):
-    """Raises an error of its own when it is streamed."""
+    """Raises a foreign error when it is streamed."""
 
     def forward(self, x):
         if hasattr(self, "_headwater"):

@@ -58,7 +58,7 @@ def test_a_different_model_is_named_with_step_tensor_and_both_values(in_process)
     assert float(plain) != float(streamed.replace(" streamed ", ""))
 
 
-def test_a_refusal_is_listed_with_its_message_and_is_no_pass(in_process):
+def test_a_refusal_is_listed_with_its_message_and_does_not_pass(in_process):
     report = compared("refused", ["slabs"])
     assert report.entries[1].outcome == "refused"
     assert "weight" in report.entries[1].detail
@@ -112,7 +112,7 @@ def test_the_command_prints_and_writes_the_report(in_process, tmp_path, capsys):
     [
         ([], "expected a model, found none"),
         ([f"{SUBJECTS}:nothing"], "expected a function 'nothing'"),
-        (["nowhere_at_all:make"], "there is no module 'nowhere_at_all'"),
+        (["nowhere_at_all:make"], "module 'nowhere_at_all' not found"),
         ([f"{SUBJECTS}:three"], "expected a torch module first, found int"),
         (["gpt/tinny"], "gpt/tiny"),
         ([f"{SUBJECTS}:plain", "--plans", "memory,tape"], "found 'tape'"),

@@ -1,4 +1,4 @@
-"""One run of a comparison in a process of its own: `python -m headwater.conform.child REQUEST`."""
+"""One run of a comparison in a separate process: `python -m headwater.conform.child REQUEST`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN, PARTS, RANKS = "plain", "plain_in_parts", "ranks"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a process is to run.
+    """A run that a process is asked for.
 
     Attributes:
         target: the model; see `load_subject`.

@@ -19,7 +19,7 @@ from headwater.conform.record import Shown
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a child process gave.
+    """The result of a child process.
 
     Attributes:
         status: `ok`, `refused`, `failed`, `crashed` or `timed out`.
@@ -35,7 +35,7 @@ class Run:
 
 
 def run_child(request: Request, limit_s: float) -> Run:
-    """Run a request in a process of its own.
+    """Run a request in a separate process.
 
     Args:
         request: what to run; its result file must not exist.

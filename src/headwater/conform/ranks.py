@@ -21,10 +21,10 @@ TOLERANCE = 1e-4
 
 
 def train_in_parts(subject: Subject, course: Course) -> list[Shown]:
-    """Train plainly with each batch in as many parts as there are ranks, and return the losses.
+    """Train plainly, with each batch in one part for each rank, and return the losses.
 
     Raises:
-        ModelError: if the model draws random numbers, of which each rank has its own.
+        ModelError: if the model draws random numbers, because each rank draws different ones.
     """
     subject.model.train()
     optimizer = subject.optimizer(subject.model)

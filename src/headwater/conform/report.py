@@ -11,7 +11,7 @@ EQUAL, CLOSE, DIFFERS, UNSTEADY = "equal", "within tolerance", "differs", "diffe
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What became of one run.
+    """The outcome of one run.
 
     Attributes:
         run: name of the plan, or of the plain run.

@@ -191,7 +191,7 @@ def _import(name: str) -> ModuleType:
         if error.name is None or not name.startswith(error.name):
             raise
         raise ConfigError(
-            f"there is no module {error.name!r}",
+            f"module {error.name!r} not found",
             where=f"{name}, in {Path.cwd()}",
             remedy="write MODULE:FACTORY with a module of this folder, or FILE.py:FACTORY",
         ) from error

@@ -19,7 +19,7 @@ _MOST_BYTES = 512 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """How a subject is trained.
+    """Settings of a training.
 
     Attributes:
         steps: number of optimizer steps.

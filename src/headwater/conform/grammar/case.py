@@ -19,7 +19,7 @@ _MOST_DRAWS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one case.
+    """The outcome of one case.
 
     Attributes:
         case: its number.

@@ -38,7 +38,7 @@ class Failed:
         kind: name of the exception's class.
         message: its first line.
         refused: True if it is one of the project's own errors.
-        place: the innermost line of this package that it passed; empty if there is none.
+        place: the innermost line of this package that it passed; empty if it passed no line.
     """
 
     kind: str

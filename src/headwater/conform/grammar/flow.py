@@ -47,7 +47,7 @@ def checkpoint(n: int, *, what: str, reentrant: bool, nested: bool) -> Code:
 
 @layer(on=("data", "step", "random", "batch size"))
 def branch(n: int, *, on: str) -> Code:
-    """Layers of which the forward chooses one."""
+    """Two layers; the forward chooses between them."""
     init = f"self.a{n}, self.b{n}, self.calls{n} = {_LINEAR}, {_LINEAR}, 0"
     chosen = {
         "data": "x.mean() > 0",

@@ -16,7 +16,7 @@ from headwater.conform.record import first_difference
 
 
 class Verdict(enum.StrEnum):
-    """How a streamed run compares with the plain one."""
+    """The result of comparing a streamed run with the plain one."""
 
     EQUAL = "equal"
     REFUSED = "refused"

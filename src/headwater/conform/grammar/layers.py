@@ -126,7 +126,7 @@ def attention(n: int, *, heads: int, dropout: float, extra: str) -> Code:
     mask=("", ", src_key_padding_mask=tokens == 0", ", is_causal=True, mask=torch.ones(3, 3).triu(1).bool()")
 )
 def encoder(n: int, *, mask: str) -> Code:
-    """A transformer encoder, which has a fast path of its own in evaluation."""
+    """A transformer encoder, which takes a separate fast path in evaluation."""
     made = f"nn.TransformerEncoderLayer({WIDTH}, 2, 8, dropout=0.1, batch_first=True)"
     padded = f"tokens[:, 0] = 1; x = self.m{n}(x{mask})" if "padding" in mask else f"x = self.m{n}(x{mask})"
     return Code(init=f"self.m{n} = nn.TransformerEncoder({made}, 2)", forward=padded)
@@ -185,7 +185,7 @@ def bilinear(n: int) -> Code:
 
 @layer(experts=(2, 3))
 def mixture(n: int, *, experts: int) -> Code:
-    """Experts of which each row uses one; some may get no rows."""
+    """A mixture of experts; each row uses one expert, and an expert may get no rows."""
     return Code(
         init=f"""
             self.router{n} = nn.Linear({WIDTH}, {experts})

@@ -122,7 +122,7 @@ def _exit(process: BaseProcess) -> str:
 
 
 def _work(seed: int, cases: list[int], shrinks: bool, sender: Connection) -> None:
-    """Do the cases, in a process of its own."""
+    """Do the cases; this is the main function of a process."""
     torch.set_num_threads(1)
     for index, case in enumerate(cases):
         if index == 1:
