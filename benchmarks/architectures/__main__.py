@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import warnings
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from benchmarks.architectures.compare import Row, compare
 from benchmarks.architectures.page import page
 from benchmarks.runner import save
 from benchmarks.transformers_walk.pool import ChildError, run_isolated
+from headwater.conform.plans import PLANS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="parts of names; all architectures if none is given")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=120, help="seconds for an architecture")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for an architecture")
+    parser.add_argument("--plans", default=",".join(PLANS), help="plans to compare under")
     parser.add_argument("--page", type=Path, help="Markdown file for the table")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -29,9 +32,11 @@ def main() -> None:
     chosen = [
         each for each in ARCHITECTURES if not args.words or any(word in each.name for word in args.words)
     ]
+    plans = args.plans.split(",")
+    one = functools.partial(compare, plans=plans)
     rows = []
     for each, result in zip(
-        chosen, run_isolated(compare, chosen, workers=args.workers, limit_s=args.limit), strict=True
+        chosen, run_isolated(one, chosen, workers=args.workers, limit_s=args.limit), strict=True
     ):
         if isinstance(result, ChildError):
             result = Row(each.name, each.family, 0, {"plain": "crashed"}, {"plain": str(result)})
@@ -41,7 +46,7 @@ def main() -> None:
     if not args.words:
         print(save("architectures", {"architectures": [dataclasses.asdict(row) for row in rows]}))
     if args.page:
-        args.page.write_text(page(rows))
+        args.page.write_text(page(rows, plans))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ def settled(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
-        plain = value.detach().as_subclass(torch.Tensor)
-        return plain.to_dense() if plain.layout is not torch.strided else plain.clone()
+        if value.layout is not torch.strided:
+            return value.detach().to_dense()
+        return value.detach().as_subclass(torch.Tensor).clone()
 
 
 def first_difference(plain: Sequence[Shown], streamed: Sequence[Shown]) -> Difference | None:

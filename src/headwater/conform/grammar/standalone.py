@@ -16,8 +16,9 @@ def record(compile):
 def copied(value):
     if not isinstance(value, torch.Tensor):
         return value
-    value = value.detach().as_subclass(torch.Tensor)
-    return value.to_dense() if value.layout is not torch.strided else value.clone()
+    if value.layout is not torch.strided:
+        return value.detach().to_dense()
+    return value.detach().as_subclass(torch.Tensor).clone()
 
 
 if __name__ == "__main__":
