@@ -135,6 +135,6 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, Any]]:
     """Yield the state of an optimizer, by parameter and key."""
-    for index, state in optimizer.state_dict()["state"].items():
-        for key, value in state.items():
+    for index, state in sorted(optimizer.state_dict()["state"].items()):
+        for key, value in sorted(state.items()):
             yield f"of parameter {index}: {key}", value

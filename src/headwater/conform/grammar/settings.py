@@ -120,7 +120,7 @@ def gradients_of(model):
 
 
 def show_all(show, what, values):
-    for name, value in values.items():
+    for name, value in sorted(values.items()):
         if isinstance(value, dict):
             show_all(show, f"{{what}} {{name}}", value)
         else:
