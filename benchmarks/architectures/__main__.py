@@ -9,6 +9,8 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch._dynamo
+import torch.fx.experimental.symbolic_shapes  # with what the first dry run imports: children are forked
 
 from benchmarks.architectures import others, sequence, vision  # noqa: F401 they fill the list
 from benchmarks.architectures.catalogue import ARCHITECTURES

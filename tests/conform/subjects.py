@@ -33,17 +33,15 @@ def different():
     return KnowsItIsStreamed(4, 2), [torch.randn(4, 4)]
 
 
-class WritesWeight(nn.Linear):
-    """Changes its weight in its forward, which is refused with slabs."""
+class Transforms(nn.Linear):
+    """Uses a transform of torch.func in its forward, which is refused."""
 
     def forward(self, x):
-        with torch.no_grad():
-            self.weight.mul_(0.5)
-        return super().forward(x)
+        return super().forward(x) + torch.func.grad(lambda v: v.tanh().sum())(x)
 
 
 def refused():
-    return WritesWeight(4, 4), [torch.randn(4, 4)]
+    return Transforms(4, 4), [torch.randn(4, 4)]
 
 
 def unsteady():

@@ -61,7 +61,7 @@ def test_a_different_model_is_named_with_step_tensor_and_both_values(in_process)
 def test_a_refusal_is_listed_with_its_message_and_does_not_pass(in_process):
     report = compared("refused", ["slabs"])
     assert report.entries[1].outcome == "refused"
-    assert "weight" in report.entries[1].detail
+    assert "torch.func" in report.entries[1].detail
     assert not report.passed
 
 

@@ -20,6 +20,9 @@ from headwater.core.trees import tensors_in
 from headwater.fabric.membership import current
 
 _PRECISION_OF = {torch.bfloat16: Precision("bf16"), torch.float16: Precision("fp16")}
+_NO_HOOKS = "don't yet support saved tensor hooks"
+"""Part of torch's message in a transform of torch.func."""
+
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call of the model."""
 
@@ -50,9 +53,20 @@ def guard_call(
         except BaseException as error:
             if not isinstance(error, Exception):
                 clean_up()
+            if isinstance(error, RuntimeError) and _NO_HOOKS in str(error):
+                raise _no_transforms(model) from error
             raise
 
     return surround(model, guarded, outermost=True)
+
+
+def _no_transforms(model: nn.Module) -> StreamError:
+    """Return the error for a transform of torch.func, in which torch allows no hooks on saved tensors."""
+    return StreamError(
+        "torch.func's grad, vjp, jacrev and hessian cannot be used in the forward of a streamed model",
+        where=type(model).__name__,
+        remedy="use torch.autograd.grad, with create_graph=True where it is trained through",
+    )
 
 
 def is_lazy(model: nn.Module) -> bool:

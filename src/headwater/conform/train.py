@@ -12,6 +12,7 @@ from torch import nn
 
 from headwater.conform.record import Shown, settled
 from headwater.conform.subject import Subject, seed_all
+from headwater.core.module_calls import surround
 from headwater.core.trees import map_tensors, tensors_in
 
 _MOST_BYTES = 512 << 20
@@ -110,10 +111,9 @@ def _watch_calls(model: nn.Module, outputs: list[torch.Tensor]) -> None:
 
     A forward hook would see the calls of the dry run too, which are within the first call.
     """
-    call: Callable[..., Any] = model._call_impl
     depth = 0
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal depth
         depth += 1
         try:
@@ -124,7 +124,7 @@ def _watch_calls(model: nn.Module, outputs: list[torch.Tensor]) -> None:
             outputs.extend(_tensors(output))
         return output
 
-    vars(model)["_call_impl"] = watched
+    surround(model, watched, outermost=True)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

@@ -1,0 +1,46 @@
+"""The catalogue of architectures: every one trains in plain PyTorch, and some are compared under a plan.
+
+All are compared by `python -m benchmarks.architectures`.
+"""
+
+import pytest
+import torch
+from benchmarks.architectures import others, sequence, vision  # noqa: F401 they fill the list
+from benchmarks.architectures.catalogue import ARCHITECTURES
+from benchmarks.architectures.compare import compare
+from benchmarks.architectures.page import page
+
+from headwater.conform.subject import seed_all, subject_of
+
+BY_NAME = {each.name: each for each in ARCHITECTURES}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_there_are_sixty_of_many_families():
+    assert len(BY_NAME) == len(ARCHITECTURES) >= 60
+    assert len({each.family for each in ARCHITECTURES}) >= 12
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about sparse tensors and empty layers
+@pytest.mark.parametrize("name", BY_NAME)
+def test_an_architecture_trains_in_plain_pytorch(name):
+    seed_all(0)
+    subject = subject_of(BY_NAME[name].make())
+    loss = subject.loss(subject.model, subject.batches[0])
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert any(parameter.grad is not None for parameter in subject.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["Graph attention", "Spectral norm (power iteration in buffers)"])
+def test_an_architecture_is_equal_on_disk(name):
+    row = compare(BY_NAME[name], ["disk_recompute"])
+    assert row.equal, row.reasons
+    assert f"| {name} |" in page([row], ["disk_recompute"])
