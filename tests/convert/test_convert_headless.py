@@ -48,6 +48,24 @@ def test_encoder_without_a_head_there_and_back(name, tmp_path):
     assert bool(found["missing_keys"]) == (not name.startswith("bert"))
 
 
+def test_encoder_of_a_summarizer_there_and_back(tmp_path):
+    torch.manual_seed(0)
+    theirs = BARE["bert"]()
+    theirs.save_pretrained(tmp_path / "bare")
+    format, model = CONVERTERS["bert-summarization"]
+    config, tensors = import_hf(tmp_path / "bare", format=format)
+    assert config.name == model
+    ours = build_model(config)
+    ours.load_state_dict(dict(tensors), strict=False)
+    export_hf(dict(ours.named_parameters()), config, tmp_path / "back", format=format)
+    again, found = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not found["unexpected_keys"]
+    assert {key.partition(".")[0] for key in found["missing_keys"]} <= {"pooler"}
+    for key, value in theirs.state_dict().items():
+        if not key.startswith("pooler."):
+            assert torch.equal(again.state_dict()[key], value), key
+
+
 def test_bare_encoder_is_answered_with_the_converter_that_takes_it(tmp_path):
     BARE["bert"]().save_pretrained(tmp_path / "bare")
     with pytest.raises(CheckpointError, match="--model bert-headless, which draws one"):

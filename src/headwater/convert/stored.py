@@ -45,7 +45,7 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
     """Yield the tensors of a folder: of its safetensors files, or else of its `pytorch_model.bin`.
 
     Raises:
-        CheckpointError: if there are no weights, or a file is damaged or holds more than tensors.
+        CheckpointError: if weights are missing, or a file is damaged or holds more than tensors.
     """
     if has_weights(folder, PICKLED_FILE) and not has_weights(folder):
         for path in weight_files(folder, PICKLED_FILE):

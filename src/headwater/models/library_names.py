@@ -1,4 +1,4 @@
-"""Names that the transformers library gives the linear layers of decoders, by family."""
+"""Names of the linear layers of decoders in the transformers library, by family."""
 
 from __future__ import annotations
 

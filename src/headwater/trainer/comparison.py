@@ -26,7 +26,7 @@ _LIBRARY = "hf."
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What two checkpoints do not have in common.
+    """A tensor that is not the same in two checkpoints.
 
     Attributes:
         name: of the tensor.
@@ -39,7 +39,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints have in common.
+    """The result of a comparison of two checkpoints.
 
     Attributes:
         equal: tensors with equal values.
@@ -62,7 +62,7 @@ class Comparison:
 def compare(first: Path, second: Path) -> Comparison:
     """Compare two checkpoints; a tensor of each is in memory at a time.
 
-    Of a checkpoint in Hugging Face's format and one in ours, the first is read by our names.
+    A checkpoint in Hugging Face's format is read by our names if the other one is in ours.
 
     Raises:
         CheckpointError: if one of them cannot be read.
@@ -87,7 +87,7 @@ def compare(first: Path, second: Path) -> Comparison:
 
 
 def _difference(tensor: Tensor, other: Tensor) -> str | None:
-    """What differs; the dtype alone is not a difference, because a conversion may change it."""
+    """Describe how two tensors differ. Another dtype alone does not count: conversions change it."""
     if other.shape != tensor.shape:
         return f"shapes {list(tensor.shape)} and {list(other.shape)}"
     if tensor.dtype == other.dtype and torch.equal(tensor, other):
@@ -145,7 +145,7 @@ def model_of(path: Path) -> str:
 
 
 def _stored(path: Path) -> dict[str, Read]:
-    """What reads each tensor of a checkpoint, by its name there."""
+    """Map the names of a checkpoint's tensors to functions that read them."""
     return {stored.name: stored.read for stored in tensors_of(path)}
 
 
@@ -153,7 +153,7 @@ def tensors_of(path: Path) -> list[StoredTensor]:
     """Return the tensors of a checkpoint in whatever format.
 
     Raises:
-        CheckpointError: if there is no checkpoint, or it is damaged.
+        CheckpointError: if the checkpoint is missing or damaged.
     """
     if (path / MANIFEST_FILE).is_file():
         return [stored for file in SavedCheckpoint(path).weights() for stored in in_file(file)]

@@ -10,11 +10,12 @@ from headwater.config.models import (
     ClassifierConfig,
     DPRConfig,
     EncoderSection,
+    ExtractiveSummarizationConfig,
     QuestionAnsweringConfig,
     TokenClassifierConfig,
     TowerConfig,
 )
-from headwater.convert.formats.base import Format, Key, function, their_function
+from headwater.convert.formats.base import Format, Key, function, headless, their_function
 from headwater.convert.rules import Rule, both, repeated, same, stacked
 from headwater.core.errors import ConfigError
 
@@ -188,6 +189,25 @@ BERT_QA = Format(
     head="qa_outputs",
     ignored=("embeddings.position_ids",),
 )
+
+BERT_SUMMARIZATION = headless(
+    Format(
+        model_type="bert",
+        architecture="BertModel",
+        models=("bert/extractive_summarization",),
+        schema=ExtractiveSummarizationConfig,
+        meaning=_meaning,
+        keys=_BERT_KEYS,
+        section=_function,
+        config=_their_function,
+        refused=_ENCODERS_ONLY,
+        rules=lambda config: (*_encoder_rules(config, "bert"), *both(same, "output", "classifier")),
+        prefix="bert.",
+        head="classifier",
+        ignored=("embeddings.position_ids",),
+    )
+)
+"""The transformers library has no class with this head, so the encoder alone is stored."""
 
 
 def _token_head(config: BertConfig) -> tuple[Rule, ...]:
