@@ -30,7 +30,8 @@ def test_dotted_keys_and_short_names(newer):
         ],
     )
     init = run.init
-    assert (init.model.hidden_size, init.loop.max_steps, init.seed, init.backend.num_csx) == (64, 3, 9, 4)
+    assert (init.model.hidden_size, init.loop.num_steps, init.seed, init.backend.num_csx) == (64, 3, 9, 4)
+    assert init.loop.max_steps is None  # that of the file gives way
     assert init.model_dir == Path("elsewhere")
     assert init.optimizer.arguments.kwargs()["betas"] == (0.8, 0.9)
     assert init.backend.device_memory == 2 << 30
@@ -108,6 +109,9 @@ def test_scalars_mean_on_the_command_line_what_they_mean_in_a_file(newer, steps,
 def test_every_short_name_leads_to_a_key_that_exists(newer):
     values = {
         "model": "gpt3",
+        "data_dir": "x",
+        "lr": 0.5,
+        "learning_rate": 0.5,
         "model_dir": "x",
         "compile_dir": "x",
         "target_device": "GPU",
@@ -120,3 +124,40 @@ def test_every_short_name_leads_to_a_key_that_exists(newer):
     }
     for name in SHORT_NAMES:
         assert load_params(newer, {name: values.get(name, 4096)}) != load_params(newer)
+
+
+@pytest.mark.parametrize(
+    ("flags", "measures"),
+    [
+        (["--max_steps=7"], (7, None, None)),
+        (["--epochs=2"], (None, None, 2)),
+        (["--num_steps=7", "--max_steps=9"], (9, 7, None)),
+    ],
+)
+def test_lengths_of_the_command_line_replace_those_of_the_file(newer, flags, measures):
+    loop = load_params(newer, flags).init.loop
+    assert (loop.max_steps, loop.num_steps, loop.num_epochs) == measures
+
+
+def test_a_learning_rate_scales_the_schedules(newer):
+    before, after = (load_params(newer, flags).init.schedule for flags in ([], ["--lr=0.01"]))
+    for step in (0, 5, 10, 50, 100):
+        assert after.value(step) == pytest.approx(10 * before.value(step), rel=1e-12)
+    assert load_params(newer, ["--learning_rate=0.01"]).init.schedule == after
+
+
+def test_a_learning_rate_of_the_optimizer_is_replaced(newer):
+    text = newer.read_text()
+    start, end = text.index("    schedulers:"), text.index("    precision:")
+    newer.write_text(text[:start].replace("weight_decay: 0.1", "learning_rate: 0.1") + text[end:])
+    assert load_params(newer, ["--lr=0.5"]).init.schedule.value(3) == 0.5
+
+
+@pytest.mark.parametrize("rate", ["fast", "0", "-1", "true", ".nan", ".inf"])
+def test_other_learning_rates_are_refused(newer, rate):
+    with pytest.raises(ConfigError, match="learning_rate is a number above 0"):
+        load_params(newer, [f"--lr={rate}"])
+
+
+def test_data_of_the_command_line(newer):
+    assert load_params(newer, ["--data_dir=elsewhere"]).fit.train_dataloader.data_dir == (Path("elsewhere"),)

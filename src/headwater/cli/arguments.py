@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,36 @@ from headwater.trainer.run_dir import RunDir
 USAGE = "PARAMS [--option VALUE ...] [key=value ...]"
 
 
-def add_params_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a params file and the options that set its keys."""
+_OF_EVERY_RUN = frozenset({"model", "model_dir", "seed"})
+_MACHINE = frozenset(
+    {"num_csx", "num_memx", "target_device", "device_memory", "host_memory", "disk", "micro_batch_size"}
+)
+EVALUATION = _OF_EVERY_RUN | _MACHINE | {"eval_steps", "checkpoint_path"}
+"""Options that an evaluation has a use for."""
+PLANNING = _OF_EVERY_RUN | _MACHINE | {"batch_size"}
+"""Options that a plan has a use for."""
+
+
+def add_params_arguments(
+    parser: argparse.ArgumentParser, shown: Collection[str] = tuple(SHORT_NAMES)
+) -> None:
+    """Add a params file and the options that set its keys.
+
+    Args:
+        parser: of the command.
+        shown: options that the help lists. The others are accepted, since they are keys of the same file.
+    """
     parser.add_argument(
         "params",
         metavar="PARAMS",
         help="a params file, the name of one that ships (gpt/tiny), or the model_dir of a run",
     )
-    add_override_options(parser)
+    add_override_options(parser, shown)
 
 
-def add_override_options(parser: argparse.ArgumentParser) -> None:
+def add_override_options(
+    parser: argparse.ArgumentParser, shown: Collection[str] = tuple(SHORT_NAMES)
+) -> None:
     """Add the options that set keys of a params file; they gather in `flags`."""
     group = parser.add_argument_group(
         "values over those of the params file", "any other key is set by its path: trainer.init.seed=1"
@@ -40,8 +59,19 @@ def add_override_options(parser: argparse.ArgumentParser) -> None:
             dest="flags",
             default=[],
             nargs="+" if name == "job_labels" else None,
-            help=paths[0],
+            help=_HELP.get(name, paths[0]) if name in shown else argparse.SUPPRESS,
         )
+
+
+_HELP = {
+    "lr": "the same as --learning_rate",
+    "learning_rate": "the highest learning rate; schedules are scaled to it",
+    "epochs": "trainer.init.loop.num_epochs, instead of the lengths in the file",
+    "num_steps": "steps from where this run starts, instead of the lengths in the file",
+    "max_steps": "step at which training ends, instead of the lengths in the file",
+    "checkpoint_path": "trainer.fit.ckpt_path and trainer.validate.ckpt_path, whichever the file has",
+}
+"""What options do that are more, or less, than one key."""
 
 
 class _Flag(argparse.Action):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from headwater.api.machine import device_of, resources_of
-from headwater.cli.arguments import USAGE, add_params_arguments, read_params
+from headwater.cli.arguments import PLANNING, USAGE, add_params_arguments, read_params
 from headwater.cli.cluster import add_cluster_arguments, check_cluster_arguments, run_cluster
 from headwater.cli.output import open_console
 from headwater.core.batches import equal_share
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "headwater plan [-h] [--png FILE] [--sequence_length N] [--recalibrate] [--write_cluster FILE] "
         f"[--cluster FILE [--counts N,N,…] [--scaling strong|weak] [--out DIR]] {USAGE}"
     )
-    add_params_arguments(parser)
+    add_params_arguments(parser, PLANNING)
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan too")
     parser.add_argument(
         "--sequence_length", type=int, metavar="N", help="tokens of a sample (max_position_embeddings)"

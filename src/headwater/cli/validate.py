@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from headwater.cli.arguments import USAGE, add_params_arguments, read_params
+from headwater.cli.arguments import EVALUATION, USAGE, add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.config import RunConfig
+from headwater.core.units import counted
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.session import validate, validate_all
 
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "on the data of the section validate."
     )
     parser.usage = f"headwater validate [-h] [--all] {USAGE}"
-    add_params_arguments(parser)
+    add_params_arguments(parser, EVALUATION)
     parser.add_argument(
         "--all", action="store_true", help="every checkpoint on all data of the section validate_all"
     )
@@ -43,7 +44,7 @@ def evaluate(config: RunConfig) -> int:
 
 def print_found(found: Evaluation) -> None:
     """Prints loss and metrics, a line each."""
-    print(f"validation loss {found.loss:.6f} ({found.batches} batches)")
+    print(f"validation loss {found.loss:.6f} ({counted(found.batches, 'batch', 'batches')})")
     for name, value in found.metrics.items():
         print(f"{name} {value:.6f}")
 
@@ -52,5 +53,6 @@ def evaluate_all(config: RunConfig) -> int:
     """Evaluates several checkpoints, prints their losses, and returns the exit code."""
     open_console(config)
     for path, loader, found in validate_all(config):
-        print(f"{path}  {loader.place}  validation loss {found.loss:.6f} ({found.batches} batches)")
+        batches = counted(found.batches, "batch", "batches")
+        print(f"{path}  {loader.place}  validation loss {found.loss:.6f} ({batches})")
     return 0

@@ -93,8 +93,24 @@ _LONGEST_NAME = 100
 def nearest(word: str, valid: Iterable[str]) -> str | None:
     """The valid name most like `word`, if any is."""
     names = {name.lower(): name for name in valid}
-    matches = difflib.get_close_matches(word[:_LONGEST_NAME].lower(), names, n=1, cutoff=0.6)
-    return names[matches[0]] if matches else None
+    word = word[:_LONGEST_NAME].lower()
+    if _USUAL.get(word) in names:
+        return names[_USUAL[word]]
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if matches:
+        return names[matches[0]]
+    longer = [name for name in names if len(word) > 3 and name.startswith(word)]
+    return names[min(longer, key=len)] if longer else None
+
+
+_USUAL = {
+    "lr": "learning_rate", "wd": "weight_decay", "epochs": "num_epochs", "bs": "batch_size",
+    "num_layers": "num_hidden_layers", "n_layer": "num_hidden_layers", "n_embd": "hidden_size",
+    "num_attention_heads": "num_heads", "n_head": "num_heads", "intermediate_size": "filter_size",
+    "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "nonlinearity",
+    "max_sequence_length": "max_position_embeddings", "tie_word_embeddings": "share_embedding_weights",
+}  # fmt: skip
+"""What other programs call some keys."""
 
 
 def _bytes(value: Any) -> Any:
@@ -102,7 +118,9 @@ def _bytes(value: Any) -> Any:
         try:
             return parse_bytes(value)
         except ConfigError as error:
-            raise PydanticCustomError("size", "{what}", {"what": f"{error.what}: {error.remedy}"}) from error
+            raise PydanticCustomError(
+                "size", "{what}", {"what": error.what, "remedy": error.remedy}
+            ) from error
     return value
 
 

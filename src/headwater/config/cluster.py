@@ -23,7 +23,9 @@ def _rate(value: Any) -> Any:
         try:
             return parse_rate(value)
         except ConfigError as error:
-            raise PydanticCustomError("size", "{what}", {"what": f"{error.what}: {error.remedy}"}) from error
+            raise PydanticCustomError(
+                "size", "{what}", {"what": error.what, "remedy": error.remedy}
+            ) from error
     return value
 
 

@@ -56,6 +56,7 @@ OLDER_KEYS: dict[KeyPath, KeyPath] = {
     **{("trainer", "init", *path): ("runconfig", key) for key, path in _RUNCONFIG.items()},
     ("trainer", "fit", "ckpt_path"): ("runconfig", "checkpoint_path"),
     ("trainer", "fit", "train_dataloader", "batch_size"): ("train_input", "batch_size"),
+    ("trainer", "fit", "train_dataloader", "data_dir"): ("train_input", "data_dir"),
     ("trainer", "init", "backend", "micro_batch_size"): ("train_input", "micro_batch_size"),
 }
 """Key of the older form for each key of the newer one that has one, optimizer and model apart."""

@@ -6,15 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headwater.config.base import nearest
-from headwater.config.document import Document, put
+from headwater.config.document import Document, put, remove
 from headwater.config.forms import OLDER_SECTIONS
 from headwater.config.origins import KeyPath, Origin
+from headwater.config.rates import set_learning_rate
 from headwater.config.yaml_reader import parse_scalar
 from headwater.core.errors import ConfigError
 
 SHORT_NAMES: dict[str, tuple[str, ...]] = {
-    "num_steps": ("trainer.init.loop.max_steps",),
+    "num_steps": ("trainer.init.loop.num_steps",),
     "max_steps": ("trainer.init.loop.max_steps",),
+    "epochs": ("trainer.init.loop.num_epochs",),
+    "learning_rate": ("trainer.init.schedulers",),
+    "lr": ("trainer.init.schedulers",),
+    "data_dir": ("trainer.fit.train_dataloader.data_dir",),
     "eval_steps": ("trainer.init.loop.eval_steps",),
     "eval_frequency": ("trainer.init.loop.eval_frequency",),
     "model": ("trainer.init.model.name",),
@@ -40,6 +45,10 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
 """Flags that stand for keys. Of several keys, those count whose section the params file has."""
 
 SOURCE = "command line"
+RATES = ("learning_rate", "lr")
+_MEASURES = ("max_steps", "num_steps", "num_epochs")
+_LOOPS: tuple[KeyPath, ...] = (("trainer", "init", "loop"), ("runconfig",))
+"""Sections that say how long a run is."""
 
 
 def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -67,9 +76,25 @@ def apply_overrides(document: Document, overrides: Mapping[str, Any], sections: 
     """`document` with the overrides whose keys are under one of `sections`."""
     for flag, value in overrides.items():
         for path in _paths(flag, document):
-            if path[0] in sections:
-                origin = Origin(SOURCE, (flag,))
+            if path[0] not in sections:
+                continue
+            origin = Origin(SOURCE, (flag,))
+            if flag in RATES:
+                document = set_learning_rate(document, value, origin)
+            else:
+                document = without_measures(document, path)
                 document = put(document, path, value, origin)
+    return document
+
+
+def without_measures(document: Document, path: KeyPath) -> Document:
+    """Return `document` without the lengths of the run that a length on the command line replaces."""
+    if path[-1] not in _MEASURES or path[:-1] not in _LOOPS:
+        return document
+    for measure in _MEASURES:
+        old = (*path[:-1], measure)
+        if document.get(old) is not None and document.origin(old).source != SOURCE:
+            document = remove(document, old)
     return document
 
 

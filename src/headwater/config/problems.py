@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from typing import Any
+
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from headwater.config.base import nearest
+from headwater.config.base import Section, nearest
 from headwater.config.document import Document
 from headwater.config.origins import KeyPath, dotted
+from headwater.config.yaml_reader import parse_scalar
 from headwater.core.errors import ConfigError, shorten
 
+_COMMAND_LINE = "command line"
 _FEW = 5
 """Further problems that an error names."""
 
@@ -44,9 +50,12 @@ def config_error(error: ValidationError, document: Document, root: KeyPath) -> C
     path, first = next(iter(problems.items()))
     where = document.origin(path)
     what, remedy = _explain(_name(where.key), first)
+    if first[0]["type"] == "value_error":
+        written = [document.origin((*path, key)) for key in _keys_named(first[0])]
+        where = next((origin for origin in written if origin.source == _COMMAND_LINE), where)
     # Of one section in the older form several of the newer are made: its problem is one all the same.
     others = dict.fromkeys(str(document.origin(other)) for other in problems)
-    del others[str(where)]
+    del others[str(document.origin(path))]
     if others:
         listed = ", ".join([*list(others)[:_FEW], *["…"] * (len(others) > _FEW)])
         what += f" (and {len(others)} more: {listed})"
@@ -87,10 +96,17 @@ def _explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
         names = ", ".join(context["names"])
         return f"{name} takes one name, found {names}", "keep one and remove the others, or set them to null"
     if kind == "value_error":
-        return str(context["error"]), f"correct {name}"
+        return str(context["error"]), f"change {' or '.join(_keys_named(details)) or name}"
     if kind == "size":
-        return f"{name}: {details['msg']}", f"correct {name}"
+        return f"{name}: {details['msg']}", context.get("remedy", f"change {name}")
     return _wrong_value(name, found)
+
+
+def _keys_named(details: ErrorDetails) -> list[str]:
+    """Return the keys of the section that the message about it names, in the order of the message."""
+    words = re.findall(r"[A-Za-z_]\w*", str(details["ctx"]["error"]))
+    section = details["input"]
+    return [word for word in dict.fromkeys(words) if isinstance(section, dict) and word in section]
 
 
 def _name(path: KeyPath) -> str:
@@ -108,7 +124,33 @@ def _wrong_value(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
     shown = kind or shorten(repr(value), 80)
     literals = [literal for details in found for literal in _literals(details)]
     close = nearest(value, literals) if isinstance(value, str) else None
-    return f"{name} is {expected}, found {shown}", f"write {close!r}" if close else f"write {expected}"
+    what = f"{name} is {expected}, found {shown}"
+    if close or len(literals) < 2:
+        return what, f"write {_remedy(value, close, expected, found[0])}"
+    return what, "write one of these names"
+
+
+def _remedy(value: Any, close: str | None, expected: str, details: ErrorDetails) -> str:
+    """Return what to write instead of `value`."""
+    if close:
+        return repr(close)
+    if isinstance(value, str) and _EXPECTED.get(details["type"]) in (
+        "a whole number",
+        "a number",
+        "true or false",
+    ):
+        meant = parse_scalar(value)
+        if isinstance(meant, int | float):
+            return f"{value} without quotes"
+    section = details.get("ctx", {}).get("class_name") if details["type"] == "model_type" else None
+    schema = next((kind for kind in _sections(Section) if kind.__name__ == section), None)
+    return f"{expected}: {', '.join(sorted(schema.attributes()))}" if schema else expected
+
+
+def _sections(kind: type[Section]) -> Iterator[type[Section]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _sections(each)
 
 
 def _expected(details: ErrorDetails) -> str:

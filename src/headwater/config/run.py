@@ -191,11 +191,25 @@ def load_params(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
     Raises:
         ConfigError: if anything is wrong, with file, line, key and what to write instead.
     """
+    return read_run(path, overrides)[0]
+
+
+def read_run(
+    path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> tuple[RunConfig, Document, TrainerConfig]:
+    """Return the run that the params file at `path` describes, and its params in the newer form, twice.
+
+    Returns:
+        The run, the params as written with the origin of each value, and the same as the schema read them.
+
+    Raises:
+        ConfigError: if anything is wrong, with file, line, key and what to write instead.
+    """
     source = Path(path)
     document = _without_training(read_params(source, parse_overrides(overrides)))
     _check_model_name(document)
     trainer, notices = read_section(TrainerConfig, document, ("trainer",))
-    return RunConfig(
+    run = RunConfig(
         init=trainer.init,
         fit=trainer.fit,
         validation=trainer.validation,
@@ -203,6 +217,7 @@ def load_params(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
         source=source,
         notices=notices,
     )
+    return run, document, trainer
 
 
 def _without_training(document: Document) -> Document:

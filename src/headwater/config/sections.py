@@ -15,6 +15,13 @@ from headwater.core.precision import Precision
 _Cluster = NoEffect("it tells a wafer-scale cluster how to divide its servers")
 _Wafer = NoEffect("there is no wafer here to tune")
 
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+Upper = BeforeValidator(_upper)
+"""Reads text in capitals."""
 Tier = Literal["auto", "memory", "disk"]
 
 
@@ -77,7 +84,7 @@ class BackendConfig(Section):
         compile_dir: folder that is written to; `compile` in the model_dir where absent.
     """
 
-    backend_type: Annotated[Literal["CSX", "CPU", "GPU"], BeforeValidator(lambda v: _upper(v))] = "CSX"
+    backend_type: Annotated[Literal["CSX", "CPU", "GPU"], Upper] = "CSX"
     cluster_config: ClusterConfig = ClusterConfig()
     device_memory: Annotated[Bytes | None, Field(ge=1)] = None
     host_memory: Annotated[Bytes | None, Field(ge=1)] = None
@@ -240,9 +247,7 @@ class LoggingConfig(Section):
     """What is logged, and how often."""
 
     log_steps: int = Field(default=1, ge=1)
-    log_level: Annotated[
-        Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(lambda v: _upper(v))
-    ] = "INFO"
+    log_level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Upper] = "INFO"
     wsc_log_level: Annotated[Any, _Cluster] = None
     enable_act_frequency: Annotated[Any, _Wafer] = None
 
@@ -322,7 +327,3 @@ class ValidateAllConfig(Section):
 
     val_dataloaders: Loaders
     ckpt_paths: Annotated[tuple[FilePath, ...], OneOrMore] | None = None
-
-
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value

@@ -229,5 +229,5 @@ def _unreadable(error: yaml.YAMLError, source: str, kind: str) -> ConfigError:
     return ConfigError(
         f"the {kind} file cannot be parsed: {what}",
         where=str(Origin(source, (), mark.line + 1 if mark else None)),
-        remedy="correct the line" if mark else "correct the file",
+        remedy="check quotes, colons and indentation there" if mark else "remove the character",
     )

@@ -56,6 +56,11 @@ def format_bytes(count: float) -> str:
     return _format(count, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
+def counted(number: int, one: str, many: str) -> str:
+    """Return `number` with its noun: `1 batch`, `2 batches`."""
+    return f"{number} {one if number == 1 else many}"
+
+
 def format_count(count: float) -> str:
     """A decimal count with three significant digits: `124 M`."""
     return _format(count, 1000.0, ("", "k", "M", "G", "T", "P"))
