@@ -52,12 +52,12 @@ def test_what_a_model_is_given(tmp_path):
     path.write_text(PARAMS.replace("seed: 5", "seed: 5\n  checkpoint_path: somewhere"))
     options = {"num_steps": 9, "batch_size": 16, "model.widths": [1], "checkpoint_steps": 0}
     config = load_user_params(path, {**options, "trainer.init.backend.num_slabs": 2})
-    assert (config.init.loop.max_steps, config.init.backend.num_slabs, config.init.checkpoint.steps) == (
+    assert (config.init.loop.num_steps, config.init.backend.num_slabs, config.init.checkpoint.steps) == (
         9,
         2,
         0,
     )
-    assert config.params["runconfig"]["max_steps"] == 9
+    assert config.params["runconfig"]["num_steps"] == 9
     assert config.params["train_input"] == {"num_examples": 64, "batch_size": 16, "shuffle": True}
     assert config.params["model"] == {"widths": [1], "dropout": 0.1}
     assert str(config.checkpoint) == "somewhere"
