@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from headwater.core.errors import StreamError
+from headwater.plan.alive import has_storage
 
 _DATA: Any = torch.Tensor.data
 
@@ -67,7 +68,7 @@ class ParameterWrites(TorchFunctionMode):
             self._saved.add(name)
 
     def _name(self, tensor: torch.Tensor) -> str | None:
-        return self._names.get(int(tensor.untyped_storage()._cdata))
+        return self._names.get(int(tensor.untyped_storage()._cdata)) if has_storage(tensor) else None
 
     @property
     def _assigned(self) -> set[str]:
