@@ -1,0 +1,50 @@
+"""Small random models, each plain and under two plans: equal to the bit, or refused with a HeadwaterError.
+
+`headwater conform --random 10000` draws larger ones.
+"""
+
+import gc
+
+import pytest
+import torch
+
+from headwater.api import planner
+from headwater.conform.grammar.draw import draw
+from headwater.conform.grammar.judge import BAD, draw_plans, judge, usable
+from headwater.conform.grammar.standalone import standalone
+from headwater.plan.calibrate import calibrate
+
+SEED, MODELS, PARTS = 7, 36, 4
+SMALL = (1, 1)
+"""The most features of a model and of its loop, so that a model takes less than a second."""
+
+
+@pytest.fixture(autouse=True)
+def same_conditions(monkeypatch):
+    """One thread, and rates of the machine that are looked up once."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rates = calibrate("cpu")
+    monkeypatch.setattr(planner, "calibrate", lambda *args, **options: rates)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+def drawn(case):
+    for attempt in range(50):
+        program = draw(SEED, case, attempt, SMALL)
+        plain = usable(program)
+        if plain is not None:
+            return program, plain
+    raise AssertionError(f"no program of case {case} runs in plain PyTorch")
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_models_are_equal_or_refused(part):
+    for case in range(part, MODELS, PARTS):
+        program, plain = drawn(case)
+        for finding in judge(program, plain, draw_plans(SEED, case)):
+            assert finding.verdict not in BAD, f"{finding}\n{standalone(program, finding.plan)}"
