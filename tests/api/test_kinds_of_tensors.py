@@ -232,6 +232,7 @@ class WithoutElements(nn.Module):
 
 
 @odd_plans
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_without_elements(plan, bias, tmp_path):
     def script(place):
