@@ -1,0 +1,92 @@
+"""Mutated params files: `python -m benchmarks.params_fuzz COUNT [SEED]` reports errors of other kinds."""
+
+import random
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from headwater.config import load_params, shipped_params
+from headwater.core.errors import HeadwaterError
+
+ODD = [
+    "",
+    "null",
+    "[]",
+    "{}",
+    "[1, {a: b}]",
+    "{a: {b: c}}",
+    "-1",
+    "0",
+    "1e308",
+    ".nan",
+    "true",
+    "~x",
+    "'",
+    '"',
+    "&a [*a]",
+]
+ODD += [
+    "9" * 30,
+    "9" * 5000,
+    "x" * 3000,
+    "\0",
+    "[" * 100,
+    "!!set {a}",
+    "!!int x",
+    "<<: *a",
+    "*a",
+    "2024-01-01",
+    "0x",
+    "1:2",
+]
+
+
+def mutated(text, random_):
+    lines = text.splitlines()
+    for _ in range(random_.randint(1, 4)):
+        index = random_.randrange(len(lines))
+        key, colon, _ = lines[index].partition(":")
+        match random_.randrange(5):
+            case 0:
+                lines[index] = f"{key}{colon} {random_.choice(ODD)}"
+            case 1:
+                lines.insert(random_.randrange(len(lines)), lines[index])
+            case 2:
+                del lines[index]
+                lines = lines or ["a: 1"]
+            case 3:
+                lines[index] = " " * random_.randrange(6) + lines[index].lstrip()
+            case 4:
+                place = random_.randrange(len(lines[index]) + 1)
+                lines[index] = (
+                    lines[index][:place] + random_.choice("{}[]:,&*!#\t'\"x0") + lines[index][place:]
+                )
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    count, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    sources = [path.read_text() for path in shipped_params().values()]
+    slowest, raw, valid = 0.0, 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "params.yaml"
+        for number in range(count):
+            random_ = random.Random(f"{seed} {number}")
+            path.write_text(mutated(random_.choice(sources), random_))
+            started = time.process_time()
+            try:
+                load_params(path)
+                valid += 1
+            except HeadwaterError:
+                pass
+            except Exception:  # noqa: BLE001  (what is looked for)
+                raw += 1
+                print(f"document {number}:\n{traceback.format_exc(limit=-3)}")
+            slowest = max(slowest, time.process_time() - started)
+    print(f"{count} documents, {valid} valid, {raw} raised other errors, the slowest took {slowest:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
