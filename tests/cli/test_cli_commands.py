@@ -132,11 +132,16 @@ def test_demo(headwater, tmp_path):
     folder = tmp_path / "demo"
     code, out, _ = headwater("demo", "--max_steps", 2, "--model_dir", folder)
     assert code == 0
-    losses = re.search(r"validation loss ([\d.]+) nats a token; .*: ([\d.]+)", out.replace("\n", " "))
+    losses = re.search(r"validation loss ([\d.]+) nats a token; .* has ([\d.]+)", out.replace("\n", " "))
     assert losses is not None and 0 < float(losses[2]) < float(losses[1]), "two steps teach nothing yet"
     for name in ("checkpoint_2", "loss_curve.png", "train"):
         assert (folder / name).exists() and str(folder / name) in out.replace("\n", "")
     assert [record["step"] for record in history(folder)] == [1, 2, 2]
+    first = out.replace("\n", " ")
+    assert "2.20 M parameters in 7 stages" in first and "for 2 steps" in first, (
+        "the first screen explains the run"
+    )
+    assert f"generate --model_dir {folder}" in out, "the last lines say what to try next"
     streamed = re.search(r"streamed ([\d.]+) MiB/step", out)
     assert streamed is not None and float(streamed[1]) > 8.4, "the weights cross more than once a step"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,9 @@ from headwater.cli.fit import summary
 from headwater.cli.output import open_console
 from headwater.config import RunConfig, find_params, load_params
 from headwater.core.errors import ConfigError
+from headwater.core.units import format_bytes, format_count, format_duration
 from headwater.data.assets import sample_text
+from headwater.plan.types import Plan
 from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.session import fit, validate
 from headwater.trainer.zoo_job import language_model
@@ -30,44 +34,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `headwater demo`."""
     parser.description = (
         "Train a small GPT on a public-domain novel by weight streaming, evaluate it, and let it write. "
-        "Takes a few minutes on two cores. Started again, it goes on where it stopped."
+        "Takes a few minutes on two cores. Started again, the demo continues where it stopped."
     )
     parser.add_argument(
         "--model_dir",
         type=Path,
         default=Path("runs/demo"),
         metavar="DIR",
-        help="where to put it (%(default)s)",
+        help="folder for data, checkpoints and loss curve (%(default)s)",
     )
-    parser.add_argument("--max_steps", type=int, metavar="N", help="train less")
+    parser.add_argument("--max_steps", type=int, metavar="N", help="train fewer steps")
     parser.add_argument(
         "--num_slabs",
         type=int,
         default=_NUM_SLABS,
         metavar="N",
-        help="weights on the device at a time, in stages of equal size (%(default)s)",
+        help="how many stages of weights the device holds at a time (%(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares data, trains, evaluates and generates; returns the exit code."""
+    """Prepare data, train, evaluate and generate; return the exit code."""
     console = Console(highlight=False)
     data = args.model_dir / "data"
     config = _config(args, data)
+    console.print(_INTRODUCTION, markup=False, soft_wrap=True)
     statistics = _prepared(config, data, console)
-    result = fit(config, console=open_console(config))
+    steps = config.init.loop.max_steps
+    result = fit(config, console=open_console(config), describe=lambda plan: _plan_in_words(plan, steps))
     if not result.interrupted:
         loss = result.validation[0].loss if result.validation else next(validate(config))[1].loss
         console.print(
-            f"\nvalidation loss {loss:.3f} nats a token; knowing nothing but how often each token occurs: "
-            f"{statistics.unigram_entropy:.3f}\n",
+            f"\nvalidation loss {loss:.3f} nats a token; a model that only knows how often each token occurs "
+            f"has {statistics.unigram_entropy:.3f}\n\nThe model continues {_PROMPT!r}:\n",
             soft_wrap=True,
         )
         console.print(_sample(config), markup=False, soft_wrap=True)
         console.print()
     for line in summary(config, result):
         console.print(line, markup=False, soft_wrap=True)
+    if not result.interrupted:
+        console.print(_next_steps(args.model_dir), markup=False, soft_wrap=True)
     return EXIT_CODE if result.interrupted else 0
+
+
+_INTRODUCTION = """\
+Headwater demo: train a small GPT on the novel "Great Expectations".
+The text is split into tokens, this machine is measured (a few seconds, once), then the model trains.
+"""
+
+
+def _plan_in_words(plan: Plan, steps: int | None) -> str:
+    """Return what the plan decided, for a reader who sees a plan for the first time."""
+    assert plan.prediction is not None, "a plan that is shown has been predicted"
+    stages = plan.trace.stages
+    weights, budget = sum(stage.slab_bytes for stage in stages), plan.budget
+    limit = "" if budget is None or budget.host_memory is None else f" of {format_bytes(budget.host_memory)}"
+    lines = [
+        f"model: {format_count(sum(stage.numel for stage in stages))} parameters in {len(stages)} stages, "
+        f"{format_bytes(weights)} of weights; only {plan.slabs} of the largest stages are loaded at a time",
+        f"memory: {format_bytes(plan.prediction.host_bytes)} predicted{limit} available",
+    ]
+    if plan.prediction.step_s is not None and steps is not None:
+        step_s = plan.prediction.step_s
+        whole = f"{format_duration(step_s * steps)} for {steps} steps"
+        lines.append(f"time: {format_duration(step_s)} a step predicted, {whole}")
+    return "\n".join([*lines, "the whole plan: plan.txt in the folder of the run", ""])
+
+
+def _next_steps(model_dir: Path) -> str:
+    """Return the commands that a reader may try after the demo."""
+    # scripts/demo runs the command from .venv, which need not be on the PATH of the reader.
+    command = "headwater" if shutil.which("headwater") else sys.argv[0]
+    commands = {
+        "let the model write": f'generate --model_dir {model_dir} --prompt "It was"',
+        "train further": f"fit {model_dir} --max_steps 1200",
+        "prepare your own text (then see docs/quickstart.md)": "data YOUR_BOOK.txt --out data/book",
+        "plan a model that is larger than memory": "plan gpt/cerebras_gpt_1p3b --host_memory 8GiB",
+    }
+    return "\nTry next:\n" + "".join(f"  # {what}\n  {command} {words}\n" for what, words in commands.items())
 
 
 def _config(args: argparse.Namespace, data: Path) -> RunConfig:

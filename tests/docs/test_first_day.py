@@ -1,0 +1,54 @@
+"""The commands of README and quickstart run in order, as written."""
+
+import gzip
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from headwater.cli.main import main
+from headwater.data.assets import sample_text
+
+ROOT = Path(__file__).resolve().parents[2]
+SET_UP = ("pip install", "scripts/")
+"""What a user types once, before the commands; the environment of the tests has done it."""
+
+
+def commands(page):
+    """The command lines of the page, without those that set the environment up."""
+    for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        for line in block.splitlines():
+            if not line.startswith(SET_UP):
+                yield line
+
+
+def params(page):
+    """The params file that the page shows."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return text
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with a text of a megabyte."""
+    (tmp_path / "book.txt").write_bytes(gzip.decompress(sample_text().read_bytes()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_every_command_of_the_page_runs_as_written(page, folder, capsys):
+    (folder / "book.yaml").write_text(params(page))
+    lines = list(commands(page))
+    assert {"data", "plan", "fit", "generate", "checkpoint"} <= {shlex.split(line)[1] for line in lines}
+    for line in lines:
+        name, *words = shlex.split(line, comments=True)
+        assert name == "headwater", line
+        code = main(words)
+        output = capsys.readouterr()
+        assert code == 0, f"{line}\n{output.err}"
+    assert (folder / "book-hf/model.safetensors").is_file() and (folder / "book-hf/tokenizer.json").is_file()
