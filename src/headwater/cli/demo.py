@@ -17,6 +17,7 @@ from headwater.config import RunConfig, find_params, load_params
 from headwater.core.errors import ConfigError
 from headwater.core.units import format_bytes, format_count, format_duration
 from headwater.data.assets import sample_text
+from headwater.plan.outlook import RunLength
 from headwater.plan.types import Plan
 from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.session import fit, validate
@@ -60,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args, data)
     console.print(_INTRODUCTION, markup=False, soft_wrap=True)
     statistics = _prepared(config, data, console)
-    steps = config.init.loop.max_steps
-    result = fit(config, console=open_console(config), describe=lambda plan: _plan_in_words(plan, steps))
+    result = fit(config, console=open_console(config), describe=_plan_in_words)
     if not result.interrupted:
         loss = result.validation[0].loss if result.validation else next(validate(config))[1].loss
         console.print(
@@ -84,7 +84,7 @@ The text is split into tokens, this machine is measured (a few seconds, once), t
 """
 
 
-def _plan_in_words(plan: Plan, steps: int | None) -> str:
+def _plan_in_words(plan: Plan, run: RunLength) -> str:
     """Return what the plan decided, for a reader who sees a plan for the first time."""
     assert plan.prediction is not None, "a plan that is shown has been predicted"
     stages = plan.trace.stages
@@ -95,9 +95,9 @@ def _plan_in_words(plan: Plan, steps: int | None) -> str:
         f"{format_bytes(weights)} of weights; only {plan.slabs} of the largest stages are loaded at a time",
         f"memory: {format_bytes(plan.prediction.host_bytes)} predicted{limit} available",
     ]
-    if plan.prediction.step_s is not None and steps is not None:
+    if plan.prediction.step_s is not None and run.steps is not None:
         step_s = plan.prediction.step_s
-        whole = f"{format_duration(step_s * steps)} for {steps} steps"
+        whole = f"{format_duration(step_s * run.steps)} for {run.steps} steps"
         lines.append(f"time: {format_duration(step_s)} a step predicted, {whole}")
     return "\n".join([*lines, "the whole plan: plan.txt in the folder of the run", ""])
 
