@@ -26,16 +26,27 @@ trainer:
 """
 
 
+LAUNCH = """\
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[2:], stdout=open(sys.argv[1], "w"), stderr=subprocess.STDOUT)
+_, status, usage = os.wait4(process.pid, 0)
+print(os.waitstatus_to_exitcode(status), usage.ru_maxrss)
+"""
+
+
 def fit(params, *words, group=None):
-    """Exit status, output and peak of resident memory of a run in a process of its own."""
+    """Return the exit status, the output and the peak of resident memory of a run in a new process.
+
+    A process inherits the peak of its parent. A small process starts the run, because the process that runs the
+    tests may have held more than the budget.
+    """
     output = params.with_suffix(".txt")
     enter = None if group is None else lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
-    with output.open("w") as file:
-        command = [sys.executable, "-m", "headwater", "fit", str(params), *words]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=enter)
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, output.read_text(), usage.ru_maxrss * 1024
+    command = [sys.executable, "-m", "headwater", "fit", str(params), *words]
+    launch = [sys.executable, "-S", "-c", LAUNCH, str(output), *command]
+    done = subprocess.run(launch, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=enter)
+    code, peak_kib = map(int, done.stdout.split())
+    return code, output.read_text(), peak_kib * 1024
 
 
 @pytest.fixture

@@ -288,7 +288,7 @@ class StreamedModel:
         before.hand_over(engine, unchanged=unchanged)
 
     def _give_back(self, key: ParamKey, param: nn.Parameter) -> None:
-        """Let a parameter that becomes a plain one have what it has in the store."""
+        """Copy value, gradient and optimizer state from the store to a parameter that becomes a plain one."""
         assert self.engine is not None, "it has an engine"
         store = self.engine.store
         give_back(store, key, param, self._updaters.updater_of(store.spec(key).name))

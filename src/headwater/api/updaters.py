@@ -17,7 +17,7 @@ from headwater.store.rule import SeveralRules, UpdateRule
 
 @dataclasses.dataclass(frozen=True)
 class _Updated:
-    """How a parameter is updated.
+    """The optimizer of a parameter, and its options.
 
     Attributes:
         spec: the kind of optimizer.
@@ -87,7 +87,7 @@ class Updaters:
 
 
 def live_optimizers(params: Collection[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Return every optimizer over some of these parameters, whoever built it; the newest last.
+    """Return every optimizer over some of these parameters, the newest last.
 
     A trainer's wrapper of an optimizer is left out: it has no groups itself and shows those of another.
     """

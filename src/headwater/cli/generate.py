@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Prompt:
-    """What the model reads, and how its output is turned into text.
+    """Encodes prompts for a model and decodes its output.
 
     Attributes:
         tokenizer: of the run.

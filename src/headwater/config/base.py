@@ -133,7 +133,7 @@ def _path(value: Any) -> Any:
 
 
 def expand_user(path: Path) -> Path:
-    """Return `path` with the home folder for `~`; as it is where there is no such user."""
+    """Return `path` with the home folder for `~`; unchanged if the user does not exist."""
     try:
         return path.expanduser()
     except RuntimeError:

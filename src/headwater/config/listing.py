@@ -1,4 +1,4 @@
-"""What params files say, for people: a line for a file, or a line for each of its values."""
+"""Descriptions of params files: one line for a file, or one line for each of its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the values of a params file were written."""
+"""The place where each value of a params file was written."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ KeyPath = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a value was written.
+    """The place where a value was written.
 
     Attributes:
         source: the file, or `command line`.
         key: the key as it was written there.
-        line: line in the file, from 1; `None` where it has none.
+        line: line in the file, from 1; `None` if the place is not a line.
     """
 
     source: str

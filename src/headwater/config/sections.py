@@ -178,7 +178,7 @@ class LoopConfig(Section):
     Attributes:
         max_steps: step at which training ends, counted from the first run on.
         num_steps: steps to run from where this run starts.
-        num_epochs: passes over the training data. Of several measures the one that comes first ends the run.
+        num_epochs: passes over the training data. The first limit that is reached ends the run.
         steps_per_epoch: cut each pass short.
         eval_frequency: steps between evaluations, or a fraction of the run (1.0: once, at the end);
             never where 0 or null.

@@ -53,7 +53,7 @@ def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Pools:
-    """Whether pools of scratch memory keep what is returned to them."""
+    """True if pools of scratch memory keep the blocks that are returned to them."""
 
     keep = True
 

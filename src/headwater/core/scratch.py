@@ -29,7 +29,7 @@ def open_unnamed(folder: Path, *, direct: bool = False) -> tuple[int, bool]:
         direct: bypass the page cache (O_DIRECT) where the file system can.
 
     Raises:
-        OSError: if there can be none.
+        OSError: if no file can be created.
     """
     if direct and hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):

@@ -269,7 +269,7 @@ def _read_union(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
 
 
 def _kinds(kind: Any, count: int) -> list[Any] | None:
-    """Return the kind of each of `count` entries; `None` if there may not be so many."""
+    """Return the kind of each of `count` entries; `None` if `kind` does not allow that many."""
     entries = typing.get_args(kind)
     if typing.get_origin(kind) is tuple and not (len(entries) == 2 and entries[1] is Ellipsis):
         return list(entries) if len(entries) == count else None

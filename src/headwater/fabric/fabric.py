@@ -111,7 +111,12 @@ class Fabric(abc.ABC):
 
     @abc.abstractmethod
     def agree(self, make: Callable[[], Value], kind: Any) -> Value:
-        """What `make` gives on rank 0, a value of type `kind`, or raises there."""
+        """Return on every rank what `make` returns on rank 0, or raise what `make` raises there.
+
+        Args:
+            make: called on rank 0 alone.
+            kind: the type of its value.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""How two ranks show each other, on a connection that anybody may have made, that they know the secret.
+"""Mutual authentication of two ranks on a new connection, by a shared secret.
 
-The one that connects sends its rank, the rank that it wants and a random number. The other answers with a
-random number and a code over all of that, which only the secret gives. The first answers with another such
-code. So neither sends anything else before it knows the other, no part of it can be used a second time, and
-the secret is never sent. A stranger can send 112 bytes at most; they are compared and not interpreted.
+The connecting rank sends its number, the number of the rank that it wants, and a random nonce. The listening
+rank answers with its own nonce and an HMAC over both messages, keyed by the secret. The connecting rank then
+sends another HMAC. So neither rank sends data to a stranger, no message can be replayed, and the secret never
+crosses the connection. A stranger can send at most 112 bytes, which are compared and never interpreted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ACCEPTED = b"\x01"
 
 
 class StrangerError(Exception):
-    """The other end does not know the secret, or is no rank."""
+    """The other end does not know the secret, or is not a rank of this run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Keys:
 def introduce(
     connection: socket.socket, secret: bytes, purpose: str, own: int, other: int, within_s: float
 ) -> Keys:
-    """Be the end that has connected.
+    """Authenticate a connection that this rank opened.
 
     Args:
         connection: to the other end.
@@ -70,7 +70,7 @@ def introduce(
 
 
 def examine(connection: socket.socket, secret: bytes, own: int, within_s: float) -> tuple[Keys, int, bytes]:
-    """Be the end to which somebody has connected.
+    """Authenticate a connection that another process opened.
 
     Returns:
         The keys, which rank it is, and the digest of its purpose; see `purpose_digest`.

@@ -61,7 +61,7 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class _Hello:
-    """What a rank tells the first one, and the first one all.
+    """What each rank sends to rank 0, and rank 0 sends on to all ranks.
 
     Attributes:
         size: how many ranks there are, as it was told.
@@ -88,7 +88,7 @@ def meet(own: Process, timeout_s: float) -> tuple[Switchboard, list[Process]]:
         The connections of this rank, and the process of each rank.
 
     Raises:
-        RankError: if they do not find each other, or somebody answers who is no rank.
+        RankError: if the ranks do not find each other, or a process answers that is not a rank.
     """
     found = _Meeting(os.environ, own, timeout_s).begin()
     os.environ.pop(LISTENER, None)
@@ -314,16 +314,16 @@ def _check(hellos: list[_Hello]) -> RankError | None:
 
 
 def _machine(hello: _Hello) -> str:
-    """Return the name of a rank's machine, of which a launcher may have made several hosts."""
+    """Return the name of a rank's machine. A launcher may treat one machine as several hosts."""
     return hello.process.host.partition(" ")[0]
 
 
 def _parse(text: bytes) -> Address:
-    """Return the address that stands in a store; what is none leads nowhere."""
+    """Return the address that a store holds; raise if the text is not an address."""
     try:
         found = json.loads(text)
     except ValueError:
         found = None
     if isinstance(found, list) and len(found) == 2 and isinstance(found[0], str) and type(found[1]) is int:
         return found[0], found[1]
-    raise OSError(f"what stands in the store is no address: {text[:80]!r}")
+    raise OSError(f"expected an address in the store, got {text[:80]!r}")

@@ -1,4 +1,4 @@
-"""Ranks that speak with each other for one purpose: every two of them have a connection of their own."""
+"""A group of ranks with one connection between every two of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The secret of a run's ranks: who does not know it is no rank. Nothing here imports torch.
+"""The secret of a run: only processes that know it are accepted as ranks. Nothing here imports torch.
 
 The launcher of ranks on one host makes one for each run. Ranks that `torchrun`, `srun` or somebody's script
 starts find it in a variable, or in a file that only their user can read, which the first one makes.
@@ -35,7 +35,7 @@ def take_secret(environment: MutableMapping[str, str]) -> bytes:
         environment: of the process.
 
     Raises:
-        RankError: if there is none, or others can read it.
+        RankError: if the secret is missing, or other users can read it.
     """
     text = environment.pop(SECRET, None)
     if text is not None:
@@ -45,7 +45,7 @@ def take_secret(environment: MutableMapping[str, str]) -> bytes:
     try:
         _create(path)
         return _read(path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise RankError(
             f"the secret of the ranks cannot be read: {getattr(error, 'strerror', None) or error}",
             where=str(path),
@@ -59,7 +59,7 @@ def _usual_file(environment: MutableMapping[str, str]) -> Path:
 
 
 def _create(path: Path) -> None:
-    """Make the file unless it is there. Of several processes that do so at once, one succeeds."""
+    """Create the file unless it exists. If several processes try at once, one of them succeeds."""
     if path.exists():
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Where the connections of a rank come from: it listens, and looks at everybody who comes."""
+"""All connections of a rank: it listens, and authenticates every process that connects."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Switchboard:
         self._addresses = addresses
 
     def next_purpose(self) -> str:
-        """Return a name for connections; the n-th call gives all ranks the same."""
+        """Return a name for connections. The n-th call returns the same name on every rank."""
         self._num_purposes += 1
         return f"group {self._num_purposes}"
 

@@ -188,7 +188,7 @@ class RankGroup(_Group):  # type: ignore[misc]  # torch's own class, which its s
 
 @final
 class _Done(_Work):  # type: ignore[misc]  # torch's own class
-    """What an operation gives back: it is over when `finish` returns."""
+    """A running collective; it has ended when `finish` returns."""
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         super().__init__()

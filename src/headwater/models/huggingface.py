@@ -22,7 +22,7 @@ IGNORED = -100
 
 
 class HuggingFaceModel(nn.Module):
-    """A model of the transformers library. `forward` gives its own loss.
+    """A model of the transformers library. `forward` returns the library's own loss.
 
     Args:
         config: the model section of a params file.
@@ -107,7 +107,7 @@ class Context:
 
 
 def library_arguments(task: Task, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments with which the library's model gives the loss of `batch`.
+    """Return the arguments with which the library's model returns the loss of `batch`.
 
     Raises:
         DataError: if several texts lie in one sequence.

@@ -153,7 +153,7 @@ def _number(path: Path) -> int | None:
 
 
 def _statistics(path: Path) -> dict[str, int]:
-    """Return the lines `name bytes` of a file; nothing where there is none."""
+    """Return the lines `name bytes` of a file; nothing if the file does not exist."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

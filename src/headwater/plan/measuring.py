@@ -1,4 +1,4 @@
-"""The measurement of this machine in a process of its own, which is ended when it takes too long.
+"""The measurement of this machine, in a child process that is ended when it takes too long.
 
 The process takes the memory of the probes with it when it ends. `python -m headwater.plan.measuring DEVICE
 THREADS [FOLDER]` is that process.

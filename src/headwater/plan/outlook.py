@@ -1,4 +1,4 @@
-"""How long a step of a plan takes, and the whole run: a table for a terminal."""
+"""The predicted time of a step and of the whole run, as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MEANINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class RunLength:
-    """What a run computes.
+    """The length of a run.
 
     Attributes:
         tokens_per_sample: 0 where samples are not made of tokens.

@@ -353,7 +353,7 @@ class _Recorder(TorchDispatchMode):
         return not unit.direct_only and not any(isinstance(part, torch.jit.ScriptModule) for part in parts)
 
     def trace(self, micro_batch_size: int) -> Trace:
-        """What was recorded. A stage that nothing read is bound where its module runs, in case.
+        """Return the recorded trace. A stage that no operator read is bound while its module runs.
 
         Raises:
             StreamError: if no operator in this thread read a weight.

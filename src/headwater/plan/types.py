@@ -275,7 +275,7 @@ class Plan:
 
     @property
     def memory_is_ample(self) -> bool:
-        """True if no activation had to give way and the budget is far away.
+        """True if every activation is kept and the predicted memory is well below the budget.
 
         Then an allocator that keeps its pages is worth them. Near the budget it is not: how much it keeps
         cannot be predicted to a few percent.

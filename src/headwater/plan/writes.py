@@ -86,7 +86,7 @@ class ParameterWrites(TorchFunctionMode):
 
     @property
     def assigned_after_use(self) -> tuple[str, ...]:
-        """The parameters of which autograd saved the memory that they do not have any more."""
+        """Return the parameters that were assigned other memory after autograd had saved the old one."""
         return tuple(sorted(self._assigned & self._saved))
 
 

@@ -205,7 +205,7 @@ class Binder:
         self._rest(stage, self._values_to_keep(stage))
 
     def unbind(self, stage: int) -> None:
-        """Let the parameters of a stage rest, without memory unless it is theirs for good.
+        """Unbind the parameters of a stage. They keep their memory only if it is permanent.
 
         Raises:
             StreamError: as `rest` does.

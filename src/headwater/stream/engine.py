@@ -329,7 +329,7 @@ class Engine:
         self._binder.release()
 
     def hand_over(self, successor: Engine, *, unchanged: bool) -> None:
-        """Let the graphs of forwards that ran here, before `detach`, get their weights from `successor`.
+        """Make `successor` provide the weights for backward graphs of forwards that ran here before `detach`.
 
         Args:
             successor: the engine that has the model now.

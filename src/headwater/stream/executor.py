@@ -350,7 +350,7 @@ class Executor:
         return heir
 
     def hand_over(self, successor: Executor, *, unchanged: bool) -> None:
-        """Let the graphs of forwards that ran here get their weights from `successor`.
+        """Make `successor` provide the weights for backward graphs of forwards that ran here.
 
         Args:
             successor: the executor that has the model now.
@@ -364,7 +364,7 @@ class Executor:
             self._binder.forget_saved()
 
     def close(self) -> None:
-        """Take the layers off and give back memory and threads."""
+        """Remove all hooks, and release memory and threads."""
         self.leave()
         if self._offload is not None:
             self._offload.close()

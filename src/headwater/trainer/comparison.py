@@ -161,7 +161,7 @@ def tensors_of(path: Path) -> list[StoredTensor]:
 
 
 def _by_our_names(folder: Path) -> dict[str, Read] | None:
-    """The tensors of a folder in Hugging Face's format by our names; `None` if there is no converter."""
+    """The tensors of a folder in Hugging Face's format by our names; `None` without a converter."""
     try:
         return open_hf(folder).stored()
     except ConfigError:

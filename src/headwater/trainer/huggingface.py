@@ -31,7 +31,7 @@ _LISTED = 6
 
 
 def initial_of(model: HuggingFaceModel, seed: int) -> Initial:
-    """Return what gives the initial values: those in the folder of weights, or random ones.
+    """Return the source of the initial values: the weights in the folder, or random ones.
 
     The folder is first read when a value is wanted. Then the model's buffers get their values too.
     """
@@ -126,7 +126,7 @@ def export_library_model(
 
 
 def _readers(saved: SavedCheckpoint) -> dict[str, Callable[[], Tensor]]:
-    """What reads each parameter of a checkpoint, by name."""
+    """Return a reader for each parameter of a checkpoint, by name."""
     return {
         name: functools.partial(file.read_whole, name) for file in saved.weights() for name in file.places
     }

@@ -78,7 +78,7 @@ class Trainer:
 
     @property
     def plan(self) -> Plan:
-        """How the run is done."""
+        """The settings of a training run."""
         return self._engine.plan
 
     def fit(self, interrupt: Interrupt) -> None:

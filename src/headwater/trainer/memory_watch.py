@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Memory that is left, and the limit of which it is left, in bytes."""
+    """The free memory and its limit, in bytes."""
 
     free: int
     limit: int

@@ -76,7 +76,7 @@ class RunDir:
 
     @property
     def model_config(self) -> Path:
-        """The `config.json` of a model of the transformers library; other runs have none."""
+        """The `config.json` of a model of the transformers library; other runs do not have the file."""
         return self.path / CONFIG_FILE
 
     @property

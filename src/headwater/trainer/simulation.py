@@ -106,7 +106,7 @@ def simulate(
         scaling: `strong` or `weak`.
 
     Raises:
-        DoesNotFitError: if there is no plan for any number of CSXs.
+        DoesNotFitError: if no number of CSXs has a plan.
     """
     work = Work(
         trace_for=dry_runs(init, trainable),

@@ -13,7 +13,7 @@ from headwater.core.errors import ConfigError
 
 
 class Rule(abc.ABC):
-    """What becomes of one key."""
+    """The treatment of one key of an older release."""
 
     @abc.abstractmethod
     def apply(self, document: Document, path: KeyPath) -> Document:
