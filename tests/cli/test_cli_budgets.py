@@ -37,8 +37,8 @@ print(os.waitstatus_to_exitcode(status), usage.ru_maxrss)
 def fit(params, *words, group=None):
     """Return the exit status, the output and the peak of resident memory of a run in a new process.
 
-    A process inherits the peak of its parent. A small process starts the run, because the process that runs the
-    tests may have held more than the budget.
+    A process inherits the peak of its parent, and the process that runs the tests may have held more than the
+    budget. So a small process starts the run.
     """
     output = params.with_suffix(".txt")
     enter = None if group is None else lambda: (group / "cgroup.procs").write_text(str(os.getpid()))

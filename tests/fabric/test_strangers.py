@@ -246,9 +246,10 @@ def test_a_rank_that_is_too_busy_to_answer_is_asked_again(monkeypatch):
 
 
 def test_a_rank_that_is_gone_is_missed_at_once():
+    # The board listens first, so that the system cannot give it the port that becomes free.
+    board = Switchboard(1, b"s" * 32, listen_at("127.0.0.1", 0, 8))
     with listen_at("127.0.0.1", 0, 8) as gone:
         address = address_of(gone)
-    board = Switchboard(1, b"s" * 32, listen_at("127.0.0.1", 0, 8))
     board.learn([address])
     with pytest.raises(ConnectionRefusedError):
         board.connect("something", 0, 1000)

@@ -30,7 +30,8 @@ def test_steps_have_the_bits_of_the_class(name):
         optimizer = kind([{"params": params[:1]}, {"params": params[1:], "lr": 0.02}], lr=0.01, **options)
         for _ in range(4):
             for param in params:
-                param.grad = torch.randn_like(param)
+                gradient = torch.randn_like(param)
+                param.grad = gradient.to_sparse(1) if name == "SparseAdam" else gradient
             optimizer.step()
         return params, [optimizer.state[param] for param in params]
 
