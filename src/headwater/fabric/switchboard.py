@@ -106,6 +106,7 @@ class Switchboard:
         self._strangers = threading.Semaphore(_MAX_STRANGERS)
         self._refused: str | None = None
         self._num_purposes = 0
+        self._is_closed = False
         threading.Thread(target=self._listen, name="connections", daemon=True).start()
 
     def learn(self, addresses: Sequence[Address]) -> None:
@@ -166,6 +167,7 @@ class Switchboard:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
+            self._is_closed = True
             for connection, _ in self._arrived.values():
                 connection.close()
             self._arrived.clear()
@@ -197,7 +199,10 @@ class Switchboard:
             self._strangers.release()
         with self._changed:
             before = self._arrived.pop((purpose, other), None)
-            self._arrived[purpose, other] = connection, keys
+            if self._is_closed:  # while the handshake ran: nobody else would close the connection
+                connection.close()
+            else:
+                self._arrived[purpose, other] = connection, keys
             self._changed.notify_all()
         if before is not None:  # the rank has tried again
             before[0].close()
