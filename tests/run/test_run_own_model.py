@@ -111,9 +111,9 @@ def test_a_run_in_two_parts_equals_one_in_one(tmp_path, workers):
     """Noise of the data set, order, dropout, BatchNorm, evaluations: all as if it had never stopped."""
     whole, parts = write_params(tmp_path, "whole"), write_params(tmp_path, "parts")
     options = ("--train_input.num_workers", workers, *STREAMED)
-    train(whole, *options, "--num_steps", 18, "--eval_frequency", 6)
-    train(parts, *options, "--num_steps", 11, "--eval_frequency", 6)  # into the second pass of 8 batches
-    train(parts, *options, "--num_steps", 18, "--eval_frequency", 6)
+    train(whole, *options, "--max_steps", 18, "--eval_frequency", 6)
+    train(parts, *options, "--max_steps", 11, "--eval_frequency", 6)  # into the second pass of 8 batches
+    train(parts, *options, "--max_steps", 18, "--eval_frequency", 6)
     first = [r for r in history(tmp_path / "whole") if (r["kind"], r["step"]) != ("validate", 11)]
     second = [r for r in history(tmp_path / "parts") if (r["kind"], r["step"]) != ("validate", 11)]
     assert first == second
@@ -123,7 +123,7 @@ def test_a_run_in_two_parts_equals_one_in_one(tmp_path, workers):
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, capsys):
     params, folder = write_params(tmp_path), tmp_path / "run"
     script = Path(__file__).with_name("own_models.py")
-    words = ["--params", str(params), "--mode", "train", *STREAMED, "--num_steps", "1000000"]
+    words = ["--params", str(params), "--mode", "train", *STREAMED, "--max_steps", "1000000"]
     process = subprocess.Popen([sys.executable, str(script), *words], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while len(complete_checkpoints(folder)) < 2:
@@ -132,10 +132,10 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, capsys):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     end = max(int(path.name.split("_")[1]) for path in complete_checkpoints(folder)) + 4
-    train(params, *STREAMED, "--num_steps", end, "--eval_frequency", 0)
+    train(params, *STREAMED, "--max_steps", end, "--eval_frequency", 0)
     out = capsys.readouterr().out
     assert "going on from step" in out and "batches to where the run stood" in out
-    train(write_params(tmp_path, "undisturbed"), *STREAMED, "--num_steps", end, "--eval_frequency", 0)
+    train(write_params(tmp_path, "undisturbed"), *STREAMED, "--max_steps", end, "--eval_frequency", 0)
     assert history(folder) == history(tmp_path / "undisturbed")
     name = f"checkpoint_{end}"
     assert_equal_checkpoints(folder / name, tmp_path / "undisturbed" / name)
@@ -170,9 +170,9 @@ def test_a_loader_that_can_seek_is_not_read_from_the_start(tmp_path):
         return loaders[-1]
 
     whole, parts = write_params(tmp_path, "whole"), write_params(tmp_path, "parts")
-    train(whole, "--num_steps", 10, "--eval_frequency", 0, data=make)
-    train(parts, "--num_steps", 6, "--eval_frequency", 0, data=make)
-    train(parts, "--num_steps", 10, "--eval_frequency", 0, data=make)
+    train(whole, "--max_steps", 10, "--eval_frequency", 0, data=make)
+    train(parts, "--max_steps", 6, "--eval_frequency", 0, data=make)
+    train(parts, "--max_steps", 10, "--eval_frequency", 0, data=make)
     assert history(tmp_path / "whole") == history(tmp_path / "parts")
     assert loaders[2].read <= 1 + 4, "one batch for the shapes, and those of four steps"
 

@@ -146,7 +146,7 @@ def _train(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> Fi
     with interrupts() as interrupt, memory_watch(interrupt, None if budget is None else budget.host_memory):
         trainer.fit(interrupt)
     if trainer.state.step == first_step and not interrupt.requested:
-        logger.warning("nothing to do: step %d was the last; train longer with --num_steps", first_step)
+        logger.warning("nothing to do: step %d was the last; train longer with --max_steps", first_step)
     return FitResult(
         step=trainer.state.step,
         interrupted=interrupt.requested,
