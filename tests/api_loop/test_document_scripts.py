@@ -1,5 +1,7 @@
 """Scripts written against the torch-mirroring API run with another import line, and equal plain PyTorch."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,10 @@ def get_train_dataloader(batch_size=4):
         torch.randn(12, 6, generator=generator), torch.randint(3, (12,), generator=generator)
     )
     return torch.utils.data.DataLoader(data, batch_size)
+
+
+FUSED_ADAMW = functools.partial(torch.optim.AdamW, fused=True)
+"""What `configure_optimizer` builds; on some CPUs torch's loop differs from it in the last bit."""
 
 
 def plain_losses(optimizer_class, steps, **clip):
@@ -124,7 +130,7 @@ def test_the_full_script_with_its_checkpoints(kind, tmp_path):
             save_checkpoint(global_step)
         return losses
 
-    expected, weights = plain_losses(torch.optim.AdamW, STEPS, max_norm=1.0)
+    expected, weights = plain_losses(FUSED_ADAMW, STEPS, max_norm=1.0)
     assert run(STEPS) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint_{n}.mdl" for n in (3, 6, 7)]
     saved = cstorch.load(tmp_path / "checkpoint_7.mdl")
@@ -135,7 +141,7 @@ def test_the_full_script_with_its_checkpoints(kind, tmp_path):
 
 def resumed_loss():
     """The loss on the first batch with the weights of six plain steps."""
-    _, weights = plain_losses(torch.optim.AdamW, 6, max_norm=1.0)
+    _, weights = plain_losses(FUSED_ADAMW, 6, max_norm=1.0)
     model = make_model()
     model.load_state_dict(weights)
     inputs, targets = next(iter(get_train_dataloader()))
