@@ -184,9 +184,13 @@ UNREAD = (
 """How names of parameters end that take no part in the loss of a class there."""
 
 
+OWN_CODE = {"btlm", "jais"}
+"""Models whose public checkpoints bring their class with them; transformers has none for these."""
+
+
 def with_format():
-    """Those of the smallest models that the transformers library has, too."""
-    known = {name for format in FORMATS for name in format.models}
+    """Names of the smallest models whose class the transformers library has."""
+    known = {name for format in FORMATS for name in format.models} - OWN_CODE
     return [name for name in smallest() if params(name).init.model.name in known]
 
 
