@@ -46,7 +46,7 @@ LIMIT_FILES = {
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a command ended.
+    """The end of a command.
 
     Attributes:
         code: its exit status, negative for a signal.

@@ -140,7 +140,7 @@ class Clamping(nn.Linear):
 
 
 class WithMomentum(nn.Module):
-    """Two encoders, the second of which follows the first."""
+    """Two encoders; the second is a moving average of the first."""
 
     def __init__(self):
         super().__init__()

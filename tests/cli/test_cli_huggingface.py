@@ -162,7 +162,7 @@ def test_weights_of_a_loss_are_the_labels_that_count(pretrained):
     assert int(labels) == int((given["labels"][:, 1:] != IGNORED).sum())
 
 
-def test_run_from_pretrained_weights_goes_on_without_their_folder(
+def test_run_from_pretrained_weights_continues_without_their_folder(
     headwater, library_params, pretrained, tmp_path
 ):
     folder = tmp_path / "model"

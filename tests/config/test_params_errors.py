@@ -250,7 +250,7 @@ def test_odd_values_are_short_errors_of_the_project(tmp_path, old, new, what):
     assert len(str(raised.value)) < 5000
 
 
-def test_the_folder_of_a_user_who_is_not_there_is_taken_as_written(tmp_path):
+def test_the_folder_of_an_unknown_user_is_taken_as_written(tmp_path):
     path = write(tmp_path, NEWER.replace("model_dir: runs/a", "model_dir: ~nobody_here/a"))
     assert str(load_params(path).init.model_dir) == "~nobody_here/a"
 

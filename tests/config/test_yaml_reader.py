@@ -73,7 +73,7 @@ def test_a_large_file_is_refused_unread(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[" * 3000, "&a [*a]", "\x00", "9" * 5000, "a: b: c"])
-def test_what_is_no_value_on_a_command_line_is_text(text):
+def test_an_unreadable_value_on_a_command_line_is_text(text):
     assert parse_scalar(text) == text
 
 

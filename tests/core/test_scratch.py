@@ -21,7 +21,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be sev
 
 
 def as_mallory(act, *arguments):
-    """Let another user do something."""
+    """Run a function as another user."""
 
     def run():
         os.setgroups([])

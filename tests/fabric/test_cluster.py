@@ -65,12 +65,12 @@ def test_values_of_all_ranks_are_waited_for_as_long_as_anything():
     run_ranks(ask, hosts=2, timeout_s=TIMEOUT_S)
 
 
-def test_who_waits_for_a_rank_that_is_stopped_says_so():
+def test_waiting_for_a_stopped_rank_reports_that_it_is_stopped():
     """A process that SIGSTOP has stopped does not answer, and is not gone either."""
 
     def wait(fabric):
         if fabric.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 lets it go on
+            os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 continues it
             return None
         stopped = fabric._neighbours[1].pid
         told = []

@@ -45,7 +45,7 @@ class Harmful:
 
 @contextlib.contextmanager
 def mallory(attack, *arguments):
-    """Another user, who attacks until the context ends; gives what was seen."""
+    """Run an attack as another user until the context ends; yield what the attack observed."""
 
     def run():
         os.setgroups([])
@@ -68,7 +68,7 @@ def mallory(attack, *arguments):
 
 
 def pretend(connect, messages):
-    """Says the hello of rank 1 without the secret, then all messages; gives what comes back."""
+    """Send the hello of rank 1 without the secret, then all messages; return the answers."""
     with connect() as stranger:
         stranger.settimeout(5)
         hello = struct.pack("<8s32sII32s", b"HWRANK1\n", bytes(32), 1, 0, purpose_digest("rendezvous"))
@@ -84,7 +84,7 @@ def pretend(connect, messages):
 
 
 def add_up(fabric):
-    """What needs every rank."""
+    """Use collectives that need every rank."""
     every = fabric.gather_tensors(torch.full((3,), float(fabric.rank)))
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
@@ -92,7 +92,7 @@ def add_up(fabric):
 
 
 @needs_root
-def test_another_user_is_no_rank_and_runs_nothing_where_ranks_meet_at_a_port(tmp_path):
+def test_another_user_cannot_join_or_run_code_at_the_rendezvous_port(tmp_path):
     port, harm = free_port(), tmp_path / "harm"
     pickled = pickle.dumps(Harmful(str(harm)))
     messages = [bytes(32), struct.pack("<Q", len(pickled)) + bytes(32) + pickled]
@@ -151,7 +151,7 @@ def test_another_user_hears_nothing_from_ranks_of_one_host(tmp_path):
 
 
 @needs_root
-def test_who_answers_in_place_of_the_first_rank_is_no_rank_either():
+def test_a_process_that_pretends_to_be_rank_0_is_refused():
     port = free_port()
 
     def listen():
@@ -337,7 +337,7 @@ def test_a_message_that_is_changed_repeated_or_left_out_is_refused(pair, change)
             receiving.receive_message()
 
 
-def test_a_connection_that_ends_is_no_message(pair):
+def test_a_closed_connection_raises_instead_of_returning_a_message(pair):
     ours, theirs = pair()
     connection = Connection(ours, Keys(b"a", b"b"), 3, 5)
     theirs.sendall(bytes(20))

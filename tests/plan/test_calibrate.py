@@ -24,7 +24,7 @@ def taken(fp32=1.0, quick_s=0.02, cpu_share=1.0):
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    """What this process knows of the machine; afterwards it is what it was."""
+    """A process without measured rates; restored afterwards."""
     monkeypatch.setattr(module, "_IN_THIS_PROCESS", {})
 
 

@@ -1,4 +1,4 @@
-"""What a plan takes for the memory of the interpreter, of data workers, and of the allocator."""
+"""The memory that a plan counts for the interpreter, data workers and the allocator."""
 
 import dataclasses
 import re

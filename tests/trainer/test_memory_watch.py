@@ -10,7 +10,7 @@ from headwater.trainer.memory_watch import Room, memory_watch
 
 
 def watched(monkeypatch, room, *, budget=None, held=0):
-    """Whether a run is asked to stop in this room."""
+    """Return True if a run with this much free memory is asked to stop."""
     monkeypatch.setattr(module, "_INTERVAL_S", 0.001)
     monkeypatch.setattr(module, "tightest_room", lambda: room)
     monkeypatch.setattr(module, "held_bytes", lambda: held)

@@ -108,7 +108,7 @@ class StreamedModel:
         size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
         changed = self._has_changed()
         if self.engine is None or torch.is_grad_enabled():
-            seen = current().gather(2 * size + changed)  # ranks plan alike
+            seen = current().gather(2 * size + changed)  # all ranks make the same plan
             size, changed = int(max(seen)) // 2, any(int(each) % 2 for each in seen)
         fits = size <= self._largest_batch and _trained(self.model) <= self._trained
         fits = fits and not changed
@@ -275,7 +275,7 @@ class StreamedModel:
     def _succeed(
         self, before: Engine, engine: Engine, old_names: Mapping[str, str], *, unchanged: bool
     ) -> None:
-        """Let `engine` have what the engine before it had, and parameters that left the model their own."""
+        """Move weights and optimizer state from the engine `before` into `engine` and removed parameters."""
         if self.fabric.size > 1:
             before.store.flush()
             before.store.share_scalars()

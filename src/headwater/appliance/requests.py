@@ -54,7 +54,7 @@ def answer(folder: QueueFolder, caller: Caller, line: bytes) -> dict[str, Any]:
 
     Args:
         folder: of the queue.
-        caller: the user who asks, as the kernel reports it.
+        caller: name of the user that sent the request, as the kernel reports it.
         line: the request; anything at all.
     """
     try:

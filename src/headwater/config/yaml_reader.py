@@ -175,7 +175,7 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _TAG + "timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# YAML 1.1 reads 2e-4 as text, because it lacks a point; YAML 1.2 and everyone who writes it means a number.
+# YAML 1.1 reads 2e-4 as text, because it lacks a point; in YAML 1.2 and for users it is a number.
 _Loader.add_implicit_resolver(
     _TAG + "float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )

@@ -2,8 +2,8 @@
 
 [Note: shared scratch folders]
 In a folder that others can write to, another user can take a name that can be guessed first, and a link under
-that name would make this user overwrite a file of their own. So such files have no name, or one that nobody
-can guess, which is created and never opened again.
+that name would make this user overwrite another file that belongs to them. So such files have no name, or one
+that nobody can guess, which is created and never opened again.
 """
 
 from __future__ import annotations

@@ -89,14 +89,14 @@ def _write(value: Any, kind: Any, blobs: list[bytes]) -> Any:
     for condition, write, _ in _RULES:
         if condition(kind):
             return write(value, kind, blobs)
-    raise TypeError(f"ranks do not send values of type {kind!r}")
+    raise TypeError(f"values of type {kind!r} cannot be sent between ranks")
 
 
 def _read(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
     for condition, _, read in _RULES:
         if condition(kind):
             return read(plain, kind, blobs)
-    raise TypeError(f"ranks do not send values of type {kind!r}")
+    raise TypeError(f"values of type {kind!r} cannot be sent between ranks")
 
 
 def _unexpected(expected: str, found: object) -> RankError:

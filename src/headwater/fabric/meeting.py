@@ -3,8 +3,8 @@
 [Note: rendezvous of ranks]
 Rank 0 listens, and accepts only ranks that know the secret of the run. The launcher of one host gives it a
 socket that only this host reaches. Otherwise it listens at the address that MASTER_ADDR and MASTER_PORT name.
-Where `torchrun` has a store of `torch.distributed` at that address, rank 0 listens at a port of its own and
-writes it to the store. The store is not trusted: the process that answers must know the secret.
+Where `torchrun` has a store of `torch.distributed` at that address, rank 0 listens at a second port and
+writes its number to the store. The store is not trusted: the process that answers must know the secret.
 
 A rank that waits asks again and again, so that it can be interrupted, and says what it waits for.
 """
@@ -61,7 +61,7 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class _Hello:
-    """What each rank sends to rank 0, and rank 0 sends on to all ranks.
+    """A rank's introduction: sent to rank 0, which forwards it to all ranks.
 
     Attributes:
         size: how many ranks there are, as it was told.
@@ -88,7 +88,7 @@ def meet(own: Process, timeout_s: float) -> tuple[Switchboard, list[Process]]:
         The connections of this rank, and the process of each rank.
 
     Raises:
-        RankError: if the ranks do not find each other, or a process answers that is not a rank.
+        RankError: if a rank does not connect in time, or a process answers that is not a rank.
     """
     found = _Meeting(os.environ, own, timeout_s).begin()
     os.environ.pop(LISTENER, None)

@@ -23,7 +23,7 @@ class WorkspacePool:
     On the CPU a large fresh tensor costs a page fault for every 4 KiB touched, which is more than most
     arithmetic on it; CUDA's caching allocator has no such cost, and fake tensors must not outlive their
     mode, so neither is pooled. Where memory is short nothing is kept (`pools_keep`). Threads that borrow at
-    the same time get memory of their own.
+    the same time get separate memory.
     """
 
     def __init__(self) -> None:

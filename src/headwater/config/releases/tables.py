@@ -1,6 +1,6 @@
 """Keys of the public releases 1.6 to 2.3 that are gone since, with what they meant.
 
-Each section has a table of its own. A key that is in no table and not in the schema is an error.
+Each section has its table. A key that is in no table and not in the schema is an error.
 """
 
 from __future__ import annotations
