@@ -76,7 +76,7 @@ def test_halves(tmp_path, llama):
         (("hf", "headwater", "hf", "own"), {}, "not empty"),
         (("headwater", "hf", "hf", "out"), {}, "cannot read the model's section"),
         (("cs2", "headwater", "hf", "out"), {}, "expected hf, headwater or cs-X.Y, found 'cs2'"),
-        (("cs-2.3", "headwater", "hf", "out"), {}, "both formats are headwater"),
+        (("cs-2.3", "headwater", "hf", "out"), {}, "cs-2.3 and headwater are the same format here"),
         (("hf", "headwater", "hf", "out"), {"model": "lama-headless"}, "write llama-headless; models are"),
         (("hf", "headwater", "hf", "out"), {"model": "bert-headles"}, "write bert-headless; models are"),
     ],

@@ -221,3 +221,50 @@ def test_files_follow_the_safetensors_format(tmp_path):
         assert {name for name, file in index["weight_map"].items() if file == path.name} == set(tensors)
         assert sum(tensor.nbytes for tensor in tensors.values()) <= 20_000 or len(tensors) == 1
     assert total == index["metadata"]["total_size"] == 4 * sum(p.numel() for p in model.parameters())
+
+
+MUP = [
+    {"embeddings_scale": 10.0, "output_logits_alpha": 2.2, "scale_qk_dot_by_d": True},
+    {"embeddings_scale": 3.0, "output_logits_scale": 0.7, "share_embedding_weights": False},
+    {"attention_logits_alpha": 1.7, "scale_qk_dot_by_layer_idx": True, "output_logits_alpha": 0.3},
+]
+
+
+def mup_model(**changes):
+    return model_of(mup_base_hidden_size=12, mup_base_filter_size=48, **changes)
+
+
+@pytest.mark.parametrize("changes", MUP)
+def test_export_with_mup_gives_the_same_logits_in_transformers_and_again_here(tmp_path, changes):
+    model, out = mup_model(**changes), tmp_path / "out"
+    export_hf(model.named_parameters(), model.config, out)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    config, tensors = import_hf(out)
+    again = Decoder(config).eval()
+    again.load_state_dict(dict(tensors))
+    with torch.no_grad():
+        expected = model.logits(tokens())
+        torch.testing.assert_close(theirs.eval()(tokens()).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(again.logits(tokens()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_factors_of_mup_that_are_powers_of_two_keep_every_bit(tmp_path):
+    model = model_of(
+        num_heads=6, embeddings_scale=8.0, output_logits_scale=0.25, scale_qk_dot_by_d=True
+    )  # heads of 4 elements
+    export_hf(model.named_parameters(), model.config, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    ours = dict(model.named_parameters())
+    assert torch.equal(stored["transformer.wte.weight"] / 8, ours["embedding.weight"])
+    assert torch.equal(stored["lm_head.weight"] * 4, ours["embedding.weight"])
+    query, rest = stored["transformer.h.0.attn.c_attn.weight"].t().split([24, 48])
+    assert torch.equal(query * 2, ours["blocks.0.attention.qkv.weight"][:24])
+    assert torch.equal(rest, ours["blocks.0.attention.qkv.weight"][24:])
+
+
+def test_plain_converter_names_the_key_of_mup_and_the_converter_that_absorbs_it(tmp_path):
+    model = model_of(embeddings_scale=8.0)
+    with pytest.raises(ConfigError, match="embeddings_scale = 8") as error:
+        export_hf(model.named_parameters(), model.config, tmp_path / "out", format=GPT2)
+    assert "--model gpt2-mup" in error.value.remedy

@@ -88,7 +88,11 @@ def run_convert(args: argparse.Namespace) -> int:
     source, target = _meant(args.src_fmt), _meant(args.tgt_fmt)
     if source == target:
         raise ConfigError(
-            f"both formats are {source}", where="--tgt-fmt", remedy="convert to the other format"
+            f"both formats are {source}"
+            if args.src_fmt == args.tgt_fmt
+            else f"{args.src_fmt} and {args.tgt_fmt} are the same format here, {source}'s own",
+            where="--tgt-fmt",
+            remedy="use IN as it is, or convert to the other format",
         )
     if not args.input.exists():
         raise CheckpointError("there is no such folder", where=str(args.input), remedy="name a checkpoint")

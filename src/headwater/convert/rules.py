@@ -73,13 +73,68 @@ def repeated(ours: str, theirs: Sequence[str]) -> Rule:
 
 def permuted(ours: str, theirs: str, order: Tensor) -> Rule:
     """Row `i` there is row `order[i]` here."""
+    return reordered(same(ours, theirs), order)
+
+
+def reordered(rule: Rule, order: Tensor, *, dim: int = 0) -> Rule:
+    """The same rule with the elements of a dimension in another order: `i` there is `order[i]` here."""
     back = order.argsort()
-    return Rule(
-        ours,
-        (theirs,),
-        lambda tensor: [tensor[order.to(tensor.device)]],
-        lambda tensors: _only(tensors)[back],
+    return dataclasses.replace(
+        rule,
+        split=lambda tensor: rule.split(tensor.index_select(dim, order.to(tensor.device))),
+        join=lambda tensors: rule.join(tensors).index_select(dim, back),
     )
+
+
+def with_constant(rule: Rule, theirs: str, value: Callable[[], Tensor]) -> Rule:
+    """The same rule where one more tensor lies there, of which the values are always the same.
+
+    Args:
+        rule: where the parameter lies there.
+        theirs: the name of the tensor there.
+        value: returns its values. A tensor with other values cannot be read.
+    """
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        *parts, found = tensors
+        tolerance = 1e-5 if found.dtype == torch.float32 else 1e-2
+        if not torch.allclose(found.float(), value(), rtol=0, atol=tolerance):
+            raise CheckpointError(
+                f"tensor {theirs.replace('{}', '*')} has values that no model here computes with",
+                where=rule.ours.replace("{}", "*"),
+                remedy="import another model",
+            )
+        return rule.join(parts)
+
+    return dataclasses.replace(
+        rule,
+        theirs=(*rule.theirs, theirs),
+        split=lambda tensor: [*rule.split(tensor), value().to(tensor.device)],
+        join=join,
+    )
+
+
+def scaled(rule: Rule, *factors: Tensor | float) -> Rule:
+    """The same rule for tensors that hold the parameter times a factor; a factor of 1 keeps every bit.
+
+    Args:
+        rule: where the parameter lies there.
+        factors: one for each tensor there; it is broadcast to the parameter's shape here.
+    """
+    assert len(factors) == len(rule.theirs), f"{len(factors)} factors for {rule.theirs}"
+
+    def split(tensor: Tensor) -> list[Tensor]:
+        return [rule.split(tensor * _on(factor, tensor))[number] for number, factor in enumerate(factors)]
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        joined = rule.join(tensors)
+        return joined / _on(factors[0], joined)
+
+    return dataclasses.replace(rule, split=split, join=join)
+
+
+def _on(factor: Tensor | float, like: Tensor) -> Tensor | float:
+    return factor.to(like.device) if isinstance(factor, Tensor) else factor
 
 
 def both(

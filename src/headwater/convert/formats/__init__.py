@@ -21,12 +21,13 @@ from headwater.convert.formats.bert import (
 )
 from headwater.convert.formats.bigcode import GPT_BIGCODE
 from headwater.convert.formats.falcon import FALCON
-from headwater.convert.formats.gpt2 import GPT2
+from headwater.convert.formats.gpt2 import GPT2, GPT2_MUP, has_scales
 from headwater.convert.formats.gptj import CODEGEN, GPTJ
 from headwater.convert.formats.jais import BTLM, JAIS
 from headwater.convert.formats.llama import GEMMA2, LLAMA, MISTRAL, MIXTRAL
 from headwater.convert.formats.llava import LLAVA
 from headwater.convert.formats.neox import GPT_NEOX
+from headwater.convert.formats.pegasus import PEGASUS
 from headwater.convert.formats.t5 import T5
 from headwater.convert.formats.vit import DINOV2, VIT
 from headwater.core.errors import ConfigError
@@ -34,7 +35,7 @@ from headwater.core.errors import ConfigError
 FORMATS: tuple[Format, ...] = (
     GPT2, GPTJ, GPT_NEOX, CODEGEN, LLAMA, MISTRAL, MIXTRAL, GEMMA2, FALCON, BLOOM, MPT, GPT_BIGCODE,
     BTLM, JAIS,
-    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, DPR, T5, VIT, DINOV2, LLAVA,
+    BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, DPR, T5, PEGASUS, VIT, DINOV2, LLAVA,
 )  # fmt: skip
 """All of them; of several for one type the first is meant where a `config.json` names no class."""
 
@@ -43,6 +44,7 @@ _MARK = "-headless"
 
 _NAMES: dict[str, tuple[Format, str]] = {
     **{model: (format, model) for format in FORMATS for model in format.models if "/" not in model},
+    "gpt2-mup": (GPT2_MUP, "gpt2"),
     "code-llama": (LLAMA, "llama"),
     "llamaV2": (LLAMA, "llama"),
     "wizardlm": (LLAMA, "llama"),
@@ -121,6 +123,8 @@ def format_of_config(config: ModelConfig) -> Format:
     Raises:
         ConfigError: if the transformers library has no such models.
     """
+    if isinstance(config, DecoderConfig) and config.name in GPT2_MUP.models and has_scales(config):
+        return GPT2_MUP
     if isinstance(config, BertConfig) and config.mask_padding_in_positional_embed:
         return ROBERTA
     if isinstance(config, ViTConfig) and config.use_dinov2_classifier:

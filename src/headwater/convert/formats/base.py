@@ -56,6 +56,7 @@ class Format:
         ignored: what the names of tensors that hold no weight end in.
         folders: where the model lies in several: their names, with which the names of their tensors begin,
             and under which the content of each one's `config.json` is here.
+        elsewhere: keys of the model section that the weights of another converter express, with its name.
     """
 
     model_type: str
@@ -73,6 +74,7 @@ class Format:
     head: str = "lm_head"
     ignored: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def has_initializer(self) -> bool:
@@ -140,10 +142,13 @@ class Format:
         back, given = (self.meaning(each) for each in (self.config_from_hf(hf, where="the export"), config))
         for key, value in given.items():
             if not _equal(value, back[key]):
+                other = self.elsewhere.get(key)
                 raise ConfigError(
                     f"the format of {self.architecture} has no models with {key} = {value}",
                     where=f"model.{key}",
-                    remedy=f"only a model with {key} = {back[key]} can be exported",
+                    remedy=f"convert it with --model {other}, whose weights absorb the factor"
+                    if other
+                    else f"only a model with {key} = {back[key]} can be exported",
                 )
         return hf
 

@@ -6,25 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from headwater.config.models import DecoderConfig
-from headwater.convert.formats.base import Format, Key
-from headwater.convert.rules import Rule, both, linear_transposed, same
+from headwater.convert.formats.base import Format
+from headwater.convert.formats.gpt2 import (
+    GPT2_BUFFERS,
+    GPT2_KEYS,
+    QKV,
+    SCALE_BY_LAYER,
+    gpt2_rules,
+    scores,
+    their_scores,
+)
+from headwater.convert.rules import Rule, linear_transposed
 from headwater.core.errors import ConfigError
 
 
 def _rules(config: DecoderConfig) -> tuple[Rule, ...]:
-    there = "transformer.h.{}"
-    return (
-        same("embedding.weight", "transformer.wte.weight"),
-        *both(same, "blocks.{}.attention_norm", f"{there}.ln_1"),
-        *linear_transposed("blocks.{}.attention.qkv", f"{there}.attn.c_attn"),
-        *linear_transposed("blocks.{}.attention.output", f"{there}.attn.c_proj"),
-        *both(same, "blocks.{}.ffn_norm", f"{there}.ln_2"),
-        *linear_transposed("blocks.{}.ffn.gate", f"{there}.mlp.c_fc2"),
-        *linear_transposed("blocks.{}.ffn.input", f"{there}.mlp.c_fc"),
-        *linear_transposed("blocks.{}.ffn.output", f"{there}.mlp.c_proj"),
-        *both(same, "norm", "transformer.ln_f"),
-        same("head.weight", "lm_head.weight"),
-    )
+    gate = linear_transposed("blocks.{}.ffn.gate", "transformer.h.{}.mlp.c_fc2")
+    return (*gpt2_rules(linear_transposed(*QKV)), *gate)
 
 
 _ONLY = {"position_embedding_type": "alibi", "activation_function": "swiglu"}
@@ -51,7 +49,7 @@ def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
         "output_logits_scale": width * alpha,
         "embeddings_scale": embeddings,
         "scale_qk_dot_by_d": bool(by_size),
-        "attention_type": "scaled_dot_product" if hf.get("scale_attn_weights", True) else "dot_product",
+        **scores(hf),
     }
 
 
@@ -62,7 +60,7 @@ def _config(config: DecoderConfig) -> dict[str, Any]:
         "mup_output_alpha": 1.0,
         "mup_embeddings_scale": config.embeddings_scale,
         "mup_scale_qk_dot_by_d": config.scale_qk_dot_by_d,
-        "scale_attn_weights": config.attention_type == "scaled_dot_product",
+        **their_scores(config),
     }
 
 
@@ -71,25 +69,12 @@ def _format(model: str, architecture: str) -> Format:
         model_type=model,
         architecture=architecture,
         models=(model,),
-        keys={
-            "vocab_size": Key("vocab_size", 50257),
-            "hidden_size": Key("n_embd", 768),
-            "max_position_embeddings": Key("n_positions", 1024),
-            "num_hidden_layers": Key("n_layer", 12),
-            "num_heads": Key("n_head", 12),
-            "filter_size": Key("n_inner", None, "ffn_size"),
-            "dropout_rate": Key("resid_pdrop", 0.1, "residual_dropout"),
-            "embedding_dropout_rate": Key("embd_pdrop", 0.1, "embedding_dropout"),
-            "attention_dropout_rate": Key("attn_pdrop", 0.1, "attention_dropout"),
-            "layer_norm_epsilon": Key("layer_norm_epsilon", 1e-5),
-            "share_embedding_weights": Key("tie_word_embeddings", True),
-            "scale_qk_dot_by_layer_idx": Key("scale_attn_by_inverse_layer_idx", False),
-        },
+        keys=GPT2_KEYS | SCALE_BY_LAYER,
         section=_section,
         config=_config,
         refused={"add_cross_attention": False, "alibi_scaling": None},
         rules=_rules,
-        ignored=(".attn.bias", ".attn.masked_bias", "relative_pe.slopes"),
+        ignored=(*GPT2_BUFFERS, "relative_pe.slopes"),
     )
 
 

@@ -45,7 +45,7 @@ def _config(config: Seq2SeqConfig) -> dict[str, Any]:
     }
 
 
-def _meaning(config: Seq2SeqConfig) -> dict[str, Any]:
+def seq2seq_meaning(config: Seq2SeqConfig) -> dict[str, Any]:
     """What decides about the model's function and the names of its weights."""
     keys = (
         "share_encoder_decoder_embedding", "share_embedding_weights", "d_model", "d_kv", "d_ff", "num_heads",
@@ -121,7 +121,7 @@ T5 = Format(
     architecture="T5ForConditionalGeneration",
     models=("t5",),
     schema=Seq2SeqConfig,
-    meaning=_meaning,
+    meaning=seq2seq_meaning,
     keys={
         "src_vocab_size": Key("vocab_size", 32128, "source_tokens"),
         "d_model": Key("d_model", 512),
