@@ -7,7 +7,7 @@ import pytest
 
 from headwater.core.units import GIB, MIB
 from headwater.plan import machine
-from headwater.plan.cgroups import Group, memory_groups, memory_room
+from headwater.plan.cgroups import Group, Level, memory_groups, memory_room
 from headwater.plan.machine import free_host_bytes, free_resources
 from headwater.plan.types import Resources
 
@@ -104,7 +104,8 @@ def test_names_with_spaces_and_many_fields():
 
 
 def test_a_container_lowers_the_budget(monkeypatch):
-    monkeypatch.setattr(machine, "memory_room", lambda: 10 * MIB)
+    used = 2 * machine.resident_bytes()
+    monkeypatch.setattr(machine, "memory_levels", lambda: [Level(used + 10 * MIB, used, used)])
     budget = free_resources(Resources(), "cpu").host_memory
     assert budget == pytest.approx(machine.resident_bytes() + 9 * MIB, abs=2 * MIB)
 

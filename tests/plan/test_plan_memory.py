@@ -13,6 +13,7 @@ from headwater.core.units import GIB, MIB, parse_bytes
 from headwater.models.workspace import WorkspacePool
 from headwater.plan import budget, machine
 from headwater.plan.budget import make_plan
+from headwater.plan.cgroups import Level
 from headwater.plan.machine import LATE_BYTES, WORKER_BYTES, free_resources, held_bytes, resident_bytes
 from headwater.plan.types import Resources
 
@@ -54,11 +55,29 @@ def test_the_remedy_holds_in_a_process_that_is_a_little_larger(monkeypatch):
 
 
 def test_a_budget_beyond_the_limit_of_a_control_group_is_lowered(monkeypatch):
-    monkeypatch.setattr(machine, "memory_limit", lambda: GIB)
-    monkeypatch.setattr(machine, "memory_room", lambda: 8 * GIB)
+    monkeypatch.setattr(machine, "memory_levels", lambda: [Level(GIB, 0, 0)])
     assert free_resources(Resources(host_memory=4 * GIB), "cpu").host_memory == int(0.9 * GIB)
     assert free_resources(Resources(), "cpu").host_memory == int(0.9 * GIB)
     assert free_resources(Resources(host_memory=MIB), "cpu").host_memory == MIB
+
+
+@pytest.mark.parametrize("asked", [None, 10 * MIB])
+def test_a_refusal_in_a_control_group_names_the_limit_that_would_do(monkeypatch, asked):
+    levels = [Level(300 * MIB, 250 * MIB, 250 * MIB), Level(16 * GIB, 0, 0)]
+    monkeypatch.setattr(machine, "memory_levels", lambda: levels)
+    for module in (budget, machine):
+        monkeypatch.setattr(module, "resident_bytes", lambda: 200 * MIB)
+    with pytest.raises(DoesNotFitError) as refused:
+        plan_within(asked)
+    limit = parse_bytes(re.search(r"memory limit of the control group ([\d.]+ \w+)", str(refused.value))[1])
+    words = re.search(r"and host_memory ([\d.]+ \w+)", str(refused.value))
+    assert (words is None) == (asked is None)
+
+    levels[0] = Level(limit, 250 * MIB, 250 * MIB)
+    assert plan_within(asked and parse_bytes(words[1])).prediction.host_bytes <= 0.9 * limit
+    levels[0] = Level(int(0.8 * limit), 250 * MIB, 250 * MIB)
+    with pytest.raises(DoesNotFitError):
+        plan_within(asked and parse_bytes(words[1]))
 
 
 def test_near_its_budget_a_plan_does_not_keep_pages():

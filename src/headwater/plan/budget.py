@@ -8,7 +8,13 @@ from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
 from headwater.core.units import MIB
 from headwater.plan.estimate import estimated_traces
-from headwater.plan.machine import LATE_BYTES, WORKER_BYTES, free_resources, resident_bytes
+from headwater.plan.machine import (
+    LATE_BYTES,
+    WORKER_BYTES,
+    free_resources,
+    group_memory,
+    resident_bytes,
+)
 from headwater.plan.refusal import UNLIMITED, refusal
 from headwater.plan.search import Budgets, Fixed, Request, TraceFor, best_plan, micro_batch_sizes
 from headwater.plan.types import WHOLE_STORE, Activations, Calibration, Plan, Resources, StoreShare
@@ -79,6 +85,7 @@ def make_plan(
     )
     check(request)
     # Memory is measured after the first dry run, which loads most of what a run loads.
+    request = dataclasses.replace(request, asked_host=resources.host_memory, group=group_memory())
     resources = free_resources(resources, device)
     request = dataclasses.replace(request, budgets=_budgets(resources))
     if base_bytes is None:

@@ -67,11 +67,6 @@ def memory_room(root: Path = Path("/")) -> int | None:
     return min((level.room for level in memory_levels(root)), default=None)
 
 
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the lowest limit of the control groups around this process; `None` without a limit."""
-    return min((level.limit for level in memory_levels(root)), default=None)
-
-
 def memory_levels(root: Path = Path("/")) -> list[Level]:
     """Return the control groups around this process that have a limit of memory."""
     proc = root / "proc/self"

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import resource
 import shutil
+from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
 
 from headwater.core.units import MIB
-from headwater.plan.cgroups import memory_limit, memory_room
+from headwater.plan.cgroups import Level, memory_levels, memory_room
 from headwater.plan.types import Resources
 
 FREE_SHARE = 0.9
@@ -56,7 +58,7 @@ def free_resources(resources: Resources, device: str) -> Resources:
     the kernel would end the run.
     """
     host, gpu, disk = resources.host_memory, resources.device_memory, resources.disk_bytes
-    host = free_host_budget() if host is None else min(host, group_budget() or host)
+    host = free_host_budget() if host is None else min(host, group_memory().budget or host)
     if gpu is None and device != "cpu":
         gpu = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0])
     if disk is None and resources.disk is not None:
@@ -71,18 +73,47 @@ def free_host_budget() -> int:
     another group may have been charged for them: that errs on the safe side.
     """
     budget = resident_bytes() + int(FREE_SHARE * free_host_bytes())
-    return min(budget, group_budget() or budget)
+    return min(budget, group_memory().budget or budget)
 
 
-def group_budget() -> int | None:
-    """Bytes that the processes of a run may hold within the control groups around them; `None`: no limit.
+class GroupMemory(NamedTuple):
+    """The control groups around this process, and the bytes that the process holds.
 
-    Other processes of a group have taken their part already.
+    Attributes:
+        levels: groups that have a limit of memory.
+        resident: bytes that this process holds.
     """
-    limit, room = memory_limit(), memory_room()
-    if limit is None or room is None:
-        return None
-    return min(int(FREE_SHARE * limit), resident_bytes() + int(FREE_SHARE * room))
+
+    levels: tuple[Level, ...]
+    resident: int
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that the processes of a run may hold within these groups; `None`: no limit.
+
+        Other processes of a group have taken their part already.
+        """
+        return min((self._within(level.limit, level.used) for level in self.levels), default=None)
+
+    def limit_for(self, num_bytes: int) -> int | None:
+        """Return the limit with which `budget` is `num_bytes`; `None` if it is as large now."""
+        short = [level.used for level in self.levels if self._within(level.limit, level.used) < num_bytes]
+        if not short:
+            return None
+        beside = max(0, num_bytes - self.resident)
+        return max(ceil(num_bytes / FREE_SHARE), max(short) + ceil(beside / FREE_SHARE))
+
+    def _within(self, limit: int, used: int) -> int:
+        return min(int(FREE_SHARE * limit), self.resident + int(FREE_SHARE * max(0, limit - used)))
+
+
+NO_GROUP = GroupMemory((), 0)
+"""A process outside of control groups that limit memory."""
+
+
+def group_memory() -> GroupMemory:
+    """Return the limits of the control groups around this process, and what it holds of them."""
+    return GroupMemory(tuple(memory_levels()), resident_bytes())
 
 
 def free_host_bytes() -> int:

@@ -66,7 +66,18 @@ def _raised(request: Request, least: dict[str, int]) -> Setting:
     slack = {"host_memory": request.slack_bytes}
     texts = {name: _rounded_up(used + slack.get(name, 0)) for name, used in least.items()}
     raised = _with_budgets(request, {name: parse_bytes(text) for name, text in texts.items()})
-    return Setting(" and ".join(f"{name} {text}" for name, text in texts.items()), raised)
+    words = (f"{name} {text}" for name, text in texts.items() if name != "host_memory")
+    host = _host_words(request, raised.budgets.host_memory) if "host_memory" in least else []
+    return Setting(" and ".join((*host, *words)), raised)
+
+
+def _host_words(request: Request, need: int) -> list[str]:
+    """Return what must be raised for `need` bytes: the limit of the control group, `host_memory`, or both."""
+    limit = request.group.limit_for(need)
+    words = [] if limit is None else [f"the memory limit of the control group {_rounded_up(limit)}"]
+    if limit is None or (request.asked_host is not None and request.asked_host < need):
+        words.append(f"host_memory {_rounded_up(need)}")
+    return words
 
 
 def other_settings(request: Request) -> Iterator[Setting]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from headwater.core.precision import Precision
 from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
+from headwater.plan.machine import NO_GROUP, GroupMemory
 from headwater.plan.predict import Predictor
 from headwater.plan.types import (
     WHOLE_STORE,
@@ -67,6 +68,8 @@ class Request:
         disk: folder of the disk tier, if there is one.
         slack_bytes: host memory that a remedy asks for beyond what is needed: `base_bytes` differs a little
             from one process to the next.
+        asked_host: host memory that the user allows; `None` if the user has not said.
+        group: control groups around the process; a remedy may need larger ones.
     """
 
     trace_for: TraceFor
@@ -84,6 +87,8 @@ class Request:
     ranks: int = 1
     worker_bytes: int = 0
     slack_bytes: int = 0
+    asked_host: int | None = None
+    group: GroupMemory = NO_GROUP
 
     def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
         """Fewest slabs of a size class."""
