@@ -87,7 +87,7 @@ def reordered(rule: Rule, order: Tensor, *, dim: int = 0) -> Rule:
 
 
 def with_constant(rule: Rule, theirs: str, value: Callable[[], Tensor]) -> Rule:
-    """The same rule where one more tensor lies there, of which the values are always the same.
+    """The same rule where one more tensor lies there, whose values are always the same.
 
     Args:
         rule: where the parameter lies there.

@@ -78,10 +78,13 @@ class Operators:
             for tensor in written:
                 self._known.remove(tensor)
             return call_operator(func, args, kwargs, self._known.value)
-        with no_dispatch():
-            real_args, real_kwargs = tree_map_only(torch.Tensor, lambda t: values[id(t)], (args, kwargs))
-            real = func(*real_args, **real_kwargs)
-        return self._faked(func, args, kwargs, real)
+
+        def real() -> Any:
+            with no_dispatch():
+                real_args, real_kwargs = tree_map_only(torch.Tensor, lambda t: values[id(t)], (args, kwargs))
+                return func(*real_args, **real_kwargs)
+
+        return self._faked(func, args, kwargs, real, may_skip=not written)
 
     def _values(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None:
         """What the tensors hold, by identity; `None` if that is not known of each."""
@@ -93,15 +96,32 @@ class Operators:
             values[id(tensor)] = value
         return values
 
-    def _faked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: Any) -> Any:
-        """What the operator returns on fake tensors, which are known to hold `real` from here on."""
+    def _faked(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        real: Callable[[], Any],
+        *,
+        may_skip: bool,
+    ) -> Any:
+        """Return the operator's result on fake tensors, and keep what `real` computes as their values.
+
+        A result that is too large to be kept is not computed: a mask of a long text can take a gigabyte.
+        """
         try:
             out = func(*args, **kwargs)
         except DataDependentOutputException:
-            return real  # a number
+            return real()  # a number
         except DynamicOutputShapeException:
-            out = tree_map_only(torch.Tensor, torch.empty_like, real)
-        for fake, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
+            values = real()
+            out = tree_map_only(torch.Tensor, torch.empty_like, values)
+        else:
+            made = _tensors(out)
+            if may_skip and made and not any(map(_is_small, made)):
+                return out
+            values = real()
+        for fake, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
             if isinstance(fake, torch.Tensor):
                 self._known.add(fake, value)
         return out
@@ -154,7 +174,7 @@ class _KnownValues:
         if value.is_meta or not _plain(fake) or torch._debug_has_internal_overlap(fake) == _OVERLAPS:
             return
         storage = fake.untyped_storage()
-        if storage._cdata in self._storages or storage.nbytes() > _KNOWN_BYTES:
+        if storage._cdata in self._storages or not _is_small(fake):
             return
         with no_dispatch():
             real = torch.UntypedStorage(storage.nbytes())
@@ -183,6 +203,11 @@ class _KnownValues:
         if len(self._storages) >= self._sweep_at:
             self._storages = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}
             self._sweep_at = max(1024, 2 * len(self._storages))
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """True if the values of a tensor may be kept."""
+    return _plain(tensor) and tensor.untyped_storage().nbytes() <= _KNOWN_BYTES
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,36 @@
+"""Operators of a dry run whose values are known."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from headwater.plan.stand_ins import Operators
+
+
+class Counted:
+    """An operator that counts its calls on real tensors."""
+
+    def __init__(self, func):
+        self._func = func
+        self.num_real = 0
+
+    def __getattr__(self, name):
+        return getattr(self._func, name)
+
+    def __call__(self, *args, **kwargs):
+        self.num_real += not any(isinstance(arg, FakeTensor) for arg in args)
+        return self._func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("length", "computed"), [(64, 1), (2048, 0)])
+def test_mask_is_computed_only_if_it_is_small_enough_to_be_kept(length, computed):
+    operators, compare = Operators(), Counted(torch.ops.aten.ge.Tensor)
+    positions = torch.arange(length)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(positions)
+    operators.know(fake, positions)
+    with mode:
+        rows, columns = (operators.call(torch.ops.aten.unsqueeze.default, (fake, dim), {}) for dim in (1, 0))
+        mask = operators.call(compare, (rows, columns), {})
+    assert mask.shape == (length, length)
+    assert compare.num_real == computed
