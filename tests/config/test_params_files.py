@@ -97,7 +97,10 @@ def test_shipped_files_load_without_notice(name):
     assert not any(loader.shuffle for loader in run.fit.val_dataloader)
 
 
-@pytest.mark.parametrize("size", SIZES)
+MUP = tuple(f"{size}_mup" for size in ("111m", "256m", "590m", "1p3b", "2p7b"))
+
+
+@pytest.mark.parametrize("size", (*SIZES, *MUP, "13b_bs1080"))
 def test_shipped_sizes_equal_the_public_ones(size):
     folder = public_params("nlp", "gpt3", "configs", "Cerebras_GPT")
     public = load_params(folder / ("13b_bs720.yaml" if size == "13b" else f"{size}.yaml"))
@@ -111,6 +114,20 @@ def test_shipped_sizes_equal_the_public_ones(size):
     assert public.fit is not None
     assert ours.fit.train_dataloader.batch_size == public.fit.train_dataloader.batch_size
     assert_same_model(ours.init.model, public.init.model)
+
+
+@pytest.mark.parametrize("size", ["111m", "256m", "590m", "6p7b"])
+def test_cosine_of_the_model_card_replaces_a_straight_line_from_and_to_the_same_rates(size):
+    line, cosine = (
+        load_params(find_params(f"gpt/cerebras_gpt_{size}{kind}")).init for kind in ("", "_cosine")
+    )
+    assert line.model == cosine.model and line.loop == cosine.loop and line.optimizer == cosine.optimizer
+    (before,), (after,) = (
+        (each.model_dump(exclude_none=True) for each in line.schedulers),
+        (each.model_dump(exclude_none=True) for each in cosine.schedulers),
+    )
+    *warm_up, decay = before["SequentialLR"]["schedulers"]
+    assert after["SequentialLR"]["schedulers"] == (*warm_up, {"CosineDecayLR": decay["LinearLR"]})
 
 
 def assert_same_model(ours: DecoderConfig, public: DecoderConfig):
