@@ -1,6 +1,7 @@
 """Mutated params files: `python -m benchmarks.params_fuzz COUNT [SEED]` reports errors of other kinds."""
 
 import random
+import re
 import sys
 import tempfile
 import time
@@ -66,9 +67,19 @@ def mutated(text, random_):
     return "\n".join(lines) + "\n"
 
 
+def text_of(path):
+    """Return the text of a params file that extends the same file from any folder."""
+    return re.sub(
+        r"^extends: (\S+\.yaml)$",
+        lambda found: f"extends: {(path.parent / found[1]).resolve()}",
+        path.read_text(),
+        flags=re.MULTILINE,
+    )
+
+
 def main():
     count, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    sources = [path.read_text() for path in shipped_params().values()]
+    sources = [text_of(path) for path in shipped_params().values()]
     slowest, raw, valid = 0.0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "params.yaml"

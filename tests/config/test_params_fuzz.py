@@ -2,14 +2,22 @@
 
 import random
 
-from benchmarks.params_fuzz import mutated
+import pytest
+from benchmarks.params_fuzz import mutated, text_of
 
 from headwater.config import load_params, shipped_params
 from headwater.core.errors import HeadwaterError
 
 
+@pytest.mark.parametrize("name", ["llama/tiny", "vit/large", "esm2/tiny"])
+def test_a_source_of_the_fuzzing_is_valid_in_another_folder(name, tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text(text_of(shipped_params()[name]))
+    assert load_params(path).init == load_params(shipped_params()[name]).init
+
+
 def test_two_hundred_mutated_files(tmp_path):
-    sources = [path.read_text() for path in shipped_params().values()]
+    sources = [text_of(path) for path in shipped_params().values()]
     path, refused = tmp_path / "params.yaml", 0
     for number in range(200):
         random_ = random.Random(f"test {number}")

@@ -1,24 +1,32 @@
-"""`headwater config`: check, convert, show and list params files."""
+"""`headwater config`: write, check, convert, show and list params files."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Literal
 
+from headwater.cli import config_init
 from headwater.cli.arguments import add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.cli.parser import Parser
 from headwater.config import find_params, load_params, shipped_params
 from headwater.config.conversion import convert_params
 from headwater.config.listing import describe_params, show_params
+from headwater.config.starter import schema_line
 from headwater.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `headwater config`."""
-    parser.description = "Check, convert, show and list params files."
+    parser.description = "Write, check, convert, show and list params files."
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    text = "ask for what a run needs, and write a params file that trains"
+    init = commands.add_parser("init", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    init.set_defaults(parser=init, action=config_init.run)
+    config_init.add_arguments(init)
     for name, action, text in (
         ("validate", run_validate, "read a params file and say what is wrong with it"),
         ("show", run_show, "print each value that a run would have, and where it comes from"),
@@ -33,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = commands.add_parser("list", help=text, description=f"{text[0].upper()}{text[1:]}.")
     listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose line has it")
     listing.set_defaults(parser=listing, action=run_list)
+
+    text = "write the JSON Schema of params files, by which an editor completes and checks them"
+    schema = commands.add_parser("schema", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    schema.add_argument("--output", type=Path, metavar="FILE", help="write it there instead of printing it")
+    schema.set_defaults(parser=schema, action=run_schema)
 
 
 _SHOWN = ("model", "model_dir", "learning_rate", "max_steps", "epochs", "batch_size", "data_dir", "num_csx")
@@ -66,16 +79,25 @@ def run_convert(args: argparse.Namespace) -> int:
     converted = convert_params(find_params(args.params), args.overrides)
     for notice in converted.notices:
         print(f"note: {notice}", file=sys.stderr)
-    try:
-        with args.out.open("x", encoding="utf-8") as file:
-            file.write(converted.text)
-    except OSError as error:
-        raise ConfigError(
-            f"the file cannot be written: {error.strerror}", where=str(args.out), remedy="name a new file"
-        ) from error
+    write_text(args.out, converted.text, mode="x", remedy="name a new file")
     load_params(args.out)
     print(f"wrote {args.out}")
     return 0
+
+
+def write_text(path: Path, text: str, *, mode: Literal["x", "w"], remedy: str) -> None:
+    """Write a file that the user has named.
+
+    Raises:
+        ConfigError: if the file cannot be written; with mode `x`, also if there is one already.
+    """
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(
+            f"the file cannot be written: {error.strerror}", where=str(path), remedy=remedy
+        ) from error
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -87,4 +109,21 @@ def run_list(args: argparse.Namespace) -> int:
             f"no params file that ships has {args.word!r} in its line", remedy="see headwater config list"
         )
     print("\n".join(found))
+    return 0
+
+
+def run_schema(args: argparse.Namespace) -> int:
+    """Prints or writes the JSON Schema of params files; returns the exit code.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    from headwater.config.json_schema import params_schema
+
+    text = json.dumps(params_schema(), indent=1, ensure_ascii=False)
+    if args.output is None:
+        print(text)
+        return 0
+    write_text(args.output, f"{text}\n", mode="w", remedy="name a file in a folder that exists")
+    print(f"wrote {args.output}; begin params files beside it with this line:\n{schema_line(args.output)}")
     return 0

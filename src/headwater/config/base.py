@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from headwater.core.errors import ConfigError
 from headwater.core.units import parse_bytes
@@ -25,6 +26,29 @@ class NoEffect:
     """
 
     why: str
+
+
+JsonSchema = dict[str, Any]
+"""A JSON Schema, or a part of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """A conversion that a value goes through before its type is checked.
+
+    Attributes:
+        convert: returns the value that is checked.
+        accepts: from the JSON Schema of the type, returns that of the values that may be written.
+    """
+
+    convert: Callable[[Any], Any]
+    accepts: Callable[[JsonSchema], JsonSchema]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.convert, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchema:
+        return self.accepts(handler(schema))
 
 
 class Section(BaseModel):
@@ -148,10 +172,40 @@ def _one_or_more(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
-Bytes = Annotated[int, BeforeValidator(_bytes)]
+def any_case(names: Iterable[str]) -> str:
+    """Return a regular expression that matches each of `names` without regard to case."""
+    spelled = (
+        "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else re.escape(c) for c in name) for name in names
+    )
+    return f"^({'|'.join(spelled)})$"
+
+
+ALSO = "also"
+"""Key of a JSON Schema in the making: further names of keys and of values of `name`, by the usual ones."""
+
+
+def also(keys: Mapping[str, str], names: Mapping[str, str]) -> Callable[[JsonSchema], JsonSchema]:
+    """Return what lets the schema of a section accept other names for some keys, and other `name`s."""
+    return lambda schema: schema | {ALSO: {"keys": dict(keys), "names": list(names)}}
+
+
+def _or_text(schema: JsonSchema) -> JsonSchema:
+    return {"anyOf": [schema | {"type": "number"}, {"type": "string"}]}
+
+
+def _or_item(schema: JsonSchema) -> JsonSchema:
+    """Return the schema of a list, or of a value that stands for a list of one."""
+    return {"anyOf": [schema, schema.get("items", {})]}
+
+
+def _as_it_is(schema: JsonSchema) -> JsonSchema:
+    return schema
+
+
+Bytes = Annotated[int, Field(ge=1), Reads(_bytes, _or_text)]
 """A size: `8GiB`, `500MB` or a number of bytes."""
-FilePath = Annotated[Path, BeforeValidator(_path)]
-AsTuple = BeforeValidator(_tuple)
+FilePath = Annotated[Path, Reads(_path, _as_it_is)]
+AsTuple = Reads(_tuple, _as_it_is)
 """Reads a list into a tuple."""
-OneOrMore = BeforeValidator(_one_or_more)
+OneOrMore = Reads(_one_or_more, _or_item)
 """Reads a single value like a list of one."""

@@ -32,7 +32,7 @@ def _rate(value: Any) -> Any:
 Rate = Annotated[float, BeforeValidator(_rate), Field(gt=0)]
 """Bytes a second: `50 GB/s`, `100 Gbit/s` or a number."""
 Positive = Annotated[float, Field(gt=0)]
-Size = Annotated[Bytes, Field(ge=1)]
+Size = Bytes
 
 
 class MemorySection(Section):

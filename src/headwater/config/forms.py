@@ -23,7 +23,7 @@ OLDER_SECTIONS = ("train_input", "eval_input", "model", "optimizer", "sparsity",
 _INIT: KeyPath = ("trainer", "init")
 _LOOP, _CHECKPOINT, _LOGGING, _PRECISION = ("loop",), ("checkpoint",), ("logging",), ("precision",)
 
-_RUNCONFIG: dict[str, KeyPath] = {
+RUNCONFIG_KEYS: dict[str, KeyPath] = {
     "model_dir": ("model_dir",),
     "seed": ("seed",),
     "target_device": ("backend", "backend_type"),
@@ -48,12 +48,12 @@ _RUNCONFIG: dict[str, KeyPath] = {
 }
 """Where each key of `runconfig` goes, below `trainer.init`."""
 
-_IGNORED_OF_SCHEDULES = {"alpha": "end_learning_rate says where the schedule ends"}
+IGNORED_OF_SCHEDULES = {"alpha": "end_learning_rate says where the schedule ends"}
 _ELSEWHERE = ("checkpoint_path", "load_checkpoint_states")
 """Keys of `runconfig` that become several keys, or part of a list."""
 
 OLDER_KEYS: dict[KeyPath, KeyPath] = {
-    **{("trainer", "init", *path): ("runconfig", key) for key, path in _RUNCONFIG.items()},
+    **{("trainer", "init", *path): ("runconfig", key) for key, path in RUNCONFIG_KEYS.items()},
     ("trainer", "fit", "ckpt_path"): ("runconfig", "checkpoint_path"),
     ("trainer", "fit", "train_dataloader", "batch_size"): ("train_input", "batch_size"),
     ("trainer", "fit", "train_dataloader", "data_dir"): ("train_input", "data_dir"),
@@ -61,13 +61,13 @@ OLDER_KEYS: dict[KeyPath, KeyPath] = {
 }
 """Key of the older form for each key of the newer one that has one, optimizer and model apart."""
 
-_MODEL: dict[str, KeyPath] = {
+MODEL_KEYS: dict[str, KeyPath] = {
     "mixed_precision": (*_PRECISION, "enabled"),
     "fp16_type": (*_PRECISION, "fp16_type"),
 }
 """Keys of `model` that go elsewhere."""
 
-_OPTIMIZER: dict[str, KeyPath] = {
+OPTIMIZER_KEYS: dict[str, KeyPath] = {
     **{
         key: (*_PRECISION, key)
         for key in (
@@ -80,14 +80,14 @@ _OPTIMIZER: dict[str, KeyPath] = {
 }  # fmt: skip
 """Keys of `optimizer` that go elsewhere."""
 
-_OPTIMIZER_NAMES = {"weight_decay_rate": "weight_decay", "lr": "learning_rate"}
-_BETAS = {"beta1": 0.9, "beta2": 0.999}
-_SCHEDULE_NAMES = {"steps": "total_iters", "decay_steps": "total_iters"}
-_SCHEDULES = {"cosine": "CosineDecay"}
+OPTIMIZER_NAMES = {"weight_decay_rate": "weight_decay", "lr": "learning_rate"}
+BETAS = {"beta1": 0.9, "beta2": 0.999}
+SCHEDULE_NAMES = {"steps": "total_iters", "decay_steps": "total_iters"}
+SCHEDULES = {"cosine": "CosineDecay"}
 """Further names of schedules, in small letters."""
 _KNOWN_SCHEDULES = {name.lower() for name in ScheduleConfig.attributes()}
 
-_MOVES: dict[KeyPath, KeyPath] = {
+MOVES: dict[KeyPath, KeyPath] = {
     (*_INIT, "backend", "num_csx"): (*_INIT, "backend", "cluster_config", "num_csx"),
     (*_INIT, "device"): (*_INIT, "backend", "backend_type"),
     (*_INIT, "model", "model_name"): (*_INIT, "model", "name"),
@@ -124,7 +124,7 @@ def canonical(document: Document) -> Document:
     if older:
         return _Translation(document, Document({"trainer": {"init": {}}}, notices=document.notices)).run()
     document = nest_image_encoders(document, (*_INIT, "model"))
-    for second, first in _MOVES.items():
+    for second, first in MOVES.items():
         if isinstance(parent := document.get(second[:-1]), dict) and second[-1] in parent:
             document = Renamed(first).apply(document, second)
     return document
@@ -200,7 +200,7 @@ class _Translation:
 
     def _model(self) -> None:
         self._place(("model",), ("init", "model"))
-        for key, new in _MODEL.items():
+        for key, new in MODEL_KEYS.items():
             self.result = move(self.result, (*_INIT, "model", key), (*_INIT, *new))
 
     def _optimizer(self) -> None:
@@ -214,15 +214,15 @@ class _Translation:
         target = ("init", "optimizer", str(keys["optimizer_type"]))
         self._make(("optimizer", "optimizer_type"), target, {})
         for key in keys:
-            if key in _OPTIMIZER:
-                self._place(("optimizer", key), ("init", *_OPTIMIZER[key]))
+            if key in OPTIMIZER_KEYS:
+                self._place(("optimizer", key), ("init", *OPTIMIZER_KEYS[key]))
             elif key == "learning_rate":
                 self._schedules(keys[key])
-            elif key not in ("optimizer_type", *_BETAS):
-                self._place(("optimizer", key), (*target, _OPTIMIZER_NAMES.get(key, key)))
-        if given := [key for key in _BETAS if key in keys]:
-            self._make(("optimizer", given[0]), (*target, "betas"), list(_BETAS.values()))
-        for index, key in enumerate(_BETAS):
+            elif key not in ("optimizer_type", *BETAS):
+                self._place(("optimizer", key), (*target, OPTIMIZER_NAMES.get(key, key)))
+        if given := [key for key in BETAS if key in keys]:
+            self._make(("optimizer", given[0]), (*target, "betas"), list(BETAS.values()))
+        for index, key in enumerate(BETAS):
             if key in keys:
                 self._place(("optimizer", key), (*target, "betas", index))
         if keys.get("log_summaries") is True:
@@ -270,11 +270,11 @@ class _Translation:
             target = (*new, index, next(iter(schedule)))
             self._make(entry, target, {})
             for key in self.source.get(entry):
-                if key in _IGNORED_OF_SCHEDULES:
-                    why = no_effect(self.source.origin((*entry, key)), _IGNORED_OF_SCHEDULES[key])
+                if key in IGNORED_OF_SCHEDULES:
+                    why = no_effect(self.source.origin((*entry, key)), IGNORED_OF_SCHEDULES[key])
                     self.result = self.result.with_notice(why)
                 elif key != "scheduler":
-                    self._place((*entry, key), (*target, _SCHEDULE_NAMES.get(key, key)))
+                    self._place((*entry, key), (*target, SCHEDULE_NAMES.get(key, key)))
 
     def _schedule_name(self, entry: KeyPath) -> str:
         keys = self.source.get(entry)
@@ -286,13 +286,13 @@ class _Translation:
                 "end_learning_rate: 0.001, total_iters: 100}",
             )
         written = str(keys["scheduler"])
-        name = _SCHEDULES.get(written.lower(), written)
+        name = SCHEDULES.get(written.lower(), written)
         return f"{name}LR" if f"{name}LR".lower() in _KNOWN_SCHEDULES else name
 
     def _runconfig(self) -> None:
         for key in self.source.tree["runconfig"]:
-            if key in _RUNCONFIG:
-                self._place(("runconfig", key), ("init", *_RUNCONFIG[key]))
+            if key in RUNCONFIG_KEYS:
+                self._place(("runconfig", key), ("init", *RUNCONFIG_KEYS[key]))
             elif key == "load_checkpoint_states":
                 self._load_states()
             elif key == "checkpoint_path":
@@ -300,7 +300,7 @@ class _Translation:
                     if section in self.result.tree["trainer"]:
                         self._place(("runconfig", key), (section, "ckpt_path"))
             else:
-                _unknown(self.source, ("runconfig",), key, (*_RUNCONFIG, *_ELSEWHERE))
+                _unknown(self.source, ("runconfig",), key, (*RUNCONFIG_KEYS, *_ELSEWHERE))
 
     def _load_states(self) -> None:
         """Which parts of a checkpoint to read: a list, or names with commas between them."""

@@ -35,7 +35,7 @@ class TaggedParamsConfig(Section):
         tag: what schedules call them.
     """
 
-    params: Annotated[tuple[str, ...], OneOrMore] = Field(min_length=1)
+    params: Annotated[tuple[str, ...], Field(min_length=1), OneOrMore]
     tag: str
 
 
@@ -322,7 +322,7 @@ class MultiStepConfig(DecaySection):
     """Times `gamma` at each milestone."""
 
     gamma: float = Field(ge=0)
-    milestones: Annotated[tuple[Annotated[int, Field(ge=0)], ...], AsTuple] = Field(min_length=1)
+    milestones: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), AsTuple]
 
     @model_validator(mode="after")
     def _increasing(self) -> Self:
@@ -337,7 +337,7 @@ class MultiStepConfig(DecaySection):
 class SequentialConfig(Section):
     """One schedule after another. The milestones follow from `total_iters` and need not be given."""
 
-    schedulers: Annotated[tuple[SimpleScheduleConfig, ...], AsTuple] = Field(min_length=1)
+    schedulers: Annotated[tuple[SimpleScheduleConfig, ...], Field(min_length=1), AsTuple]
     param_group_tags: Tags = ()
     milestones: Annotated[tuple[int, ...], AsTuple] | None = None
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from headwater.config.base import Bytes, Choice, FilePath, NoEffect, OneOrMore, Section
+from headwater.config.base import (
+    Bytes,
+    Choice,
+    FilePath,
+    JsonSchema,
+    NoEffect,
+    OneOrMore,
+    Reads,
+    Section,
+    any_case,
+)
 from headwater.config.data import AnyData
 from headwater.core.placement import Placement
 from headwater.core.precision import Precision
@@ -20,7 +30,12 @@ def _upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 
-Upper = BeforeValidator(_upper)
+def _in_any_case(schema: JsonSchema) -> JsonSchema:
+    names = schema.get("enum", [])
+    return {"anyOf": [schema, {"type": "string", "pattern": any_case(names)}]}
+
+
+Upper = Reads(_upper, _in_any_case)
 """Reads text in capitals."""
 Tier = Literal["auto", "memory", "disk"]
 
@@ -58,7 +73,7 @@ class DiskConfig(Section):
     """The disk tier: a folder and the bytes it may take there."""
 
     path: FilePath
-    size: Annotated[Bytes | None, Field(ge=1)] = None
+    size: Bytes | None = None
 
 
 class BackendConfig(Section):
@@ -86,8 +101,8 @@ class BackendConfig(Section):
 
     backend_type: Annotated[Literal["CSX", "CPU", "GPU"], Upper] = "CSX"
     cluster_config: ClusterConfig = ClusterConfig()
-    device_memory: Annotated[Bytes | None, Field(ge=1)] = None
-    host_memory: Annotated[Bytes | None, Field(ge=1)] = None
+    device_memory: Bytes | None = None
+    host_memory: Bytes | None = None
     disk: DiskConfig | None = None
     micro_batch_size: Annotated[int | None, Field(ge=1)] = None
     num_slabs: Annotated[int | None, Field(ge=1)] = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from headwater.config.base import OneOrMore, Section
+from headwater.config.base import OneOrMore, Reads, Section
 from headwater.core.errors import ConfigError
 from headwater.sparsity import schedules
 from headwater.sparsity.sparsifier import Sparsity
@@ -92,7 +92,7 @@ def _number(value: Any) -> Any:
 ByStep = Annotated[
     ConstantConfig | LinearConfig | ExponentialConfig | PowerConfig | CosineConfig | CubicConfig,
     Field(discriminator="type"),
-    BeforeValidator(_number),
+    Reads(_number, lambda schema: {"anyOf": [{"type": "number"}, schema]}),
 ]
 """A number, or how it changes with the step."""
 

@@ -9,12 +9,12 @@ from pydantic import Field, model_validator
 from headwater.config.base import AsTuple, OneOrMore, Section
 
 Pixels = Annotated[int, Field(ge=1)]
-SizeInPixels = Annotated[tuple[Pixels, ...], OneOrMore, Field(min_length=1, max_length=2)]
+SizeInPixels = Annotated[tuple[Pixels, ...], Field(min_length=1, max_length=2), OneOrMore]
 """Height and width; a single number is both."""
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Range = Annotated[tuple[float, float], AsTuple]
 Probability = Annotated[float, Field(ge=0, le=1)]
-PerChannel = Annotated[tuple[float, ...], AsTuple, Field(min_length=1)]
+PerChannel = Annotated[tuple[float, ...], Field(min_length=1), AsTuple]
 
 
 class SizedTransform(Section):
@@ -51,7 +51,7 @@ class ExpandToSquareConfig(Section):
     """
 
     name: Literal["expand_to_square"]
-    background_color: Annotated[tuple[Annotated[int, Field(ge=0, le=255)], ...], AsTuple, Field(min_length=1)]
+    background_color: Annotated[tuple[Annotated[int, Field(ge=0, le=255)], ...], Field(min_length=1), AsTuple]
 
 
 class CenterCropConfig(SizedTransform):
@@ -115,7 +115,7 @@ class RandomVerticalFlipConfig(Section):
     p: Probability = 0.5
 
 
-PerCrop = Annotated[tuple[Probability, ...], OneOrMore, Field(min_length=1)]
+PerCrop = Annotated[tuple[Probability, ...], Field(min_length=1), OneOrMore]
 """How often something is done: one number for all parts of an image, or one for each."""
 
 

@@ -49,5 +49,5 @@ class LoaderSection(Section):
         return ", ".join(map(str, folders)) if isinstance(folders, tuple) else str(folders)
 
 
-Folders = Annotated[tuple[FilePath, ...], OneOrMore, Field(min_length=1)]
+Folders = Annotated[tuple[FilePath, ...], Field(min_length=1), OneOrMore]
 """One folder or several."""

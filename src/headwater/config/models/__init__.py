@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from headwater.config.base import Section
+from headwater.config.base import Reads, Section
 from headwater.config.models.common import InitializerConfig, InitializerName, Nonlinearity
 from headwater.config.models.decoder import FAMILIES as DECODERS
 from headwater.config.models.decoder import DecoderConfig
@@ -63,7 +63,7 @@ def named(section: Any) -> Any:
     return section
 
 
-AnyModel = Annotated[ModelConfig, Field(discriminator="name"), BeforeValidator(named)]
+AnyModel = Annotated[ModelConfig, Field(discriminator="name"), Reads(named, lambda schema: schema)]
 """The same as a key of a params file: the name says which."""
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from headwater.config.base import AsTuple, NoEffect, Section
+from headwater.config.base import AsTuple, NoEffect, Reads, Section
 from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
 from headwater.config.models.vision import Size
 
@@ -57,7 +57,12 @@ class SamplerConfig(Section):
 
 
 Labels = Annotated[
-    tuple[int, ...] | None, AsTuple, BeforeValidator(lambda value: None if value == "None" else value)
+    tuple[int, ...] | None,
+    AsTuple,
+    Reads(
+        lambda value: None if value == "None" else value,
+        lambda schema: {"anyOf": [schema, {"const": "None"}]},
+    ),
 ]
 """Classes; YAML reads the word None as a text."""
 

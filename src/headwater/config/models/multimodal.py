@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from headwater.config.base import AsTuple, NoEffect, Section
+from headwater.config.base import AsTuple, NoEffect, Reads, Section, also
 from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
 from headwater.config.models.decoder import DecoderConfig
 from headwater.config.models.vision import ImageEncoderSection
@@ -30,7 +30,7 @@ class ProjectorConfig(Section):
 
     name: Literal["FeedForwardNetwork"] = "FeedForwardNetwork"
     input_unit: Width
-    layers_units: Annotated[tuple[Width, ...], AsTuple, Field(min_length=1)]
+    layers_units: Annotated[tuple[Width, ...], Field(min_length=1), AsTuple]
     layers_activation: Annotated[tuple[Nonlinearity | None, ...] | None, AsTuple] = None
     layers_dropout_rates: Annotated[tuple[Rate | None, ...] | None, AsTuple] = None
     use_bias: bool = True
@@ -99,8 +99,13 @@ def _decoder(section: Any) -> Any:
     """The section of a decoder, with the names that public files have for a language model without head."""
     if not isinstance(section, dict):
         return section
-    section = {("embedding_dropout_rate" if key == "embd_pdrop" else key): v for key, v in section.items()}
-    return section | ({"name": "llama"} if section.get("name") == "LlamaModel" else {})
+    section = {_DECODER_KEYS.get(key, key): value for key, value in section.items()}
+    name = section.get("name")
+    return section | ({"name": _DECODER_NAMES[name]} if name in _DECODER_NAMES else {})
+
+
+_DECODER_KEYS = {"embd_pdrop": "embedding_dropout_rate"}
+_DECODER_NAMES = {"LlamaModel": "llama"}
 
 
 class MultimodalSection(Section):
@@ -114,7 +119,7 @@ class MultimodalSection(Section):
         loss_weight: factor on the loss that is scaled by `batch_size`.
     """
 
-    text_model: Annotated[DecoderConfig, BeforeValidator(_decoder)]
+    text_model: Annotated[DecoderConfig, Reads(_decoder, also(_DECODER_KEYS, _DECODER_NAMES))]
     freeze: Annotated[tuple[str, ...], AsTuple] = ()
     image_token_id: int = Field(default=0, ge=0)
     loss_scaling: Literal["num_tokens", "batch_size"] = "num_tokens"
@@ -285,7 +290,7 @@ class ImageModelListConfig(Section):
     """
 
     image_feature_select_mode: FeatureMode = "patch"
-    image_models: Annotated[tuple[ProjectedImageModelConfig, ...], AsTuple, Field(min_length=1)]
+    image_models: Annotated[tuple[ProjectedImageModelConfig, ...], Field(min_length=1), AsTuple]
     global_image_projection: ProjectorConfig | None = None
 
 

@@ -38,7 +38,7 @@ def source_of(reference: str) -> Source:
 
 
 Call = Annotated[tuple[str | None, ...], AsTuple]
-Calls = Annotated[tuple[Call, ...], AsTuple, Field(min_length=1)]
+Calls = Annotated[tuple[Call, ...], Field(min_length=1), AsTuple]
 
 
 class CalledSection(Section):
@@ -244,9 +244,9 @@ class DinoConfig(Section):
     """
 
     name: Literal["dino"]
-    image_model_trunks: Annotated[tuple[TrunkConfig, ...], AsTuple, Field(min_length=1)]
+    image_model_trunks: Annotated[tuple[TrunkConfig, ...], Field(min_length=1), AsTuple]
     heads: Annotated[tuple[HeadConfig, ...], AsTuple] = ()
-    losses: Annotated[tuple[LossConfig, ...], AsTuple, Field(min_length=1)]
+    losses: Annotated[tuple[LossConfig, ...], Field(min_length=1), AsTuple]
     copy_init_weights: Annotated[tuple[CopyConfig, ...], AsTuple] = ()
     ema: Annotated[tuple[AverageConfig, ...], AsTuple] = ()
     freeze: Annotated[tuple[str, ...], AsTuple] = ()

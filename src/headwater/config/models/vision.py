@@ -183,7 +183,7 @@ class UNetConfig(Section):
     input_channels: int = Field(default=1, ge=1)
     image_size: Size = (256, 256)
     num_classes: int = Field(default=2, ge=1)
-    encoder_filters: Annotated[tuple[Annotated[int, Field(ge=1)], ...], AsTuple, Field(min_length=2)] = (
+    encoder_filters: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=2), AsTuple] = (
         64, 128, 256, 512, 1024,
     )  # fmt: skip
     convs_per_block: int = Field(default=2, ge=1)

@@ -1,0 +1,308 @@
+"""`headwater config init`: asks for what a run needs, and writes a params file that trains."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from headwater.cli.interview import Interview, Question
+from headwater.config import RunConfig, find_params, load_params, shipped_params
+from headwater.config.base import expand_user, nearest
+from headwater.config.models.huggingface import HuggingFaceConfig
+from headwater.config.starter import (
+    HF_DATA,
+    PRECISIONS,
+    PrecisionName,
+    Start,
+    moved_folders,
+    schema_line,
+    start_text,
+)
+from headwater.core.errors import ConfigError
+from headwater.core.units import format_bytes, parse_bytes
+from headwater.data.statistics import FILE_NAME, Statistics, read_statistics
+from headwater.plan.machine import free_host_bytes
+
+SCHEMA_FILE = "headwater.schema.json"
+"""Name of the JSON Schema that a new params file refers to if it is in the same folder."""
+_BASES = {
+    "masked": "bert/tiny",
+    "span_corruption": "t5/tiny",
+    "preference": "dpo/tiny",
+    "embedding_pairs": "dpr/tiny",
+    "extractive_summarization": "bert/tiny_scitldr",
+    "image_text": "llava/tiny_coco",
+}
+"""The params file to begin with, by the mode in which the data were prepared."""
+_BASE = "gpt/tiny"
+_HF_BATCH = 8
+_HF_EPOCHS = 1
+_AUTO = "auto"
+_NONE = "none"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `headwater config init`."""
+    parser.add_argument(
+        "file", nargs="?", type=Path, default=Path("params.yaml"), metavar="FILE", help="(%(default)s)"
+    )
+    parser.add_argument("--data", metavar="DIR", help="folder of the training data")
+    parser.add_argument("--model", metavar="NAME", help="a family or file that ships, or hf:FOLDER")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", metavar="N", help="training steps")
+    length.add_argument("--epochs", metavar="N", help="passes over the training data")
+    parser.add_argument("--batch_size", metavar="N", help="samples of one step")
+    parser.add_argument("--precision", metavar="NAME", help=", ".join(PRECISIONS))
+    parser.add_argument("--host_memory", metavar="SIZE", help=f"limit such as 8GiB, or {_AUTO}: what is free")
+    parser.add_argument("--device_memory", metavar="SIZE", help="likewise on the GPU")
+    parser.add_argument("--disk", metavar="DIR", help=f"folder for weights that exceed memory, or {_NONE}")
+    parser.add_argument("--model_dir", type=Path, metavar="DIR", help="folder of the run (runs/NAME)")
+    parser.add_argument("--yes", action="store_true", help="ask nothing: take the default of each question")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write a params file; return the exit code.
+
+    Raises:
+        ConfigError: if the file exists, an answer is wrong or missing, or the params would not be valid.
+    """
+    file: Path = args.file
+    if file.exists() and not args.force:
+        raise ConfigError(
+            "the file exists already",
+            where=str(file),
+            remedy="name a new file, or replace this one with --force",
+        )
+    start = _ask_all(args)
+    schema = file.parent / SCHEMA_FILE
+    line = schema_line(schema) if schema.is_file() else None
+    _write_valid(file, start_text(start, file, line))
+    print(f"wrote {file}; next:\n  headwater plan {file}\n  headwater fit {file}")
+    return 0
+
+
+def _write_valid(file: Path, text: str) -> None:
+    """Write a params file if its text is valid; an older file stays as it is if not."""
+    try:
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}-") as folder:
+            written = Path(folder) / file.name
+            written.write_text(text, encoding="utf-8")
+            load_params(written)
+            written.replace(file)
+    except OSError as error:
+        raise ConfigError(
+            f"the file cannot be written: {error.strerror}",
+            where=str(file),
+            remedy="name a file in a folder that exists and that you may write to",
+        ) from error
+
+
+def _ask_all(args: argparse.Namespace) -> Start:
+    interview = Interview(takes_defaults=args.yes)
+    question = Question("--data", "Folder of the training data", str(_found_data()), _path)
+    data = interview.ask(question, args.data)
+    statistics = _statistics(data)
+    if not data.exists():
+        print(f"note: {data} does not exist yet; headwater data prepares it", file=sys.stderr)
+    base = interview.ask(_model_question(statistics), args.model)
+    shipped = None if isinstance(base, Path) else load_params(find_params(base))
+    length = args.steps if args.epochs is None else f"{args.epochs} epochs"
+    steps, epochs = interview.ask(_length_question(shipped), length)
+    batch_size = interview.ask(_batch_question(shipped, statistics), args.batch_size)
+    precision = interview.ask(_precision_question(shipped), args.precision)
+    loaders = _hf_loaders(base, data) if isinstance(base, Path) else _shipped_loaders(shipped, data)
+    return Start(
+        base=base,
+        model_dir=args.model_dir or Path("runs") / args.file.stem,
+        steps=steps,
+        epochs=epochs,
+        batch_size=batch_size,
+        precision=precision,
+        model=_sizes(shipped, statistics, data),
+        loaders={name: {**loader, "batch_size": batch_size} for name, loader in loaders.items()},
+        backend=_limits(interview, args),
+    )
+
+
+def _found_data() -> Path:
+    """Return the data that were prepared last, in a folder below `data`; `data` if there are none."""
+    found = sorted(Path("data").glob(f"*/{FILE_NAME}"), key=lambda file: file.stat().st_mtime)
+    return found[-1].parent if found else Path("data")
+
+
+def _statistics(data: Path) -> Statistics | None:
+    """Return what the preparation of `data` found; `None` if something else made the data."""
+    return read_statistics(data) if (data / FILE_NAME).is_file() else None
+
+
+def _path(answer: str) -> Path:
+    return expand_user(Path(answer))
+
+
+def _model_question(statistics: Statistics | None) -> Question[str | Path]:
+    families = dict.fromkeys(name.partition("/")[0] for name in shipped_params())
+    text = f"Model: a family ({', '.join(families)}), a file of headwater config list, or hf:FOLDER"
+    default = _BASE if statistics is None else _BASES.get(statistics.mode, _BASE)
+    return Question("--model", text, default, _model)
+
+
+def _model(answer: str) -> str | Path:
+    """Return the name of a shipped file, or the folder of a model of the transformers library."""
+    if answer.startswith("hf:"):
+        return _path(answer.removeprefix("hf:").strip())
+    shipped = shipped_params()
+    sizes = [name for name in shipped if name.startswith(f"{answer}/")]
+    if answer in shipped:
+        return answer
+    if f"{answer}/tiny" in sizes or len(sizes) == 1:
+        return f"{answer}/tiny" if len(sizes) > 1 else sizes[0]
+    if sizes:
+        raise ConfigError(
+            f"the family {answer} has several files",
+            where="--model",
+            remedy=f"write one of {', '.join(sizes)}",
+        )
+    close = nearest(answer, [*shipped, *(name.partition("/")[0] for name in shipped)])
+    remedy = "see headwater config list"
+    raise ConfigError(
+        f"no family and no params file is called {answer!r}",
+        where="--model",
+        remedy=f"write {close!r}; {remedy}" if close else remedy,
+    )
+
+
+def _length_question(shipped: RunConfig | None) -> Question[tuple[int | None, int | None]]:
+    loop = None if shipped is None else shipped.init.loop
+    if loop is None or loop.max_steps is None:
+        default = f"{_HF_EPOCHS if loop is None else loop.num_epochs} epochs"
+    else:
+        default = f"{loop.max_steps} steps"
+    return Question(
+        "--steps or --epochs", "Length of the run, for example 600 steps or 3 epochs", default, _length
+    )
+
+
+def _length(answer: str) -> tuple[int | None, int | None]:
+    """Return a number of steps or of epochs, and None for the other."""
+    found = re.fullmatch(r"(\S+)(?: *(steps?|epochs?))?", answer)
+    if found is None:
+        raise ConfigError(
+            f"expected a number of steps or epochs, found {answer!r}",
+            where="length of the run",
+            remedy="write for example 600 steps or 3 epochs",
+        )
+    number = _count(found[1], "length of the run")
+    return (None, number) if (found[2] or "").startswith("epoch") else (number, None)
+
+
+def _count(answer: str, where: str) -> int:
+    if not re.fullmatch("[0-9]{1,12}", answer) or int(answer) == 0:
+        raise ConfigError(
+            f"expected a whole number above 0, found {answer!r}", where=where, remedy="write for example 16"
+        )
+    return int(answer)
+
+
+def _batch_question(shipped: RunConfig | None, statistics: Statistics | None) -> Question[int]:
+    usual = _HF_BATCH if shipped is None or shipped.fit is None else shipped.fit.train_dataloader.batch_size
+    if statistics is not None:
+        usual = min(usual, max(1, statistics.train_samples))
+    return Question(
+        "--batch_size", "Samples of one step", str(usual), lambda text: _count(text, "--batch_size")
+    )
+
+
+def _precision_question(shipped: RunConfig | None) -> Question[PrecisionName]:
+    default = "fp32" if shipped is None else shipped.init.precision.precision.name
+    return Question("--precision", f"Precision ({', '.join(PRECISIONS)})", default, _precision)
+
+
+def _precision(answer: str) -> PrecisionName:
+    for name in PRECISIONS:
+        if answer == name:
+            return name
+    raise ConfigError(
+        f"expected {' or '.join(PRECISIONS)}, found {answer!r}",
+        where="--precision",
+        remedy="write one of them",
+    )
+
+
+def _limits(interview: Interview, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the section `backend`: the limits that the user sets."""
+    free = format_bytes(free_host_bytes())
+    host = Question(
+        "--host_memory", f"Host memory, for example 8GiB ({_AUTO}: what is free, {free} now)", _AUTO, _size
+    )
+    limits: dict[str, Any] = {"host_memory": interview.ask(host, args.host_memory)}
+    if torch.cuda.is_available() or args.device_memory is not None:
+        device = Question("--device_memory", f"GPU memory ({_AUTO}: what is free)", _AUTO, _size)
+        limits["device_memory"] = interview.ask(device, args.device_memory)
+    text = f"Folder for weights that do not fit in memory ({_NONE}: keep them in memory)"
+    disk = interview.ask(
+        Question("--disk", text, _NONE, lambda text: None if text == _NONE else text), args.disk
+    )
+    limits["disk"] = None if disk is None else {"path": disk}
+    return {key: value for key, value in limits.items() if value is not None}
+
+
+def _size(answer: str) -> str | None:
+    """Return a size as it was written, or None for what is free."""
+    if answer == _AUTO:
+        return None
+    parse_bytes(answer)
+    return answer
+
+
+def _sizes(shipped: RunConfig | None, statistics: Statistics | None, data: Path) -> dict[str, int]:
+    """Return the sizes of the model that the data decide, where the shipped file has other ones."""
+    if shipped is None or statistics is None:
+        return {}
+    from headwater.data.tokenizer import load_tokenizer  # needs a library that others do without
+
+    tokens = max(statistics.vocab_size, load_tokenizer(data / statistics.tokenizer_file).get_vocab_size())
+    wanted = {"vocab_size": tokens, "max_position_embeddings": statistics.sequence_length}
+    given = {key: getattr(shipped.init.model, key, None) for key in wanted}
+    return {key: value for key, value in wanted.items() if given[key] not in (None, value)}
+
+
+def _shipped_loaders(shipped: RunConfig | None, data: Path) -> dict[str, dict[str, Any]]:
+    assert shipped is not None, "a name of a shipped file was given"
+    return moved_folders(shipped, data)
+
+
+def _hf_loaders(folder: Path, data: Path) -> dict[str, dict[str, Any]]:
+    """Return the data loaders of a model of the transformers library.
+
+    Raises:
+        ConfigError: if the folder has no such model, or one of a task whose data need more than a folder.
+    """
+    try:
+        task = HuggingFaceConfig(name="hf", hf=folder).kind
+    except ValidationError as error:
+        raise ConfigError(
+            f"expected a folder with the config.json of a transformers model, found {folder}",
+            where="--model",
+            remedy="write hf:FOLDER",
+        ) from error
+    if task not in HF_DATA:
+        raise ConfigError(
+            f"{folder} is a model for {task}, and its data need more than a folder",
+            where="--model",
+            remedy=f"write the file by hand (docs/models.md); init knows {', '.join(HF_DATA)}",
+        )
+    parts = {name: data / name for name in ("train", "val") if (data / name).is_dir()}
+    parts = parts if "train" in parts else {"train": data}
+    shuffle = {"train": True, "val": False}
+    return {
+        name: {"data_processor": HF_DATA[task], "data_dir": str(part), "shuffle": shuffle[name]}
+        for name, part in parts.items()
+    }

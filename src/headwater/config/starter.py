@@ -1,0 +1,183 @@
+"""A new params file: short, commented, and on top of one that ships."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from headwater.config.base import JsonSchema, Section
+from headwater.config.origins import KeyPath
+from headwater.config.run import RunConfig
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+PRECISIONS: Mapping[PrecisionName, Mapping[str, Any]] = {
+    "fp32": {"enabled": False},
+    "bf16": {"enabled": True, "fp16_type": "bfloat16"},
+    "fp16": {"enabled": True, "fp16_type": "float16", "loss_scaling_factor": "dynamic"},
+}
+"""Section `precision` by the name of a precision."""
+_LARGEST_RATE = {True: 2e-5, False: 3e-4}
+"""Learning rate of a model of the transformers library that has weights, and of one that has none."""
+HF_DATA = {"causal_lm": "GptHDF5DataProcessor", "masked_lm": "BertHDF5DataProcessor"}
+"""Data processor by the task of a model of the transformers library."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a new params file says.
+
+    Attributes:
+        base: name of the shipped file that it extends, or the folder of a model of the transformers library.
+        model_dir: folder of the run.
+        steps: training steps, or
+        epochs: passes over the data.
+        batch_size: samples of a step.
+        precision: of the run.
+        model: sizes that follow from the data.
+        loaders: keys of the data loaders, by section (`train`, `val`); without validation data only `train`.
+        backend: limits; empty for what is free.
+    """
+
+    base: str | Path
+    model_dir: Path
+    steps: int | None
+    epochs: int | None
+    batch_size: int
+    precision: PrecisionName
+    model: Mapping[str, Any]
+    loaders: Mapping[str, Mapping[str, Any]]
+    backend: Mapping[str, Any]
+
+
+def start_text(start: Start, file: Path, schema_line: str | None) -> str:
+    """Return the text of a new params file.
+
+    Args:
+        start: what it says.
+        file: where it will be, for the comments.
+        schema_line: comment that names a JSON Schema, if there is one.
+    """
+    lines = [
+        *([schema_line] if schema_line else []),
+        f"# Every value of this run and where it comes from: headwater config show {file}",
+        *([] if isinstance(start.base, Path) else [f"extends: {start.base}  # model, optimizer, schedule"]),
+        "trainer:",
+        "  init:",
+        f"    model_dir: {_flow(str(start.model_dir))}",
+        *_model(start),
+        f"    precision: {_flow(PRECISIONS[start.precision])}  # {start.precision}",
+        f"    loop: {_flow(_loop(start))}",
+        *_limits(start.backend),
+        "  fit:",
+        f"    train_dataloader: {_flow(start.loaders['train'])}",
+    ]
+    if "val" in start.loaders:
+        loader = _flow(start.loaders["val"])
+        lines += [f"    val_dataloader: {loader}", "  validate:", f"    val_dataloader: {loader}"]
+    elif not isinstance(start.base, Path):
+        lines += ["    val_dataloader: []  # the data have no part to validate on", "  validate: null"]
+    return "\n".join(lines) + "\n"
+
+
+def _model(start: Start) -> Iterator[str]:
+    if not isinstance(start.base, Path):
+        if start.model:
+            yield f"    model: {_flow(start.model)}  # as the data need"
+        return
+    has_weights = any(start.base.glob("*.safetensors")) or any(start.base.glob("pytorch_model*.bin"))
+    yield f"    model: {_flow({'hf': str(start.base), **start.model})}"
+    arguments = {"learning_rate": _LARGEST_RATE[has_weights], "weight_decay": 0.01}
+    yield f"    optimizer: {_flow({'AdamW': arguments})}"
+
+
+def _loop(start: Start) -> dict[str, int | None]:
+    if start.epochs is None:
+        return {"max_steps": start.steps}
+    without = {} if isinstance(start.base, Path) else {"max_steps": None}
+    return {**without, "num_epochs": start.epochs}
+
+
+def _limits(backend: Mapping[str, Any]) -> Iterator[str]:
+    if backend:
+        yield f"    backend: {_flow(backend)}"
+    else:
+        yield "    # backend: {host_memory: 8GiB, disk: {path: scratch}}  # limits; what is free without them"
+
+
+def _flow(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_flow(entry)}" for key, entry in value.items()) + "}"
+    text: str = yaml.safe_dump([value], default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.strip()[1:-1]
+
+
+def schema_line(schema: Path) -> str:
+    """Return the comment that names `schema` to the editor of a params file beside it."""
+    return f"# yaml-language-server: $schema={schema.name}"
+
+
+def moved_folders(run: RunConfig, data: Path) -> dict[str, dict[str, Any]]:
+    """Return the keys of a shipped run's data loaders that name files, with `data` as the folder of all data.
+
+    Folders below the one that holds all of the shipped run's data are below `data` likewise. A folder `train`
+    that `data` does not have means `data` itself, and then there is nothing to validate on.
+    """
+    assert run.fit is not None, "shipped files train"
+    train, val = run.fit.train_dataloader, run.fit.val_dataloader
+    sections = {"train": train, **({"val": val[0]} if val else {})}
+    paths = {name: list(_paths(section, ())) for name, section in sections.items()}
+    folders = [str(path) for found in paths.values() for key, path in found if _is_folder(key)]
+    root = Path(os.path.commonpath(folders)) if folders else Path()
+    if root.name in ("train", "val"):
+        root = root.parent
+    whole = any(path == root / "train" for _, path in paths["train"]) and not (data / "train").is_dir()
+    moved = {}
+    for name, found in paths.items():
+        moved[name] = _nested(
+            (key, data if whole and path == root / "train" else data / path.relative_to(root))
+            for key, path in found
+            if path.is_relative_to(root)
+        )
+    missing = whole or any(not path.exists() for path in _leaves(moved.get("val", {})))
+    return {"train": moved["train"]} if missing and data.exists() else moved
+
+
+def _is_folder(key: KeyPath) -> bool:
+    return str(key[-1]).endswith("_dir") or key[-1] == "root"
+
+
+def _paths(section: Section, location: KeyPath) -> Iterator[tuple[KeyPath, Path]]:
+    """Yield each path in a data loader's section, and its key."""
+    for key, name in section.attributes().items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _paths(value, (*location, key))
+        elif isinstance(value, Path):
+            yield (*location, key), value
+        elif isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], Path):
+            yield (*location, key), value[0]
+
+
+def _nested(entries: Iterator[tuple[KeyPath, Path]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, path in entries:
+        inside = tree
+        for part in key[:-1]:
+            inside = inside.setdefault(str(part), {})
+        inside[str(key[-1])] = str(path)
+    return tree
+
+
+def _leaves(tree: JsonSchema) -> Iterator[Path]:
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield Path(value)

@@ -1,0 +1,171 @@
+"""`headwater config init`: the files that it writes train."""
+
+import io
+
+import pytest
+
+from headwater.cli.main import main
+from headwater.config import load_params
+from headwater.config.json_schema import params_schema
+
+ALL = ["--steps", "2", "--batch_size", "4", "--precision", "fp32", "--host_memory", "auto", "--disk", "none"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "bloom", "falcon", "mixtral"])
+def test_a_new_file_trains(family, data, here, headwater):
+    code, out, _ = headwater("config", "init", "run.yaml", "--data", data, "--model", family, *ALL)
+    assert code == 0
+    assert out == "wrote run.yaml; next:\n  headwater plan run.yaml\n  headwater fit run.yaml\n"
+    code, out, err = headwater("fit", "run.yaml")
+    assert code == 0, err
+    assert (here / "runs/run/checkpoint_2").is_dir()
+    assert "eval" in (here / "runs/run/history.jsonl").read_text()
+
+
+def test_sizes_and_lengths_follow_from_data_and_shipped_file(data, here):
+    assert main(["config", "init", "run.yaml", "--data", str(data), "--yes"]) == 0
+    run = load_params("run.yaml")
+    model = run.init.model
+    assert (model.name, model.vocab_size, model.max_position_embeddings) == ("gpt2", 300, 16)
+    assert (run.init.loop.max_steps, run.fit.train_dataloader.batch_size) == (600, 16)
+    assert run.fit.train_dataloader.data_dir == (data / "train",)
+    assert run.fit.val_dataloader[0].data_dir == run.validation.val_dataloader.data_dir == (data / "val",)
+    assert run.init.backend == load_params("run.yaml").init.backend.__class__()
+    assert run.init.model_dir.as_posix() == "runs/run"
+
+
+def test_each_flag_counts(data, here):
+    words = [
+        "--data",
+        data,
+        "--model",
+        "gpt/tiny",
+        "--epochs",
+        "3",
+        "--batch_size",
+        "2",
+        "--precision",
+        "bf16",
+    ]
+    words += ["--host_memory", "2GiB", "--disk", "my scratch: 1", "--model_dir", "elsewhere"]
+    assert main(["config", "init", "run.yaml", *map(str, words)]) == 0
+    init = load_params("run.yaml").init
+    assert (init.loop.max_steps, init.loop.num_epochs) == (None, 3)
+    assert init.precision.precision.name == "bf16"
+    assert (init.backend.host_memory, str(init.backend.disk.path)) == (2 << 30, "my scratch: 1")
+    assert str(init.model_dir) == "elsewhere"
+
+
+def test_a_folder_without_a_part_to_validate_on(data, here):
+    assert main(["config", "init", "run.yaml", "--data", str(data / "train"), "--yes"]) == 0
+    run = load_params("run.yaml")
+    assert run.fit.train_dataloader.data_dir == (data / "train",)
+    assert (run.fit.val_dataloader, run.validation) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "val"),
+    [
+        ("mnist/fc_mnist", {"data_dir": "my/digits"}, {"data_dir": "my/digits"}),
+        ("t5", {"src_data_dir": "my/digits/train", "src_vocab_file": "my/digits/tokenizer.json"}, {}),
+        ("bert/tiny_sst2", {"data_dir": "my/digits", "vocab_file": "data/bert/vocab.txt"}, {}),
+        ("llava/tiny_coco", {"data_dir": "my/digits/train", "img_data_dir": "my/digits"}, {}),
+    ],
+)
+def test_every_folder_of_the_data_moves(model, train, val, here, capsys):
+    assert main(["config", "init", "run.yaml", "--data", "my/digits", "--model", model, "--yes"]) == 0
+    fit = load_params("run.yaml").fit
+    for loader, keys in ((fit.train_dataloader, train), (fit.val_dataloader[0], val)):
+        for key, value in keys.items():
+            found = getattr(loader, key)
+            assert str(found[0] if isinstance(found, tuple) else found) == value
+    assert "my/digits does not exist yet" in capsys.readouterr().err
+
+
+def test_the_terminal_is_asked_until_an_answer_is_right(data, here, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    answers = f"{data}\nlama\nllama\n2 epoch\n\nfp31\n\n\n\n"
+    monkeypatch.setattr("sys.stdin", Terminal(answers))
+    assert main(["config", "init", "run.yaml"]) == 0
+    run = load_params("run.yaml")
+    assert (run.init.model.name, run.init.loop.num_epochs) == ("llama", 2)
+    output = capsys.readouterr()
+    assert "Samples of one step [16]: " in output.out
+    assert "write 'llama'" in output.err and "fp31" in output.err
+
+
+def test_without_a_terminal_the_missing_flag_is_named(data, here, capsys):
+    assert main(["config", "init", "--data", str(data), *ALL]) == 2
+    assert "no terminal" in (said := capsys.readouterr().err)
+    assert "give --model (default: gpt/tiny)" in said
+    assert not (here / "params.yaml").exists()
+
+
+def test_a_file_is_replaced_only_with_force(data, here, capsys):
+    (here / "run.yaml").write_text("mine")
+    words = ["config", "init", "run.yaml", "--data", str(data), "--yes"]
+    assert main(words) == 2
+    assert "--force" in capsys.readouterr().err
+    assert (here / "run.yaml").read_text() == "mine"
+    assert main([*words, "--batch_size", "x", "--force"]) == 2
+    assert (here / "run.yaml").read_text() == "mine"
+    assert main([*words, "--force"]) == 0
+    assert load_params("run.yaml").fit is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "gtp"], "write 'gpt'"),
+        (["--model", "roberto/base"], "roberta/base"),
+        (["--steps", "0"], "whole number above 0"),
+        (["--host_memory", "much"], "write for example 8GiB"),
+        (["--model", "hf:nowhere"], "config.json"),
+    ],
+)
+def test_a_wrong_answer(words, said, data, here, capsys):
+    assert main(["config", "init", "run.yaml", "--data", str(data), *words, "--yes"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (here / "run.yaml").exists()
+
+
+def test_the_editor_is_told_of_a_schema_that_is_beside_the_file(data, here, capsys):
+    words = ["config", "init", "--data", str(data), "--yes"]
+    assert main([*words, "one.yaml"]) == 0
+    assert main(["config", "schema", "--output", "headwater.schema.json"]) == 0
+    assert main([*words, "two.yaml"]) == 0
+    line = "# yaml-language-server: $schema=headwater.schema.json\n"
+    assert line not in (here / "one.yaml").read_text()
+    assert (here / "two.yaml").read_text().startswith(line)
+
+
+def test_new_files_follow_the_schema(data, here):
+    from jsonschema import validate
+
+    from headwater.config.yaml_reader import read_document
+
+    schema = params_schema()
+    for number, words in enumerate((["--yes"], ["--epochs", "2", "--host_memory", "1GiB", "--yes"])):
+        assert main(["config", "init", f"{number}.yaml", "--data", str(data), *words]) == 0
+        validate(read_document(here / f"{number}.yaml").tree, schema)
+
+
+def test_a_model_of_the_transformers_library_trains(data, here, headwater):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=300, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained("my-gpt2")
+    words = ["--data", data, "--model", "hf:my-gpt2", *ALL]
+    assert headwater("config", "init", "run.yaml", *words)[0] == 0
+    code, _, err = headwater("fit", "run.yaml")
+    assert code == 0, err
+    assert (here / "runs/run/checkpoint_2").is_dir()
