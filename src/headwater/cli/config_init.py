@@ -133,7 +133,7 @@ def _ask_all(args: argparse.Namespace) -> Start:
 
 
 def _found_data() -> Path:
-    """Return the data that were prepared last, in a folder below `data`; `data` if there are none."""
+    """Return the data that were prepared last, in a folder below `data`, or else `data` itself."""
     found = sorted(Path("data").glob(f"*/{FILE_NAME}"), key=lambda file: file.stat().st_mtime)
     return found[-1].parent if found else Path("data")
 

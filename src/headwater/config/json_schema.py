@@ -95,7 +95,7 @@ class _Generator(GenerateJsonSchema):
                 node.update(node.pop("allOf")[0] if wrapped[0].keys() == {"$ref"} else {})
             node.pop("title", None)
             if node.get("default") is None or isinstance(node["default"], dict):
-                node.pop("default", None)  # the keys of a section have defaults of their own
+                node.pop("default", None)  # each key of a section shows its default
             marks = [mark for mark in section.model_fields[name].metadata if isinstance(mark, NoEffect)]
             if marks:
                 node.update(without_effect(marks[0].why))

@@ -30,7 +30,7 @@ HF_DATA = {"causal_lm": "GptHDF5DataProcessor", "masked_lm": "BertHDF5DataProces
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a new params file says.
+    """The content of a new params file.
 
     Attributes:
         base: name of the shipped file that it extends, or the folder of a model of the transformers library.
@@ -137,7 +137,8 @@ def moved_folders(run: RunConfig, data: Path) -> dict[str, dict[str, Any]]:
     root = Path(os.path.commonpath(folders)) if folders else Path()
     if root.name in ("train", "val"):
         root = root.parent
-    whole = any(path == root / "train" for _, path in paths["train"]) and not (data / "train").is_dir()
+    has_parts = any(path == root / "train" for _, path in paths["train"])
+    whole = has_parts and data.is_dir() and not (data / "train").is_dir()
     moved = {}
     for name, found in paths.items():
         moved[name] = _nested(
