@@ -4,7 +4,9 @@ import errno
 import multiprocessing
 import os
 import stat
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,14 +38,12 @@ def as_mallory(act, *arguments):
 
 
 @pytest.fixture
-def shared(tmp_path):
-    """A folder in which everybody may write, and which everybody can reach."""
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(parent.stat().st_mode | 0o011)
-    return folder
+def shared():
+    """A folder in which everybody may write. Other users cannot reach `tmp_path`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        yield folder
 
 
 @pytest.fixture(params=["without a name", "with a name for a moment"])
@@ -112,9 +112,9 @@ def test_nobody_else_sees_or_opens_a_scratch_file(shared):
         assert (found.st_nlink, stat.S_IMODE(found.st_mode)) == (0, 0o600)
         os.close(file)
     stop.set()
-    assert seen.get() == 0
-    assert not list(shared.iterdir())
     watching.join()
+    assert watching.exitcode == 0 and seen.get() == 0
+    assert not list(shared.iterdir())
 
 
 def test_a_folder_that_is_not_there_is_an_error_of_the_system(tmp_path):
