@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
-"""Files of torch and of the dry run: what happens in them was asked for elsewhere."""
+from headwater.core import module_calls
+
+NOT_THE_USERS = (
+    *(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent)),
+    module_calls.__file__,
+)
+"""Files of torch, of the dry run and of calls of modules. An operation in one of them was requested elsewhere."""
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
