@@ -18,7 +18,7 @@ NOT_THE_USERS = (
     *(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent)),
     module_calls.__file__,
 )
-"""Files of torch, of the dry run and of calls of modules. An operation in one of them was requested elsewhere."""
+"""Files of torch, of the dry run and of calls of modules: other code requested the operations in them."""
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
