@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from headwater.core.errors import CheckpointError
 from headwater.optim.loss_scale import LossScale
 
@@ -30,7 +32,7 @@ class RunState:
     micro_batch_size: int | None = None
     validated_step: int = -1
     data: Mapping[str, Any] | None = None
-    masks: Mapping[str, Any] | None = None
+    masks: Mapping[str, Tensor] | None = None
     returned_to: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
