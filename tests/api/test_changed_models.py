@@ -1,6 +1,7 @@
 """A model whose structure changes after its first streamed forward equals plain PyTorch."""
 
 import types
+import warnings
 
 import pytest
 import torch
@@ -78,6 +79,34 @@ def parametrized(model):
     parametrize.register_parametrization(model[2][0], "weight", Doubled())
 
 
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+    def right_inverse(self, weight):
+        return 2 * weight
+
+
+def parametrized_with_inverse(model):
+    """torch gives the parameter the inverse's values by `set_`."""
+    parametrize.register_parametrization(model[2][0], "weight", Halved())
+
+
+def orthogonal(model):
+    nn.utils.parametrizations.orthogonal(model[2][0])
+
+
+def normed_by_hook(model):
+    """torch makes new parameters of `weight.data`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(model[2][0])
+
+
+def normed_by_parametrization(model):
+    nn.utils.parametrizations.weight_norm(model[2][0])
+
+
 def tie(model):
     model[2][0].weight = model[0][0].weight
 
@@ -102,7 +131,8 @@ CHANGES = {
     change.__name__: change
     for change in (
         new_layer, new_parameter, swap, append, insert_first, remove, wider_head, prune_one, parametrized,
-        tie, own_forward, own_method, add_module,
+        tie, own_forward, own_method, add_module, parametrized_with_inverse, orthogonal, normed_by_hook,
+        normed_by_parametrization,
     )
 }  # fmt: skip
 TAKING_TURNS = ["memory", "gradients on disk", "recompute"]
@@ -249,6 +279,63 @@ def test_state_dict_between_a_change_and_the_next_forward(plan, tmp_path):
         train(model, adamw(model.parameters()), 1)
         insert_first(model)
         return model, train(model, adamw(model.parameters()), 1), model
+
+    check(script, plan, tmp_path)
+
+
+@pytest.mark.parametrize("of", [lambda weight: weight, lambda weight: weight.data, torch.Tensor.detach])
+def test_a_parameter_made_of_one_in_the_same_model_is_refused(of, tmp_path):
+    """In plain PyTorch both have the same memory."""
+    model = Place("memory", tmp_path).compile(stack())
+    train(model, adamw(model.parameters()), 1)
+    model[2][0].weight = nn.Parameter(of(model[0][0].weight))
+    with pytest.raises(StreamError, match=r"0\.0\.weight and 2\.0\.weight share memory"):
+        model(inputs(0))
+    cstorch.release(model)
+
+
+def test_set_takes_values_and_refuses_other_memory(tmp_path):
+    model = Place("memory", tmp_path).compile(stack())
+    evaluate(model)
+    weight = model[0][0].weight
+    with torch.no_grad():
+        weight.set_(torch.full((6, 6), 0.5))
+        assert torch.equal(weight.clone(), torch.full((6, 6), 0.5))
+        weight.set_(weight)
+        assert torch.equal(weight.clone(), torch.full((6, 6), 0.5))
+        for tensor in (weight, weight.data):
+            with pytest.raises(StreamError, match="other memory"):
+                tensor.set_(torch.zeros(36), 0, (6, 6), (6, 1))
+    with pytest.raises(StreamError, match="changed in place"):
+        weight.set_(torch.zeros(6, 6))
+    cstorch.release(model)
+
+
+@some_plan
+def test_parts_of_a_parameter_outlive_its_streaming(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        optimizer = adamw(model.parameters())
+        losses = train(model, optimizer, 1)
+        part, weight = model[1][0].weight.data[2:4], model[1][0].weight
+        new_parameter(model)
+        losses += train(model, optimizer, 1)
+        part.mul_(2)
+        return losses, part, weight
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_training_continues_after_release(plan, tmp_path):
+    """The optimizer has its state again."""
+
+    def script(place):
+        model = place.compile(stack())
+        optimizer = adamw(model.parameters())
+        losses = train(model, optimizer, 2)
+        place.release()
+        return losses, train(model, optimizer, 2, start=2), model, optimizer
 
     check(script, plan, tmp_path)
 

@@ -29,7 +29,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 def guard_call(
     model: nn.Module,
-    before: Callable[[tuple[Any, ...], dict[str, Any]], None],
+    before: Callable[[tuple[Any, ...], dict[str, Any]], Exception | None],
     surroundings: Callable[[], AbstractContextManager[None]],
     clean_up: Callable[[], None],
 ) -> Callable[[], None]:
@@ -37,7 +37,8 @@ def guard_call(
 
     Args:
         model: the model.
-        before: called first, with the arguments of the call.
+        before: called first, with the arguments of the call. An error that it returns is raised after a call
+            that raises none itself.
         surroundings: makes the context of the call.
         clean_up: called when the call is interrupted.
 
@@ -47,14 +48,17 @@ def guard_call(
 
     def guarded(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            before(args, kwargs)
+            error = before(args, kwargs)
             with surroundings():
-                return call(*args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception):
+                output = call(*args, **kwargs)
+            if error is not None:
+                raise error
+            return output
+        except BaseException as raised:
+            if not isinstance(raised, Exception):
                 clean_up()
-            if isinstance(error, RuntimeError) and _NO_HOOKS in str(error):
-                raise _no_transforms(model) from error
+            if isinstance(raised, RuntimeError) and _NO_HOOKS in str(raised):
+                raise _no_transforms(model) from raised
             raise
 
     return surround(model, guarded, outermost=True)

@@ -28,7 +28,7 @@ from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_
 from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
 from headwater.core.empty import initial_values
-from headwater.core.errors import StreamError
+from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.precision import Precision
 from headwater.core.seeding import drawing_devices
 from headwater.core.stage import ParamSpec
@@ -96,15 +96,19 @@ class StreamedModel:
             remedy="copy it before it is compiled, or load its state_dict() into a module of the same class",
         )
 
-    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
         """Have an engine for this model and for a batch like this one.
 
         What was trained once stays in the plan, as loops freeze one model while they train another.
+
+        Returns:
+            The error of a dry run before which nothing was streamed. The call then computes as in plain
+            PyTorch, and raises what that raises: a hook may raise an error to end the forward.
         """
         if self._is_planning:  # this is the dry run
-            return
+            return None
         if self.engine is None and is_lazy(self.model):
-            return  # this call gives the parameters their shapes and values, the next one is streamed
+            return None  # this call gives the parameters their shapes and values, the next one is streamed
         size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
         changed = self._has_changed()
         if self.engine is None or torch.is_grad_enabled():
@@ -114,13 +118,22 @@ class StreamedModel:
         fits = fits and not changed
         knows_mode = self._knows_training or not self.model.training
         if self.engine is not None and not changed and ((fits and knows_mode) or not torch.is_grad_enabled()):
-            return
+            return None
         if has_lent_parameters(self.model):
-            return  # for this call alone: what the model has otherwise is not known now
+            return None  # for this call alone: what the model has otherwise is not known now
         refuse_first_call()
         self._check_not_alone()
         self._largest_batch = max(size, self._largest_batch)
-        self._start((args, kwargs), only_look=fits and self.engine is not None)
+        try:
+            self._start((args, kwargs), only_look=fits and self.engine is not None)
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            if self.engine is not None or self.fabric.size > 1 or not _has_values(self.model):
+                raise
+            self._largest_batch = 0
+            return error
+        return None
 
     def _has_changed(self) -> bool:
         """True if the model has another structure than the engine, and no forward runs that would notice."""
@@ -398,13 +411,13 @@ class StreamedModel:
         self.end_step()
 
     def release(self) -> None:
-        """Stop streaming; the model's parameters get their values and gradients back."""
+        """Stop streaming; parameters get their values and gradients back, and optimizers their state."""
         transaction.unregister(self)
         self._unguard()
         if self.engine is not None:
             self.engine.detach()
             for key, param in self.engine.parameters():
-                give_back(self.engine.store, key, param, None)
+                self._give_back(key, param)
             self.engine.close()
             self.engine = None
         self._planner.close()
@@ -425,6 +438,11 @@ def _with_masters_of(engine: Engine, partition: Partition, old_names: Mapping[st
         for stage in partition.stages
     )
     return dataclasses.replace(partition, stages=tuple(stages))
+
+
+def _has_values(model: nn.Module) -> bool:
+    """True if every parameter has its values in memory."""
+    return not initial_values(model) and not any(param.is_meta for param in model.parameters())
 
 
 def _nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import FrameType
@@ -15,6 +15,7 @@ from torch.nn.utils import stateless
 
 from headwater.core.errors import StreamError
 from headwater.core.overlap import overlapping
+from headwater.stream.at_rest import values_of
 
 _LENDER = getattr(getattr(stateless, "_functional_call", None), "__code__", None)
 """The code of `functional_call`. While it runs, modules have parameters that are lent to them."""
@@ -133,7 +134,8 @@ def refuse_shared_memory(model: nn.Module) -> None:
     Raises:
         StreamError: if they do: the memory of each streamed parameter is separate.
     """
-    pair = overlapping(dict(model.named_parameters()))
+    params = dict(model.named_parameters())
+    pair = overlapping(params) or _taken(params)
     if pair is not None:
         first, second = pair
         raise StreamError(
@@ -142,3 +144,16 @@ def refuse_shared_memory(model: nn.Module) -> None:
             remedy=f"tie them as one Parameter, model.{second} = model.{first}, or separate them, "
             f"model.{second}.data = model.{second}.data.clone()",
         )
+
+
+def _taken(params: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
+    """Return the names of a parameter and of one that was made of it, `nn.Parameter(model.weight)`."""
+    names = {id(param): name for name, param in params.items()}
+    for name, param in params.items():
+        taken = values_of(param)
+        if taken is None:
+            taken = vars(param).pop("taken_from", None)
+        source = None if taken is param else names.get(id(taken))
+        if source is not None:
+            return source, name
+    return None

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from headwater.core.uncompiled import uncompiled
+
 Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Makes a call: it gets what is inside it, and the positional and keyword arguments."""
 
@@ -50,6 +52,7 @@ class _Layered:
         self._compiled = vars(module).pop("_compiled_call_impl", None)
         vars(module)["_call_impl"] = self
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(0, args, kwargs)
 

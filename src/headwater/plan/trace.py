@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from headwater.core.dry_run import counting_costs
+from headwater.core.effects import effects_undone, functions_of
 from headwater.core.errors import StreamError
 from headwater.core.module_calls import Layer, surround
 from headwater.core.precision import Precision
@@ -95,7 +96,8 @@ def trace_step(
 
     def dry_run(tensors: Tensors) -> Trace:
         recorder = _Recorder(model, partition, tensors, observer, inference=inference)
-        with tensors.active(), attributes_restored(model), autocast(precision, "cpu"):
+        untouched = effects_undone(functions_of(model))
+        with tensors.active(), untouched, attributes_restored(model), autocast(precision, "cpu"):
             recorder.run(batch, loss_function)
         return recorder.trace(_batch_size(batch))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from headwater.core.copies import apart
+from headwater.core.effects import effects_undone, functions_of
 from headwater.core.errors import StreamError
+from headwater.core.uncompiled import uncompiled
 from headwater.stream.transforms import in_derivative
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -162,6 +164,7 @@ def recompute_forward(
 
     is_wrapped = True
 
+    @uncompiled
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not is_wrapped:  # a forward that the user has set calls this one
             return forward(*args, **kwargs)
@@ -169,7 +172,7 @@ def recompute_forward(
         kept = own_checkpoints.is_in_another() or in_derivative()  # torch.func refuses checkpoints
         if others or kept or not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
-        call = _RepeatedCall(bound_forward, args, kwargs)
+        call = _RepeatedCall(bound_forward, args, kwargs, lambda: functions_of(module))
         buffers = _Buffers(module)
         tensors = call.tensors()
         has_nested = any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors)
@@ -202,11 +205,19 @@ class _Tensor:
 class _RepeatedCall:
     """A call that finds its arguments as they were the first time, whatever the function does to them.
 
-    The tensors among them are given to it each time, so that it does not hold them.
+    The tensors among them are given to it each time, so that it does not hold them. The second call leaves no
+    trace in what hooks and forwards reach: a list to which a hook appends gets each output once.
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reaching: Callable[[], Iterable[Any]],
+    ) -> None:
         self._function = function
+        self._reaching = reaching
         self._first: tuple[Any, ...] | None = (args, kwargs)
         leaves, self._structure = tree_flatten((args, kwargs))
         self._others = apart([_Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
@@ -218,11 +229,12 @@ class _RepeatedCall:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._first is not None:  # the caller's own objects
             (args, kwargs), self._first = self._first, None
-        else:
-            own = iter(tensors)
-            leaves = [next(own) if leaf is _Tensor else leaf for leaf in apart(self._others)]
-            args, kwargs = tree_unflatten(leaves, self._structure)
-        with own_checkpoints.entered():
+            with own_checkpoints.entered():
+                return self._function(*args, **kwargs)
+        own = iter(tensors)
+        leaves = [next(own) if leaf is _Tensor else leaf for leaf in apart(self._others)]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        with own_checkpoints.entered(), effects_undone(self._reaching()):
             return self._function(*args, **kwargs)
 
 

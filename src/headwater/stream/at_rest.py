@@ -7,15 +7,24 @@ at once, values are read from the store, what an operation writes goes back to t
 where the others are. What is a view of a parameter in plain PyTorch (`param.data`, `param[0]`, …) is a
 `PartAtRest`, for which the same holds. So nothing can read a weight that is not there, wherever a model or a
 loop does it, and nothing that is written is lost.
+
+[Note: new parameters]
+`nn.Parameter(tensor)` shares the memory of the tensor, which a tensor at rest does not have. So the new
+parameter is a copy, and remembers in `taken_from` whose values it has. Both in one model would be tied in
+plain PyTorch, which is refused. `nn.Parameter.__new__` calls `detach`, expects a tensor of the same
+class, and sets `_is_param`; at that moment the copy becomes a plain parameter.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headwater.core.errors import StreamError
@@ -62,6 +71,15 @@ class AtRest:
         """This part of all values; each subclass has its own."""
         raise NotImplementedError  # not an abstractmethod: ABCMeta and the metaclass of torch.Tensor clash
 
+    @property
+    def _is_param(self) -> bool:
+        """True for a parameter of another class than `nn.Parameter`."""
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
 
 class PartAtRest(AtRest, torch.Tensor):
     """What is a view of a parameter in plain PyTorch.
@@ -82,6 +100,13 @@ class PartAtRest(AtRest, torch.Tensor):
         found: Home = self.param.home
         return found
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to take other memory, unless the parameter has become a plain one."""
+        view = _plain_view(self)
+        if view is self:
+            raise moved(self.home, "set_")
+        return view.set_(*args, **kwargs)
+
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
         return self.selection(whole)
 
@@ -94,8 +119,11 @@ class PartAtRest(AtRest, torch.Tensor):
                 return func(args[0].meta, *args[1:], **(kwargs or {}))
             if is_metadata(func):
                 return func(*args, **(kwargs or {}))
-            if func == DATA.__set__ and isinstance(args[1], AtRest):
-                raise tied_by_data("parameter", args[1].home.spec.name)
+            if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
+                return new_parameter(args[0], args[0].param)
+            source = home_of(args[1]) if func == DATA.__set__ else None
+            if source is not None:
+                raise tied_by_data("parameter", source.spec.name)
             return on_values(func, args, kwargs or {})
 
 
@@ -124,12 +152,17 @@ class Values:
         return id(self.param)
 
 
+def values_of(value: object) -> torch.Tensor | None:
+    """Return the parameter whose values a lazy tensor reads; None for another tensor."""
+    read = value.read_pieces if isinstance(value, LazyTensor) else None
+    return read.param if isinstance(read, Values) else None
+
+
 def home_of(value: object) -> Home | None:
     """Return the home of a tensor whose values are those of a parameter in a store, or of a part of one."""
     if isinstance(value, AtRest):
-        return value.home
-    read = value.read_pieces if isinstance(value, LazyTensor) else None
-    return getattr(read.param, "home", None) if isinstance(read, Values) else None
+        return getattr(value, "home", None)
+    return getattr(values_of(value), "home", None)
 
 
 def tied_by_data(name: str, other: str) -> StreamError:
@@ -139,6 +172,50 @@ def tied_by_data(name: str, other: str) -> StreamError:
         where=f"{name}.data = {other}.data",
         remedy=f"make them one Parameter, model.{name} = model.{other}, or assign a copy, "
         f"model.{name}.data = model.{other}.data.clone()",
+    )
+
+
+def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the class of `value` that becomes a plain parameter; see [Note: new parameters].
+
+    Args:
+        value: a parameter at rest, or a part of one.
+        source: that parameter.
+    """
+    plain = _plain_view(value)
+    new: Any = torch.Tensor._make_subclass(type(value), read_copy(value) if plain is value else plain)
+    new.taken_from = source
+    return cast(torch.Tensor, new)
+
+
+def read_copy(value: Any) -> torch.Tensor:
+    """Return a copy of what a tensor at rest, or a lazy one, has in the store."""
+    if isinstance(value, LazyTensor):
+        return value.materialize()
+    copy: torch.Tensor = value.view_of(value.home.read())
+    return copy
+
+
+def becomes_parameter(caller: FrameType) -> bool:
+    """True if a function of tensors is called by `nn.Parameter(tensor)`."""
+    return caller.f_code is nn.Parameter.__new__.__code__
+
+
+def changed_while_recording(home: Home) -> StreamError:
+    """Return the error for a change that plain PyTorch refuses too."""
+    return StreamError(
+        "a parameter that requires a gradient is changed in place",
+        where=home.spec.name,
+        remedy="do it within torch.no_grad(), as in plain PyTorch",
+    )
+
+
+def moved(home: Home, name: str) -> StreamError:
+    """Return the error for an operation that gives a tensor other memory."""
+    return StreamError(
+        f"{name} would give a streamed parameter other memory, which the weight store does not see",
+        where=home.spec.name,
+        remedy="assign the values, parameter.data = tensor, or copy them, parameter.copy_(tensor)",
     )
 
 
@@ -177,12 +254,20 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return _Operation(func, args, kwargs).run()
 
 
+def _plain_view(leaf: Any) -> Any:
+    """Return a part of a parameter that has become a plain one as a view of it; anything else as it is."""
+    if isinstance(leaf, PartAtRest) and not hasattr(leaf.param, "home"):
+        return leaf.view_of(leaf.param.data)
+    return leaf
+
+
 class _Operation:
     """One operation on tensors of which some are at rest."""
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._func = func
-        self._leaves, self._structure = tree_flatten((args, kwargs))
+        leaves, self._structure = tree_flatten((args, kwargs))
+        self._leaves = [_plain_view(leaf) for leaf in leaves]
         self._at_rest = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, AtRest)}
         self._wholes: dict[Home, torch.Tensor] = {}
 
@@ -216,11 +301,7 @@ class _Operation:
         for key in changed:
             leaf = self._at_rest[key]
             if values[key].requires_grad:
-                raise StreamError(
-                    "a parameter that requires a gradient is changed in place",
-                    where=leaf.home.spec.name,
-                    remedy="do it within torch.no_grad(), as in plain PyTorch",
-                )
+                raise changed_while_recording(leaf.home)
             if leaf.owner is not None:
                 torch.autograd.graph.increment_version(leaf.owner)
         for home in {self._at_rest[key].home for key in changed}:
@@ -243,7 +324,10 @@ class _Operation:
         return part
 
     def _result_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        values = {key: leaf.view_of(whole) for key, leaf in self._at_rest.items()}
+        values = {  # a parameter may have become a plain one
+            key: leaf.view_of(whole) if isinstance(leaf, PartAtRest) else whole
+            for key, leaf in self._at_rest.items()
+        }
         result: torch.Tensor = tree_flatten(self._call(values))[0][index]
         return result
 

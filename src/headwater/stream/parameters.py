@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -17,9 +18,14 @@ from headwater.stream.at_rest import (
     LAYOUT,
     AtRest,
     Values,
+    becomes_parameter,
+    changed_while_recording,
     home_of,
     is_metadata,
+    moved,
+    new_parameter,
     on_values,
+    read_copy,
     stand_in,
     tied_by_data,
 )
@@ -68,6 +74,8 @@ class ParameterAtRest(AtRest, nn.Parameter):
                 return func(args[0].home.meta, *args[1:], **kwargs)
             if is_metadata(func) or func in _BY_IDENTITY:
                 return func(*args, **kwargs)
+            if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
+                return new_parameter(args[0], args[0])
             if func is torch.Tensor.detach:
                 return LazyTensor(Values(args[0]), args[0].home.spec.shape, args[0].home.spec.dtype)
             if func == DATA.__set__:
@@ -77,6 +85,17 @@ class ParameterAtRest(AtRest, nn.Parameter):
                 torch.autograd.graph.increment_version(args[0])
                 return args[0]
             return on_values(func, args, kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Self:
+        """Take the values of a tensor, as `torch.nn.utils.parametrize` wants it."""
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            raise moved(self.home, "set_")
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise changed_while_recording(self.home)
+        with torch._C.DisableTorchFunctionSubclass():
+            assign_data(self, args[0])
+            torch.autograd.graph.increment_version(self)
+        return self
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.unbind(0))
@@ -109,7 +128,7 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
     if source is not None:
         if source != home:
             raise tied_by_data(home.spec.name, source.spec.name)
-        value = value.clone()  # nothing else has this memory
+        value = read_copy(value)  # nothing else has this memory
     if not home.fits(value):
         home.leave()
         DATA.__set__(param, value)

@@ -1,0 +1,36 @@
+"""Functions that `torch.compile` neither traces nor compiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import CodeType
+from typing import ParamSpec, TypeVar
+
+from torch._C._dynamo import eval_frame
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NOT_ITSELF = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+"""What the compiler does with a frame of a wrapper: it does not compile it."""
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that runs as plain Python, with all that it calls, inside of compiled code too.
+
+    `torch.compiler.disable` does the same, but needs the compiler, which takes a second to import.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        compiler = eval_frame.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(compiler)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined] # is not traced as a part of its caller
+    code: CodeType = run.__code__  # type: ignore[attr-defined] # a function, though `wraps` does not say so
+    eval_frame.set_code_exec_strategy(code, _NOT_ITSELF)
+    return run
