@@ -24,7 +24,7 @@ def fit(hosts, params, folder, *options, ranks=1):
 
 def wait(launchers, folder):
     """The exit codes of a run, and what its hosts have printed."""
-    return Hosts.wait(launchers, folder, timeout_s=120)
+    return Hosts.wait(launchers, folder, timeout_s=300)
 
 
 def exact(model_dir):
