@@ -110,6 +110,8 @@ def read_manifest(folder: Path) -> Manifest:
         CorruptError: if it is not what was written.
     """
     path = folder / MANIFEST_FILE
+    if path.exists() and not path.is_file():
+        raise _damaged(path, "it is not a file")
     if not path.is_file():
         raise CheckpointError(
             "this is no complete checkpoint: it has no manifest",
