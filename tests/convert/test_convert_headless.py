@@ -4,11 +4,16 @@ import json
 
 import pytest
 import torch
+from conversions import losses_of_a_step
 
+from headwater.cli.main import main
 from headwater.convert.checkpoint import export_hf, import_hf
+from headwater.convert.folder import read_model_section
 from headwater.convert.formats import CONVERTERS, nearest_converter
-from headwater.core.errors import CheckpointError
+from headwater.core.errors import CheckpointError, ConfigError
 from headwater.models.registry import build_model
+from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.pretrained import checkpoint_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -84,3 +89,45 @@ def test_bare_encoder_is_answered_with_the_converter_that_takes_it(tmp_path):
 )
 def test_nearest_converter_is_of_the_nearest_family(word, nearest):
     assert nearest_converter(word) == nearest
+
+
+def test_encoder_as_it_is_published_is_imported_trained_and_exported(tmp_path, capsys):
+    torch.manual_seed(0)
+    theirs = BARE["bert"]().eval()
+    theirs.save_pretrained(tmp_path / "bare")
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main(["checkpoint", "import", str(tmp_path / "bare"), "--model_dir", str(run)]) == 0
+    assert "no head; these start at random: mlm.dense.weight" in capsys.readouterr().err
+    section = read_model_section(run / "params.yaml")
+    (checkpoint,) = complete_checkpoints(run)
+    ours = build_model(section).eval()
+    ours.load_state_dict(dict(checkpoint_weights(checkpoint)), strict=False)
+    ids = torch.randint(1, 61, (2, 20), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 13:] = 0
+    with torch.no_grad():
+        expected = theirs(input_ids=ids, attention_mask=mask).last_hidden_state
+        found = ours.encode({"input_ids": ids, "attention_mask": mask})
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1, :13], expected[1, :13], rtol=1e-5, atol=1e-5)
+
+    assert main(["checkpoint", "export", "--model_dir", str(run), "--out", str(out)]) == 0
+    again, info = transformers.BertModel.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in theirs.state_dict().items())
+
+    masked = torch.tensor([[3, 5], [2, 7]])
+    batch = {
+        "input_ids": ids, "attention_mask": mask, "masked_lm_positions": masked,
+        "masked_lm_ids": ids.gather(1, masked), "masked_lm_weights": torch.ones(2, 2),
+        "next_sentence_label": torch.tensor([0, 1]),
+    }  # fmt: skip
+    before, after = losses_of_a_step(ours.train(), lambda: ours(batch))
+    assert after < before
+
+
+def test_model_of_an_unknown_type_is_answered_with_the_section_that_trains_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv", "vocab_size": 61}))
+    with pytest.raises(ConfigError, match="no converter for models of the type 'rwkv'") as error:
+        import_hf(tmp_path)
+    assert "model: {hf: FOLDER}" in error.value.remedy

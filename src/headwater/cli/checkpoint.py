@@ -17,7 +17,7 @@ from headwater.cli.arguments import read_model_dir
 from headwater.cli.parser import Parser
 from headwater.config import ModelConfig, RunConfig, find_params, load_params
 from headwater.config.models import HuggingFaceConfig
-from headwater.convert.checkpoint import export_hf, import_hf, read_config
+from headwater.convert.checkpoint import export_hf, open_hf, read_config
 from headwater.core.errors import RunError
 from headwater.core.side_files import end_tokens, keep_generation_tokens, side_files
 from headwater.core.units import format_bytes
@@ -147,7 +147,12 @@ def _end_of_text(run_dir: RunDir) -> int | None:
 
 def run_import(args: argparse.Namespace) -> int:
     """Makes a model_dir with a checkpoint of step 0; returns the exit code."""
-    model, weights = import_hf(args.folder)
+    found = open_hf(args.folder)
+    if found.drawn:
+        print(
+            f"note: {args.folder} has no head; these start at random: {', '.join(found.drawn)}",
+            file=sys.stderr,
+        )
     with ModelDirLock(args.model_dir), tempfile.TemporaryDirectory(dir=args.model_dir) as scratch:
         if complete_checkpoints(args.model_dir):
             raise RunError(
@@ -155,8 +160,8 @@ def run_import(args: argparse.Namespace) -> int:
                 where=str(args.model_dir),
                 remedy="name a new folder",
             )
-        config = _config_with(model, args.params, Path(scratch), args.model_dir)
-        path = import_weights(config, weights, Path(scratch))
+        config = _config_with(found.config, args.params, Path(scratch), args.model_dir)
+        path = import_weights(config, found.tensors(), Path(scratch))
         run_dir = RunDir(args.model_dir)
         run_dir.keep_files_of(args.folder)
         keep_generation_tokens(read_config(args.folder), run_dir.path)

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from headwater.config.models import DecoderConfig, DPOConfig, ModelConfig
-from headwater.convert.formats import CONVERTERS, FORMATS, converter_of, format_of_config, format_of_hf
+from headwater.convert.formats import (
+    CONVERTERS,
+    FORMATS,
+    converter_of,
+    encoder_alone,
+    format_of_config,
+    format_of_hf,
+)
 from headwater.convert.formats.base import Format
 from headwater.convert.output import new_folder
 from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
@@ -110,7 +117,8 @@ def open_hf(folder: Path, *, config_file: Path | None = None, format: Format | N
     Args:
         folder: what `save_pretrained` has written.
         config_file: the model's config, if it is not `config.json` in the folder.
-        format: what the checkpoint is to be; what its config says if not given.
+        format: what the checkpoint is to be. If not given, what its config says; an encoder that its config
+            names without a head gets one that is drawn.
 
     Raises:
         ConfigError: if the config is missing or damaged, or describes another kind of model.
@@ -124,7 +132,7 @@ def open_hf(folder: Path, *, config_file: Path | None = None, format: Format | N
             where=str(path),
             remedy=f"convert it with --model {converter_of(found)}",
         )
-    format = format or found
+    format = format or encoder_alone(hf, found)
     with _sound(path):
         config = format.config_from_hf(hf, where=str(path))
         mapped = _mapped(config, format)
@@ -146,6 +154,11 @@ class Imported:
     format: Format
     mapped: Mapping[str, Mapped]
     folder: Path
+
+    @property
+    def drawn(self) -> list[str]:
+        """Names of the parameters that the folder does not hold, which get initial values."""
+        return [each.name for each in self.mapped.values() if not each.theirs]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all parameters by this package's names.

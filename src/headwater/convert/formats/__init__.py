@@ -103,9 +103,10 @@ def format_of_hf(hf: Mapping[str, Any], *, where: str) -> Format:
     if not of_type:
         known = sorted({format.model_type for format in FORMATS})
         raise ConfigError(
-            f"model_type is {hf.get('model_type')!r}",
+            f"there is no converter for models of the type {hf.get('model_type')!r}",
             where=where,
-            remedy=f"types that can be converted: {', '.join(known)}",
+            remedy="to train the library's own model, write `model: {hf: FOLDER}` in the params; "
+            f"types that can be converted: {', '.join(known)}",
         )
     names = hf.get("architectures") or ()
     if not isinstance(names, list | tuple):
@@ -115,6 +116,14 @@ def format_of_hf(hf: Mapping[str, Any], *, where: str) -> Format:
             remedy="copy the file again",
         )
     return next((format for format in of_type if format.architecture in names), of_type[0])
+
+
+def encoder_alone(hf: Mapping[str, Any], format: Format) -> Format:
+    """Return the format without a head if `config.json` names an encoder alone, else `format`."""
+    alone = _HEADLESS_FORMATS.get(format.architecture)
+    if alone is None or format.schema is DecoderConfig:
+        return format
+    return alone if alone.architecture in (hf.get("architectures") or ()) else format
 
 
 def format_of_config(config: ModelConfig) -> Format:
