@@ -3,9 +3,11 @@
 # ruff: noqa: E501  (tables of cases are read in rows)
 
 import pytest
+import torch
 
 from headwater.cli.main import main
 from headwater.config import load_params
+from headwater.core.units import format_count
 
 OLD = """\
 train_input: {data_processor: GptHDF5DataProcessor, data_dir: d, batch_size: 8, use_worker_cache: true}
@@ -64,6 +66,30 @@ def test_list_says_family_and_data_of_those_with_a_word(capsys):
         "768",
         "GptHDF5DataProcessor",
     ]
+
+
+def test_list_counts_the_parameters_of_each_model(capsys):
+    transformers = pytest.importorskip("transformers")
+    assert main(["config", "list", "gpt2_small", "--sizes"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    with torch.device("meta"):
+        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    count = sum(value.numel() for value in theirs.parameters())
+    assert f"  {format_count(count)}  GptHDF5DataProcessor" in line
+
+
+@pytest.mark.parametrize("form", ["fit", "validate"])
+def test_data_dir_says_which_loader_it_sets(form, tmp_path, capsys):
+    assert main(["config", "validate", "gpt/tiny", "--data_dir", "mine"]) == 0
+    said = capsys.readouterr().err
+    assert "--data_dir sets trainer.fit.train_dataloader alone" in said
+    assert f"trainer.{form}.val_dataloader reads data/tiny/val" in said
+
+
+def test_data_dir_is_silent_where_validation_data_are_given_too(capsys):
+    loaders = [f"trainer.{section}.val_dataloader.data_dir=val" for section in ("fit", "validate")]
+    assert main(["config", "validate", "gpt/tiny", "--data_dir", "mine", *loaders]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_number_in_quotes(tmp_path, capsys):

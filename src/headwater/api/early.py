@@ -15,7 +15,7 @@ from headwater.api.compile_dir import write_compile_dir
 from headwater.core.errors import DoesNotFitError, ModelError
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
-from headwater.core.units import format_bytes, format_count
+from headwater.core.units import counted, format_bytes, format_count
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import Fixed, make_plan
 from headwater.plan.capture.findings import names_text
@@ -78,7 +78,7 @@ class ValidateReport:
         stages = record.trace.stages
         count = format_count(sum(stage.numel for stage in stages))
         trained = format_count(sum(stage.trainable_numel for stage in stages))
-        yield f"parameters: {count} in {len(stages)} stages, {trained} trained"
+        yield f"parameters: {count} in {counted(len(stages), 'stage', 'stages')}, {trained} trained"
         if record.unused:
             yield f"without a gradient: {names_text(record.unused)}"
         if self.optimizer is not None:

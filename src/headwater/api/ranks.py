@@ -10,6 +10,7 @@ from headwater.config.sections import ClusterConfig
 from headwater.core.batches import num_samples, slice_batch
 from headwater.core.errors import ConfigError, DataError, StreamError
 from headwater.core.lazy import LazyTensor
+from headwater.core.units import counted
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import current
 from headwater.stream.at_rest import AtRest
@@ -39,7 +40,7 @@ def take_part(batch: Batch, *, equal: bool = True) -> Batch:
         below = samples - samples % fabric.size
         near = f"{below} or {below + fabric.size}" if below else str(fabric.size)
         raise DataError(
-            f"a batch of {samples} samples cannot be divided among {fabric.size} ranks",
+            f"a batch of {counted(samples, 'sample', 'samples')} cannot be divided among {fabric.size} ranks",
             where="data loader",
             remedy=f"write a batch size of {near}, and leave out a last batch that is not full (drop_last)",
         )

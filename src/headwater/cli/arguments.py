@@ -69,6 +69,7 @@ _HELP = {
     "epochs": "trainer.init.loop.num_epochs, instead of the lengths in the file",
     "num_steps": "steps from where this run starts, instead of the lengths in the file",
     "max_steps": "step at which training ends, instead of the lengths in the file",
+    "data_dir": "trainer.fit.train_dataloader.data_dir: training data alone, not those of a val_dataloader",
     "checkpoint_path": "trainer.fit.ckpt_path and trainer.validate.ckpt_path, whichever the file has",
 }
 """What options do that are more, or less, than one key."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from headwater.config import RunConfig
 from headwater.config.cluster import load_cluster, shipped_clusters
 from headwater.core.errors import ConfigError
+from headwater.core.units import counted
 from headwater.plan.cluster.drawing import draw_scaling, draw_timeline
 from headwater.plan.cluster.report import chrome_trace, render_scaling, scaling_document
 from headwater.trainer.job import Trainable
@@ -83,7 +84,7 @@ def run_cluster(args: argparse.Namespace, config: RunConfig, trainable: Trainabl
     console = Console()
     console.print(render_scaling(simulation.points, cluster, simulation.scaling))
     for number, why in simulation.refused.items():
-        console.print(f"{number} CSXs: {why}", highlight=False)
+        console.print(f"{counted(number, 'CSX', 'CSXs')}: {why}", highlight=False)
     if args.out is not None:
         _write(simulation, args.params, args.out)
         console.print(f"pictures, trace and numbers in {args.out}", highlight=False)

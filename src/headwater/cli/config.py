@@ -12,11 +12,12 @@ from headwater.cli import config_init
 from headwater.cli.arguments import add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.cli.parser import Parser
-from headwater.config import find_params, load_params, shipped_params
+from headwater.config import RunConfig, find_params, load_params, shipped_params
 from headwater.config.conversion import convert_params
 from headwater.config.listing import describe_params, show_params
 from headwater.config.starter import schema_line
 from headwater.core.errors import ConfigError
+from headwater.trainer.zoo_job import meta_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "list the params files that ship: name, family, parameters, data"
     listing = commands.add_parser("list", help=text, description=f"{text[0].upper()}{text[1:]}.")
     listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose line has it")
+    listing.add_argument("--sizes", action="store_true", help="also count the parameters of each model")
     listing.set_defaults(parser=listing, action=run_list)
 
     text = "write the JSON Schema of params files, by which an editor completes and checks them"
@@ -100,15 +102,22 @@ def write_text(path: Path, text: str, *, mode: Literal["x", "w"], remedy: str) -
         ) from error
 
 
+def _parameters(run: RunConfig) -> int:
+    return sum(value.numel() for value in meta_model(run.init.model).parameters())
+
+
 def run_list(args: argparse.Namespace) -> int:
     """Prints a line for each params file that ships; returns the exit code."""
-    lines = [describe_params(name, path) for name, path in shipped_params().items()]
-    found = [line for line in lines if args.word.lower() in line.lower()]
+    runs = {name: load_params(path) for name, path in shipped_params().items()}
+    found = {
+        name: run for name, run in runs.items() if args.word.lower() in describe_params(name, run).lower()
+    }
     if not found:
         raise ConfigError(
             f"no params file that ships has {args.word!r} in its line", remedy="see headwater config list"
         )
-    print("\n".join(found))
+    for name, run in found.items():
+        print(describe_params(name, run, _parameters(run) if args.sizes else None))
     return 0
 
 

@@ -26,7 +26,7 @@ from headwater.config.starter import (
     start_text,
 )
 from headwater.core.errors import ConfigError
-from headwater.core.units import format_bytes, parse_bytes
+from headwater.core.units import counted, format_bytes, parse_bytes
 from headwater.data.statistics import FILE_NAME, Statistics, read_statistics
 from headwater.plan.machine import free_host_bytes
 
@@ -182,9 +182,9 @@ def _model(answer: str) -> str | Path:
 def _length_question(shipped: RunConfig | None) -> Question[tuple[int | None, int | None]]:
     loop = None if shipped is None else shipped.init.loop
     if loop is None or loop.max_steps is None:
-        default = f"{_HF_EPOCHS if loop is None else loop.num_epochs} epochs"
+        default = counted(_HF_EPOCHS if loop is None else loop.num_epochs or 1, "epoch", "epochs")
     else:
-        default = f"{loop.max_steps} steps"
+        default = counted(loop.max_steps, "step", "steps")
     return Question(
         "--steps or --epochs", "Length of the run, for example 600 steps or 3 epochs", default, _length
     )

@@ -15,7 +15,7 @@ from headwater.cli.fit import summary
 from headwater.cli.output import open_console
 from headwater.config import RunConfig, find_params, load_params
 from headwater.core.errors import ConfigError
-from headwater.core.units import format_bytes, format_count, format_duration
+from headwater.core.units import counted, format_bytes, format_count, format_duration
 from headwater.data.assets import sample_text
 from headwater.plan.outlook import RunLength
 from headwater.plan.types import Plan
@@ -91,13 +91,14 @@ def _plan_in_words(plan: Plan, run: RunLength) -> str:
     weights, budget = sum(stage.slab_bytes for stage in stages), plan.budget
     limit = "" if budget is None or budget.host_memory is None else f" of {format_bytes(budget.host_memory)}"
     lines = [
-        f"model: {format_count(sum(stage.numel for stage in stages))} parameters in {len(stages)} stages, "
+        f"model: {format_count(sum(stage.numel for stage in stages))} parameters in "
+        f"{counted(len(stages), 'stage', 'stages')}, "
         f"{format_bytes(weights)} of weights; only {plan.slabs} of the largest stages are loaded at a time",
         f"memory: {format_bytes(plan.prediction.host_bytes)} predicted{limit} available",
     ]
     if plan.prediction.step_s is not None and run.steps is not None:
         step_s = plan.prediction.step_s
-        whole = f"{format_duration(step_s * run.steps)} for {run.steps} steps"
+        whole = f"{format_duration(step_s * run.steps)} for {counted(run.steps, 'step', 'steps')}"
         lines.append(f"time: {format_duration(step_s)} a step predicted, {whole}")
     return "\n".join([*lines, "the whole plan: plan.txt in the folder of the run", ""])
 

@@ -8,12 +8,18 @@ from typing import Any
 
 from headwater.config.base import Section
 from headwater.config.origins import KeyPath, dotted
-from headwater.config.run import load_params, read_run
+from headwater.config.run import RunConfig, read_run
+from headwater.core.units import format_count
 
 
-def describe_params(name: str, path: Path) -> str:
-    """Return a line about a params file: its name, the model's family and size, and the data."""
-    run = load_params(path)
+def describe_params(name: str, run: RunConfig, parameters: int | None = None) -> str:
+    """Return a line about a params file: its name, the model's family and size, and the data.
+
+    Args:
+        name: of the file.
+        run: what it describes.
+        parameters: of the model, if they were counted.
+    """
     model = run.init.model
     data = "–" if run.fit is None else run.fit.train_dataloader.data_processor
     sizes = [
@@ -21,7 +27,8 @@ def describe_params(name: str, path: Path) -> str:
         for key, label in _SIZES.items()
         if isinstance(value := getattr(model, key, None), int) and not isinstance(value, bool)
     ]
-    return f"{name:38}  {model.name:18}  {', '.join(sizes) or '–':34}  {data}"
+    count = "" if parameters is None else f"{format_count(parameters):>7}  "
+    return f"{name:38}  {model.name:18}  {', '.join(sizes) or '–':34}  {count}{data}"
 
 
 _SIZES = {

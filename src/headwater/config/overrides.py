@@ -8,7 +8,7 @@ from typing import Any
 from headwater.config.base import nearest
 from headwater.config.document import Document, put, remove
 from headwater.config.forms import OLDER_SECTIONS
-from headwater.config.origins import KeyPath, Origin
+from headwater.config.origins import KeyPath, Origin, dotted
 from headwater.config.rates import set_learning_rate
 from headwater.config.yaml_reader import parse_scalar
 from headwater.core.errors import ConfigError
@@ -84,7 +84,25 @@ def apply_overrides(document: Document, overrides: Mapping[str, Any], sections: 
             else:
                 document = without_measures(document, path)
                 document = put(document, path, value, origin)
+    if "data_dir" in overrides and "trainer" in sections:
+        return _with_other_data_noticed(document)
     return document
+
+
+def _with_other_data_noticed(document: Document) -> Document:
+    """Return `document` with a notice of the validation data, which `--data_dir` does not set."""
+    others = []
+    for section in ("fit", "validate"):
+        path: KeyPath = ("trainer", section, "val_dataloader", "data_dir")
+        folder = document.get(path)
+        if folder is not None and document.origin(path).source != SOURCE:
+            others.append(f"{dotted(path[:-1])} reads {folder}")
+    if not others:
+        return document
+    return document.with_notice(
+        f"--data_dir sets trainer.fit.train_dataloader alone; {', '.join(others)}; "
+        "KEY.data_dir=FOLDER sets another folder there"
+    )
 
 
 def without_measures(document: Document, path: KeyPath) -> Document:

@@ -14,6 +14,7 @@ from headwater.conform.subject import Subject, seed_all
 from headwater.conform.train import Course, batch_of
 from headwater.core.batches import num_samples, slice_batch
 from headwater.core.errors import ModelError
+from headwater.core.units import counted
 
 NUM_CSX = 2
 TOLERANCE = 1e-4
@@ -35,7 +36,7 @@ def train_in_parts(subject: Subject, course: Course) -> list[Shown]:
         samples = num_samples(batch)
         if samples % NUM_CSX:
             raise ModelError(
-                f"a batch of {samples} samples cannot be divided among {NUM_CSX} ranks",
+                f"a batch of {counted(samples, 'sample', 'samples')} cannot be divided among {NUM_CSX} ranks",
                 where=f"step {step}",
                 remedy=f"use batches of {samples + 1} samples to compare ranks",
             )

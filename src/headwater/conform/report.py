@@ -6,6 +6,8 @@ import dataclasses
 import textwrap
 from typing import Any
 
+from headwater.core.units import counted
+
 EQUAL, CLOSE, DIFFERS, UNSTEADY = "equal", "within tolerance", "differs", "differs from itself"
 
 
@@ -81,8 +83,8 @@ class Report:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
             f"model    {self.target} ({self.parameters:,} parameters)",
-            f"compared {self.steps} steps, seed {self.seed}: losses, outputs, gradients, parameters, "
-            "buffers, optimizer state",
+            f"compared {counted(self.steps, 'step', 'steps')}, seed {self.seed}: losses, outputs, gradients, "
+            "parameters, buffers, optimizer state",
             f"versions {versions}",
             "",
         ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headwater.core.errors import CheckpointError
+from headwater.core.units import counted
 
 
 def _alone(tensor: Tensor) -> list[Tensor]:
@@ -207,7 +208,7 @@ def missing(names: Iterable[str], where: str) -> CheckpointError:
     """The error for tensors that a checkpoint lacks."""
     names = sorted(names)
     return CheckpointError(
-        f"{len(names)} tensors are missing: {', '.join(names[:5])}",
+        f"{counted(len(names), 'missing tensor', 'missing tensors')}: {', '.join(names[:5])}",
         where=where,
         remedy="check that the checkpoint is complete and that the model's config belongs to it",
     )

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
+from headwater.core.units import counted
 from headwater.data.documents import Piece
 from headwater.data.examples import Block
 from headwater.data.order import Indices, permutation
@@ -148,7 +149,8 @@ def split_samples(num_samples: int, val_fraction: float, seed: int) -> dict[str,
     """
     num_val = max(1, round(num_samples * val_fraction)) if val_fraction else 0
     if num_samples - num_val < 1:
-        what = f"too little text: it makes {num_samples} samples, too few for training and validation"
+        made = counted(num_samples, "sample", "samples")
+        what = f"too little text: it makes {made}, too few for training and validation"
         remedy = "give more text, a smaller sequence_length, or a smaller val_fraction"
         raise DataError(what, remedy=remedy)
     order = permutation(num_samples, derive_seed(seed, "split"))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headwater.core.errors import DataError
+from headwater.core.units import counted
 
 RECORD_KINDS = (".jsonl", ".json", ".csv", ".parquet")
 """Ends of the names of files that hold records; all but the last may be compressed (`.gz`)."""
@@ -203,7 +204,7 @@ def _csv_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
             if len(row) == len(names):
                 yield dict(zip(names, row, strict=True)), where
             elif row:
-                what = f"expected {len(names)} fields, found {len(row)}"
+                what = f"expected {counted(len(names), 'field', 'fields')}, found {len(row)}"
                 bad.add(DataError(what, where=where, remedy=_CSV_REMEDY))
     except csv.Error as error:
         raise DataError(

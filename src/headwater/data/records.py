@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from headwater.core.errors import DataError
+from headwater.core.units import counted
 from headwater.data.checksums import DAMAGE, CheckedSamples
 from headwater.data.loader import Batch
 
@@ -109,7 +110,7 @@ class CSVRecords:
         fields, where = self._last[1], f"{self.path}, line {index + 2}"
         if len(fields) != len(self._columns):
             raise DataError(
-                f"the line has {len(fields)} columns, the header {len(self._columns)}",
+                f"the line has {counted(len(fields), 'column', 'columns')}, the header {len(self._columns)}",
                 where=where,
                 remedy="correct or remove the line",
             )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.core.errors import ConfigError
+from headwater.core.units import counted
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -21,7 +22,7 @@ def check_cores(num_csx: int, *, where: str) -> None:
     """Raise `ConfigError` if this machine has not so many cores."""
     if num_csx > num_cores():
         raise ConfigError(
-            f"{num_csx} CSXs are asked for, and there are {num_cores()} cores",
+            f"{num_csx} CSXs are asked for, and this machine has {counted(num_cores(), 'core', 'cores')}",
             where=where,
             remedy=f"write at most {num_cores()}",
         )

@@ -6,7 +6,7 @@ import dataclasses
 
 from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
-from headwater.core.units import MIB
+from headwater.core.units import MIB, counted
 from headwater.plan.estimate import estimated_traces
 from headwater.plan.machine import (
     LATE_BYTES,
@@ -142,7 +142,7 @@ def check(request: Request) -> None:
     least = request.minimum_slabs(request.trace_for(micro_batch_sizes(request)[-1]), fixed.tier)
     if fixed.num_slabs is not None and fixed.num_slabs < least:
         raise ConfigError(
-            f"{fixed.num_slabs} slabs are too few for this model",
+            f"this model needs at least {counted(least, 'slab', 'slabs')}, found {fixed.num_slabs}",
             where="num_slabs",
             remedy=f"write {least} or more, or leave it out",
         )

@@ -65,7 +65,8 @@ def outlook(plan: Plan, run: RunLength) -> Iterator[str]:
         yield f"predicted rate: {rate}"
         return
     whole_s = step_s * run.steps
-    yield f"predicted rate: {rate}; {format_count(run.steps)} steps take {format_duration(whole_s)}"
+    steps = "1 step takes" if run.steps == 1 else f"{format_count(run.steps)} steps take"
+    yield f"predicted rate: {rate}; {steps} {format_duration(whole_s)}"
     if whole_s > MONTH_S:
         yield (
             f"warning: at this rate the run takes {format_duration(whole_s)}; a smaller model or batch, a "

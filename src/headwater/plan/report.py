@@ -14,7 +14,7 @@ from rich.table import Table
 
 from headwater.core.errors import ConfigError
 from headwater.core.stage import StageSpec
-from headwater.core.units import format_bytes, format_count
+from headwater.core.units import counted, format_bytes, format_count
 from headwater.plan.belady import CachePolicy, replay, slab_capacity
 from headwater.plan.outlook import RunLength, outlook, step_table
 from headwater.plan.types import Activations, Plan, Prediction, Resources, StageCost
@@ -172,7 +172,7 @@ def _decisions(plan: Plan) -> Iterator[str]:
 def _slab_text(plan: Plan) -> str:
     sizes = [stage.slab_bytes for stage in plan.trace.stages]
     count = sum(slab_capacity(sizes, plan.slabs).values())
-    return f"{count} slab{'s' if count > 1 else ''} for {len(sizes)} stages"
+    return f"{counted(count, 'slab', 'slabs')} for {counted(len(sizes), 'stage', 'stages')}"
 
 
 @dataclasses.dataclass(frozen=True)

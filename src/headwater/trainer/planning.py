@@ -22,6 +22,7 @@ from headwater.core.errors import ConfigError
 from headwater.core.patience import noticed
 from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec
+from headwater.core.units import counted
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
@@ -139,7 +140,7 @@ def plan_run(
     with noticed("planning") as activity:
 
         def trace_for(size: int) -> Trace:
-            activity.name = f"planning: dry run of {size} samples"
+            activity.name = f"planning: dry run of {counted(size, 'sample', 'samples')}"
             return traces(size)
 
         plan = make_plan(

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from headwater.core.units import format_bytes
+from headwater.core.units import counted, format_bytes
 from headwater.plan.machine import held_bytes
 from headwater.plan.types import Plan
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
@@ -56,9 +56,8 @@ class ProgressBar(Callback):
     def on_validate_end(self, event: ValidateEnd) -> None:
         name = f" {event.loader}" if event.loader else ""
         metrics = "".join(f"  {name} {value:.4f}" for name, value in event.metrics.items())
-        self._print(
-            f"step {event.step}  validation{name} loss {event.loss:.4f} ({event.batches} batches){metrics}"
-        )
+        batches = counted(event.batches, "batch", "batches")
+        self._print(f"step {event.step}  validation{name} loss {event.loss:.4f} ({batches}){metrics}")
 
     def on_fit_end(self) -> None:
         if self._bar is not None:

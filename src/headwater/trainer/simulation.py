@@ -10,6 +10,7 @@ from headwater.config.cluster import ClusterFile, DiskSection, MemorySection
 from headwater.config.run import SetupConfig
 from headwater.core.errors import ConfigError, DoesNotFitError
 from headwater.core.patience import noticed, print_notice
+from headwater.core.units import counted
 from headwater.plan.cluster.scaling import Point, Work, simulate_point
 from headwater.plan.cluster.types import (
     Accelerator,
@@ -123,7 +124,8 @@ def simulate(
             print_notice(f"{number} CSXs are left out: {why}")
     with noticed("planning") as activity:
         for number in (number for number in asked if number not in refused):
-            activity.name = f"simulating {number} CSXs, number {asked.index(number) + 1} of {len(asked)}"
+            ranks, place = counted(number, "CSX", "CSXs"), asked.index(number) + 1
+            activity.name = f"simulating {ranks}, number {place} of {len(asked)}"
             try:
                 points.append(_point(init, trainable, work, cluster, number, batch_sizes[number]))
             except (ConfigError, DoesNotFitError) as error:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.core.errors import DataError
+from headwater.core.units import counted
 from headwater.data.modes.base import Context, Example, Tokens, Unusable, filled, renamed
 from headwater.data.multimodal.conversations import VICUNA, Conversation, conversations, tokenized
 from headwater.data.multimodal.layout import NO_IMAGE
@@ -113,7 +114,8 @@ def _check_images(context: Context, conversation: Conversation) -> None:
     assert folder is not None, "find_mode checks the needed options"
     if len(conversation.images) > most:
         raise DataError(
-            f"the sample has {len(conversation.images)} images, and num_images is {most}",
+            f"the sample has {counted(len(conversation.images), 'image', 'images')}, "
+            f"and num_images is {most}",
             where=conversation.where,
             remedy="use a larger num_images",
         )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from headwater.core.errors import DataError
+from headwater.core.units import counted
 from headwater.data.modes.base import (
     Context,
     Example,
@@ -32,9 +33,13 @@ def chosen_sentences(context: Context, record: Record) -> Example:
     record = renamed(record, context.options)
     sentences, labels = find_field(record, *_SENTENCES), _labels(record)
     if not isinstance(sentences, list) or len(sentences) != len(labels):
-        found = f"{len(sentences)} sentences" if isinstance(sentences, list) else "no list of sentences"
+        found = (
+            counted(len(sentences), "sentence", "sentences")
+            if isinstance(sentences, list)
+            else "no list of sentences"
+        )
         raise DataError(
-            f"record has {found} and {len(labels)} labels",
+            f"record has {found} and {counted(len(labels), 'label', 'labels')}",
             where=record.where,
             remedy="give a list of sentences and a 0 or 1 for each",
         )

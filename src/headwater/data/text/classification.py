@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from headwater.config.data import TextClassificationDataConfig, TokenClassificationDataConfig
 from headwater.core.errors import DataError
+from headwater.core.units import counted
 from headwater.data.loader import Batch
 from headwater.data.text.lines import read_lines
 from headwater.data.text.wordpiece import wordpiece
@@ -158,7 +159,7 @@ def _mnli_lines(path: Path) -> Iterator[tuple[str, tuple[str, ...], int]]:
                 raise _unreadable(path, number, "the columns sentence1, sentence2 and gold_label")
             continue
         if len(fields) != len(columns):
-            raise _unreadable(path, number, f"{len(columns)} columns")
+            raise _unreadable(path, number, counted(len(columns), "column", "columns"))
         label = fields[columns["gold_label"]]
         if label not in _MNLI_CLASSES:
             raise _unreadable(path, number, f"one of {', '.join(_MNLI_CLASSES)} as gold_label")

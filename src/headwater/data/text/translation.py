@@ -8,6 +8,7 @@ from pathlib import Path
 from headwater.config.data import TranslationDataConfig
 from headwater.config.models import Seq2SeqConfig
 from headwater.core.errors import DataError
+from headwater.core.units import counted
 from headwater.data.loader import Batch
 from headwater.data.text.lines import read_lines
 from headwater.data.text.tokens import (
@@ -103,7 +104,7 @@ def _aligned(source: Path, target: Path) -> list[tuple[str, str]]:
     read, written = ([line for _, line in read_lines(path)] for path in (source, target))
     if len(read) != len(written):
         raise DataError(
-            f"the file has {len(read)} lines, and {len(written)} in {target}",
+            f"the file has {counted(len(read), 'line', 'lines')}, and {len(written)} in {target}",
             where=str(source),
             remedy="name files with a translation of each line",
         )

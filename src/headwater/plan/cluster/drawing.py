@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ConfigError
+from headwater.core.units import counted
 from headwater.plan.cluster.report import shown_parts
 from headwater.plan.cluster.scaling import Point, efficiency
 from headwater.plan.cluster.timeline import Task, Timeline
@@ -64,7 +65,9 @@ def draw_timeline(point: Point, title: str, path: Path) -> None:
     axes.set(
         xlim=(0, 1e3 * point.step.step_s), ylim=(len(rows) - 0.4, -0.6), xlabel="ms from commit to commit"
     )
-    axes.set_title(f"{title}: one step of {point.num_csx} CSXs on {_hosts_text(point)}", loc="left")
+    axes.set_title(
+        f"{title}: one step of {counted(point.num_csx, 'CSX', 'CSXs')} on {_hosts_text(point)}", loc="left"
+    )
     kinds = {timeline.tasks[task].kind.value for _, tasks in rows for task in tasks}
     _legend(axes, [kind for kind in _COLORS if kind in kinds])
     figure.savefig(path, format="png", dpi=120)
