@@ -78,3 +78,24 @@ def test_what_hooks_of_the_user_see_does_not_hold_weights(plan, tmp_path):
         return train(model, lambda number: model(randn(4, 6, seed=number)).square().mean())
 
     check(script, plan, tmp_path)
+
+
+class CachedParametrizations(nn.Module):
+    """Computes a parametrized weight once for two calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+
+    def forward(self, x):
+        with nn.utils.parametrize.cached():
+            return self.normed(self.normed(self.first(x)).tanh())
+
+
+def test_cached_parametrizations_are_not_recomputed(tmp_path):
+    def script(place):
+        model = place.compile(CachedParametrizations())
+        return train(model, lambda number: model(randn(4, 6, seed=number)).square().mean())
+
+    check(script, "recompute", tmp_path)

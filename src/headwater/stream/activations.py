@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -170,6 +171,7 @@ def recompute_forward(
             return forward(*args, **kwargs)
         others = list(map(id, module.parameters())) != own  # lent by `functional_call`: gone in backward
         kept = own_checkpoints.is_in_another() or in_derivative()  # torch.func refuses checkpoints
+        kept = kept or parametrize._cache_enabled > 0  # the cache is gone when the forward runs again
         if others or kept or not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
         call = _RepeatedCall(bound_forward, args, kwargs, lambda: functions_of(module))
