@@ -99,3 +99,24 @@ def test_cached_parametrizations_are_not_recomputed(tmp_path):
         return train(model, lambda number: model(randn(4, 6, seed=number)).square().mean())
 
     check(script, "recompute", tmp_path)
+
+
+class SelfAttention(nn.Module):
+    """Gives a stage one tensor for three arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.first(x)[None]
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_one_tensor_for_several_arguments_of_a_recomputed_stage(tmp_path):
+    def script(place):
+        model = place.compile(SelfAttention())
+        return train(model, lambda number: model(randn(4, 6, seed=number)).square().mean())
+
+    check(script, "recompute", tmp_path)

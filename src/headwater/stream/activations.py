@@ -223,17 +223,24 @@ class _RepeatedCall:
         self._first: tuple[Any, ...] | None = (args, kwargs)
         leaves, self._structure = tree_flatten((args, kwargs))
         self._others = apart([_Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+        identities = [id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        places = {identity: place for place, identity in enumerate(dict.fromkeys(identities))}
+        self._places = [places[identity] for identity in identities]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those among the arguments, before the first call."""
-        return [leaf for leaf in tree_leaves(self._first) if isinstance(leaf, torch.Tensor)]
+        """Return those among the arguments, each once, before the first call.
+
+        The second call must get one object for two arguments again: `nn.MultiheadAttention` looks at that.
+        """
+        found = [leaf for leaf in tree_leaves(self._first) if isinstance(leaf, torch.Tensor)]
+        return list({id(tensor): tensor for tensor in found}.values())
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._first is not None:  # the caller's own objects
             (args, kwargs), self._first = self._first, None
             with own_checkpoints.entered():
                 return self._function(*args, **kwargs)
-        own = iter(tensors)
+        own = iter([tensors[place] for place in self._places])
         leaves = [next(own) if leaf is _Tensor else leaf for leaf in apart(self._others)]
         args, kwargs = tree_unflatten(leaves, self._structure)
         with own_checkpoints.entered(), effects_undone(self._reaching()):
