@@ -60,3 +60,24 @@ def test_strides_and_bits(plan, make, optimize, tmp_path):
         return losses, shown, model, optimizer.state_dict()["state"]
 
     check(script, plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", ["slabs", "recompute on disk"])
+def test_depthwise_convolution_in_channels_last(plan, tmp_path):
+    """The strides of its channels, of which there is one, choose the kernel."""
+
+    def script(place):
+        convolution = nn.Conv2d(2, 2, 3, padding=1, groups=2).to(memory_format=torch.channels_last)
+        first = nn.Sequential(nn.Flatten(), nn.Linear(18, 18), nn.Unflatten(1, (2, 3, 3)))
+        model = place.compile(nn.Sequential(first, convolution))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        losses = []
+        for number in range(3):
+            optimizer.zero_grad()
+            output = model(torch.randn(12, 2, 3, 3, generator=torch.Generator().manual_seed(number)))
+            output.square().mean().backward()
+            optimizer.step()
+            losses.append(output)
+        return losses, convolution.weight.stride(), model
+
+    check(script, plan, tmp_path)

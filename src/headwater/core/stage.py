@@ -16,10 +16,13 @@ MAY_BE_MISSING = ""
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a tensor that is dense but not row-major; `None` for any other."""
-    if tensor.numel() < 2 or tensor.is_contiguous():
-        return None
+    """Return the strides of a tensor that is dense but not row-major; `None` for any other.
+
+    Those of dimensions of size 1 count too: a convolution chooses its kernel by them.
+    """
     strides = tuple(tensor.stride())
+    if tensor.numel() < 2 or strides == torch.empty(tensor.shape, device="meta").stride():
+        return None
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(strides, tensor.shape, strict=True) if n > 1):
         if stride != expected:

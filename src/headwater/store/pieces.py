@@ -37,8 +37,13 @@ def _row_major(
     spec: ParamSpec, master: torch.Tensor, states: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return copies in the order in which files have them; such a parameter is one piece."""
-    rows = spec.arranged(master).reshape(-1)
-    return rows, {name: _arranged(spec, state).contiguous() for name, state in states.items()}
+    rows = _copied(spec.arranged(master)).view(-1)
+    return rows, {name: _copied(_arranged(spec, state)) for name, state in states.items()}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a row-major copy; `contiguous` returns the tensor itself if its strides differ at size 1 only."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _arranged(spec: ParamSpec, state: torch.Tensor) -> torch.Tensor:
