@@ -42,7 +42,7 @@ def _row_major(
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a row-major copy; `contiguous` returns the tensor itself if its strides differ at size 1 only."""
+    """Return a row-major copy. `contiguous` would not copy if only strides of dimensions of size 1 differ."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
