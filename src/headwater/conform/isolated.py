@@ -47,7 +47,7 @@ def run_child(request: Request, limit_s: float) -> Run:
     errors = result.with_suffix(".stderr")
     with errors.open("wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "headwater.conform.child", str(request_file)],
+            [sys.executable, "-P", "-m", "headwater.conform.child", str(request_file)],
             stdin=subprocess.DEVNULL,
             stdout=stderr,
             stderr=stderr,

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from headwater.core.errors import DataError
+from headwater.core.safe_path import safe_path
 from headwater.data.order import SampleOrder
 
 Batch = dict[str, torch.Tensor]
@@ -75,7 +76,7 @@ class BatchLoader:
             self._consumed = 0
         self._resuming = False
         self._batches.start = self._consumed
-        for batch in self._loader:
+        for batch in self._start():
             if isinstance(batch, DataError):
                 try:
                     raise batch
@@ -87,6 +88,11 @@ class BatchLoader:
             assert position is not None, "there is a position for every batch"
             self._consumed = position
             yield batch
+
+    def _start(self) -> Iterator[Any]:
+        """Start the workers."""
+        with safe_path():
+            return iter(self._loader)
 
     def __len__(self) -> int:
         """Batches of one pass.

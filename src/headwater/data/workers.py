@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from headwater.core.errors import DataError
+from headwater.core.safe_path import safe_path
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -32,13 +33,15 @@ def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_worke
     if num_workers <= 1:
         yield from map(work, tasks)
         return
-    pool = concurrent.futures.ProcessPoolExecutor(
-        num_workers, multiprocessing.get_context("spawn"), initializer=_install, initargs=(work,)
-    )
+    with safe_path():  # its semaphores start a process that keeps track of them
+        pool = concurrent.futures.ProcessPoolExecutor(
+            num_workers, multiprocessing.get_context("spawn"), initializer=_install, initargs=(work,)
+        )
     flying: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
     try:
         for task in tasks:
-            flying.append(pool.submit(_run, task))
+            with safe_path():  # a worker may be started for the task
+                flying.append(pool.submit(_run, task))
             if len(flying) > 2 * num_workers:
                 yield flying.popleft().result()
         while flying:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TypeVar
 
 from headwater.core.exit_codes import INTERRUPTED
+from headwater.core.safe_path import safe_path
 from headwater.core.signals import handled, speaks_for_all
 
 Item = TypeVar("Item")
@@ -62,7 +63,8 @@ def shielded(items: Iterable[Item]) -> Iterator[Item]:
     A terminal sends the signal to every process of the job. Processes inherit which signals are blocked, so
     it is blocked here while they are started: no later than when the first item is asked for.
     """
-    resource_tracker.ensure_running()  # multiprocessing would start it in between, and unblock the signal
+    with safe_path():  # multiprocessing would start it in between, and unblock the signal
+        resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         iterator = iter(items)
