@@ -23,6 +23,7 @@ from headwater.api.calls import (
     stand_in_loss,
 )
 from headwater.api.planner import Planner
+from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
 from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_memory
 from headwater.core.buffers import tune_allocator
@@ -111,13 +112,20 @@ class StreamedModel:
             return None  # this call gives the parameters their shapes and values, the next one is streamed
         size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
         changed = self._has_changed()
+        trains_more = not _trained(self.model) <= self._trained
+        new_mode = self.model.training and not self._knows_training
         if self.engine is None or torch.is_grad_enabled():
-            seen = current().gather(2 * size + changed)  # all ranks make the same plan
-            size, changed = int(max(seen)) // 2, any(int(each) % 2 for each in seen)
-        fits = size <= self._largest_batch and _trained(self.model) <= self._trained
-        fits = fits and not changed
-        knows_mode = self._knows_training or not self.model.training
-        if self.engine is not None and not changed and ((fits and knows_mode) or not torch.is_grad_enabled()):
+            flags = changed | trains_more << 1 | new_mode << 2
+            seen = [int(each) for each in current().gather(size << 3 | flags)]
+            # All ranks plan if one of them must: a rank that planned alone would wait for the others.
+            size = max(seen) >> 3
+            changed, trains_more, new_mode = (any(each >> bit & 1 for each in seen) for bit in range(3))
+        fits = size <= self._largest_batch and not trains_more and not changed
+        if (
+            self.engine is not None
+            and not changed
+            and ((fits and not new_mode) or not torch.is_grad_enabled())
+        ):
             return None
         if has_lent_parameters(self.model):
             return None  # for this call alone: what the model has otherwise is not known now
@@ -180,6 +188,8 @@ class StreamedModel:
         if self.engine is None:
             self.fabric = current()
         old_names = self._structure.old_names(Structure(self.model))
+        if current().size > 1:
+            check_same_model(current(), self.model, () if self.engine is None else old_names)
         updaters = self._updaters.renamed(old_names)
         self._note_live(updaters)
         kept = self._still_streamed(old_names)
