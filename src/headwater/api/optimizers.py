@@ -6,7 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import (
@@ -14,17 +14,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from headwater.api.optimizer_state import install, is_served, lazy_state, params_of, reinstall
 from headwater.api.ranks import is_divided
 from headwater.api.streamed import StreamedModel, owners
 from headwater.api.transaction import is_open
-from headwater.core.errors import CheckpointError, StreamError
-from headwater.core.lazy import LazyTensor
+from headwater.api.updaters import is_state_replaced
+from headwater.core.errors import StreamError
 from headwater.fabric.membership import current
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.spec import group_options
 from headwater.store.gradients import ParamKey, spent_error
-from headwater.store.layout import StateTensor
-from headwater.store.parameters import read_param, write_param
 from headwater.store.store import WeightStore
 from headwater.store.update import Update
 from headwater.stream.home import Home
@@ -91,7 +90,7 @@ def step(
     """
     asked = _StepOptions(max_norm, max_value, loss_scale, skip_non_finite)
     models = {id(home.store) for home in _homes(optimizer)}
-    plain = any(not isinstance(param, ParameterAtRest) for param in _params(optimizer))
+    plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
     if len(models) == 1 and not plain:
         with _using(asked):
             optimizer.step()
@@ -114,7 +113,7 @@ def _using(options: _StepOptions) -> Iterator[None]:
 
 def _prepare_gradients(optimizer: Optimizer, options: _StepOptions) -> bool:
     """Unscale and clip in place, as plain PyTorch does; whether the step is to be taken."""
-    params = [param for param in _params(optimizer) if param.grad is not None]
+    params = [param for param in params_of(optimizer) if param.grad is not None]
     gradients = [param.grad for param in params if param.grad is not None]
     if options.loss_scale != 1.0:
         for gradient in gradients:
@@ -128,13 +127,8 @@ def _prepare_gradients(optimizer: Optimizer, options: _StepOptions) -> bool:
     return True
 
 
-def _params(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _homes(optimizer: Optimizer) -> Iterator[Home]:
-    for param in _params(optimizer):
+    for param in params_of(optimizer):
         if isinstance(param, ParameterAtRest) and param.home.store in owners:
             yield param.home
 
@@ -160,7 +154,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _commit(optimizer: Optimizer) -> None:
     """Commit the optimizer's step to the stores of its streamed parameters, if it has any."""
-    amendments = [getattr(param, _AMENDMENT, None) for param in _params(optimizer)]
+    amendments = [getattr(param, _AMENDMENT, None) for param in params_of(optimizer)]
     for amendment in dict.fromkeys(each for each in amendments if each is not None):
         amendment.before_step(optimizer)
     if next(_homes(optimizer), None) is None:
@@ -193,7 +187,9 @@ def _commit(optimizer: Optimizer) -> None:
         if not is_open():
             model.apply_updates()
         _options.applied = committed.applied
-        updated = [p for p in _params(optimizer) if isinstance(p, ParameterAtRest) and p.home.store is store]
+        updated = [
+            p for p in params_of(optimizer) if isinstance(p, ParameterAtRest) and p.home.store is store
+        ]
         updated = [param for param in updated if param.home.key in committed.params]
         torch.autograd.graph.increment_version(updated)  # as if they were changed now
         _used.setdefault(optimizer, []).extend(updated)
@@ -214,7 +210,7 @@ def _check_parts(optimizer: Optimizer) -> None:
             remedy="take the batches from headwater.utils.data.DataExecutor(loader), or this rank's part of "
             "one from headwater.distributed.take_part(batch)",
         )
-    for param in _params(optimizer):
+    for param in params_of(optimizer):
         if not isinstance(param, ParameterAtRest) and param.grad is not None:
             raise StreamError(
                 f"a parameter of shape {list(param.shape)} is trained, and is in no compiled model: "
@@ -279,91 +275,38 @@ def adopt(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: if streaming cannot serve the optimizer.
     """
-    for model in {owners[home.store] for home in _homes(optimizer)}:
-        model.update_with(optimizer)
     if optimizer not in _adopted:
         _adopted.add(optimizer)
         optimizer.register_state_dict_post_hook(_add_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
-    for param in [param for param in optimizer.state if isinstance(param, ParameterAtRest)]:
-        _store_state(param.home, optimizer.state.pop(param))
+        optimizer.register_load_state_dict_post_hook(reinstall)
+    install(optimizer)
+    for model in {owners[home.store] for home in _homes(optimizer)}:
+        model.update_with(optimizer)
+    install(optimizer).store()
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Put the state that is in stores where `state_dict` has that of plain parameters."""
-    states = state_dict["state"]
-    for number, param in enumerate(_params(optimizer)):
-        if _has_state_in_store(param, optimizer):
-            state = _state_of(optimizer, param)
-            if state:
-                states[number] = state
+    states = {key: dict(state) for key, state in state_dict["state"].items()}
+    if not is_state_replaced(optimizer):
+        for number, param in enumerate(params_of(optimizer)):
+            stored = lazy_state(optimizer, param) if isinstance(param, ParameterAtRest) else None
+            if stored:
+                states[number] = stored
     state_dict["state"] = {number: states[number] for number in sorted(states)}
-
-
-def _has_state_in_store(param: torch.nn.Parameter, optimizer: Optimizer) -> TypeGuard[ParameterAtRest]:
-    """True if the state of this optimizer for a parameter is in a store, and not in the optimizer itself."""
-    return isinstance(param, ParameterAtRest) and owners[param.home.store].is_updated_by(param, optimizer)
-
-
-def _state_of(optimizer: Optimizer, param: ParameterAtRest) -> dict[str, Any]:
-    home = param.home
-    home.store.flush_stage(home.stage)
-    owners[home.store].share_scalars()
-    scalars = home.store.scalars(home.stage)[home.index]
-    if scalars is None:
-        return {}
-    layouts = home.store.rule.state_layout(home.spec)
-    return {**scalars, **{name: _lazy_state(optimizer, param, name, layouts[name]) for name in layouts}}
-
-
-def _lazy_state(optimizer: Optimizer, param: ParameterAtRest, name: str, layout: StateTensor) -> LazyTensor:
-    """Return a state tensor that is read when it is used, wherever the state of the optimizer is then."""
-
-    def read() -> torch.Tensor:
-        if _has_state_in_store(param, optimizer):
-            return read_param(param.home.store, param.home.key, name)
-        state: torch.Tensor = optimizer.state[param][name]
-        return state
-
-    return LazyTensor.whole(read, param.shape if layout.shape is None else layout.shape, layout.dtype)
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Take what belongs to stores out of a state that is being loaded."""
-    params = list(_params(optimizer))
+    present = install(optimizer)
+    params = list(params_of(optimizer))
     state = dict(state_dict["state"])
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     for number, param in zip(saved, params, strict=False):
-        if number in state and _has_state_in_store(param, optimizer):
-            _store_state(param.home, state.pop(number))
+        if is_served(param, optimizer):
+            present.load(param, state.pop(number, None))
     return {**state_dict, "state": state}
-
-
-def _store_state(home: Home, state: dict[str, Any]) -> None:
-    """Replace the optimizer state of one parameter.
-
-    Raises:
-        CheckpointError: if it is that of another optimizer, or has no values.
-    """
-    layout = home.store.rule.state_layout(home.spec)
-    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
-    if tensors.keys() != layout.keys():
-        raise CheckpointError(
-            f"the optimizer state has {sorted(tensors)}, and this optimizer keeps {sorted(layout)}",
-            where=home.spec.name,
-            remedy="load the state of the same kind of optimizer",
-        )
-    if any(value.is_meta for value in tensors.values()):
-        raise CheckpointError(
-            "the optimizer state was loaded while its parameters were empty, and torch dropped the values",
-            where=home.spec.name,
-            remedy="load it after the model's first forward, or build the model within backend.device",
-        )
-    for name, value in tensors.items():
-        write_param(home.store, home.key, value, name)
-    scalars = list(home.store.scalars(home.stage))
-    scalars[home.index] = {k: v for k, v in state.items() if k not in tensors}
-    home.store.set_scalars(home.stage, scalars)
 
 
 register_optimizer_step_pre_hook(_before_step)

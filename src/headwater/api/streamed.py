@@ -307,14 +307,14 @@ class StreamedModel:
         for key, param in before.parameters():
             name = before.store.spec(key).name
             if name not in kept and key not in before.departed:
-                give_back(before.store, key, param, self._updaters.updater_of(name))
+                give_back(before.store, key, param, self._updaters.state_owner_of(name))
         before.hand_over(engine, unchanged=unchanged)
 
     def _give_back(self, key: ParamKey, param: nn.Parameter) -> None:
         """Copy value, gradient and optimizer state from the store to a parameter that becomes a plain one."""
         assert self.engine is not None, "it has an engine"
         store = self.engine.store
-        give_back(store, key, param, self._updaters.updater_of(store.spec(key).name))
+        give_back(store, key, param, self._updaters.state_owner_of(store.spec(key).name))
 
     def _initial(self, before: Engine | None, old_names: Mapping[str, str]) -> Initial | None:
         """Return what reads the values of the parameters, if they are not in the parameters."""
@@ -366,7 +366,7 @@ class StreamedModel:
         assert self.engine is not None, "only then there is a state"
         for key, param in self.engine.parameters():
             name = self.engine.store.spec(key).name
-            updater = self._updaters.updater_of(name) if name in names else None
+            updater = self._updaters.state_owner_of(name) if name in names else None
             if updater is not None:
                 give_state_back(self.engine.store, key, param, updater)
 

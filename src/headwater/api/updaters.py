@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,16 @@ from torch import nn
 from headwater.api.machine import NO_UPDATES, optimizer_state_bytes
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.rule import SeveralRules, UpdateRule
+
+installed_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The mapping by which `optimizer.state` shows what stores have, of each optimizer that has one."""
+
+
+def is_state_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the user has assigned another mapping to `optimizer.state`."""
+    return optimizer in installed_states and installed_states[optimizer]() is not optimizer.state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +71,11 @@ class Updaters:
     def updater_of(self, name: str) -> torch.optim.Optimizer | None:
         """Return the optimizer of a parameter, or None if no optimizer that lives has updated it."""
         return self._entries[name].by() if name in self._entries else None
+
+    def state_owner_of(self, name: str) -> torch.optim.Optimizer | None:
+        """Return the optimizer that is to get the state of a parameter that leaves the store, or None."""
+        optimizer = self.updater_of(name)
+        return None if optimizer is None or is_state_replaced(optimizer) else optimizer
 
     def renamed(self, old_names: Mapping[str, str]) -> Updaters:
         """Return the same for a model with other names.

@@ -80,6 +80,21 @@ class AtRest:
     def _is_param(self, value: bool) -> None:
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
+    def as_subclass(self, cls: type[T]) -> T:
+        """Return the values as a plain tensor; torch does not ask `__torch_function__` for this.
+
+        Raises:
+            StreamError: if another class is wanted: what is written to such a tensor would be lost.
+        """
+        if cls is not torch.Tensor:
+            raise StreamError(
+                f"a {cls.__name__} would share the memory of a streamed tensor, which has none",
+                where=self.home.spec.name,
+                remedy="use a copy: tensor.clone().as_subclass(...)",
+            )
+        found: T = on_values(torch.Tensor.as_subclass, (self, cls), {})
+        return found
+
 
 class PartAtRest(AtRest, torch.Tensor):
     """What is a view of a parameter in plain PyTorch.
