@@ -4,8 +4,8 @@
 `optimizer.state` is an ordinary dictionary until the optimizer's first step over streamed parameters. Then it
 becomes an `OptimizerState`, and the state of each streamed parameter a `ParamState`. Both show what the store
 has. A state is either in the store, or in its `ParamState`. Some states do not fit into the store: a moment
-of another shape, or a state that lacks a moment. Such a state is taken out of the store. The next step puts it
-back or refuses it.
+of another shape, or a state that lacks a moment. Such a state is taken out of the store. The next step puts
+it back or refuses it.
 
 A loop may also assign another mapping to `optimizer.state`. Nothing notices this at once. So every function
 that uses the state in a store looks first whether the mapping is still the installed one.
