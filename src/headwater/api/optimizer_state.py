@@ -163,6 +163,7 @@ class _Moment:
 
     def __init__(self, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> None:
         self._optimizer, self._param, self._name = optimizer, param, name
+        self.param = self  # of which a new parameter would be a copy
         self.kept: torch.Tensor | None = None
 
     @classmethod
@@ -225,6 +226,10 @@ class MomentAtRest(AtRest, torch.Tensor):
     moment: _Moment
     meta: torch.Tensor
     owner = None
+
+    @property
+    def source(self) -> _Moment:  # type: ignore[override]
+        return self.moment
 
     @classmethod
     def of(cls, optimizer: Optimizer, param: ParameterAtRest, name: str, scalars: Scalars) -> MomentAtRest:

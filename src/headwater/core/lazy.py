@@ -87,7 +87,12 @@ class LazyTensor(Tensor):
         return self.materialize().to(*args, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.materialize().numpy(force=force)
+        array = self.materialize().numpy(force=force)
+        array.flags.writeable = False  # what is written to a copy would be lost
+        return array
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.materialize().__dlpack__(*args, **kwargs)
 
     def tolist(self) -> Any:
         return self.materialize().tolist()

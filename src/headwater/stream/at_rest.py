@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, TypeVar, cast
 
+import numpy
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -30,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor
 from headwater.stream.home import Home
+from headwater.stream.kept import KeptHome
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,71 @@ View = Callable[[torch.Tensor], torch.Tensor]
 T = TypeVar("T", bound=torch.Tensor)
 
 
+class Memory:
+    """The memory to which a parameter points; it lives while a tensor at rest shares it.
+
+    [Note: other memory]
+    `p.data = other` lets `p` point to other memory. Tensors that were taken of `p` before keep the former
+    memory and its values. So all tensors at rest that are taken of a parameter share one `Memory`. It reads and
+    writes the store until the parameter gets other memory. Then it copies the values to `kept`, if a tensor at
+    rest still needs them. If such a tensor is assigned to `p.data` again, its `Memory` returns to the store.
+
+    Attributes:
+        param: the parameter.
+        kept: the values, if they are not those of the parameter in the store.
+    """
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.param: Any = param
+        self.kept: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, param: torch.Tensor) -> Memory:
+        """Return the memory to which a parameter points now."""
+        return _memories.setdefault(id(param), cls(param))
+
+    @property
+    def home(self) -> Any:
+        if self.kept is None and hasattr(self.param, "home"):
+            return self.param.home
+        return KeptHome(self.param.data if self.kept is None else self.kept, "parameter")
+
+
+_memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+"""The memory of each parameter of which a tensor at rest was taken, by the identity of the parameter."""
+
+
+def leave_memory(param: Any) -> None:
+    """Let a parameter of a store have other memory; tensors that share the present one keep its values."""
+    memory = _memories.pop(id(param), None)
+    if memory is not None and memory.kept is None:
+        memory.kept = param.home.read()
+
+
+def return_to_memory(memory: Memory) -> None:
+    """Let a parameter whose values in the store are those of a former memory have that memory again."""
+    memory.kept = None
+    _memories[id(memory.param)] = memory
+
+
+def leave_store(param: torch.Tensor) -> None:
+    """Let tensors at rest share the memory of a parameter that has become a plain one."""
+    memory = _memories.get(id(param))
+    if memory is not None:
+        memory.kept = param.data
+
+
+def enter_store(param: torch.Tensor) -> None:
+    """Let tensors at rest that share the memory of a plain parameter follow it into the store."""
+    memory = _memories.get(id(param))
+    if memory is None or memory.kept is None:
+        return
+    if memory.kept.data_ptr() == param.data_ptr() and memory.kept.shape == param.shape:
+        memory.kept = None
+    else:
+        del _memories[id(param)]
+
+
 class AtRest:
     """A tensor whose values are in the weight store, or a part of one.
 
@@ -66,6 +134,19 @@ class AtRest:
 
     home: Home
     owner: torch.Tensor | None
+    source: Any
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        tensor: Any = self
+        return iter(tensor.unbind(0))
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: what another library writes to this memory would be lost."""
+        raise StreamError(
+            "another library would share the memory of a streamed tensor, which has none",
+            where=self.home.spec.name,
+            remedy="give it a copy: tensor.clone()",
+        )
 
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This part of all values; each subclass has its own."""
@@ -100,19 +181,17 @@ class PartAtRest(AtRest, torch.Tensor):
     """What is a view of a parameter in plain PyTorch.
 
     Attributes:
-        param: the parameter.
+        source: has the home of the values: another one after the model was planned again.
         meta: a tensor of the same shape and strides on the meta device.
         selection: returns this view of the whole parameter.
     """
 
-    param: Any
     meta: torch.Tensor
     selection: View
 
     @property
     def home(self) -> Home:  # type: ignore[override]
-        """The home that the parameter has now: another one after the model was planned again."""
-        found: Home = self.param.home
+        found: Home = self.source.home
         return found
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,10 +214,9 @@ class PartAtRest(AtRest, torch.Tensor):
             if is_metadata(func):
                 return func(*args, **(kwargs or {}))
             if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
-                return new_parameter(args[0], args[0].param)
-            source = home_of(args[1]) if func == DATA.__set__ else None
-            if source is not None:
-                raise tied_by_data("parameter", source.spec.name)
+                return new_parameter(args[0], args[0].source.param)
+            if func == DATA.__set__ and _plain_view(args[0]) is args[0]:
+                raise moved(args[0].home, "tensor.data.data = …")
             return on_values(func, args, kwargs or {})
 
 
@@ -152,31 +230,111 @@ class Values:
     """
 
     def __init__(self, param: torch.Tensor) -> None:
-        self.param: Any = param
+        self.memory = Memory.of(param)
 
     def __call__(self) -> Iterator[torch.Tensor]:
-        if hasattr(self.param, "home"):
-            yield from self.param.home.pieces()
+        home = self.memory.home
+        if isinstance(home, KeptHome):
+            yield home.read()
         else:
-            yield self.param.data
+            yield from home.pieces()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Values) and other.param is self.param
+        return isinstance(other, Values) and other.memory is self.memory
 
     def __hash__(self) -> int:
-        return id(self.param)
+        return id(self.memory)
+
+
+class DetachedAtRest(AtRest, LazyTensor):
+    """What `detach` gives of a parameter: a lazy tensor that can be written, as can its views.
+
+    Attributes:
+        source: the memory of the parameter.
+    """
+
+    @classmethod
+    def of(cls, param: Any) -> DetachedAtRest:
+        """Return one of a parameter at rest."""
+        found = cls(Values(param), param.home.spec.shape, param.home.spec.dtype)
+        found.source, found.owner = found.read_pieces.memory, param  # type: ignore[attr-defined]
+        return found
+
+    @property
+    def home(self) -> Home:  # type: ignore[override]
+        found: Home = self.source.home
+        return found
+
+    @property
+    def meta(self) -> torch.Tensor:
+        home: Any = self.home
+        values: torch.Tensor = home.read() if isinstance(home, KeptHome) else home.meta
+        return values
+
+    def view_of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        self._become_lazy()
+        self._is_param = value
+
+    def _become_lazy(self) -> None:
+        """Become a lazy tensor that is read: what has gradients of its own is not written."""
+        self.__class__ = LazyTensor  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            own = args[0] if args and isinstance(args[0], DetachedAtRest) else None
+            if own is not None and func in LAYOUT:
+                return func(own.meta, *args[1:], **kwargs)
+            if own is not None and is_metadata(func):
+                result = func(*args, **kwargs)
+                if own.requires_grad:
+                    own._become_lazy()
+                return result
+            if own is not None and func is torch.Tensor.detach:
+                return own._again()
+            if own is not None and func == DATA.__set__ and _plain_view(own) is own:
+                raise moved(own.home, "tensor.data = …")
+            return on_values(func, args, kwargs)
+
+    def _again(self) -> DetachedAtRest:
+        found = type(self)(self.read_pieces, self.shape, self.dtype)
+        found.source, found.owner = self.source, self.owner
+        return found
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to take other memory."""
+        raise moved(self.home, "set_")
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = on_values(torch.Tensor.to, (self, *args), kwargs)
+        return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        torch.Tensor.__setitem__(self, index, value)
 
 
 def values_of(value: object) -> torch.Tensor | None:
     """Return the parameter whose values a lazy tensor reads; None for another tensor."""
     read = value.read_pieces if isinstance(value, LazyTensor) else None
-    return read.param if isinstance(read, Values) else None
+    return read.memory.param if isinstance(read, Values) and read.memory.kept is None else None
 
 
 def home_of(value: object) -> Home | None:
     """Return the home of a tensor whose values are those of a parameter in a store, or of a part of one."""
     if isinstance(value, AtRest):
-        return getattr(value, "home", None)
+        home = getattr(value, "home", None)
+        return home if isinstance(home, Home) else None
     return getattr(values_of(value), "home", None)
 
 
@@ -271,9 +429,29 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _plain_view(leaf: Any) -> Any:
     """Return a part of a parameter that has become a plain one as a view of it; anything else as it is."""
-    if isinstance(leaf, PartAtRest) and not hasattr(leaf.param, "home"):
-        return leaf.view_of(leaf.param.data)
-    return leaf
+    home: Any = getattr(leaf, "home", None) if isinstance(leaf, AtRest) else None
+    return leaf.view_of(home.read()) if isinstance(home, KeptHome) else leaf
+
+
+def whole_memory(value: object, param: Any) -> Memory | None:
+    """Return the present or former memory of a parameter of which a tensor is a view of all elements."""
+    if not isinstance(value, PartAtRest | DetachedAtRest) or not isinstance(value.source, Memory):
+        return None
+    layout, own = value.meta, param.home.meta
+    same = layout.shape == own.shape and layout.stride() == own.stride()
+    same = same and value.dtype == param.home.spec.dtype and value.source.param is param
+    return value.source if same else None
+
+
+def present_memory(param: torch.Tensor) -> Memory | None:
+    """Return the memory of a parameter if a tensor at rest shares it."""
+    return _memories.get(id(param))
+
+
+def plain_value(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor at rest whose values have left the store as a plain one; any other as it is."""
+    found: torch.Tensor = _plain_view(value)
+    return found
 
 
 class _Operation:
@@ -324,6 +502,8 @@ class _Operation:
 
     def _part(self, index: int, result: Any) -> Any:
         """What stands for a result that is a view of the only tensor at rest; any other as it is."""
+        if isinstance(result, numpy.ndarray) and self._at_rest:
+            result.flags.writeable = False  # what is written to a copy would be lost
         if type(result) is not torch.Tensor or result.requires_grad or len(self._wholes) != 1:
             return result
         ((home, whole),) = self._wholes.items()
@@ -331,7 +511,7 @@ class _Operation:
             return result
         part = stand_in(PartAtRest, result.shape, result)
         leaf = next(leaf for leaf in self._at_rest.values() if leaf.home == home)
-        part.param = leaf.param if isinstance(leaf, PartAtRest) else leaf
+        part.source = leaf.source
         part.meta = torch.empty_strided(result.shape, result.stride(), device="meta")
         part.selection = lambda whole: self._result_of(whole, index)
         owners = {leaf.owner for leaf in self._at_rest.values()}
@@ -340,7 +520,7 @@ class _Operation:
 
     def _result_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         values = {  # a parameter may have become a plain one
-            key: leaf.view_of(whole) if isinstance(leaf, PartAtRest) else whole
+            key: leaf.view_of(whole) if isinstance(leaf, AtRest) else whole
             for key, leaf in self._at_rest.items()
         }
         result: torch.Tensor = tree_flatten(self._call(values))[0][index]

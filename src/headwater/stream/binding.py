@@ -16,6 +16,7 @@ from headwater.store.gradients import ParamKey
 from headwater.store.parameters import write_param
 from headwater.store.store import WeightStore
 from headwater.stream.activations import WeightHandle, changed_in_place
+from headwater.stream.at_rest import enter_store, leave_memory
 from headwater.stream.home import Home
 from headwater.stream.leaving import give_back
 from headwater.stream.parameters import ParameterAtRest
@@ -92,6 +93,7 @@ class Binder:
                 )
             spec = self._stages[stage].params[index]
             value = self._placeholders[stage][index]
+            enter_store(param)
             gradient, param.grad = param.grad, None
             if gradient is not None:  # of a backward before there was streaming
                 self._store.set_gradient(stage, index, gradient.to("cpu"))
@@ -228,6 +230,7 @@ class Binder:
         values = {index: pairs[index][0].data for index in changed}
         for index in moved:
             param, view = pairs[index]
+            leave_memory(param)
             param.data = view
         return values
 

@@ -8,6 +8,7 @@ from torch import nn
 from headwater.store.gradients import ParamKey
 from headwater.store.parameters import read_param
 from headwater.store.store import WeightStore
+from headwater.stream.at_rest import leave_store
 
 
 def give_back(
@@ -23,6 +24,7 @@ def give_back(
     """
     device = param.device
     param.data = read_param(store, key).to(device)
+    leave_store(param)
     gradient = store.gradients.expose(*key)
     if gradient is not None:
         param.grad = gradient.to(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -11,23 +10,28 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from headwater.core.errors import StreamError
-from headwater.core.lazy import LazyTensor
 from headwater.store.gradients import spent_error
 from headwater.stream.at_rest import (
     DATA,
     LAYOUT,
     AtRest,
-    Values,
+    DetachedAtRest,
+    Memory,
     becomes_parameter,
     changed_while_recording,
     home_of,
     is_metadata,
+    leave_memory,
     moved,
     new_parameter,
     on_values,
+    plain_value,
+    present_memory,
     read_copy,
+    return_to_memory,
     stand_in,
     tied_by_data,
+    whole_memory,
 )
 from headwater.stream.home import Home
 
@@ -39,6 +43,10 @@ _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 
 class ParameterAtRest(AtRest, nn.Parameter):
     """A parameter whose values are in the weight store. Never built: a parameter becomes one, for a while."""
+
+    @property
+    def source(self) -> Memory:  # type: ignore[override]
+        return Memory.of(self)
 
     @property
     def owner(self) -> torch.Tensor:  # type: ignore[override]
@@ -77,7 +85,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
             if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
                 return new_parameter(args[0], args[0])
             if func is torch.Tensor.detach:
-                return LazyTensor(Values(args[0]), args[0].home.spec.shape, args[0].home.spec.dtype)
+                return DetachedAtRest.of(args[0])
             if func == DATA.__set__:
                 return assign_data(args[0], args[1])
             if func is torch.Tensor.copy_ and _is_replaced(args[0], args[1]):
@@ -96,9 +104,6 @@ class ParameterAtRest(AtRest, nn.Parameter):
             assign_data(self, args[0])
             torch.autograd.graph.increment_version(self)
         return self
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.unbind(0))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.home.spec
@@ -124,16 +129,22 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
     Raises:
         StreamError: if that would tie two parameters.
     """
-    home, source = param.home, home_of(value)
-    if source is not None:
-        if source != home:
-            raise tied_by_data(home.spec.name, source.spec.name)
-        value = read_copy(value)  # nothing else has this memory
+    home, source, whole = param.home, home_of(value), whole_memory(value, param)
+    if whole is not None and whole is present_memory(param):
+        return
+    if source is not None and source != home:
+        raise tied_by_data(home.spec.name, source.spec.name)
+    if source is not None and not isinstance(value, AtRest):
+        value = read_copy(value)  # a lazy tensor
+    leave_memory(param)
+    value = plain_value(value)
     if not home.fits(value):
         home.leave()
         DATA.__set__(param, value)
         return
     home.write(value)
+    if whole is not None:
+        return_to_memory(whole)
 
 
 def _is_replaced(param: object, value: torch.Tensor) -> bool:
