@@ -228,7 +228,7 @@ class MomentAtRest(AtRest, torch.Tensor):
     owner = None
 
     @property
-    def source(self) -> _Moment:  # type: ignore[override]
+    def source(self) -> _Moment:
         return self.moment
 
     @classmethod

@@ -45,7 +45,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
     """A parameter whose values are in the weight store. Never built: a parameter becomes one, for a while."""
 
     @property
-    def source(self) -> Memory:  # type: ignore[override]
+    def source(self) -> Memory:
         return Memory.of(self)
 
     @property
