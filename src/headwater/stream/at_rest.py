@@ -63,8 +63,9 @@ class Memory:
     [Note: other memory]
     `p.data = other` lets `p` point to other memory. Tensors that were taken of `p` before keep the former
     memory and its values. So all tensors at rest that are taken of a parameter share one `Memory`. It reads
-    and writes the store until the parameter gets other memory. Then it copies the values to `kept`, if a tensor
-    at rest still needs them. If such a tensor is assigned to `p.data` again, its `Memory` returns to the store.
+    and writes the store until the parameter gets other memory. Then it copies the values to `kept`, if a
+    tensor at rest still needs them. If such a tensor is assigned to `p.data` again, its `Memory` returns to
+    the store.
 
     Attributes:
         param: the parameter.
