@@ -474,9 +474,6 @@ class OptimizerState(_Dictionary):
             return
         if isinstance(key, ParameterAtRest):
             self._remove(key)
-        elif view is not None and key not in self._own:
-            view.put(value)  # the parameter has left the store, and its state comes back
-            value = view
         self._own[key] = value
 
     def __delitem__(self, key: Any) -> None:
@@ -528,6 +525,13 @@ class OptimizerState(_Dictionary):
                 state.put({})
             elif not isinstance(state, ParamState):
                 self._own.pop(param, None)
+
+    def receive(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Take over a state that leaves the store; tensors that were taken of it follow."""
+        view = self._views.get(id(param))
+        if view is not None:
+            view.put(state)
+        self._own[param] = dict(state) if view is None else view
 
     def load(self, param: ParameterAtRest, state: Mapping[str, Any] | None) -> None:
         """Replace the state of a parameter by a loaded one, in the store."""

@@ -49,4 +49,5 @@ def give_state_back(
         tensors = {
             name: read_param(store, key, name).to(device) for name in store.rule.state_layout(store.spec(key))
         }
-        optimizer.state[param] = {**scalars, **tensors}
+        receive = getattr(optimizer.state, "receive", optimizer.state.__setitem__)
+        receive(param, {**scalars, **tensors})
