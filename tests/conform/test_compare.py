@@ -99,7 +99,7 @@ def test_the_command_prints_and_writes_the_report(in_process, tmp_path, capsys):
     words = ["conform", f"{SUBJECTS}:plain", "--plans", "memory", "--steps", "2"]
     files = ["--json", str(tmp_path / "report.json"), "--out", str(tmp_path / "report.txt")]
     assert main([*words, *files]) == 0
-    assert "equal: 1 plans" in capsys.readouterr().out
+    assert "equal: 1 plan computes what plain PyTorch computes" in capsys.readouterr().out
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["equal"] and data["steps"] == 2
     assert data["entries"][1]["run"] == "memory"

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headwater.conform.child import Request
+from headwater.conform.child import RANKS, Request, main
 from headwater.conform.record import Shown
+from headwater.core.safe_path import safe_path
+
+_PRELOADED = [
+    "headwater.conform.child",
+    "torch._dynamo",
+    "torch.fx.experimental.symbolic_shapes",  # these two are imported by the first dry run
+]
+"""Modules that the server imports before it forks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,27 +56,73 @@ def run_child(request: Request, limit_s: float) -> Run:
     request_file = result.with_suffix(".json")
     request_file.write_text(json.dumps(dataclasses.asdict(request)))
     errors = result.with_suffix(".stderr")
-    with errors.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headwater.conform.child", str(request_file)],
-            stdin=subprocess.DEVNULL,
-            stdout=stderr,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return Run("timed out", [], f"no result after {limit_s:.0f} s")
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    start = _start_interpreter if request.run == RANKS else _fork
+    code = start(request_file, errors, limit_s)
+    if code is None:
+        return Run("timed out", [], f"no result after {limit_s:.0f} s")
     if not result.exists():
-        return Run("crashed", [], _ended(process.returncode), _tail(errors))
+        return Run("crashed", [], _ended(code), _tail(errors))
     found: dict[str, Any] = torch.load(result, weights_only=True)
     result.unlink()
     return Run(found["status"], found.get("shown", []), found.get("message", ""), found.get("trace", ""))
+
+
+def _fork(request_file: Path, errors: Path, limit_s: float) -> int | None:
+    """Run a request in a fork of a server process, and return its exit code, or None if time was up.
+
+    The server has imported torch and Headwater, and nothing of the user's, so every run begins in the same
+    state and none waits for an interpreter. One process does not do several runs: a user's module may keep
+    state from one run to the next, and a run that crashes would take the others with it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    process = context.Process(target=_run_forked, args=(request_file, errors, dict(os.environ)))
+    with safe_path():  # the first run starts the server
+        process.start()
+    try:
+        process.join(limit_s)
+        return process.exitcode
+    finally:
+        if process.exitcode is None:
+            assert process.pid is not None, "the process has started"
+            with contextlib.suppress(ProcessLookupError):  # it has no group before its first statement
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+
+
+def _run_forked(request_file: Path, errors: Path, environment: Mapping[str, str]) -> None:
+    """Run a request; this is the main function of a forked process."""
+    os.setsid()
+    os.environ.clear()  # the server has the variables of the moment when it was started
+    os.environ.update(environment)
+    with errors.open("wb") as output, Path(os.devnull).open("rb") as nothing:
+        for source, number in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(source.fileno(), number)
+    main(request_file)
+
+
+def _start_interpreter(request_file: Path, errors: Path, limit_s: float) -> int | None:
+    """Run a request in a new interpreter, and return its exit code, or None if time was up.
+
+    Ranks need this: their launcher starts each rank with the command of this interpreter.
+    """
+    with errors.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "headwater.conform.child", str(request_file)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _ended(code: int) -> str:

@@ -64,7 +64,8 @@ class Report:
     def verdict(self) -> str:
         """The outcome in one line."""
         if self.passed:
-            return f"equal: {len(self.entries) - 1} plans compute what plain PyTorch computes"
+            number = counted(len(self.entries) - 1, "plan computes", "plans compute")
+            return f"equal: {number} what plain PyTorch computes"
         plain, *plans = self.entries
         if not plain.passed:
             return f"not compared: the plain run {plain.outcome}"
