@@ -11,7 +11,11 @@ from torch import nn
 
 BATCHES = 3
 
-Made = tuple[nn.Module, list[Any]] | tuple[nn.Module, list[Any], Callable[..., Any]]
+Made = (
+    tuple[nn.Module, list[Any]]
+    | tuple[nn.Module, list[Any], Callable[..., Any]]
+    | tuple[nn.Module, list[Any], Callable[..., Any] | None, Callable[..., Any]]
+)
 
 
 @dataclasses.dataclass(frozen=True)

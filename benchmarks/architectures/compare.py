@@ -51,9 +51,13 @@ def compare(architecture: Architecture, plans: Sequence[str] = tuple(PLANS)) -> 
     torch.set_num_threads(1)
     subject = _made(architecture)
     count = sum(parameter.numel() for parameter in subject.model.parameters())
-    plain = train(subject, _COURSE, lambda model: model)
-    again = train(_made(architecture), _COURSE, lambda model: model)
     row = Row(architecture.name, architecture.family, count, {}, {})
+    try:
+        plain = train(subject, _COURSE, lambda model: model)
+        again = train(_made(architecture), _COURSE, lambda model: model)
+    except Exception as error:  # noqa: BLE001 - any error is an outcome
+        row.outcomes["plain"], row.reasons["plain"] = "failed", _one_line(error)
+        return row
     difference = first_difference(plain, again)
     if difference is not None:
         row.outcomes["plain"], row.reasons["plain"] = UNSTEADY, str(difference)
@@ -68,8 +72,13 @@ def compare(architecture: Architecture, plans: Sequence[str] = tuple(PLANS)) -> 
             row.outcomes[plan], row.reasons[plan] = "refused", error.what
         except Exception as error:  # noqa: BLE001 - any other error is an outcome
             row.outcomes[plan] = "failed"
-            row.reasons[plan] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            row.reasons[plan] = _one_line(error)
     return row
+
+
+def _one_line(error: Exception) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _streamed(architecture, plan):

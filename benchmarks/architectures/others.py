@@ -469,7 +469,10 @@ def fourier_operator():
             mixed = torch.einsum("bihw,iow->bohw", spectrum[..., :5], self.weight)
             return x + torch.fft.irfft2(mixed, x.shape[-2:])
 
-    return nn.Sequential(Operator(), nn.GELU(), Operator()), images()
+    def optimizer(parameters):  # the fused AdamW of other rows does not take complex parameters
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    return nn.Sequential(Operator(), nn.GELU(), Operator()), images(), None, optimizer
 
 
 @architecture("Parts in float64 and bfloat16", "other numbers")

@@ -20,6 +20,9 @@ parameters, buffers and optimizer state bit for bit. The models are written in `
 the manner of the architectures that they are named after; they are not those of timm or diffusers. This page
 is its output with torch {version}.
 
+The optimizer is fused AdamW. The Fourier neural operator has AdamW that is not fused, because torch's fused
+AdamW does not take complex parameters.
+
 Of {rows} architectures **{equal} are equal under every plan of the table**. `=` means equal. The classes of
 the transformers library have [their own page](transformers.md).
 """
@@ -39,7 +42,11 @@ def page(rows: Sequence[Row], plans: Sequence[str]) -> str:
         for row in members:
             signs = [_SIGNS.get(row.outcomes.get(plan, ""), "") for plan in plans]
             lines.append(f"| {row.name} | {row.parameters:,} | {' | '.join(signs)} |")
-    reasons = [(row.name, plan, reason) for row in rows for plan, reason in row.reasons.items()]
+    reasons = [
+        (row.name, plan, f"{row.outcomes[plan]}: {reason}")
+        for row in rows
+        for plan, reason in row.reasons.items()
+    ]
     if reasons:
         lines += ["", "## Not equal", "", "| architecture | plan | what happened |", "|---|---|---|"]
         lines += [f"| {name} | {plan} | {reason} |" for name, plan, reason in reasons]

@@ -6,9 +6,10 @@ All are compared by `python -m benchmarks.architectures`.
 import pytest
 import torch
 from benchmarks.architectures import others, sequence, vision  # noqa: F401 they fill the list
-from benchmarks.architectures.catalogue import ARCHITECTURES
+from benchmarks.architectures.catalogue import ARCHITECTURES, Architecture, vectors
 from benchmarks.architectures.compare import compare
 from benchmarks.architectures.page import page
+from torch import nn
 
 from headwater.conform.subject import seed_all, subject_of
 
@@ -33,8 +34,10 @@ def test_there_are_sixty_of_many_families():
 def test_an_architecture_trains_in_plain_pytorch(name):
     seed_all(0)
     subject = subject_of(BY_NAME[name].make())
+    optimizer = subject.optimizer(subject.model)
     loss = subject.loss(subject.model, subject.batches[0])
     loss.backward()
+    optimizer.step()
     assert torch.isfinite(loss)
     assert any(parameter.grad is not None for parameter in subject.model.parameters())
 
@@ -44,3 +47,15 @@ def test_an_architecture_is_equal_on_disk(name):
     row = compare(BY_NAME[name], ["disk_recompute"])
     assert row.equal, row.reasons
     assert f"| {name} |" in page([row], ["disk_recompute"])
+
+
+def test_a_model_that_does_not_train_plainly_is_a_row_with_the_reason():
+    def make():
+        def optimizer(parameters):
+            raise RuntimeError("no optimizer for these")
+
+        return nn.Linear(8, 8), vectors(), None, optimizer
+
+    row = compare(Architecture("Any", "any", make), ["disk_recompute"])
+    assert not row.equal
+    assert "| Any | plain | failed: RuntimeError: no optimizer for these |" in page([row], ["disk_recompute"])
