@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,8 +62,13 @@ def fixed_by(backend: BackendConfig, micro_batch_size: int | None) -> Fixed:
     )
 
 
-def optimizer_state_bytes(optimizer: OptimizerSpec) -> int:
-    """Bytes of state that `optimizer` keeps for each trained parameter (8 for Adam)."""
+def optimizer_state_bytes(optimizer: OptimizerSpec, options: Mapping[str, Any] | None = None) -> int:
+    """Return the bytes of state that `optimizer` keeps for each element of a parameter (8 for Adam).
+
+    Args:
+        optimizer: the kind of optimizer.
+        options: of the parameter's group.
+    """
     probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
-    layout = UpdateRule(optimizer).state_layout(probe)
+    layout = UpdateRule(optimizer, options).state_layout(probe)
     return sum(tensor.dtype.itemsize for tensor in layout.values() if tensor.shape is None)

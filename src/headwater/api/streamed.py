@@ -331,19 +331,70 @@ class StreamedModel:
         return value
 
     def update_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let this optimizer update those of its parameters that are ours; its state begins anew.
+        """Make this optimizer the one that updates those of its parameters that are in this model.
+
+        A parameter that another optimizer has updated until now begins without state. Otherwise the state
+        follows the options of the parameter's group.
 
         Raises:
-            ConfigError: if streaming cannot serve it.
+            ConfigError: if streaming cannot serve the optimizer, or the options of a group.
         """
         assert self.engine is not None, "only streamed parameters are asked for"
         names = self._structure.names
         updaters = self._updaters.renamed({name: name for name in names.values()})
         fresh = updaters.note(optimizer, names)
-        if not fresh:
+        if fresh:
+            self._part_with_state(fresh)
+            has_changed = updaters.specs != self._updaters.specs
+            self._update_by(updaters, fresh, rebuild=has_changed or self._has_other_layouts(updaters, fresh))
+        self._follow_options(optimizer, names)
+
+    def _follow_options(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        """Change which state the parameters have, if the options of their groups have changed.
+
+        A state is created again where the optimizer has kept nothing so far. All ranks decide the same.
+
+        Raises:
+            ConfigError: if a state lacks a tensor that the optimizer needs now.
+        """
+        changed = self._updaters.changed(optimizer, names)
+        if not changed:
             return
-        self._part_with_state(fresh)
-        if updaters.specs != self._updaters.specs:
+        assert self.engine is not None, "only streamed parameters are asked for"
+        store = self.engine.store
+        store.flush()
+        self.share_scalars()
+        updaters, began = self._updaters.renamed({name: name for name in names.values()}), set()
+        for key, _ in self.engine.parameters():
+            spec, scalars = store.spec(key), store.scalars(key[0])[key[1]]
+            if spec.name not in changed:
+                continue
+            if scalars is not None and (scalars or store.rule.state_layout(spec)):
+                updaters.keep_state(spec, changed[spec.name])
+            else:
+                updaters.begin_state(spec.name, changed[spec.name])
+                began.add(spec.name)
+        self._update_by(updaters, began, rebuild=self._has_other_layouts(updaters, began))
+
+    def _has_other_layouts(self, updaters: Updaters, names: Collection[str]) -> bool:
+        """True if some of these parameters get other state tensors than they have in the store."""
+        assert self.engine is not None, "only streamed parameters are asked for"
+        store, rule = self.engine.store, updaters.rule
+        specs = [store.spec(key) for key, _ in self.engine.parameters()]
+        return any(
+            rule.state_layout(spec) != store.rule.state_layout(spec) for spec in specs if spec.name in names
+        )
+
+    def _update_by(self, updaters: Updaters, fresh: Collection[str], *, rebuild: bool) -> None:
+        """Replace the optimizers of the parameters.
+
+        Args:
+            updaters: the optimizers.
+            fresh: the parameters whose present state is dropped.
+            rebuild: whether the store needs another layout.
+        """
+        assert self.engine is not None, "only streamed parameters are asked for"
+        if rebuild:
             if self.engine.departed:
                 raise StreamError(
                     "a parameter got another shape or dtype between the backward and the step",
@@ -351,7 +402,7 @@ class StreamedModel:
                     remedy="change it after the step, or call the model again before the step",
                 )
             with self._structure.restored():  # the next forward looks at what has changed since the last
-                same = {name: name for name in names.values()}
+                same = {name: name for name in self._structure.names.values()}
                 self._rebuild(self.engine.plan, updaters, same, unchanged=True)
         self._updaters = updaters
         store = self.engine.store

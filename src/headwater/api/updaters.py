@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwater.api.machine import NO_UPDATES, optimizer_state_bytes
-from headwater.optim.spec import OptimizerSpec
+from headwater.core.errors import ConfigError
+from headwater.core.stage import ParamSpec
+from headwater.optim.spec import OptimizerSpec, group_options, state_signature
 from headwater.store.rule import SeveralRules, UpdateRule
 
 installed_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = (
@@ -26,6 +29,12 @@ def is_state_replaced(optimizer: torch.optim.Optimizer) -> bool:
     return optimizer in installed_states and installed_states[optimizer]() is not optimizer.state
 
 
+Options = Mapping[str, Any]
+
+_STATEFUL = {"momentum": 0.5, "amsgrad": True, "centered": True}
+"""Options of torch's optimizers that add tensors to the state, each with a value that does."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Updated:
     """The optimizer of a parameter, and its options.
@@ -33,10 +42,14 @@ class _Updated:
     Attributes:
         spec: the kind of optimizer.
         by: the optimizer, for as long as it lives.
+        options: of the parameter's group, when the optimizer created the state of the parameter.
+        known: the signatures of all options with which the optimizer can update that state.
     """
 
     spec: OptimizerSpec
     by: Callable[[], torch.optim.Optimizer | None]
+    options: Mapping[str, Any]
+    known: frozenset[Hashable]
 
 
 class Updaters:
@@ -63,10 +76,63 @@ class Updaters:
         """
         own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
         fresh = {name for name in own if self.updater_of(name) is not optimizer}
-        if fresh:
-            spec = OptimizerSpec.of(optimizer, self._device())
-            self._entries |= {name: _Updated(spec, weakref.ref(optimizer)) for name in own}
+        if not fresh:
+            return fresh
+        spec = OptimizerSpec.of(optimizer, self._device())
+        fitting = _Fitting(spec)
+        for options, params in _groups(optimizer):
+            for param in params:
+                name = names.get(id(param))
+                if name in fresh:
+                    its = fitting.options(options, optimizer.state.get(param, {}))
+                    known = frozenset({state_signature(options), state_signature(its)})
+                    self._entries[name] = _Updated(spec, weakref.ref(optimizer), its, known)
+                elif name is not None:
+                    self._entries[name] = dataclasses.replace(self._entries[name], spec=spec)
         return fresh
+
+    def changed(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Options]:
+        """Return the parameters whose group now has options that may need another state.
+
+        Args:
+            optimizer: has updated all of its parameters before.
+            names: the name of each parameter of the model, by identity.
+
+        Returns:
+            Name -> the present options of the group.
+        """
+        found: dict[str, Options] = {}
+        for options, params in _groups(optimizer):
+            signature = state_signature(options)
+            own = [names[id(param)] for param in params if id(param) in names]
+            found |= {name: options for name in own if signature not in self._entries[name].known}
+        return found
+
+    def begin_state(self, name: str, options: Options) -> None:
+        """Record that the optimizer creates the state of a parameter with these options."""
+        entry = self._entries[name]
+        self._entries[name] = dataclasses.replace(
+            entry, options=options, known=frozenset({state_signature(options)})
+        )
+
+    def keep_state(self, param: ParamSpec, options: Options) -> None:
+        """Record that the state of a parameter is updated with other options than it began with.
+
+        Raises:
+            ConfigError: if the optimizer needs a state tensor that the parameter does not have.
+        """
+        entry = self._entries[param.name]
+        needed = UpdateRule(entry.spec, options).state_layout(param)
+        missing = needed.keys() - UpdateRule(entry.spec, entry.options).state_layout(param).keys()
+        if missing:
+            raise ConfigError(
+                f"{entry.spec.name} needs the state {sorted(missing)} with the new options of the parameter "
+                "group, and it has already updated the parameter without that state",
+                where=param.name,
+                remedy="set these options before the first step, or remove the state of the parameter first",
+            )
+        known = entry.known | {state_signature(options)}
+        self._entries[param.name] = dataclasses.replace(entry, known=known)
 
     def updater_of(self, name: str) -> torch.optim.Optimizer | None:
         """Return the optimizer of a parameter, or None if no optimizer that lives has updated it."""
@@ -94,12 +160,60 @@ class Updaters:
     @property
     def rule(self) -> UpdateRule:
         """The update rule for a store of these parameters."""
-        return SeveralRules(self.specs) if self._entries else UpdateRule(NO_UPDATES)
+        if not self._entries:
+            return UpdateRule(NO_UPDATES)
+        return SeveralRules(self.specs, {name: entry.options for name, entry in self._entries.items()})
 
     @property
     def state_bytes(self) -> int:
         """The most bytes of optimizer state that a parameter element has."""
-        return max((optimizer_state_bytes(spec) for spec in self.specs.values()), default=0)
+        kinds = {(id(each.spec), state_signature(each.options)): each for each in self._entries.values()}
+        return max((optimizer_state_bytes(each.spec, each.options) for each in kinds.values()), default=0)
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Options, list[nn.Parameter]]]:
+    """Yield the options and the parameters of each group."""
+    for group in optimizer.param_groups:
+        yield group_options(optimizer, group), group["params"]
+
+
+class _Fitting:
+    """Finds the options with which an optimizer keeps the tensors that a state has already.
+
+    A state keeps its tensors when the option that asked for them is switched off, and is loaded so.
+
+    Args:
+        spec: the kind of optimizer.
+    """
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self._spec = spec
+        self._found: dict[tuple[Hashable, frozenset[str]], Options] = {}
+
+    def options(self, options: Options, state: Mapping[str, Any]) -> Options:
+        """Return `options`, or others if the state has more tensors than they ask for."""
+        tensors = frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0)
+        if not tensors or not self._spec.elementwise:
+            return options
+        key = state_signature(options), tensors
+        if key not in self._found:
+            is_enough = self._state_names(options) <= tensors
+            fitting = (each for each in _variants(options) if self._state_names(each) == tensors)
+            self._found[key] = next(fitting, options) if is_enough else options
+        return self._found[key]
+
+    def _state_names(self, options: Options) -> frozenset[str]:
+        probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
+        return frozenset(UpdateRule(self._spec, options).state_layout(probe))
+
+
+def _variants(options: Options) -> Iterator[Options]:
+    """Yield the options, and then variants of them that keep less or more state."""
+    yield options
+    names = [name for name in _STATEFUL if name in options]
+    for values in itertools.product((False, True), repeat=len(names)):
+        chosen = {name: _STATEFUL[name] if on else 0 for name, on in zip(names, values, strict=True)}
+        yield {**options, **chosen}
 
 
 def live_optimizers(params: Collection[nn.Parameter]) -> list[torch.optim.Optimizer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +89,13 @@ class OptimizerSpec:
         spec._check_same_defaults(optimizer)
         return spec
 
+    def with_numbers(self) -> OptimizerSpec:
+        """Return the spec with numbers instead of tensors, which fake tensors cannot be compared with."""
+        if not any(isinstance(each, torch.Tensor | tuple | list) for each in self.kwargs.values()):
+            return self
+        kwargs = {key: numbers(value) for key, value in self.kwargs.items()}
+        return dataclasses.replace(self, kwargs=kwargs)
+
     @property
     def elementwise(self) -> bool:
         """Whether the update may be applied to any piece of a parameter; not known of a foreign class."""
@@ -160,9 +167,34 @@ class OptimizerSpec:
 def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of one of the optimizer's parameter groups, as `UpdateRule.apply` takes them.
 
-    What the optimizer does not read (tags, names, factors) is left out; tensors become numbers.
+    What the optimizer does not read (tags, names, factors) is left out. Tensors are copied, since a scheduler
+    changes them in place; they stay tensors, since optimizers compute with them in their own dtype.
     """
     return _what({key: group[key] for key in optimizer.defaults if key in group})
+
+
+def numbers(value: Any) -> Any:
+    """Return an option with numbers instead of tensors."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return tuple(map(numbers, value)) if isinstance(value, tuple | list) else value
+
+
+def state_signature(options: Mapping[str, Any]) -> Hashable:
+    """Return what decides, of the options of a parameter group, which state tensors an optimizer keeps.
+
+    Optimizers ask whether a number is zero (`momentum`), and not how large it is. So a schedule of the number
+    leaves the signature as it is. No optimizer asks this of `lr`.
+    """
+    return tuple((key, _kind(value)) for key, value in sorted(options.items()) if key != "lr")
+
+
+def _kind(value: Any) -> Hashable:
+    if isinstance(value, tuple | list):
+        return tuple(map(_kind, value))
+    if isinstance(value, int | float | torch.Tensor):
+        return bool(numbers(value))
+    return str(value) if value is None or isinstance(value, str) else type(value).__qualname__
 
 
 def _what(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +203,7 @@ def _what(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.item()
+        return value.detach().to("cpu", copy=True)
     return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
-from headwater.optim.spec import OptimizerSpec
+from headwater.optim.spec import OptimizerSpec, numbers, state_signature
 from headwater.store.layout import StateLayout, StateTensor
 
 Scalars = dict[str, Any]
@@ -30,10 +31,12 @@ class UpdateRule:
 
     Args:
         spec: which optimizer, with its arguments.
+        options: arguments of the parameter group that differ from the spec's and decide which state is kept.
     """
 
-    def __init__(self, spec: OptimizerSpec) -> None:
+    def __init__(self, spec: OptimizerSpec, options: Mapping[str, Any] | None = None) -> None:
         self.spec = spec
+        self._options = {key: numbers(value) for key, value in (options or {}).items()}
         self.elementwise = spec.elementwise
         self._layouts: dict[tuple[object, ...], StateLayout] = {}
         self._threads = threading.local()  # an optimizer object serves one thread at a time
@@ -55,13 +58,15 @@ class UpdateRule:
     def _probe(self, shape: tuple[int, ...], dtype: torch.dtype, sparse: bool) -> StateLayout:
         probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
         optimizer = self.spec.build([probe], to_compile=False)
+        group = optimizer.param_groups[0]
+        group.update({key: numbers(value) for key, value in group.items() if key != "params"} | self._options)
         for _ in range(2):
             gradient = torch.zeros_like(probe)
-            takes_sparse = takes_sparse_gradients(self.spec.name, optimizer.defaults)
+            takes_sparse = takes_sparse_gradients(self.spec.name, group)
             is_sparse = takes_sparse and (sparse or not takes_dense_gradients(self.spec.name))
             probe.grad = gradient.to_sparse(1) if is_sparse else gradient
             if needs_plain_kernel(probe.grad):
-                optimizer.param_groups[0].update(_PLAIN_KERNEL)
+                group.update(_PLAIN_KERNEL)
             optimizer.step()
         return {
             name: StateTensor(value.dtype, None if value.shape == probe.shape else tuple(value.shape))
@@ -96,6 +101,9 @@ class UpdateRule:
 
         Returns:
             The new scalars of each.
+
+        Raises:
+            StreamError: if the optimizer begins to keep a tensor that is not in `state_layout`.
         """
         optimizer, defaults = self._of_this_thread()
         kernel = _PLAIN_KERNEL if needs_plain_kernel(gradients[0]) else {}
@@ -114,8 +122,22 @@ class UpdateRule:
             for name, value in own.items():
                 if state[name] is not value:
                     value.copy_(state[name])
-            after.append({name: value for name, value in state.items() if name not in own})
+            kept = {name: value for name, value in state.items() if name not in own}
+            self._check_scalars(kept, master)
+            after.append(kept)
         return after
+
+    def _check_scalars(self, kept: Mapping[str, object], master: torch.Tensor) -> None:
+        """Check that what the store keeps once for a whole parameter has no value for each element."""
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == master.shape:
+                raise StreamError(
+                    f"{self.spec.name} has begun to keep the state {name!r}, a tensor as large as the "
+                    "parameter, which it did not keep in its first two steps",
+                    where="optimizer.step()",
+                    remedy="let the optimizer create its state in the first step of each parameter, and "
+                    "set the options of parameter groups before that step",
+                )
 
 
 class SeveralRules(UpdateRule):
@@ -123,12 +145,19 @@ class SeveralRules(UpdateRule):
 
     Args:
         specs: name of a parameter -> its optimizer; equal ones are the same object. At least one.
+        options: name of a parameter -> the options of its group that decide which state is kept.
     """
 
-    def __init__(self, specs: Mapping[str, OptimizerSpec]) -> None:
+    def __init__(
+        self, specs: Mapping[str, OptimizerSpec], options: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         super().__init__(next(iter(specs.values())))
-        rules = {id(spec): UpdateRule(spec) for spec in specs.values()}
-        self._rules = {name: rules[id(spec)] for name, spec in specs.items()}
+        rules: dict[tuple[int, object], UpdateRule] = {}
+        self._rules: dict[str, UpdateRule] = {}
+        for name, spec in specs.items():
+            own = (options or {}).get(name, {})
+            key = id(spec), state_signature(own)
+            self._rules[name] = rules.setdefault(key, UpdateRule(spec, own))
         self.elementwise = all(rule.elementwise for rule in rules.values())
 
     def of(self, name: str) -> UpdateRule:

@@ -21,8 +21,7 @@ def optimizer_state_bytes(optimizer: OptimizerSpec, params: Iterable[ParamSpec])
     Raises:
         ConfigError: if the optimizer does not take its arguments.
     """
-    rule = UpdateRule(optimizer)
-    total = 0
+    rule, total = UpdateRule(optimizer.with_numbers()), 0
     with FakeTensorMode(), _StandIns():  # type: ignore[no-untyped-call]
         for param in params:
             for state in rule.state_layout(param).values():

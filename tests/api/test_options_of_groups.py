@@ -1,0 +1,244 @@
+"""Optimizer state that depends on the options of a parameter group, and options that are tensors."""
+
+import io
+from functools import partial
+
+import pytest
+import torch
+from any_loop import Place, check
+from torch import nn
+
+import headwater as cstorch
+from headwater.core.errors import ConfigError, StreamError
+
+plans = pytest.mark.parametrize("plan", ["memory", "slabs", "disk"])
+LARGE = (2048, 1024)  # two pieces
+SMALL = (32, 16)
+
+
+def stack(shape):
+    rows, columns = shape
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, columns), nn.Linear(columns, rows, bias=False), nn.Linear(rows, 3))
+
+
+def inputs(number):
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(number)) * (3 - number)
+
+
+def one_step(model, optimizer, number):
+    optimizer.zero_grad()
+    loss = model(inputs(number)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def groups(model, **options):
+    """The weight in the middle with options of its own, and the others."""
+    return [
+        {"params": [*model[0].parameters(), *model[2].parameters()]},
+        {"params": model[1].parameters(), **options},
+    ]
+
+
+def copied(state):
+    """Return the state as from a file: torch shares the step counts of a state that it loads."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+KEEPS = {
+    "momentum in a group": lambda m: torch.optim.SGD(groups(m, momentum=0.9, dampening=0.1), lr=0.01),
+    "no momentum in a group": lambda m: torch.optim.SGD(groups(m, momentum=0), lr=0.01, momentum=0.9),
+    "amsgrad in a group": lambda m: torch.optim.Adam(groups(m, amsgrad=True), lr=0.01),
+    "no amsgrad in a group": lambda m: torch.optim.Adam(groups(m, amsgrad=False), lr=0.01, amsgrad=True),
+    "centered with momentum in a group": lambda m: torch.optim.RMSprop(
+        groups(m, centered=True, momentum=0.5), lr=0.001
+    ),
+    "plain RMSprop in a group": lambda m: torch.optim.RMSprop(
+        groups(m, centered=False, momentum=0), lr=0.001, centered=True, momentum=0.5
+    ),
+}
+
+
+@plans
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((name, SMALL) for name in KEEPS), ("momentum in a group", LARGE), ("no amsgrad in a group", LARGE)],
+)
+def test_state_follows_the_options_of_the_group(plan, name, shape, tmp_path):
+    def script(place):
+        model = place.compile(stack(shape))
+        optimizer = KEEPS[name](model)
+        return [one_step(model, optimizer, number) for number in range(3)], model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@plans
+@pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("first", [0, 0.9])
+def test_momentum_changes_during_the_run(plan, shape, first, tmp_path):
+    def script(place):
+        model = place.compile(stack(shape))
+        optimizer = torch.optim.SGD(groups(model, momentum=first, dampening=0.1), lr=0.01)
+        losses = []
+        for number, momentum in enumerate([first, 0.9 - first, 0.9 - first, first]):
+            optimizer.param_groups[1]["momentum"] = momentum
+            losses.append(one_step(model, optimizer, number))
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@plans
+@pytest.mark.parametrize("make", KEEPS.values(), ids=KEEPS)
+def test_state_of_a_group_is_loaded_again(plan, make, tmp_path):
+    def script(place):
+        model = place.compile(stack(SMALL))
+        first = make(model)
+        one_step(model, first, 0)
+        saved = first.state_dict()
+        again = make(model)
+        again.load_state_dict(saved)
+        losses = [one_step(model, again, 1)]
+        again.load_state_dict(again.state_dict())
+        return [*losses, one_step(model, again, 2)], model, again
+
+    check(script, plan, tmp_path)
+
+
+@plans
+@pytest.mark.parametrize("options", [{"amsgrad": False}, {"amsgrad": True}])
+def test_plain_pytorch_loads_the_state_of_a_group_and_gives_it_back(plan, options, tmp_path):
+    def adam(model):
+        return torch.optim.Adam(groups(model, **options), lr=0.01, amsgrad=not options["amsgrad"])
+
+    def script(place):
+        models = [place.compile(stack(SMALL)), stack(SMALL), place.compile(stack(SMALL))]
+        optimizers = [adam(model) for model in models]
+        losses = []
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            if number:
+                model.load_state_dict(models[number - 1].state_dict())
+                optimizer.load_state_dict(copied(optimizers[number - 1].state_dict()))
+            losses.append(one_step(model, optimizer, number))
+        return losses, models, optimizers
+
+    check(script, plan, tmp_path)
+
+
+@plans
+def test_state_is_loaded_whose_option_was_switched_off(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack(SMALL))
+        first = torch.optim.SGD(groups(model, momentum=0.9), lr=0.01)
+        one_step(model, first, 0)
+        first.param_groups[1]["momentum"] = 0
+        losses = [one_step(model, first, 1)]
+        again = torch.optim.SGD(groups(model), lr=0.01)
+        again.load_state_dict(first.state_dict())
+        losses.append(one_step(model, again, 2))
+        again.param_groups[1]["momentum"] = 0.9
+        return [*losses, one_step(model, again, 3)], model, again
+
+    check(script, plan, tmp_path)
+
+
+@plans
+def test_option_of_a_group_changes_before_its_first_gradient(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack(SMALL))
+        optimizer = torch.optim.Adam(groups(model), lr=0.01)
+        model[1].weight.requires_grad_(False)
+        losses = [one_step(model, optimizer, 0)]
+        model[1].weight.requires_grad_(True)
+        optimizer.param_groups[1]["amsgrad"] = True
+        return [*losses, one_step(model, optimizer, 1), one_step(model, optimizer, 2)], model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "missing"),
+    [
+        (torch.optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.RMSprop, {"momentum": 0.5}, "momentum_buffer"),
+    ],
+)
+def test_option_that_plain_pytorch_cannot_change_is_refused(kind, option, missing, tmp_path):
+    model = Place("slabs", tmp_path).compile(stack(SMALL))
+    optimizer = kind(groups(model), lr=0.01)
+    one_step(model, optimizer, 0)
+    optimizer.param_groups[1].update(option)
+    before = model[1].weight.detach().clone()
+    with pytest.raises(ConfigError, match=missing):
+        one_step(model, optimizer, 1)
+    assert torch.equal(model[1].weight, before)
+
+
+class LateSum(torch.optim.Optimizer):
+    """Keeps the sum of gradients from the third step on."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] > 2:
+                    state["sum"] = state.get("sum", 0) + param.grad
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+def test_state_that_begins_late_is_refused(tmp_path):
+    model = Place("slabs", tmp_path).compile(stack(SMALL))
+    optimizer = LateSum(model.parameters())
+    with pytest.raises(StreamError, match=r"LateSum.*'sum'"):
+        for number in range(4):
+            one_step(model, optimizer, number)
+
+
+RATES = {
+    "Adam": partial(torch.optim.Adam),
+    "fused Adam": partial(torch.optim.Adam, fused=True),
+    "AdamW": partial(torch.optim.AdamW),
+    "Adam with tensor betas": partial(torch.optim.Adam, betas=(torch.tensor(0.9), torch.tensor(0.999))),
+    **{
+        name: getattr(torch.optim, name)
+        for name in ["NAdam", "RAdam", "Adamax", "ASGD", "Adafactor", "SGD", "RMSprop", "Adagrad", "Adadelta"]
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("make", RATES.values(), ids=RATES)
+def test_rate_is_a_tensor(make, dtype, tmp_path):
+    def script(place):
+        model = place.compile(stack(SMALL))
+        optimizer = make(model.parameters(), lr=torch.tensor(0.01, dtype=dtype))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        losses = []
+        for number in range(3):
+            losses.append(one_step(model, optimizer, number))
+            schedule.step()
+        return losses, model, optimizer.state_dict()["state"]
+
+    check(script, "slabs", tmp_path)
+
+
+def test_validation_takes_a_rate_that_is_a_tensor():
+    optimizers = [torch.optim.Adam(stack(SMALL).parameters(), lr=lr) for lr in (0.01, torch.tensor(0.01))]
+    shown = [
+        cstorch.validate_only(stack(SMALL), inputs(0), optimizer=optimizer).state_bytes
+        for optimizer in optimizers
+    ]
+    assert shown[0] == shown[1] > 0
