@@ -23,6 +23,7 @@ from headwater.api.calls import (
     stand_in_loss,
 )
 from headwater.api.planner import Planner
+from headwater.api.references import warn_of_references
 from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
 from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_memory
@@ -272,6 +273,8 @@ class StreamedModel:
             tune_allocator(keep=plan.memory_is_ample)
         if before is not None:
             before.detach()
+        else:
+            warn_of_references(self.model.named_parameters())
         self.engine = Engine(
             self.model,
             plan,

@@ -1,0 +1,60 @@
+"""Tensors that shared memory with a parameter before its weights were streamed.
+
+In plain PyTorch `weight.detach()` follows the weight. Streaming moves the weight to the store, so a tensor
+that was made of it before keeps the values of that moment.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+_SHOWN = 3
+"""Names of parameters in one warning."""
+
+
+class StaleTensorWarning(UserWarning):
+    """A tensor shared memory with a parameter before streaming, and does not follow it any more."""
+
+
+def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Warn of tensors that share memory with parameters which are about to be streamed.
+
+    Args:
+        params: names and parameters whose memory is still their own.
+    """
+    params = list(params)
+    known = {id(param) for _, param in params}
+    names = {address: name for name, param in params if (address := _address(param)) is not None}
+    found = {
+        names[address]
+        for tensor in _tensors()
+        if id(tensor) not in known and (address := _address(tensor)) in names
+    }
+    if not found:
+        return
+    first = [name for name in names.values() if name in found]
+    more = f" and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
+    warnings.warn(
+        f"a tensor that was made of {', '.join(first[:_SHOWN])}{more} before the first forward keeps its "
+        "present values, because streaming moves the weights; make it after the first forward "
+        "(parameter.detach()), or clone() it if it is to keep the values",
+        StaleTensorWarning,
+        stacklevel=2,
+    )
+
+
+def _tensors() -> Iterable[torch.Tensor]:
+    """Return every tensor of this process that is not of a subclass of torch's classes."""
+    return (each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Return the address of a tensor's memory; `None` if it has none."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    return tensor.untyped_storage().data_ptr() or None
