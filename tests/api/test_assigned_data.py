@@ -119,6 +119,7 @@ def test_views_of_one_tensor_that_share_nothing(plan, tmp_path):
         model = stack()
         base = torch.randn(12, 6)
         model[0][0].weight, model[1][0].weight = nn.Parameter(base[:6]), nn.Parameter(base[6:])
+        del base
         place.compile(model)
         return train(model, adamw(model.parameters())), model
 

@@ -287,6 +287,7 @@ class StreamedModel:
             own_loop=True,
         )
         owners[self.engine.store] = self
+        self._scalars_shared = 0
         self.engine.when_departed(self._give_back)
         if before is not None:
             self._succeed(before, self.engine, old_names, unchanged=unchanged)
