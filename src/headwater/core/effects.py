@@ -34,7 +34,8 @@ def functions_of(model: nn.Module) -> list[Any]:
         attributes = vars(module)
         for name in _HOOKS:
             found.update((id(hook), hook) for hook in attributes.get(name, {}).values())
-        for forward in (attributes.get("forward"), type(module).forward):
+        # TorchScript's classes have a `forward` that cannot be read.
+        for forward in (attributes.get("forward"), getattr(type(module), "forward", None)):
             if forward is not None:
                 found[id(forward)] = forward
     return [function for function in found.values() if not _is_foreign(function)]
