@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from any_loop import Place, check
+from any_loop import Place, assert_equal, check
 from torch import nn
 
 import headwater as cstorch
-from headwater.core.errors import ConfigError, StreamError
+from headwater.core.errors import CheckpointError, ConfigError, StreamError
 
 plans = pytest.mark.parametrize("plan", ["memory", "slabs", "disk"])
 LARGE = (2048, 1024)  # two pieces
@@ -146,6 +146,55 @@ def test_state_is_loaded_whose_option_was_switched_off(plan, tmp_path):
         return [*losses, one_step(model, again, 3)], model, again
 
     check(script, plan, tmp_path)
+
+
+@plans
+@pytest.mark.parametrize("late", [False, True])
+def test_running_optimizer_loads_a_state_with_other_tensors(plan, late, tmp_path):
+    def script(place):
+        plain, model = stack(SMALL), place.compile(stack(SMALL))
+        given = torch.optim.SGD(groups(plain, momentum=0.9), lr=0.01)
+        one_step(plain, given, 0)
+        if late:
+            given.param_groups[1]["momentum"] = 0
+        optimizer = torch.optim.SGD(groups(model), lr=0.01)
+        losses = [one_step(model, optimizer, 0)]
+        optimizer.load_state_dict(copied(given.state_dict()))
+        losses.append(one_step(model, optimizer, 1))
+        optimizer.param_groups[1]["momentum"] = 0.9
+        return [*losses, one_step(model, optimizer, 2)], model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@plans
+def test_running_optimizer_loads_a_state_with_fewer_tensors(plan, tmp_path):
+    def script(place):
+        plain, model = stack(SMALL), place.compile(stack(SMALL))
+        given = torch.optim.Adam(plain.parameters(), lr=0.01)
+        one_step(plain, given, 0)
+        optimizer = torch.optim.Adam(groups(model, amsgrad=True), lr=0.01)
+        losses = [one_step(model, optimizer, 0)]
+        saved = copied(given.state_dict())
+        own = optimizer.state_dict()["param_groups"]
+        saved["param_groups"] = [{**saved["param_groups"][0], "params": group["params"]} for group in own]
+        saved["state"] = {number: saved["state"][old] for number, old in enumerate([0, 1, 3, 4, 2])}
+        optimizer.load_state_dict(saved)
+        return [*losses, one_step(model, optimizer, 1)], model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+def test_load_that_is_refused_leaves_the_state(tmp_path):
+    model = Place("slabs", tmp_path).compile(stack(SMALL))
+    optimizer = torch.optim.Adam(groups(model, amsgrad=True), lr=0.01)
+    one_step(model, optimizer, 0)
+    saved = copied(optimizer.state_dict())
+    broken = copied(saved)
+    del broken["state"][0]["exp_avg"]
+    with pytest.raises(CheckpointError, match="exp_avg"):
+        optimizer.load_state_dict(broken)
+    assert_equal(copied(optimizer.state_dict())["state"][4], saved["state"][4])
 
 
 @plans

@@ -303,10 +303,24 @@ def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     params = list(params_of(optimizer))
     state = dict(state_dict["state"])
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    _expect(optimizer, state_dict)
     for number, param in zip(saved, params, strict=False):
         if is_served(param, optimizer):
             present.load(param, state.pop(number, None))
     return {**state_dict, "state": state}
+
+
+def _expect(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Prepare stores for the tensors of a state that is being loaded."""
+    groups = [(group, number) for group in state_dict["param_groups"] for number in group["params"]]
+    loaded: dict[StreamedModel, dict[ParamKey, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
+    for (group, number), param in zip(groups, params_of(optimizer), strict=False):
+        if is_served(param, optimizer) and state_dict["state"].get(number):
+            home = param.home
+            states = loaded.setdefault(owners[home.store], {})
+            states[home.stage, home.index] = group, state_dict["state"][number]
+    for model, states in loaded.items():
+        model.expect_states(states)
 
 
 register_optimizer_step_pre_hook(_before_step)

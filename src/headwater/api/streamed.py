@@ -25,7 +25,7 @@ from headwater.api.calls import (
 from headwater.api.planner import Planner
 from headwater.api.references import warn_of_references
 from headwater.api.same_model import check_same_model
-from headwater.api.updaters import Updaters, live_optimizers
+from headwater.api.updaters import Updaters, live_optimizers, state_tensors
 from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_memory
 from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
@@ -379,6 +379,29 @@ class StreamedModel:
                 updaters.begin_state(spec.name, changed[spec.name])
                 began.add(spec.name)
         self._update_by(updaters, began, rebuild=self._has_other_layouts(updaters, began))
+
+    def expect_states(self, loaded: Mapping[ParamKey, tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+        """Change the layout of the store for states that are about to be loaded.
+
+        The present state of a parameter is dropped where its layout changes.
+
+        Args:
+            loaded: parameter -> the options of its group, and its state, where they come from.
+        """
+        assert self.engine is not None, "only streamed parameters are asked for"
+        store = self.engine.store
+        updaters, others = self._updaters.renamed({n: n for n in self._structure.names.values()}), set()
+        for key, (options, state) in loaded.items():
+            updaters.expect_state(store.spec(key).name, options, state)
+        rule = updaters.rule
+        for key, (_, state) in loaded.items():
+            spec, tensors = store.spec(key), state_tensors(state)
+            if rule.state_layout(spec).keys() != tensors.keys():
+                return  # it is refused when it is loaded, and the present states stay
+            if rule.state_layout(spec) != store.rule.state_layout(spec):
+                others.add(spec.name)
+        if others:
+            self._update_by(updaters, others, rebuild=True)
 
     def _has_other_layouts(self, updaters: Updaters, names: Collection[str]) -> bool:
         """True if some of these parameters get other state tensors than they have in the store."""

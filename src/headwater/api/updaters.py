@@ -115,6 +115,20 @@ class Updaters:
             entry, options=options, known=frozenset({state_signature(options)})
         )
 
+    def expect_state(self, name: str, options: Options, state: Mapping[str, Any]) -> None:
+        """Record that the state of a parameter is replaced by a loaded one.
+
+        Args:
+            name: of the parameter.
+            options: of its group, where the state comes from.
+            state: the state.
+        """
+        entry = self._entries[name]
+        options = {**entry.options, **{key: options[key] for key in entry.options.keys() & options.keys()}}
+        its = _Fitting(entry.spec).options(options, state)
+        known = frozenset({state_signature(options), state_signature(its)})
+        self._entries[name] = dataclasses.replace(entry, options=its, known=known)
+
     def keep_state(self, param: ParamSpec, options: Options) -> None:
         """Record that the state of a parameter is updated with other options than it began with.
 
@@ -177,6 +191,11 @@ def _groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Options, list[nn
         yield group_options(optimizer, group), group["params"]
 
 
+def state_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of an optimizer's state that are not scalars."""
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
+
+
 class _Fitting:
     """Finds the options with which an optimizer keeps the tensors that a state has already.
 
@@ -192,7 +211,7 @@ class _Fitting:
 
     def options(self, options: Options, state: Mapping[str, Any]) -> Options:
         """Return `options`, or others if the state has more tensors than they ask for."""
-        tensors = frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0)
+        tensors = frozenset(state_tensors(state))
         if not tensors or not self._spec.elementwise:
             return options
         key = state_signature(options), tensors
