@@ -257,3 +257,27 @@ def test_no_rank_outlives_the_first_process(tmp_path, number):
 
 def is_running(process):
     return psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+
+
+PLANNED_AGAIN = """
+import sys
+import torch
+import headwater as hw
+model = hw.compile(torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]), hw.backend("CSX", num_csx=2))
+optimizer = torch.optim.Adam(model.parameters())
+for rows in (4, 8):  # the larger batch is planned again
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(hw.distributed.take_part(torch.ones(rows, 4))).mean().backward()
+        optimizer.step()
+    hw.save(optimizer.state_dict(), sys.argv[1])
+"""
+
+
+def test_optimizer_state_after_a_new_plan_is_that_of_all_ranks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PLANNED_AGAIN)
+    code, output, error = run(script, tmp_path / "saved.mdl")
+    assert code == 0, output + error
+    state = hw.load(tmp_path / "saved.mdl")["state"]
+    assert [float(state[index]["step"]) for index in range(8)] == [4] * 8
