@@ -263,7 +263,8 @@ PLANNED_AGAIN = """
 import sys
 import torch
 import headwater as hw
-model = hw.compile(torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]), hw.backend("CSX", num_csx=2))
+layers = [torch.nn.Linear(4, 4) for _ in range(4)]
+model = hw.compile(torch.nn.Sequential(*layers), hw.backend("CSX", num_csx=2))
 optimizer = torch.optim.Adam(model.parameters())
 for rows in (4, 8):  # the larger batch is planned again
     for _ in range(2):
