@@ -425,6 +425,9 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     Raises:
         StreamError: if it changes a parameter that requires a gradient while gradients are recorded.
     """
+    if getattr(func, "__module__", None) == "torch.nn.init":  # they turn gradients off, but only later
+        with torch.no_grad():
+            return _Operation(func, args, kwargs).run()
     return _Operation(func, args, kwargs).run()
 
 
@@ -470,7 +473,9 @@ class _Operation:
         versions = {key: value._version for key, value in values.items()}
         results, structure = tree_flatten(self._call(values))
         self._write_back({key for key, value in values.items() if value._version != versions[key]}, values)
-        same = {id(value): self._at_rest[key] for key, value in values.items()}
+        # A value to which something with a gradient was added is a part of a graph.
+        unchanged = ((key, value) for key, value in values.items() if not value.requires_grad)
+        same = {id(value): self._at_rest[key] for key, value in unchanged}
         returned = (
             same[id(result)] if id(result) in same else self._part(index, result)
             for index, result in enumerate(results)
@@ -494,7 +499,7 @@ class _Operation:
     def _write_back(self, changed: set[int], values: dict[int, torch.Tensor]) -> None:
         for key in changed:
             leaf = self._at_rest[key]
-            if values[key].requires_grad:
+            if leaf.requires_grad and values[key].requires_grad and torch.is_grad_enabled():
                 raise changed_while_recording(leaf.home)
             if leaf.owner is not None:
                 torch.autograd.graph.increment_version(leaf.owner)

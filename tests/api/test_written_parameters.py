@@ -1,0 +1,75 @@
+"""Parameters between forwards that are initialized again, or to which something with a gradient is added."""
+
+import pytest
+import torch
+from torch import nn
+
+import headwater as hw
+from headwater.core.errors import StreamError
+
+PLANS = [{}, {"num_slabs": 2}]
+
+
+def model_of(options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    if options is not None:
+        hw.compile(model, hw.backend("CSX", **options))
+    model(torch.ones(2, 4))
+    return model
+
+
+def assert_same_after(change, options):
+    models = []
+    for each in (None, options):
+        model = model_of(each)
+        torch.manual_seed(3)
+        change(model)
+        models.append(model)
+    for plain, streamed in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(plain.detach(), streamed.detach().clone())
+
+
+INITIALIZERS = {
+    "uniform_": (),
+    "normal_": (),
+    "trunc_normal_": (),
+    "constant_": (2.0,),
+    "ones_": (),
+    "eye_": (),
+    "xavier_uniform_": (),
+    "kaiming_uniform_": (),
+    "kaiming_normal_": (),
+    "orthogonal_": (),
+    "sparse_": (0.5,),
+}
+
+
+@pytest.mark.parametrize("options", PLANS, ids=["memory", "slabs"])
+def test_torch_s_initializers_write_a_parameter(options):
+    for name, arguments in INITIALIZERS.items():
+        assert_same_after(lambda m, name=name, a=arguments: getattr(nn.init, name)(m[0].weight, *a), options)
+
+
+@pytest.mark.parametrize("options", PLANS, ids=["memory", "slabs"])
+def test_layers_are_reset(options):
+    assert_same_after(lambda model: [layer.reset_parameters() for layer in model], options)
+
+
+def merged(model):
+    adapter = nn.Parameter(torch.randn(1, 4, generator=torch.Generator().manual_seed(1)))
+    model[0].weight.data += torch.ones(4, 1) @ adapter
+    model[2].bias.data.add_(adapter[0, :3])
+
+
+@pytest.mark.parametrize("options", PLANS, ids=["memory", "slabs"])
+def test_a_value_with_a_gradient_is_added_to_data(options):
+    assert_same_after(merged, options)
+
+
+@pytest.mark.parametrize("options", PLANS, ids=["memory", "slabs"])
+def test_a_change_that_is_recorded_is_refused_as_plain_pytorch_does(options):
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        model_of(None)[0].weight.add_(1)
+    with pytest.raises(StreamError, match="changed in place"):
+        model_of(options)[0].weight.add_(1)
