@@ -499,7 +499,8 @@ class _Operation:
     def _write_back(self, changed: set[int], values: dict[int, torch.Tensor]) -> None:
         for key in changed:
             leaf = self._at_rest[key]
-            if leaf.requires_grad and values[key].requires_grad and torch.is_grad_enabled():
+            is_recorded = values[key].requires_grad and torch.is_grad_enabled()
+            if is_recorded and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise changed_while_recording(leaf.home)
             if leaf.owner is not None:
                 torch.autograd.graph.increment_version(leaf.owner)
