@@ -282,3 +282,39 @@ def test_optimizer_state_after_a_new_plan_is_that_of_all_ranks(tmp_path):
     assert code == 0, output + error
     state = hw.load(tmp_path / "saved.mdl")["state"]
     assert [float(state[index]["step"]) for index in range(8)] == [4] * 8
+
+
+IN_TURNS = """
+import sys
+import torch
+import headwater as hw
+layers = [torch.nn.Linear(4, 4) for _ in range(4)]
+model = hw.compile(torch.nn.Sequential(*layers), hw.backend("CSX", num_csx=2))
+adam = torch.optim.Adam(model.parameters())
+sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def step(optimizer):
+    optimizer.zero_grad()
+    model(hw.distributed.take_part(torch.ones(4, 4))).mean().backward()
+    optimizer.step()
+for optimizer in (adam, sgd, adam, sgd):
+    step(optimizer)
+hw.save(adam.state_dict(), sys.argv[1])
+weights, state = {name: value.clone() for name, value in model.state_dict().items()}, hw.load(sys.argv[1])
+after = []
+for _ in range(2):
+    step(adam)
+    after.append([param.detach().clone() for param in model.parameters()])
+    model.load_state_dict(weights)
+    adam.load_state_dict(state)
+assert all(map(torch.equal, *after))
+"""
+
+
+def test_optimizers_in_turns_keep_the_state_of_all_ranks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(IN_TURNS)
+    code, output, error = run(script, tmp_path / "saved.mdl")
+    assert code == 0, output + error
+    state = hw.load(tmp_path / "saved.mdl")["state"]
+    assert [sorted(state[index]) for index in range(8)] == [["exp_avg", "exp_avg_sq", "step"]] * 8
+    assert [float(state[index]["step"]) for index in range(8)] == [2] * 8

@@ -348,6 +348,9 @@ class StreamedModel:
         updaters = self._updaters.renamed({name: name for name in names.values()})
         fresh = updaters.note(optimizer, names)
         if fresh:
+            # The state of another optimizer leaves the store: each rank has a part of its scalars.
+            self.engine.store.flush()
+            self.share_scalars()
             self._part_with_state(fresh)
             has_changed = updaters.specs != self._updaters.specs
             self._update_by(updaters, fresh, rebuild=has_changed or self._has_other_layouts(updaters, fresh))
