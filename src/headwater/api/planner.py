@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from headwater.api.backend import Backend
 from headwater.api.calls import Call
 from headwater.api.early import EarlyOptions, check
 from headwater.api.machine import device_of, fixed_by, resources_of
+from headwater.core.files import disk_errors
 from headwater.core.precision import Precision
 from headwater.fabric.fabric import Fabric
 from headwater.plan.budget import make_plan
@@ -21,7 +21,7 @@ from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 
 
 class Planner:
-    """Plans one model within what a backend may take, and owns the model's folder on the disk tier.
+    """Plans one model within what a backend may take.
 
     Args:
         backend: what the run may take.
@@ -29,7 +29,6 @@ class Planner:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._disk: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def device(self) -> str:
@@ -82,19 +81,13 @@ class Planner:
         return dataclasses.replace(fabric.agree(make, Plan), disk=disk)
 
     def _folder(self) -> Path | None:
-        """Return a folder for this model alone, on the disk of the backend."""
+        """Return the folder of the disk tier. Files there have no names, so models may share it."""
         if self._backend.config.disk is None:
             return None
-        if self._disk is None:
-            parent = self._backend.config.disk.path
-            parent.mkdir(parents=True, exist_ok=True)
-            self._disk = tempfile.TemporaryDirectory(dir=parent, prefix="model-")
-        return Path(self._disk.name)
-
-    def close(self) -> None:
-        """Delete the folder."""
-        if self._disk is not None:
-            self._disk.cleanup()
+        folder = self._backend.config.disk.path
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
 
 def _share(fabric: Fabric) -> StoreShare:

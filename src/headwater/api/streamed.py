@@ -511,7 +511,6 @@ class StreamedModel:
                 self._give_back(key, param)
             self.engine.close()
             self.engine = None
-        self._planner.close()
 
 
 def _with_masters_of(engine: Engine, partition: Partition, old_names: Mapping[str, str]) -> Partition:

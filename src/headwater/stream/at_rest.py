@@ -252,7 +252,10 @@ class DetachedAtRest(AtRest, LazyTensor):
 
     Attributes:
         source: the memory of the parameter.
+        again_of: the tensor of which `detach` made this one; `None` if that is the parameter.
     """
+
+    again_of: DetachedAtRest | None = None
 
     @classmethod
     def of(cls, param: Any) -> DetachedAtRest:
@@ -285,8 +288,14 @@ class DetachedAtRest(AtRest, LazyTensor):
         self._is_param = value
 
     def _become_lazy(self) -> None:
-        """Become a lazy tensor that is read: what has gradients of its own is not written."""
+        """Become a lazy tensor that is read: what has gradients of its own is not written.
+
+        So does the tensor that it was made of: `nn.Parameter(tensor)` expects both to have one class.
+        """
+        made_of = self.again_of
         self.__class__ = LazyTensor  # type: ignore[assignment]
+        if isinstance(made_of, DetachedAtRest):
+            made_of._become_lazy()
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -310,7 +319,7 @@ class DetachedAtRest(AtRest, LazyTensor):
 
     def _again(self) -> DetachedAtRest:
         found = type(self)(self.read_pieces, self.shape, self.dtype)
-        found.source, found.owner = self.source, self.owner
+        found.source, found.owner, found.again_of = self.source, self.owner, self
         return found
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:

@@ -130,12 +130,12 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
         StreamError: if that would tie two parameters.
     """
     home, source, whole = param.home, home_of(value), whole_memory(value, param)
-    if whole is not None and whole is present_memory(param):
+    if value is param or (whole is not None and whole is present_memory(param)):
         return
     if source is not None and source != home:
         raise tied_by_data(home.spec.name, source.spec.name)
-    if source is not None and not isinstance(value, AtRest):
-        value = read_copy(value)  # a lazy tensor
+    if source is not None:
+        value = value.view_of(home.read()).clone() if isinstance(value, AtRest) else read_copy(value)
     leave_memory(param)
     value = plain_value(value)
     if not home.fits(value):

@@ -14,11 +14,10 @@ from torch import nn
 
 from headwater.core import module_calls
 
-NOT_THE_USERS = (
-    *(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent)),
-    module_calls.__file__,
+NOT_THE_USERS = tuple(
+    f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent, module_calls.__file__)
 )
-"""Files of torch, of the dry run and of calls of modules: other code requested the operations in them."""
+"""Folders of torch, of the dry run and of `core`: other code requested the operations in their files."""
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
