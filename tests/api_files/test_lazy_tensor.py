@@ -52,7 +52,7 @@ def test_what_needs_no_values_reads_none(source):
         lambda t: t + 1, lambda t: t[1:3, 0], lambda t: t.T @ t, lambda t: t.to(torch.float64),
         lambda t: t.to("cpu"), lambda t: t.clone(), lambda t: torch.cat([t, t]), lambda t: t.bfloat16(),
         lambda t: t.sum(), lambda t: next(iter(t)), lambda t: torch.tensor(t.tolist()),
-        lambda t: torch.from_numpy(t.numpy()), copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)),
+        lambda t: torch.from_numpy(t.numpy().copy()), copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)),
     ],
 )  # fmt: skip
 def test_operations_give_plain_tensors(source, operation):

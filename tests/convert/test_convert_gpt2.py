@@ -196,7 +196,7 @@ def test_damaged_checkpoints(tmp_path):
     tensors = load(whole)
     del tensors["transformer.ln_f.bias"]
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"missing: transformer\.ln_f\.bias"):
+    with pytest.raises(CheckpointError, match=r"missing tensor: transformer\.ln_f\.bias"):
         list(import_hf(out)[1])
     tensors["transformer.ln_f.bias"] = torch.zeros(7)
     save_file(tensors, file)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -30,11 +30,10 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     params = list(params)
     known = {id(param) for _, param in params}
     names = {address: name for name, param in params if (address := _address(param)) is not None}
-    found = {
-        names[address]
-        for tensor in _tensors()
-        if id(tensor) not in known and (address := _address(tensor)) in names
-    }
+    if not _shared(names, known):
+        return
+    gc.collect()  # what nobody can reach does not count
+    found = _shared(names, known)
     if not found:
         return
     first = [name for name in names.values() if name in found]
@@ -46,6 +45,12 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
         StaleTensorWarning,
         stacklevel=2,
     )
+
+
+def _shared(names: Mapping[int, str], known: Collection[int]) -> set[str]:
+    """Return the names of the addresses at which tensors lie that are not `known`."""
+    outside = (_address(tensor) for tensor in _tensors() if id(tensor) not in known)
+    return {names[address] for address in outside if address is not None and address in names}
 
 
 def _tensors() -> Iterable[torch.Tensor]:

@@ -188,6 +188,7 @@ class StreamedModel:
         refuse_shared_memory(self.model)
         if self.engine is None:
             self.fabric = current()
+            warn_of_references(self.model.named_parameters())  # the dry run may keep such tensors itself
         old_names = self._structure.old_names(Structure(self.model))
         if current().size > 1:
             check_same_model(current(), self.model, () if self.engine is None else old_names)
@@ -273,8 +274,6 @@ class StreamedModel:
             tune_allocator(keep=plan.memory_is_ample)
         if before is not None:
             before.detach()
-        else:
-            warn_of_references(self.model.named_parameters())
         self.engine = Engine(
             self.model,
             plan,
