@@ -16,7 +16,7 @@ plans = pytest.mark.parametrize("plan", ["memory", "slabs", "disk"])
 
 
 def shown(state):
-    """What a state of one parameter holds, as copies."""
+    """Return copies of what the state of one parameter holds."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
     }
@@ -159,7 +159,7 @@ def follows(model, optimizer):
 
 
 def swapped(model, optimizer):
-    """What `set_default` and `update` do."""
+    """Set a state by `setdefault` and `update`."""
     weight, bias = model[1][0].weight, model[1][0].bias
     first = optimizer.state.setdefault(weight, {})
     own = {name: value.clone() for name, value in first.items()}

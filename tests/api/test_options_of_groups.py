@@ -35,7 +35,7 @@ def one_step(model, optimizer, number):
 
 
 def groups(model, **options):
-    """The weight in the middle with options of its own, and the others."""
+    """Return two groups: the weight in the middle with these options, and the other parameters."""
     return [
         {"params": [*model[0].parameters(), *model[2].parameters()]},
         {"params": model[1].parameters(), **options},

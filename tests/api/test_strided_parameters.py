@@ -64,7 +64,7 @@ def test_strides_and_bits(plan, make, optimize, tmp_path):
 
 @pytest.mark.parametrize("plan", ["slabs", "recompute on disk"])
 def test_depthwise_convolution_in_channels_last(plan, tmp_path):
-    """The strides of its channels, of which there is one, choose the kernel."""
+    """The stride of the channel dimension, which has size 1, decides the kernel."""
 
     def script(place):
         convolution = nn.Conv2d(2, 2, 3, padding=1, groups=2).to(memory_format=torch.channels_last)

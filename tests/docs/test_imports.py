@@ -21,7 +21,7 @@ MODULES = [
 
 
 def missing(error):
-    """Return the name of the optional package for want of which a module raised `error`."""
+    """Return the name of the missing optional package that made a module raise `error`."""
     cause = error if isinstance(error, ModuleNotFoundError) else error.__cause__
     name = str(cause.name).partition(".")[0] if isinstance(cause, ModuleNotFoundError) else None
     return name if name in OPTIONAL else None

@@ -133,7 +133,7 @@ def set_scalars(home: Home, value: Scalars | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _MomentHome:
-    """Where a tensor of a state is while the store has it."""
+    """The place of a state tensor that is in the store."""
 
     home: Home
     name: str
@@ -163,7 +163,7 @@ class _Moment:
 
     def __init__(self, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> None:
         self._optimizer, self._param, self._name = optimizer, param, name
-        self.param = self  # of which a new parameter would be a copy
+        self.param = self  # `nn.Parameter(tensor)` copies it
         self.kept: torch.Tensor | None = None
 
     @classmethod
@@ -274,7 +274,7 @@ if TYPE_CHECKING:
 else:
 
     class _Dictionary(MutableMapping, dict):
-        """A mapping of its own that passes for a dictionary; what it has as a dictionary is not used."""
+        """A mapping that passes for a dictionary. Its content as a dictionary stays empty."""
 
 
 class ParamState(_Dictionary):
@@ -373,7 +373,7 @@ class ParamState(_Dictionary):
         return moment.kept
 
     def remove(self) -> None:
-        """Let this mapping have the values of now; the optimizer's state for the parameter is another one."""
+        """Keep the present values in this mapping; the optimizer gets another state for the parameter."""
         self.take_out()
         self._is_removed = True
 

@@ -44,7 +44,7 @@ class Interview:
             given: the answer on the command line, if there is one.
 
         Raises:
-            ConfigError: if the answer on the command line is wrong, or missing and there is no terminal.
+            ConfigError: if the answer on the command line is wrong, or if it is missing without a terminal to ask on.
         """
         if given is not None:
             return question.parse(given)
@@ -52,7 +52,7 @@ class Interview:
             return question.parse(question.default)
         if not self._asks:
             raise ConfigError(
-                f"there is no terminal to ask on, and the command line has no {question.option}",
+                f"{question.option} is missing, and questions need a terminal",
                 where="command line",
                 remedy=f"give {question.option} (default: {question.default}), or take all defaults: --yes",
             )

@@ -93,27 +93,27 @@ _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionar
 
 
 def leave_memory(param: Any) -> None:
-    """Let a parameter of a store have other memory; tensors that share the present one keep its values."""
+    """Give a parameter of a store other memory; tensors that share the present memory keep its values."""
     memory = _memories.pop(id(param), None)
     if memory is not None and memory.kept is None:
         memory.kept = param.home.read()
 
 
 def return_to_memory(memory: Memory) -> None:
-    """Let a parameter whose values in the store are those of a former memory have that memory again."""
+    """Give a parameter a former memory again. The store has the values of that memory already."""
     memory.kept = None
     _memories[id(memory.param)] = memory
 
 
 def leave_store(param: torch.Tensor) -> None:
-    """Let tensors at rest share the memory of a parameter that has become a plain one."""
+    """Make tensors at rest share the memory of a parameter that has become a plain one."""
     memory = _memories.get(id(param))
     if memory is not None:
         memory.kept = param.data
 
 
 def enter_store(param: torch.Tensor) -> None:
-    """Let tensors at rest that share the memory of a plain parameter follow it into the store."""
+    """Make tensors at rest that share the memory of a plain parameter follow it into the store."""
     memory = _memories.get(id(param))
     if memory is None or memory.kept is None:
         return
@@ -248,11 +248,11 @@ class Values:
 
 
 class DetachedAtRest(AtRest, LazyTensor):
-    """What `detach` gives of a parameter: a lazy tensor that can be written, as can its views.
+    """A detached parameter: a lazy tensor that can be written, as can its views.
 
     Attributes:
         source: the memory of the parameter.
-        again_of: the tensor of which `detach` made this one; `None` if that is the parameter.
+        again_of: the detached tensor that `detach` was called on; `None` if it was called on the parameter.
     """
 
     again_of: DetachedAtRest | None = None
@@ -288,7 +288,7 @@ class DetachedAtRest(AtRest, LazyTensor):
         self._is_param = value
 
     def _become_lazy(self) -> None:
-        """Become a lazy tensor that is read: what has gradients of its own is not written.
+        """Become a lazy tensor that is only read, because a tensor that requires a gradient is not written.
 
         So does the tensor that it was made of: `nn.Parameter(tensor)` expects both to have one class.
         """
@@ -447,7 +447,7 @@ def _plain_view(leaf: Any) -> Any:
 
 
 def whole_memory(value: object, param: Any) -> Memory | None:
-    """Return the present or former memory of a parameter of which a tensor is a view of all elements."""
+    """Return the memory, present or former, of a parameter if a tensor is a view of all its elements."""
     if not isinstance(value, PartAtRest | DetachedAtRest) or not isinstance(value.source, Memory):
         return None
     layout, own = value.meta, param.home.meta

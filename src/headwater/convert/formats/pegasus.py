@@ -1,7 +1,7 @@
 """The first transformer, with norms before each part, in the format of `PegasusForConditionalGeneration`.
 
-Of the classes of the transformers library this one computes the same: positions are sines and cosines, and a
-norm follows the last block of each stack. There all sines come before all cosines, so the elements of hidden
+This class of the transformers library computes the same function: positions are sines and cosines, and a norm
+follows the last block of each stack. The class puts all sines before all cosines. So the elements of hidden
 states have that order in every tensor.
 """
 
@@ -64,7 +64,7 @@ def _config(config: Seq2SeqConfig) -> dict[str, Any]:
 
 
 def _meaning(config: Seq2SeqConfig) -> dict[str, Any]:
-    """What decides about the function; the weights express biases of 0 and the scale of the logits."""
+    """Return the settings that decide the function. The weights express biases of 0 and the scale of the logits."""
     meaning = seq2seq_meaning(config)
     meaning["embeddings_alpha"] = config.embeddings_scale / config.logits_scale
     for absorbed in ("output_logits_alpha", "use_projection_bias_in_attention"):
