@@ -44,7 +44,7 @@ class Interview:
             given: the answer on the command line, if there is one.
 
         Raises:
-            ConfigError: if the answer on the command line is wrong, or if it is missing without a terminal to ask on.
+            ConfigError: if the given answer is wrong, or if there is neither an answer nor a terminal.
         """
         if given is not None:
             return question.parse(given)
