@@ -106,7 +106,7 @@ def test_the_terminal_is_asked_until_an_answer_is_right(data, here, monkeypatch,
 
 def test_without_a_terminal_the_missing_flag_is_named(data, here, capsys):
     assert main(["config", "init", "--data", str(data), *ALL]) == 2
-    assert "no terminal" in (said := capsys.readouterr().err)
+    assert "questions need a terminal" in (said := capsys.readouterr().err)
     assert "give --model (default: gpt/tiny)" in said
     assert not (here / "params.yaml").exists()
 

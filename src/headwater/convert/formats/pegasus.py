@@ -64,7 +64,7 @@ def _config(config: Seq2SeqConfig) -> dict[str, Any]:
 
 
 def _meaning(config: Seq2SeqConfig) -> dict[str, Any]:
-    """Return the settings that decide the function. Weights express zero biases and the scale of the logits."""
+    """Return the settings that decide the function. Weights express zero biases and logit scales."""
     meaning = seq2seq_meaning(config)
     meaning["embeddings_alpha"] = config.embeddings_scale / config.logits_scale
     for absorbed in ("output_logits_alpha", "use_projection_bias_in_attention"):
