@@ -80,6 +80,7 @@ class StreamedModel:
         self.precision: Precision | None = None
         self.engine: Engine | None = None
         self.fabric: Fabric = ALONE
+        self._was_planned = False
         self._scalars_shared = 0  # commits whose optimizer scalars all ranks have
         self._updaters = Updaters(lambda: self._planner.device)
         self._structure = Structure(model)
@@ -188,7 +189,9 @@ class StreamedModel:
         refuse_shared_memory(self.model)
         if self.engine is None:
             self.fabric = current()
-            warn_of_references(self.model.named_parameters())  # the dry run may keep such tensors itself
+            if not self._was_planned:  # a dry run that failed may have left such tensors in its traceback
+                warn_of_references(self.model.named_parameters())
+            self._was_planned = True
         old_names = self._structure.old_names(Structure(self.model))
         if current().size > 1:
             check_same_model(current(), self.model, () if self.engine is None else old_names)
