@@ -207,7 +207,7 @@ def test_the_first_rank_says_whom_it_has_sent_away(monkeypatch):
     with pytest.raises(
         RankError, match=r"not come: 1; a connection from 127.0.0.1:\d+ was refused: it does not"
     ):
-        meeting.meet(meeting.Process("here", os.getpid(), 0), 1)
+        meeting.meet(meeting.Process("here", os.getpid(), 0), 4)
     knocking.join()
 
 
