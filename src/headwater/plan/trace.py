@@ -94,20 +94,21 @@ def trace_step(
     precision = precision or Precision()
     partition = partition or find_stages(model, precision)
 
-    def dry_run(tensors: Tensors) -> Trace:
+    def dry_run(tensors: Tensors) -> _Recorder:
         recorder = _Recorder(model, partition, tensors, observer, inference=inference)
         untouched = effects_undone(functions_of(model))
         with tensors.active(), untouched, attributes_restored(model), autocast(precision, "cpu"):
             recorder.run(batch, loss_function)
-        return recorder.trace(_batch_size(batch))
+        return recorder
 
     try:
         with counting_costs() if observer is None else nullcontext():
-            return dry_run(FakeTensors())
+            recorder = dry_run(FakeTensors())
     except Exception:  # of any kind, as a stand-in for what weights decide may fail; a real fault comes again
         if observer is not None or not in_host_memory(model, batch):
             raise
-        return dry_run(RealTensors())
+        recorder = dry_run(RealTensors())
+    return recorder.trace(_batch_size(batch))
 
 
 @contextmanager
