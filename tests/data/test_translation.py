@@ -118,7 +118,7 @@ def test_raw_text_and_a_tokenizer(data):
             {"tgt_max_sequence_length": 4, "src_max_sequence_length": 4, "src_data_dir": "long"},
             "none is short",
         ),
-        ({"src_data_dir": "short"}, "1 lines, and 5"),
+        ({"src_data_dir": "short"}, "1 line, and 5"),
         ({"src_data_dir": "missing"}, "no text files"),
         ({"src_data_dir": ["train.en", "train.en"]}, "2 files to read and 1 of translations"),
         ({"pad_token": "[PAD]"}, "pad_token"),
