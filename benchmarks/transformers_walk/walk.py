@@ -125,7 +125,7 @@ def _numel(make_model: Callable[[], nn.Module]) -> int:
     with torch.device("meta"):
         try:
             return sum(param.numel() for param in make_model().parameters())
-        except Exception:  # of any kind: the code of 1,547 classes runs here, and some need real tensors
+        except Exception:  # a foreign constructor may raise anything on meta tensors; the walk reports it
             return 0
 
 

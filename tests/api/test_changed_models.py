@@ -88,7 +88,7 @@ class Halved(nn.Module):
 
 
 def parametrized_with_inverse(model):
-    """torch gives the parameter the inverse's values by `set_`."""
+    """torch writes the values of the inverse into the parameter by `set_`."""
     parametrize.register_parametrization(model[2][0], "weight", Halved())
 
 

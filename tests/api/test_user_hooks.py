@@ -1,6 +1,7 @@
 """Hooks and forwards that store what they see: the dry run and recomputation leave no trace in it."""
 
 import dataclasses
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -115,3 +116,38 @@ def test_an_error_of_the_dry_run_alone_is_raised(tmp_path):
     with pytest.raises(RuntimeError, match="not in a dry run"):
         model(inputs(0))
     cstorch.release(model)
+
+
+class Activations(OrderedDict):
+    """Makes a module of each class that is read, as the table of activations in transformers does."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+ACTIVATIONS = Activations(gelu=nn.GELU, relu=nn.ReLU)
+
+
+class Reading(nn.Module):
+    """Reads a global table and one of its own in its forward."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.table = Activations(relu=nn.ReLU)
+
+    def forward(self, x):
+        return self.table["relu"](ACTIVATIONS["gelu"](self.layer(x)))
+
+
+@plans
+def test_tables_that_make_their_items_are_left_alone(plan, tmp_path):
+    def script(place):
+        torch.manual_seed(0)
+        network = nn.Sequential(Reading(nn.Linear(6, 6)), Reading(nn.Linear(6, 3)))
+        model = place.compile(network)
+        losses = train(model, adamw(model.parameters()))
+        return losses, [len(ACTIVATIONS), [len(part.table) for part in network]], model
+
+    check(script, plan, tmp_path)
+    assert ACTIVATIONS["relu"].__class__ is nn.ReLU

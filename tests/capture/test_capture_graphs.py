@@ -209,7 +209,7 @@ def test_mixed_precision_is_in_the_graph():
 def test_mlir_is_of_every_graph_and_a_failure_is_a_finding():
     def lower(program, name):
         if "layers.1" in name:
-            raise NotImplementedError("no conversion for aten.sigmoid")  # as a converter says it
+            raise NotImplementedError("no conversion for aten.sigmoid")  # torch's converters raise this
         return f"func @{name}"
 
     class Other(Layer):

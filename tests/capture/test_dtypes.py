@@ -54,7 +54,7 @@ INDEXED = {
 def refuses(func, args):
     try:
         func(*args)
-    except (RuntimeError, NotImplementedError):  # the two that torch raises for a dtype it does not take
+    except (RuntimeError, NotImplementedError):  # torch raises one of these for an unsupported dtype
         return True
     return False
 

@@ -201,7 +201,7 @@ def _replacing(path: Path) -> Iterator[Path]:
             with disk_errors(path):
                 unfinished.replace(path)
                 sync_folder(path.parent)
-        except BaseException:  # an interrupt must not leave half a file either; it goes on from here
+        except BaseException:  # KeyboardInterrupt too must not leave half a file; raised again below
             unfinished.unlink(missing_ok=True)
             raise
     finally:

@@ -59,7 +59,7 @@ def _tensors() -> Iterable[torch.Tensor]:
 
 
 def _address(tensor: torch.Tensor) -> int | None:
-    """Return the address of a tensor's memory; `None` if it has none."""
+    """Return the address of a tensor's memory; `None` for a tensor without memory."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     return tensor.untyped_storage().data_ptr() or None

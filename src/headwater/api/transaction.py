@@ -43,7 +43,7 @@ def _part(participant: Participant) -> Iterator[None]:
     participant.begin_step()
     try:
         yield
-    except BaseException:  # an interrupt must not leave half a step either; it goes on from here
+    except BaseException:  # KeyboardInterrupt too must undo the step; raised again below
         participant.abort_step()
         raise
     participant.end_step()

@@ -85,7 +85,7 @@ The text is split into tokens, this machine is measured (a few seconds, once), t
 
 
 def _plan_in_words(plan: Plan, run: RunLength) -> str:
-    """Return what the plan decided, for a reader who sees a plan for the first time."""
+    """Return the decisions of the plan, explained to a newcomer."""
     assert plan.prediction is not None, "a plan that is shown has been predicted"
     stages = plan.trace.stages
     weights, budget = sum(stage.slab_bytes for stage in stages), plan.budget

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -14,13 +13,14 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
+from headwater.core.containers import CONTAINERS, items_of, restore
+
 _DEEPEST = 4
 """Steps from a function to what it reaches: a cell, an object in it, a dictionary of that, a list in it."""
 
 _LARGEST = 1000
 """The items of larger containers are not looked into."""
 
-_CONTAINERS = (dict, list, set, deque)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "headwater", "builtins"}
 
@@ -81,7 +81,7 @@ class _Reached:
         elif isinstance(value, FunctionType):
             if not _is_foreign(value):
                 self._visit_function(value, depth)
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, CONTAINERS):
             self._visit_container(value, depth)
         elif hasattr(value, "__dict__") and not _is_foreign(type(value)):
             self._visit_object(value, depth)
@@ -104,10 +104,10 @@ class _Reached:
                     self.visit(space[name], depth - 1)
 
     def _visit_container(self, container: Any, depth: int) -> None:
-        self._containers.append((container, container.copy()))
-        if len(container) <= _LARGEST:
-            items = container.values() if isinstance(container, dict) else container
-            for item in list(items):
+        items = items_of(container)
+        self._containers.append((container, items))
+        if len(items) <= _LARGEST:
+            for item in items.values() if isinstance(items, dict) else items:
                 self.visit(item, depth - 1)
 
     def _visit_object(self, value: Any, depth: int) -> None:
@@ -130,20 +130,8 @@ class _Reached:
         for attributes, names in self._objects:
             for name in attributes.keys() - names:
                 del attributes[name]
-        for container, content in self._containers:
-            if not _same(container, content):
-                container.clear()
-                refill = container.extend if isinstance(container, list | deque) else container.update
-                refill(content)
-
-
-def _same(container: Any, content: Any) -> bool:
-    """True if two containers of one class have the identical items in the same order."""
-    if len(container) != len(content):
-        return False
-    if isinstance(container, dict) and list(map(id, container.values())) != list(map(id, content.values())):
-        return False
-    return isinstance(container, set) or list(map(id, container)) == list(map(id, content))
+        for container, items in self._containers:
+            restore(container, items)
 
 
 def _is_foreign(value: Any) -> bool:

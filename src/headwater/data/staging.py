@@ -46,7 +46,7 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
             for name in (_LOCK, _KEY):
                 (partial / name).unlink()
             _swap(partial, target)
-        except Exception:  # of any kind, and raised again; what an interrupt leaves stays, to go on from
+        except Exception:  # raised again; after an interrupt the files stay, and the next run continues
             shutil.rmtree(partial, ignore_errors=True)
             raise
 

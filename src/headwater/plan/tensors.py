@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from headwater.core.containers import CONTAINERS, items_of, restore
 from headwater.core.stage import ParamSpec
 from headwater.core.trees import map_tensors, tensors_in
 from headwater.plan.partition import Partition
@@ -18,9 +18,6 @@ from headwater.plan.stand_ins import Operators, python_stand_ins
 
 State = dict[str, torch.Tensor]
 """Every parameter and buffer of a model by every name it has, parameters in wire precision."""
-
-
-_CONTAINERS = (dict, list, set)
 
 
 class Tensors(Protocol):
@@ -104,28 +101,14 @@ def fake_state(model: nn.Module, partition: Partition) -> State:
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undoes what a forward does to plain attributes of modules: no tensor or hook of a dry run must stay."""
-    before = [(vars(module), dict(vars(module)), _contents(module)) for module in model.modules()]
+    attributes = [vars(module) for module in model.modules()]
+    inside = [value for values in attributes for value in values.values() if isinstance(value, CONTAINERS)]
+    before = [(container, items_of(container)) for container in (*attributes, *inside)]
     try:
         yield
     finally:
-        for now, attributes, contents in before:
-            now.clear()
-            now.update(attributes)
-            for name, content in contents.items():
-                _refill(attributes[name], content)
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """Copies of the containers among a module's attributes; that of its hooks is one."""
-    return {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, _CONTAINERS)}
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(content)
-    else:
-        container.update(content)
+        for container, items in before:
+            restore(container, items)
 
 
 def _fake_param(spec: ParamSpec) -> torch.Tensor:

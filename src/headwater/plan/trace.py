@@ -104,7 +104,9 @@ def trace_step(
     try:
         with counting_costs() if observer is None else nullcontext():
             recorder = dry_run(FakeTensors())
-    except Exception:  # of any kind, as a stand-in for what weights decide may fail; a real fault comes again
+    # The user's forward may fail in any way if fake values decide its course. The second run uses real
+    # values, and a fault of the model itself raises there again.
+    except Exception:
         if observer is not None or not in_host_memory(model, batch):
             raise
         recorder = dry_run(RealTensors())

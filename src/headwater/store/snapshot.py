@@ -84,7 +84,7 @@ class Snapshot:
     def _nothing_left_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # an interrupt must not leave half a checkpoint either; it goes on from here
+        except BaseException:  # KeyboardInterrupt too must not leave half a checkpoint; raised again below
             shutil.rmtree(self._partial, ignore_errors=True)
             raise
 

@@ -144,14 +144,15 @@ class AtRest:
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: what another library writes to this memory would be lost."""
         raise StreamError(
-            "another library would share the memory of a streamed tensor, which has none",
+            "another library would share the memory of a tensor whose values lie in the weight store",
             where=self.home.spec.name,
             remedy="give it a copy: tensor.clone()",
         )
 
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This part of all values; each subclass has its own."""
-        raise NotImplementedError  # not an abstractmethod: ABCMeta and the metaclass of torch.Tensor clash
+        # Abstract, but not by `abc`: a class cannot have both ABCMeta and the metaclass of torch.Tensor.
+        raise NotImplementedError
 
     @property
     def _is_param(self) -> bool:
@@ -170,7 +171,7 @@ class AtRest:
         """
         if cls is not torch.Tensor:
             raise StreamError(
-                f"a {cls.__name__} would share the memory of a streamed tensor, which has none",
+                f"a {cls.__name__} would share the memory of a tensor whose values lie in the weight store",
                 where=self.home.spec.name,
                 remedy="use a copy: tensor.clone().as_subclass(...)",
             )
@@ -394,7 +395,7 @@ def changed_while_recording(home: Home) -> StreamError:
 
 
 def moved(home: Home, name: str) -> StreamError:
-    """Return the error for an operation that gives a tensor other memory."""
+    """Return the error for an operation that moves a tensor to other memory."""
     return StreamError(
         f"{name} would give a streamed parameter other memory, which the weight store does not see",
         where=home.spec.name,

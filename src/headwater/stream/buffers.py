@@ -49,7 +49,7 @@ class Buffers:
         undo = self.remember()
         try:
             yield undo
-        except BaseException:  # an interrupt must not leave half a step either; it goes on from here
+        except BaseException:  # KeyboardInterrupt too must restore the buffers; raised again below
             undo()
             raise
 

@@ -1,0 +1,52 @@
+"""Remember and restore the items of containers, whatever methods of Python's own classes they override."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Any
+
+CONTAINERS = (OrderedDict, dict, list, set, deque)
+"""The classes whose items can be remembered."""
+
+Items = dict[Any, Any] | list[Any]
+"""The items of a dictionary with their keys, or those of another container."""
+
+
+def items_of(container: Any) -> Items:
+    """Return the items of a container; those of a dictionary with their keys.
+
+    A subclass may override any method: the table of activations in transformers makes a new object for each
+    item that is read. So only the methods of Python's own classes are called here.
+    """
+    if isinstance(container, OrderedDict):
+        return {key: dict.__getitem__(container, key) for key in OrderedDict.__iter__(container)}
+    if isinstance(container, dict):
+        return dict(dict.items(container))
+    return list(_own_class(container).__iter__(container))
+
+
+def restore(container: Any, items: Items) -> None:
+    """Give a container the items that it had before; a container that still has them is not touched."""
+    if _identical(items_of(container), items):
+        return
+    own = _own_class(container)
+    own.clear(container)
+    if isinstance(items, dict):
+        for key, value in items.items():
+            own.__setitem__(container, key, value)
+    else:
+        (own.update if own is set else own.extend)(container, items)
+
+
+def _own_class(container: Any) -> Any:
+    """Return the class of Python that a container is or inherits from."""
+    return next(own for own in CONTAINERS if isinstance(container, own))
+
+
+def _identical(now: Items, before: Items) -> bool:
+    """True if the items are the same objects in the same order, with the same keys."""
+    return _identities(now) == _identities(before)
+
+
+def _identities(items: Items) -> list[int]:
+    return [id(item) for item in ((*items, *items.values()) if isinstance(items, dict) else items)]
