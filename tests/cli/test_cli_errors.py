@@ -3,7 +3,11 @@
 import h5py
 import numpy as np
 import pytest
+from run_samples import assert_same_checkpoint, model_dir
 
+from headwater.core.errors import StoreError
+from headwater.trainer import session
+from headwater.trainer.callback import Callback
 from headwater.trainer.checkpoint import ModelDirLock, complete_checkpoints
 
 
@@ -125,3 +129,30 @@ def test_a_folder_that_is_no_run(headwater, tmp_path):
 def test_what_the_machine_or_this_version_cannot_do(headwater, params, option, text, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert_refused(headwater("fit", params, option), text, "remedy")
+
+
+def test_a_folder_that_has_the_name_of_a_file_of_the_run(headwater, params, tmp_path):
+    (tmp_path / "run" / "loss_curve.png").mkdir(parents=True)
+    assert_refused(
+        headwater("fit", params), "found a folder", str(tmp_path / "run" / "loss_curve.png"), "remedy"
+    )
+    assert not (tmp_path / "run" / "params.yaml").exists(), "the run has not begun"
+
+
+class FailsAtStepTwo(Callback):
+    """A callback that can do nothing after the second step."""
+
+    def on_step_end(self, event):
+        if event.step == 2:
+            raise StoreError("its disk is gone", where="step 2")
+
+
+def test_a_callback_that_fails_loses_no_step(headwater, params, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "make_callbacks", lambda *_: [FailsAtStepTwo()])
+        assert_refused(headwater("fit", params), "its disk is gone", code=1)
+    assert complete_checkpoints(tmp_path / "run") == [tmp_path / "run" / "checkpoint_2"]
+    assert headwater("fit", params)[0] == 0
+    straight = model_dir(tmp_path / "straight")
+    assert headwater("fit", params, straight)[0] == 0
+    assert_same_checkpoint(tmp_path / "run" / "checkpoint_6", tmp_path / "straight" / "checkpoint_6")

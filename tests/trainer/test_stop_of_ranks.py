@@ -2,18 +2,20 @@
 
 from types import SimpleNamespace
 
+from headwater.core.errors import StoreError
 from headwater.trainer.interrupt import Interrupt
 from headwater.trainer.loop import Trainer
 
 
-def asked_to_stop(interrupt, others, meanwhile=lambda: None):
+def asked_to_stop(interrupt, others, meanwhile=lambda: None, failure=None):
     """What one rank finds when the others say this, and something happens while it waits for them."""
 
     def gather(value):
         meanwhile()
         return [value, *others]
 
-    trainer = SimpleNamespace(_engine=SimpleNamespace(fabric=SimpleNamespace(gather=gather)))
+    engine = SimpleNamespace(fabric=SimpleNamespace(gather=gather))
+    trainer = SimpleNamespace(_engine=engine, _failure=failure)
     return Trainer._asked_to_stop(trainer, interrupt)
 
 
@@ -28,3 +30,9 @@ def test_a_signal_that_another_rank_has_heard_counts_here():
     assert not asked_to_stop(interrupt, [0.0])
     assert asked_to_stop(interrupt, [1.0])
     assert interrupt.requested
+
+
+def test_a_callback_that_fails_stops_all_ranks():
+    interrupt = Interrupt()
+    assert asked_to_stop(interrupt, [0.0], failure=StoreError("its disk is gone"))
+    assert asked_to_stop(Interrupt(), [float(interrupt.requested)])

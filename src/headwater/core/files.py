@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import weakref
 import zlib
 from bisect import bisect_right
@@ -12,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from headwater.core.errors import CheckpointError, CorruptError, DiskFullError, StoreError
+from headwater.core.errors import CheckpointError, CorruptError, DiskFullError, RunError, StoreError
 
 CHUNK_BYTES = 4 << 20
 """A checksum covers at most this much, so that reading part of a file verifies little more than that."""
@@ -24,22 +25,105 @@ PARTIAL_SUFFIX = ".partial"
 """Suffix of a file or folder that is still being written, or that is being deleted."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_WRONG_KIND = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
 _OTHER_COPY = "use another checkpoint, or another copy of this one"
+_MAKE_WAY = "move it away, or name another folder"
+_MAKE_WRITABLE = "give this user the right to write there, or name another folder"
+_OTHER_DISK = "check the disk and how it is mounted, or name a folder on another disk"
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the system's errors into the project's own, naming `path`."""
+    """Turn the system's errors into the project's own: what was found, where, and what to do.
+
+    Args:
+        path: what is read or written; the place in the message unless the system names another file.
+
+    Raises:
+        DiskFullError: if there is no room.
+        StoreError: for any other error of the system.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno in _NO_SPACE:
-            raise DiskFullError(
-                f"no space left for {path.name}",
-                where=str(path),
-                remedy="free space there or name a folder on a larger disk; the last checkpoint is intact",
-            ) from error
-        raise StoreError(f"{path.name}: {error.strerror or error}", where=str(path)) from error
+        raise _explained(error, path) from error
+
+
+def _explained(error: OSError, path: Path) -> StoreError:
+    if error.errno in _NO_SPACE:
+        return DiskFullError(
+            f"no space left for {path.name}",
+            where=str(path),
+            remedy="free space there or name a folder on a larger disk; the last checkpoint is intact",
+        )
+    found = Path(error.filename) if isinstance(error.filename, str) else path
+    why = error.strerror or str(error)
+    if error.errno in _NOT_ALLOWED:
+        return StoreError(f"{path.name}: {why}", where=str(found), remedy=_MAKE_WRITABLE)
+    obstacle = _obstacle(found) if error.errno in _WRONG_KIND else None
+    if obstacle is None:
+        return StoreError(f"{path.name}: {why}", where=str(found), remedy=_OTHER_DISK)
+    place, kind = obstacle
+    return StoreError(f"{path.name}: {why}; found {kind}", where=str(place), remedy=_MAKE_WAY)
+
+
+def _obstacle(path: Path) -> tuple[Path, str] | None:
+    """Return what lies at `path`, or the file or dangling link on the way to it; `None` if neither."""
+    for place in (path, *path.parents):
+        kind = kind_of(place)
+        if kind is not None:
+            return None if place != path and kind == "a folder" else (place, kind)
+    return None
+
+
+def kind_of(path: Path) -> str | None:
+    """Return what lies at `path`, in words; `None` if nothing does."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return None
+    if stat.S_ISLNK(mode):
+        target = kind_of(path.resolve())
+        return f"a link to {path.readlink()}, which does not exist" if target is None else target
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(mode), "a special file")
+
+
+def check_place(path: Path, *, expected: str) -> None:
+    """Check that a file or folder can be written at `path`, before there is work to lose.
+
+    Args:
+        path: what will be opened, or created with its missing parents.
+        expected: `a file` or `a folder`.
+
+    Raises:
+        RunError: if something else lies there, or this user may not write it.
+    """
+    found = kind_of(path)
+    if found not in (None, expected):
+        raise RunError(f"expected {expected} or nothing, found {found}", where=str(path), remedy=_MAKE_WAY)
+    place = path if found else next((each for each in path.parents if kind_of(each)), path)
+    kind = kind_of(place)
+    if found is None and kind != "a folder":
+        raise RunError(f"expected a folder, found {kind}", where=str(place), remedy=_MAKE_WAY)
+    needed = os.W_OK | (os.X_OK if kind == "a folder" else 0)
+    if not os.access(place, needed, effective_ids=True):
+        raise RunError(
+            f"expected {kind} that this user (uid {os.geteuid()}) can write, found a read-only one",
+            where=str(place),
+            remedy=_MAKE_WRITABLE,
+        )
+
+
+def check_replaceable(path: Path) -> None:
+    """Check that `replace_file` can write `path` in a folder that can be written. A link makes way.
+
+    Raises:
+        RunError: if a folder lies there.
+    """
+    if path.is_dir() and not path.is_symlink():
+        raise RunError("expected a file or nothing, found a folder", where=str(path), remedy=_MAKE_WAY)
 
 
 def sync_folder(folder: Path) -> None:

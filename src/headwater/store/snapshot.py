@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -269,7 +270,7 @@ def publish(partial: Path, folder: Path) -> None:
     replaced = folder.with_name(folder.name + REPLACED_SUFFIX)
     with disk_errors(folder):
         sync_folder(partial)
-        if folder.exists():
+        if os.path.lexists(folder):
             remove(replaced)
             folder.rename(replaced)
         partial.rename(folder)

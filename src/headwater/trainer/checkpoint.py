@@ -29,7 +29,7 @@ from headwater.core.errors import (
     ModelDirBusyError,
     StoreError,
 )
-from headwater.core.files import disk_errors, make_folder
+from headwater.core.files import check_place, disk_errors, make_folder
 from headwater.store.snapshot import Snapshot, SnapshotElsewhere, recover, retire
 from headwater.store.snapshot_load import Buffers, Names, SavedCheckpoint, load_weights
 from headwater.store.snapshot_manifest import MANIFEST_FILE
@@ -385,6 +385,7 @@ class ModelDirLock:
 
     Raises:
         ModelDirBusyError: on entering, if another run is in it; names its process.
+        RunError: on entering, if the folder or its lock cannot be written.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -393,6 +394,8 @@ class ModelDirLock:
         self._fd = -1
 
     def __enter__(self) -> Self:
+        check_place(self._model_dir, expected="a folder")
+        check_place(self._path, expected="a file")
         with disk_errors(self._path):
             make_folder(self._model_dir)
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -67,6 +67,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._callbacks = callbacks
         self._saved_step = saved_step
+        self._failure: HeadwaterError | None = None
         if state.data is not None:
             job.train.load_state_dict(state.data)
         self.end_step = job.end_step(state.step)
@@ -84,13 +85,20 @@ class Trainer:
     def fit(self, interrupt: Interrupt) -> None:
         """Train until the last step, or until the step in which `interrupt` asks to stop.
 
-        A checkpoint is written at the end, also where a step is refused because it is not finite.
+        A checkpoint is written at the end, also where a step is refused because it is not finite, or where a
+        callback fails between steps.
+
+        Raises:
+            HeadwaterError: the error of a step, or of the first callback that failed.
         """
-        self._tell(lambda c: c.on_fit_start(FitStart(self.state.step, self.end_step, self._engine.plan)))
+        for callback in self._callbacks:
+            callback.on_fit_start(FitStart(self.state.step, self.end_step, self._engine.plan))
         try:
             batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
             while self._between_steps(interrupt):
                 self._step(batches)
+            if self._failure is not None:
+                raise self._failure
         except BaseException as error:
             try:
                 with ExitStack() as last:
@@ -120,8 +128,9 @@ class Trainer:
         return not stop
 
     def _asked_to_stop(self, interrupt: Interrupt) -> bool:
-        """Whether any rank was; all come to the same, also where one hears of it a moment later."""
-        agreed = any(self._engine.fabric.gather(float(interrupt.requested)))
+        """True if any rank was asked to stop, or a callback failed. All ranks return the same answer."""
+        asked = interrupt.requested or self._failure is not None
+        agreed = any(self._engine.fabric.gather(float(asked)))
         interrupt.requested |= agreed
         return agreed
 
@@ -245,8 +254,12 @@ class Trainer:
         self._tell(lambda callback: callback.on_checkpoint(self.state.step, path))
 
     def _tell(self, call: Callable[[Callback], None]) -> None:
+        """Tell every callback. The first error is kept, and raised after a checkpoint of all ranks."""
         for callback in self._callbacks:
-            call(callback)
+            try:
+                call(callback)
+            except HeadwaterError as error:
+                self._failure = self._failure or error
 
 
 def weight_norm(engine: Engine) -> float:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.core.files import disk_errors
+from headwater.core.errors import HeadwaterError
+from headwater.core.files import replace_file
 from headwater.trainer.callback import Callback
 from headwater.trainer.history import read_history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+logger = logging.getLogger(__name__)
+
 
 class LossCurve(Callback):
-    """Draws the losses in a history file when the run ends. Needs matplotlib.
+    """Draws the losses in a history file when the run ends, or warns. Needs matplotlib.
 
     Args:
         history: the file; it must be complete when this callback is told that the run ends.
@@ -26,7 +31,10 @@ class LossCurve(Callback):
         self._path = path
 
     def on_fit_end(self) -> None:
-        draw_loss_curve(self._history, self._path)
+        try:
+            draw_loss_curve(self._history, self._path)
+        except (HeadwaterError, ImportError, ValueError, ArithmeticError) as error:
+            logger.warning("the loss curve was not drawn; the checkpoints are complete: %s", error)
 
 
 def draw_loss_curve(history: Path, path: Path) -> None:
@@ -46,8 +54,9 @@ def draw_loss_curve(history: Path, path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    with disk_errors(path):
-        figure.savefig(path, format="png", dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    replace_file(path, picture.getvalue())
 
 
 def _plot(axes: Axes, records: list[dict[str, float]], **style: Any) -> None:

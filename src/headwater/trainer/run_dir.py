@@ -16,8 +16,8 @@ from headwater.config.models.huggingface import CONFIG_FILE
 from headwater.config.run import RunConfig
 from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError
-from headwater.core.files import replace_file
-from headwater.core.side_files import copy_file, copy_side_files
+from headwater.core.files import check_replaceable, replace_file
+from headwater.core.side_files import SIDE_FILES, copy_file, copy_side_files
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 
@@ -83,6 +83,24 @@ class RunDir:
     def statistics(self) -> Path:
         """The statistics of the training data."""
         return self.path / "data_statistics.json"
+
+    def check(self) -> None:
+        """Check that the files of a run can be written, before the run does anything.
+
+        Raises:
+            RunError: if a folder has the name of a file.
+        """
+        for path in (
+            self.params,
+            self.plan,
+            self.history,
+            self.loss_curve,
+            self.statistics,
+            self.model_config,
+        ):
+            check_replaceable(path)
+        for name in SIDE_FILES:
+            check_replaceable(self.path / name)
 
     def write_params(self, config: RunConfig) -> None:
         """Write the params as resolved, without the checkpoint from which the run started: it has its own."""

@@ -100,6 +100,8 @@ def fit_job(
     console = console if leads else None
     lock = ModelDirLock(init.model_dir) if leads else nullcontext()
     with lock:
+        if leads:
+            run_dir.check()
         disk = disk_folder(init)
         checkpoints = CheckpointManager(init.model_dir, init.keep_checkpoints)
         strict = not init.checkpoint.disable_strict_checkpoint_loading

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.core.files import disk_errors
+from headwater.core.files import check_place, disk_errors
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class TensorBoard(Callback):
     def on_fit_start(self, event: FitStart) -> None:
         # What a killed run logged after its last checkpoint happens again; the first time is forgotten.
         self._purge_step = event.start_step + 1
+        for part in (TRAIN, EVAL):
+            check_place(self._folder / part, expected="a folder")
         self._writer(TRAIN)
 
     def on_step_end(self, event: StepEnd) -> None:
