@@ -52,7 +52,18 @@ def test_the_script_of_the_readme(tmp_path):
     assert values[-1] < 0.9 * values[0]
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the titles of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("name", ["../README.md", *(path.name for path in sorted(DOCS.glob("*.md")))])
-def test_links(name):
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", (DOCS / name).read_text()):
-        assert target.startswith("http") or (DOCS / name).parent.joinpath(target).exists(), target
+def test_links_lead_to_files_and_titles(name):
+    page = (DOCS / name).resolve()
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        if not target.startswith("http"):
+            linked = page.parent / target if target else page
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
