@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -10,11 +11,14 @@ from collections.abc import Generator
 
 import pytest
 
+import quick_start
 from shared_data import SHARED
 
 _SECRET = tempfile.TemporaryDirectory(prefix="headwater-secret-")
 os.environ["HEADWATER_SECRET_FILE"] = f"{_SECRET.name}/ranks.secret"
 """Ranks that tests start have a secret of their own, and leave that of the user alone."""
+
+quick_start.install()
 
 _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
 
@@ -30,6 +34,13 @@ def pools_of_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests come first, so that at the end no worker waits for one of them."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem) -> Generator[None, object, object]:
+    """Tests with the mark `real_start` start their processes as a user does, also in fixtures."""
+    with quick_start.real_starts() if item.get_closest_marker("real_start") else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

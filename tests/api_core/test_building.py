@@ -72,6 +72,7 @@ print(json.dumps({"rise": (status("VmHWM") - before) << 10, "bytes": 4 * count})
 """
 
 
+@pytest.mark.real_start
 def test_memory_stays_small(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path)], check=True, capture_output=True, text=True

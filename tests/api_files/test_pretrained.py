@@ -432,6 +432,7 @@ print(peak_mib() - before)
 """
 
 
+@pytest.mark.real_start
 def test_memory_is_that_of_one_tensor(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", _MEMORY, str(tmp_path)],

@@ -7,6 +7,8 @@ import pytest
 
 from headwater.core.units import GIB
 
+pytestmark = pytest.mark.real_start
+
 SCRIPT = r"""
 import re, sys, torch
 from pathlib import Path

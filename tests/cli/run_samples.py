@@ -1,9 +1,9 @@
 """A run of a very small model, and what to compare of two runs."""
 
 import json
-import subprocess
 import time
 
+import psutil
 import torch
 
 from headwater.trainer.pretrained import checkpoint_weights
@@ -82,8 +82,7 @@ def losses(model_dir):
 
 def ranks_of(launcher):
     """The processes of the ranks that a launcher has started, in their order."""
-    found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
-    return sorted(int(word) for word in found.stdout.split())
+    return sorted(child.pid for child in psutil.Process(launcher.pid).children())
 
 
 def wait_for(path, seconds=200):

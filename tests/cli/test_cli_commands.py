@@ -172,6 +172,7 @@ def test_public_params_run_unchanged_but_for_the_data(headwater, data, tmp_path)
     )
 
 
+@pytest.mark.real_start
 def test_the_package_is_a_command():
     done = subprocess.run([sys.executable, "-m", "headwater", "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("headwater ")

@@ -32,6 +32,7 @@ def kept_mib(setting):
     return int(done.stdout)
 
 
+@pytest.mark.real_start
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs Linux")
 def test_freed_blocks_are_kept_or_returned_as_asked():
     assert kept_mib("keep") > 150

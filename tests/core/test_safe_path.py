@@ -8,6 +8,8 @@ import pytest
 
 from headwater.core.safe_path import safe_path
 
+pytestmark = pytest.mark.real_start
+
 PLANTED = """\
 import os
 os.close(os.open("ran", os.O_CREAT | os.O_WRONLY))

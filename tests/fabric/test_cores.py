@@ -41,6 +41,7 @@ def test_the_cores_of_a_rank_are_neighbours(machine, nodes, allowed, count, want
     assert cores_of_ranks(count) == wanted
 
 
+@pytest.mark.real_start
 def test_a_launcher_imports_no_torch():
     command = "import sys, headwater.cli.ranks, headwater.cli.output; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)

@@ -41,6 +41,7 @@ def test_steps_have_the_bits_of_the_class(name):
     assert issubclass(eager(kind), kind)
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb"])
 def test_the_compiler_is_not_imported(name):
     done = subprocess.run([sys.executable, "-c", QUICK.format(name=name)], capture_output=True, text=True)

@@ -110,6 +110,7 @@ def test_a_container_lowers_the_budget(monkeypatch):
     assert budget == pytest.approx(machine.resident_bytes() + 9 * MIB, abs=2 * MIB)
 
 
+@pytest.mark.real_start
 def test_a_limit_of_the_address_space_lowers_the_budget():
     script = (
         "import resource, psutil; from headwater.plan.machine import free_host_bytes;"

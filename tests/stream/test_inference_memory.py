@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.real_start
+
 SCRIPT = """
 import json, sys
 from pathlib import Path

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.real_start
+
 SCRIPT = """
 import json, sys, time
 from pathlib import Path

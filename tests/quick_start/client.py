@@ -1,0 +1,226 @@
+"""The side that asks for processes; see [Note: quick starts]. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.util
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from quick_start.command import Program, parse
+
+HERE = Path(__file__).resolve().parent
+HANDED_OVER = "HEADWATER_QUICK_START"
+"""Environment variable: the open file of the server, and PYTHONPATH, of a process that executes a program."""
+
+SERVER = "quick-server"
+"""Name of the process of a server."""
+
+_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_CPU)
+_READ_WHEN_LOADED = ("LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_LOGS")
+_SET_LATER = ("GOMP_SPINCOUNT", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")
+
+_all_children = psutil.Process.children
+_execute_child = subprocess.Popen._execute_child
+_spawn = multiprocessing.util.spawnv_passfds
+_execv = os.execv
+
+
+class Client:
+    """The connection of this process with its server.
+
+    Attributes:
+        process: the process whose children the server starts; its forks have a copy of this object.
+        socket: to the server.
+        session: of the server.
+        environment: what libraries have read when the server loaded them.
+        limits: of the server.
+    """
+
+    def __init__(self, connection: socket.socket, environment: Mapping[str, str]):
+        self.process = os.getpid()
+        self.socket = connection
+        self.session = os.getsid(0)
+        self.environment = _read_when_loaded(environment)
+        self.limits = [resource.getrlimit(kind) for kind in _LIMITS]
+        self._lock = threading.Lock()
+
+    def accepts(self, environment: Mapping[str, str], *, new_session: bool) -> bool:
+        """Return whether a fork of the server is what a real start would give."""
+        return (
+            self.process == os.getpid()
+            and (new_session or os.getsid(0) == self.session)
+            and _read_when_loaded(environment) == self.environment
+            and [resource.getrlimit(kind) for kind in _LIMITS] == self.limits
+        )
+
+    def start(self, program: Program, environment: Mapping[str, str], files: Mapping[int, int], **own: Any) -> int:
+        """Return the id of a new process.
+
+        Args:
+            program: what it runs.
+            environment: all its variables.
+            files: its open files; the number there, and here.
+            own: `folder`, `new_session`, `group` and `umask`, where they are not those of this process.
+        """
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        request = {
+            "program": program,
+            "environment": dict(environment),
+            "files": list(files),
+            "folder": own.get("folder") or os.getcwd(),
+            "new_session": own.get("new_session", False),
+            "group": own.get("group", os.getpgid(0)),
+            "umask": own.get("umask", -1),
+            "ignored": [number for number, handler in handlers.items() if handler is signal.SIG_IGN],
+            "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "cores": list(os.sched_getaffinity(0)),
+        }
+        content = pickle.dumps(request)
+        with self._lock:
+            socket.send_fds(self.socket, [len(content).to_bytes(8, "little")], list(files.values()))
+            self.socket.sendall(content)
+            answer = self.socket.recv(8, socket.MSG_WAITALL)
+        assert len(answer) == 8, "the server of quick starts has ended"
+        return int.from_bytes(answer, "little")
+
+
+def _read_when_loaded(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that libraries read when they are loaded."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_WHEN_LOADED) and name not in _SET_LATER
+    }
+
+
+_client: Client | None = None
+_enabled = True
+
+
+def use(client: Client) -> None:
+    """Start processes through this client from now on."""
+    global _client
+    _client = client
+    subprocess.Popen._execute_child = _start_or_execute
+    multiprocessing.util.spawnv_passfds = _start_or_spawn
+    os.execv = _hand_over
+    psutil.Process.children = _children
+
+
+def install() -> None:
+    """Start the server, and use it from now on."""
+    if os.environ.get("HEADWATER_REAL_STARTS") or os.uname().machine not in ("x86_64", "aarch64"):
+        return
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", str(HERE / "server.py"), str(theirs.fileno())]
+    subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+    use(Client(ours, os.environ))
+
+
+@contextlib.contextmanager
+def real_starts() -> Iterator[None]:
+    """Make the starts within the context real."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+def _start_or_execute(
+    self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+    p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
+    restore_signals, gid, gids, uid, umask, start_new_session, process_group,
+):  # fmt: skip
+    """`subprocess.Popen._execute_child`, by a fork of the server where that is the same."""
+    words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fspath(word) for word in args]
+    program = parse(words) if all(isinstance(word, str) for word in words) else None
+    environment = os.environ if env is None else env
+    plain = not (preexec_fn or executable or shell) and close_fds and (gid, gids, uid) == (None, None, None)
+    wanted = plain and program is not None and (cwd is None or Path(cwd).is_dir()) and process_group <= 0
+    if not (_enabled and wanted and _client and _client.accepts(environment, new_session=start_new_session)):
+        _log(words, environment)
+        return _execute_child(
+            self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
+            shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid,
+            umask, start_new_session, process_group,
+        )  # fmt: skip
+    streams = {0: p2cread, 1: c2pwrite, 2: errwrite}
+    files = {number: number if here == -1 else here for number, here in streams.items()}
+    own = {} if process_group == -1 else {"group": 0}
+    self.args = args
+    try:
+        self.pid = _client.start(
+            program,
+            {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()},
+            files | {number: number for number in pass_fds},
+            folder=None if cwd is None else os.path.abspath(os.fsdecode(cwd)),
+            new_session=start_new_session,
+            umask=umask,
+            **own,
+        )
+        self._child_created = True
+    finally:
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def _children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+    """`psutil.Process.children`, without servers of quick starts, which count neither as ranks nor as workers."""
+    return [child for child in _all_children(process, recursive) if _name(child) != SERVER]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return Path(f"/proc/{process.pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _log(words, environment):
+    if os.environ.get("START_LOG") and words and words[0] == sys.executable:
+        with open(os.environ["START_LOG"], "a") as f:
+            c = _client
+            print(os.environ.get("PYTEST_CURRENT_TEST"), words[:3], _enabled, c and (c.process == os.getpid(), os.getsid(0) == c.session, set(_read_when_loaded(environment).items()) ^ set(c.environment.items()), [resource.getrlimit(kind) for kind in _LIMITS] == c.limits), file=f)
+
+
+def _start_or_spawn(path: bytes, args: Sequence[bytes | str], passfds: Sequence[int]) -> int:
+    """`multiprocessing.util.spawnv_passfds`, by a fork of the server for a process that runs a function."""
+    words = [os.fsdecode(word) for word in args]
+    program = parse(words)
+    is_process = program is not None and "spawn_main" in program.text
+    if not (_enabled and is_process and _client and _client.accepts(os.environ, new_session=False)):
+        return _spawn(path, args, passfds)
+    return _client.start(program, dict(os.environ), {number: number for number in (0, 1, 2, *passfds)})
+
+
+def _hand_over(path: str, args: Sequence[str]) -> None:
+    """`os.execv`; the server, a child of this process, stays with the program that takes its place."""
+    if _enabled and _client and _client.process == os.getpid() and parse(args) is not None:
+        os.set_inheritable(_client.socket.fileno(), True)
+        before = os.environ.get("PYTHONPATH", "")
+        os.environ[HANDED_OVER] = f"{_client.socket.fileno()}:{before}"
+        os.environ["PYTHONPATH"] = f"{HERE / 'site'}:{before}"
+    _execv(path, args)
+
+
+def take_over(handed_over: str) -> None:
+    """Use the server of the program in whose place this one was executed."""
+    number, _, path = handed_over.partition(":")
+    os.environ["PYTHONPATH"] = path
+    if not path:
+        del os.environ["PYTHONPATH"]
+    os.set_inheritable(int(number), False)
+    use(Client(socket.socket(fileno=int(number)), os.environ))
