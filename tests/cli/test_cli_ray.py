@@ -15,6 +15,7 @@ import pytest
 from benchmarks.namespaces import Hosts, available
 from run_samples import assert_same_checkpoint, history
 
+pytestmark = pytest.mark.real_start  # Ray knows its processes by their command lines
 needs_hosts = pytest.mark.skipif(available() is not None, reason=str(available()))
 
 TWO = "--num_csx=2"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from quick_start.command import Program, parse
 
 HERE = Path(__file__).resolve().parent
@@ -27,8 +28,26 @@ SERVER = "quick-server"
 """Name of the process of a server."""
 
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_CPU)
-_READ_WHEN_LOADED = ("LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_LOGS")
-_SET_LATER = ("GOMP_SPINCOUNT", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")
+_READ_WHEN_LOADED = (
+    "LD_",
+    "MALLOC_",
+    "GLIBC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "PYTHON",
+    "TORCH_LOGS",
+)
+_SET_LATER = (
+    "GOMP_SPINCOUNT",
+    "OMP_NUM_THREADS",
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "PYTHONSAFEPATH",
+    "PYTHONDONTWRITEBYTECODE",
+)
 
 _all_children = psutil.Process.children
 _execute_child = subprocess.Popen._execute_child
@@ -56,7 +75,7 @@ class Client:
         self._lock = threading.Lock()
 
     def accepts(self, environment: Mapping[str, str], *, new_session: bool) -> bool:
-        """Return whether a fork of the server is what a real start would give."""
+        """Return whether a fork of the server equals a real start."""
         return (
             self.process == os.getpid()
             and (new_session or os.getsid(0) == self.session)
@@ -64,7 +83,9 @@ class Client:
             and [resource.getrlimit(kind) for kind in _LIMITS] == self.limits
         )
 
-    def start(self, program: Program, environment: Mapping[str, str], files: Mapping[int, int], **own: Any) -> int:
+    def start(
+        self, program: Program, environment: Mapping[str, str], files: Mapping[int, int], **own: Any
+    ) -> int:
         """Return the id of a new process.
 
         Args:
@@ -78,7 +99,7 @@ class Client:
             "program": program,
             "environment": dict(environment),
             "files": list(files),
-            "folder": own.get("folder") or os.getcwd(),
+            "folder": own.get("folder") or str(Path.cwd()),
             "new_session": own.get("new_session", False),
             "group": own.get("group", os.getpgid(0)),
             "umask": own.get("umask", -1),
@@ -152,7 +173,6 @@ def _start_or_execute(
     plain = not (preexec_fn or executable or shell) and close_fds and (gid, gids, uid) == (None, None, None)
     wanted = plain and program is not None and (cwd is None or Path(cwd).is_dir()) and process_group <= 0
     if not (_enabled and wanted and _client and _client.accepts(environment, new_session=start_new_session)):
-        _log(words, environment)
         return _execute_child(
             self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
             shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid,
@@ -167,7 +187,7 @@ def _start_or_execute(
             program,
             {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()},
             files | {number: number for number in pass_fds},
-            folder=None if cwd is None else os.path.abspath(os.fsdecode(cwd)),
+            folder=None if cwd is None else str(Path(os.fsdecode(cwd)).absolute()),
             new_session=start_new_session,
             umask=umask,
             **own,
@@ -178,7 +198,7 @@ def _start_or_execute(
 
 
 def _children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
-    """`psutil.Process.children`, without servers of quick starts, which count neither as ranks nor as workers."""
+    """`psutil.Process.children` without servers of quick starts, which are neither ranks nor workers."""
     return [child for child in _all_children(process, recursive) if _name(child) != SERVER]
 
 
@@ -187,13 +207,6 @@ def _name(process: psutil.Process) -> str:
         return Path(f"/proc/{process.pid}/comm").read_text().strip()
     except OSError:
         return ""
-
-
-def _log(words, environment):
-    if os.environ.get("START_LOG") and words and words[0] == sys.executable:
-        with open(os.environ["START_LOG"], "a") as f:
-            c = _client
-            print(os.environ.get("PYTEST_CURRENT_TEST"), words[:3], _enabled, c and (c.process == os.getpid(), os.getsid(0) == c.session, set(_read_when_loaded(environment).items()) ^ set(c.environment.items()), [resource.getrlimit(kind) for kind in _LIMITS] == c.limits), file=f)
 
 
 def _start_or_spawn(path: bytes, args: Sequence[bytes | str], passfds: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Command lines of the Python interpreter: what is run, and with which options. Nothing here imports torch."""
+"""Command lines of the Python interpreter, taken apart. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What an interpreter is to run.
+    """A program for an interpreter.
 
     Attributes:
         kind: `module`, `code` or `file`.
@@ -36,7 +36,7 @@ _KINDS = {"-m": "module", "-c": "code"}
 
 
 def parse(command: Sequence[str]) -> Program | None:
-    """Return what a command of this interpreter runs; None for another command, or for options without a fork."""
+    """Return what a command of this interpreter runs; None if a fork cannot run it."""
     network = ""
     if tuple(command[:3]) == ("ip", "netns", "exec") and len(command) > 4:
         network, command = command[3], command[4:]
@@ -56,4 +56,6 @@ def parse(command: Sequence[str]) -> Program | None:
     text, *arguments = words
     if text.startswith(_KNOWN_BY_COMMAND):
         return None
-    return Program(kind or "file", text, tuple(arguments), "-u" in options, "-P" in options, tuple(command), network)
+    return Program(
+        kind or "file", text, tuple(arguments), "-u" in options, "-P" in options, tuple(command), network
+    )

@@ -10,8 +10,8 @@ import importlib
 import io
 import os
 import pickle
-import platform
 import pkgutil
+import platform
 import runpy
 import signal
 import socket
@@ -29,7 +29,23 @@ from quick_start.command import Program  # noqa: E402
 
 sys.path.remove(_HERE)
 
-_PACKAGES = ("api", "convert", "data", "metrics", "models", "sparsity", "cli", "config", "core", "fabric", "optim", "plan", "store", "stream", "trainer")
+_PACKAGES = (
+    "api",
+    "convert",
+    "data",
+    "metrics",
+    "models",
+    "sparsity",
+    "cli",
+    "config",
+    "core",
+    "fabric",
+    "optim",
+    "plan",
+    "store",
+    "stream",
+    "trainer",
+)
 _MODULES = (
     *("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "torch.distributed.run"),
     *("multiprocessing.spawn", "h5py", "headwater.data.command"),
@@ -54,7 +70,9 @@ def preload() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork of a process with threads may stand still"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, (
+        "a fork of a process with threads may stand still"
+    )
 
 
 def _clone_as_sibling() -> int:
@@ -109,7 +127,7 @@ def _become(request: dict[str, Any], files: list[int], connection: socket.socket
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         _close_all_but({theirs.fileno()})
-        for number in range(3):
+        for _ in range(3):
             os.open(os.devnull, os.O_RDWR)
         return serve(theirs)
     theirs.close()
@@ -160,12 +178,10 @@ def _set_signals(ignored: list[int]) -> None:
 
 
 def _close_all_but(kept: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            try:
-                os.close(int(name))
-            except OSError:  # that of the listing
-                pass
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if int(path.name) not in kept:
+            with contextlib.suppress(OSError):  # that of the listing is closed already
+                os.close(int(path.name))
 
 
 def _set_threads(read: dict[str, str], environment: dict[str, str], cores: int) -> None:
@@ -182,8 +198,11 @@ def _set_threads(read: dict[str, str], environment: dict[str, str], cores: int) 
 def _set_interpreter(program: Program) -> None:
     """Set the state of the interpreter that follows from its command line and its environment."""
     unbuffered = program.unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8")
-    output = open(1, "wb", buffering=0 if unbuffered else -1, closefd=False)
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(
+        io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8"
+    )
+    raw = io.FileIO(1, "wb", closefd=False)
+    output = raw if unbuffered else io.BufferedWriter(raw)
     terminal = output.isatty()
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(
         output, encoding="utf-8", line_buffering=terminal, write_through=unbuffered
@@ -193,7 +212,7 @@ def _set_interpreter(program: Program) -> None:
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*own, *(path for path in sys.path if path not in _PYTHONPATH)]
     if not program.safe_path and not os.environ.get("PYTHONSAFEPATH"):
-        first = {"code": "", "module": os.getcwd(), "file": os.path.dirname(os.path.realpath(program.text))}
+        first = {"code": "", "module": str(Path.cwd()), "file": str(Path(program.text).resolve().parent)}
         sys.path.insert(0, first[program.kind])
     first_word = {"code": "-c", "module": "-m", "file": program.text}[program.kind]
     sys.argv = [first_word, *program.arguments]
@@ -233,7 +252,7 @@ def _execute(code: types.CodeType, names: dict[str, Any]) -> int:
             return error.code or 0
         print(error.code, file=sys.stderr)
         return 1
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 an interpreter shows every error
         trace = error.__traceback__.tb_next
         error.__traceback__ = trace
         sys.excepthook(type(error), error, trace)
@@ -242,7 +261,7 @@ def _execute(code: types.CodeType, names: dict[str, Any]) -> int:
 
 
 def end(code: int) -> None:
-    """End this process as an interpreter ends, without taking its modules apart, which takes half a second."""
+    """End this process as an interpreter does, but keep its modules: their removal takes half a second."""
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -255,7 +274,7 @@ def end(code: int) -> None:
 
 
 def _begin_at_import() -> None:
-    """Let the first import of Headwater do what it does in a rank of a script; it was imported long ago."""
+    """Run at the first import of Headwater what that import runs in a rank of a script."""
     import builtins
 
     original = builtins.__import__

@@ -73,6 +73,7 @@ def found_images(model, loader, every):
 
 
 @pytest.mark.slow
+@pytest.mark.real_data
 def test_captions(tmp_path):
     """By chance an image is found in 0.25; bigrams, smoothed at best, have 4.34 on the captions held out."""
     if not COCO.is_dir():

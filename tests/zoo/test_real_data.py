@@ -1,4 +1,7 @@
-"""Models of the package learn from real data what a broken one could not."""
+"""Models of the package learn from real data what a broken one could not.
+
+The default suite trains them for a few seconds; `scripts/real_data` trains them as they ship.
+"""
 
 import pytest
 
@@ -21,14 +24,25 @@ def trained(params, tmp_path, data, **overrides):
     return evaluation.metrics["accuracy"]
 
 
-@pytest.mark.slow
-def test_digits(tmp_path):
-    assert trained("mnist/fc_mnist", tmp_path, {"data_dir": "mnist"}) >= 0.975
+WHOLE = (pytest.mark.slow, pytest.mark.real_data)
+
+
+def steps(count):
+    """Overrides for a run of so many steps, evaluated at its end."""
+    return {"trainer.init.loop.max_steps": count, "trainer.init.loop.eval_frequency": count}
+
+
+@pytest.mark.parametrize(("count", "least"), [(200, 0.9), pytest.param(3000, 0.975, marks=WHOLE)])
+def test_digits(tmp_path, count, least):
+    last = steps(count)
+    schedule = [{"ConstantLR": {"learning_rate": 1e-3}}] if count < 3000 else None
+    last |= {"trainer.init.schedulers": schedule} if schedule else {}
+    assert trained("mnist/fc_mnist", tmp_path, {"data_dir": "mnist"}, **last) >= least
 
 
 @pytest.mark.slow
+@pytest.mark.real_data
 def test_praise_and_blame(tmp_path):
     """The larger class is 51 % of the sentences."""
     data = {"data_dir": "sst2", "vocab_file": "vocab/bert/bert-base-uncased-vocab.txt"}
-    steps = {"trainer.init.loop.max_steps": 300, "trainer.init.loop.eval_frequency": 300}
-    assert trained("bert/tiny_sst2", tmp_path, data, **steps) >= 0.72
+    assert trained("bert/tiny_sst2", tmp_path, data, **steps(300)) >= 0.72

@@ -18,6 +18,7 @@ STEPS = 100
 
 
 @pytest.mark.slow
+@pytest.mark.real_data
 def test_questions_learnt_by_heart(tmp_path):
     """Most texts are read in two windows or more, of which one holds the answer.
 

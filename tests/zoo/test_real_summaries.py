@@ -52,6 +52,7 @@ def trained(params, folder, steps, keys):
 
 
 @pytest.mark.slow
+@pytest.mark.real_data
 def test_the_sentence_that_sums_up(tmp_path):
     """The best fixed sentence, the first, is the labelled one in 0.200 of the abstracts; chance is 0.160."""
     if not PAPERS.is_dir():
@@ -106,6 +107,7 @@ def samples(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.real_data
 def test_summaries_are_of_their_papers(tmp_path):
     """Words are guessed far better than by their frequency, and better than after another paper."""
     if not PAPERS.is_dir():

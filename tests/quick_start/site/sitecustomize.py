@@ -2,12 +2,13 @@
 
 import os
 import sys
+from pathlib import Path
 
 _handed_over = os.environ.pop("HEADWATER_QUICK_START", None)
 if _handed_over is not None:
-    _site = os.path.dirname(os.path.abspath(__file__))
-    sys.path.remove(_site)
-    sys.path.insert(0, os.path.dirname(os.path.dirname(_site)))
+    _site = Path(__file__).absolute().parent
+    sys.path.remove(str(_site))
+    sys.path.insert(0, str(_site.parent.parent))
     from quick_start.client import take_over
 
     del sys.path[0]

@@ -1,0 +1,76 @@
+"""Processes that tests start by a fork are like those of a new interpreter."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import quick_start
+
+SHOW = """
+import json, os, signal, sys
+shown = {
+    "parent": os.getppid(), "argv": sys.argv, "path": sys.path, "original": sys.orig_argv,
+    "folder": os.getcwd(), "environment": dict(os.environ), "umask": os.umask(0), "name": __name__,
+    "cores": sorted(os.sched_getaffinity(0)), "leads": os.getsid(0) == os.getpid(),
+    "group": None if os.getsid(0) == os.getpid() else os.getpgid(0), "input": sys.stdin.read(),
+    "signals": {str(number): str(signal.getsignal(number)) for number in sorted(signal.valid_signals())
+                if "built-in" not in str(signal.getsignal(number))},
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "files": len(os.listdir("/proc/self/fd")) - ("quick_start.client" in sys.modules),
+    "threads": __import__("torch").get_num_threads(),
+}
+print(json.dumps(shown))
+"""
+
+
+def shown(*words, **options):
+    done = subprocess.run(
+        [sys.executable, *words], input="hello", capture_output=True, text=True, check=True, **options
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["code", "file", "session"])
+def test_a_fork_has_the_state_of_a_new_interpreter(kind, tmp_path):
+    (tmp_path / "show.py").write_text(SHOW)
+    words = {"code": ["-c", SHOW, "a"], "file": ["show.py", "b"], "session": ["-P", "-c", SHOW]}[kind]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "NEW": "x"}
+    options = {"cwd": tmp_path, "env": environment, "umask": 0o27, "start_new_session": kind == "session"}
+    with quick_start.real_starts():
+        expected = shown(*words, **options)
+    assert shown(*words, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error"),
+    [
+        ("raise SystemExit(7)", 7, ""),
+        ("import sys; sys.exit('no')", 1, "no\n"),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+        ("import os; os.kill(os.getpid(), 2)", -signal.SIGINT, "KeyboardInterrupt\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("import atexit, sys; atexit.register(print, 'end', file=sys.stderr)", 0, "end\n"),
+    ],
+)
+def test_a_fork_ends_as_an_interpreter_does(code, status, error):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stderr.endswith(error)
+
+
+def test_a_program_that_a_fork_executes_is_its_process_and_starts_others():
+    inner = "import os, sys, json; print(json.dumps([os.getppid(), 'torch' in sys.modules]))"
+    program = (
+        "import json, os, subprocess, sys; first = sys.argv[1] == str(os.getpid()), 'torch' in sys.modules;"
+        f"inner = subprocess.check_output([sys.executable, '-c', {inner!r}]);"
+        "parent, imported = json.loads(inner);"
+        "print(json.dumps([*first, parent == os.getpid(), imported]))"
+    )
+    command = f"[sys.executable, '-P', '-c', {program!r}, str(os.getpid())]"
+    outer = f"import os, sys; os.execv(sys.executable, {command})"
+    done = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [True, False, True, True]
