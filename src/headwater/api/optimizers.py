@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 
 from headwater.api.optimizer_state import install, is_served, lazy_state, params_of, reinstall
 from headwater.api.ranks import is_divided
+from headwater.api.same_model import check_same_options
 from headwater.api.streamed import StreamedModel, owners
 from headwater.api.transaction import is_open
 from headwater.api.updaters import is_state_replaced
@@ -196,10 +197,11 @@ def _commit(optimizer: Optimizer) -> None:
 
 
 def _check_parts(optimizer: Optimizer) -> None:
-    """On several ranks, refuse what all would do alike, or each in another way.
+    """With several ranks, check that all make the same update, of a batch that they divide.
 
     Raises:
-        StreamError: if batches are not divided, or a parameter that is not streamed is trained.
+        StreamError: if batches are not divided, if options differ between ranks, or if a parameter is trained
+            that is not streamed.
     """
     if current().size == 1:
         return
@@ -210,6 +212,9 @@ def _check_parts(optimizer: Optimizer) -> None:
             remedy="take the batches from headwater.utils.data.DataExecutor(loader), or this rank's part of "
             "one from headwater.distributed.take_part(batch)",
         )
+    names = {id(p): p.home.spec.name for p in params_of(optimizer) if isinstance(p, ParameterAtRest)}
+    asked = {key: value for key, value in dataclasses.asdict(_options).items() if key != "applied"}
+    check_same_options(current(), optimizer, names, asked)
     for param in params_of(optimizer):
         if not isinstance(param, ParameterAtRest) and param.grad is not None:
             raise StreamError(

@@ -1,13 +1,16 @@
-"""Check that all ranks have the same model before they plan for it."""
+"""Check that all ranks have the same model and the same options of optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
 from headwater.fabric.fabric import Fabric
+from headwater.optim.spec import group_options, numbers
 
 
 def check_same_model(fabric: Fabric, model: nn.Module, kept: Collection[str]) -> None:
@@ -21,17 +24,87 @@ def check_same_model(fabric: Fabric, model: nn.Module, kept: Collection[str]) ->
     Raises:
         StreamError: on every rank, if the models differ.
     """
-    first, *others = fabric.gather_objects(_parts(model, kept), dict[str, str])
+    difference = _difference(fabric.gather_objects(_parts(model, kept), dict[str, str]))
+    if difference is not None:
+        raise StreamError(
+            f"expected the same model on all ranks, found a difference at {difference}",
+            where=type(model).__name__,
+            remedy="make the same changes to the model on every rank",
+        )
+
+
+def check_same_trained(
+    fabric: Fabric, model: nn.Module, trained: Collection[str], kept: Collection[str]
+) -> None:
+    """Check that every rank trains the same parameters. All ranks call this.
+
+    A checksum of the names is compared, and the models only where it differs.
+
+    Args:
+        fabric: the ranks.
+        model: the model of this rank.
+        trained: names of the parameters that require a gradient.
+        kept: names of the parameters that are streamed already.
+
+    Raises:
+        StreamError: on every rank, if the models differ.
+    """
+    if _is_same(fabric, sorted(trained)):
+        return
+    check_same_model(fabric, model, kept)
+
+
+def check_same_options(
+    fabric: Fabric, optimizer: torch.optim.Optimizer, names: Mapping[int, str], asked: Mapping[str, object]
+) -> None:
+    """Check that every rank updates the same parameters with the same options. All ranks call this.
+
+    Args:
+        fabric: the ranks.
+        optimizer: of this rank, about to update.
+        names: the name of each streamed parameter, by identity.
+        asked: further options of this step.
+
+    Raises:
+        StreamError: on every rank, if the options differ.
+    """
+    told = {key: repr(value) for key, value in asked.items()}
+    for index, group in enumerate(optimizer.param_groups):
+        place = f"parameter group {index}"
+        options = group_options(optimizer, group)
+        told |= {f"{key} of {place}": repr(numbers(value)) for key, value in options.items()}
+        own = [names[id(param)] for param in group["params"] if id(param) in names]
+        told[f"the parameters of {place}"] = f"{len(own)} with the checksum {_checksum(own):08x}"
+    if _is_same(fabric, sorted(told.items())):
+        return
+    difference = _difference(fabric.gather_objects(told, dict[str, str]))
+    if difference is not None:
+        raise StreamError(
+            f"expected the same options on all ranks, found a difference at {difference}",
+            where=f"{type(optimizer).__name__}.step()",
+            remedy="set the options of the optimizer alike on every rank; a rate that depends on a loss "
+            "needs the loss of the whole batch (headwater.step_closure)",
+        )
+
+
+def _is_same(fabric: Fabric, value: Sequence[object]) -> bool:
+    """True if `value` is the same on every rank. All ranks call this."""
+    return len(set(fabric.gather(float(_checksum(value))))) == 1
+
+
+def _checksum(value: Sequence[object]) -> int:
+    return zlib.crc32(repr(value).encode())
+
+
+def _difference(every: Sequence[Mapping[str, str]]) -> str | None:
+    """Return the first name at which the ranks differ, with both descriptions; `None` if none do."""
+    first, *others = every
     for rank, other in enumerate(others, start=1):
         for name in dict.fromkeys([*first, *other]):
             expected, found = first.get(name, "nothing"), other.get(name, "nothing")
             if expected != found:
-                raise StreamError(
-                    f"expected the same model on all ranks, found a difference at {name or 'the model'}: "
-                    f"rank 0 has {expected}, rank {rank} has {found}",
-                    where=type(model).__name__,
-                    remedy="make the same changes to the model on every rank",
-                )
+                return f"{name or 'the model'}: rank 0 has {expected}, rank {rank} has {found}"
+    return None
 
 
 def _parts(model: nn.Module, kept: Collection[str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from headwater.api.calls import (
 )
 from headwater.api.planner import Planner
 from headwater.api.references import warn_of_references
-from headwater.api.same_model import check_same_model
+from headwater.api.same_model import check_same_model, check_same_trained
 from headwater.api.updaters import Updaters, live_optimizers, state_tensors
 from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_memory
 from headwater.core.buffers import tune_allocator
@@ -85,6 +85,7 @@ class StreamedModel:
         self._updaters = Updaters(lambda: self._planner.device)
         self._structure = Structure(model)
         self._trained: frozenset[str] = frozenset()
+        self._seen_trained: frozenset[str] = frozenset()  # of the last call with gradients
         self._largest_batch = 0
         self._planner = Planner(backend)
         self._undo_buffers: Callable[[], None] = _nothing
@@ -114,14 +115,18 @@ class StreamedModel:
             return None  # this call gives the parameters their shapes and values, the next one is streamed
         size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
         changed = self._has_changed()
-        trains_more = not _trained(self.model) <= self._trained
+        trained = _trained(self.model)
+        trains_more, retrained = not trained <= self._trained, trained != self._seen_trained
         new_mode = self.model.training and not self._knows_training
         if self.engine is None or torch.is_grad_enabled():
-            flags = changed | trains_more << 1 | new_mode << 2
-            seen = [int(each) for each in current().gather(size << 3 | flags)]
+            flags = changed | trains_more << 1 | new_mode << 2 | retrained << 3
+            seen = [int(each) for each in current().gather(size << 4 | flags)]
             # All ranks plan if one of them must: a rank that planned alone would wait for the others.
-            size = max(seen) >> 3
-            changed, trains_more, new_mode = (any(each >> bit & 1 for each in seen) for bit in range(3))
+            size = max(seen) >> 4
+            changed, trains_more, new_mode, retrained = (
+                any(each >> bit & 1 for each in seen) for bit in range(4)
+            )
+            self._check_trained(trained, retrained=retrained)
         fits = size <= self._largest_batch and not trains_more and not changed
         if (
             self.engine is not None
@@ -144,6 +149,21 @@ class StreamedModel:
             self._largest_batch = 0
             return error
         return None
+
+    def _check_trained(self, trained: frozenset[str], *, retrained: bool) -> None:
+        """Check that all ranks train the same parameters, after parameters were frozen or unfrozen.
+
+        Args:
+            trained: the parameters of this rank that require a gradient.
+            retrained: whether these are others than at the last call, on any rank.
+
+        Raises:
+            StreamError: on every rank, if they differ.
+        """
+        if retrained and current().size > 1:
+            kept = () if self.engine is None else self._structure.old_names(Structure(self.model))
+            check_same_trained(current(), self.model, trained, kept)
+        self._seen_trained = trained
 
     def _has_changed(self) -> bool:
         """True if the model has another structure than the engine, and no forward runs that would notice."""
