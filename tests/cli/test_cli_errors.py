@@ -56,7 +56,7 @@ def test_data_that_are_not_there(headwater, params, data):
 
 def test_samples_longer_than_the_model(headwater, params):
     result = headwater("fit", params, "trainer.init.model.max_position_embeddings=8")
-    assert_refused(result, "samples have 16 tokens", "max_position_embeddings is 8")
+    assert_refused(result, "samples have 16 tokens", "the model reads at most 8 (max_position_embeddings)")
 
 
 def test_a_token_beyond_the_vocabulary(headwater, params, tmp_path):

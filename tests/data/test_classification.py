@@ -76,7 +76,7 @@ def test_pairs_have_two_segments(folder):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a film", r"a sentence, a tab and its class(.|\n)*train\.tsv, line 2"),
+        ("a film", r"a sentence, a tab and the number of its class(.|\n)*train\.tsv, line 2"),
         ("\t1", r"line 2"),
         ("a film\tgood", r"line 2"),
         ("a film\t2", r"class 2 is not below the model's num_labels, 2(.|\n)*line 2(.|\n)*to 3 or more"),
@@ -125,10 +125,10 @@ def test_numbers_of_tags_come_from_their_file(folder):
     batch = tokens_of(folder, label_vocab_file=str(numbers)).__getitems__([1])
     assert batch["labels"][0, 1:4].tolist() == [2, 0, 1]
     numbers.write_text(json.dumps({"O": 0, "B-Place": 1}))
-    with pytest.raises(DataError, match=r"'I-Place' has no number(.|\n)*line 8"):
+    with pytest.raises(DataError, match=r"'I-Place' is not in label_vocab_file(.|\n)*line 8"):
         tokens_of(folder, label_vocab_file=str(numbers))
     numbers.write_text("[1]")
-    with pytest.raises(DataError, match="numbers of the tags"):
+    with pytest.raises(DataError, match="classes of the tags"):
         tokens_of(folder, label_vocab_file=str(numbers))
 
 
@@ -140,5 +140,5 @@ def test_damaged_tags(folder):
     with pytest.raises(DataError, match=r"a token, a tab and its tag(.|\n)*line 1"):
         tokens_of(folder)
     (folder / "ner" / "train.tsv").write_text(TAGGED)
-    with pytest.raises(DataError, match="3 tags, and the model's num_classes is 2"):
+    with pytest.raises(DataError, match="3 tags, but the model's num_classes is 2"):
         tokens_of(folder, num_classes=2)

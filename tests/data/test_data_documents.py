@@ -87,8 +87,8 @@ def test_a_wrong_path_is_answered_with_the_nearest(tmp_path):
     (tmp_path / "empty").mkdir()
     for name, message in {
         "corpsu.txt": r"(?s)does not exist.*corpsu.txt.*did you mean .*corpus.txt",
-        "table.tsv": r"(?s)not of a known kind.*table.tsv.*\.jsonl\.gz",
-        "empty": r"(?s)no text files in this folder.*empty",
+        "table.tsv": r"(?s)unknown file type.*table.tsv.*\.jsonl\.gz",
+        "empty": r"(?s)no input files.*empty",
     }.items():
         with pytest.raises(DataError, match=message):
             find_inputs([tmp_path / name])
@@ -101,9 +101,9 @@ def test_a_wrong_path_is_answered_with_the_nearest(tmp_path):
     [
         (b'{"text": "a"', r"line is not JSON: Expecting ',' delimiter at character 13"),
         (b"[" * 100_000, "line is not JSON"),
-        (b'["a"]', "line holds a JSON list"),
+        (b'["a"]', "expected a JSON object in this line, got list"),
         (b'{"txet": "a"}', "(?s)no key 'text'.*--json_key.*'txet'"),
-        (b'{"text": 3}', "'text' holds a int"),
+        (b'{"text": 3}', "expected a string at 'text', got int"),
         (b'{"text": "\xff"}', "line is not UTF-8"),
         (b'{"text": "\\ud800"}', "surrogate"),
     ],

@@ -81,6 +81,8 @@ def test_a_batch_that_cannot_be_made_is_refused():
     with pytest.raises(ConfigError, match=r"(?s)batch_size 10 .*4 ranks.*write 8 or 12"):
         SampleOrder(100, 10, world_size=4)
     for repeat in (True, False):
-        with pytest.raises(DataError, match=r"(?s)too few samples for one batch: 3.*at most 3"):
+        with pytest.raises(
+            DataError, match=r"(?s)too few samples for one batch: batch_size is 4, got 3.*at most 3"
+        ):
             SampleOrder(3, 4, repeat=repeat)
     assert SampleOrder(3, 4, repeat=False, drop_last=False).end == 3

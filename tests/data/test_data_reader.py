@@ -153,7 +153,7 @@ def test_a_state_of_other_data_is_refused(data):
     folder, _ = data
     loader = make(folder, shuffle=True, shuffle_seed=1).create_dataloader()
     for key, value in {"num_samples": 22, "shuffle": False, "shuffle_seed": 2}.items():
-        with pytest.raises(DataError, match=rf"checkpoint was made with {key} {value}, this run has"):
+        with pytest.raises(DataError, match=rf"checkpoint was made with {key}={value}, but this run has"):
             loader.load_state_dict({**loader.state_dict(), key: value})
 
 
@@ -185,10 +185,10 @@ GOOD = np.ones((4, 3, LENGTH), dtype=np.int32)
 @pytest.mark.parametrize(
     ("array", "name", "message"),
     [
-        (GOOD, "other", "no dataset 'data', it holds 'other'"),
-        (GOOD[:, 0], "data", r"shape \[4, 8\], not \[samples, 3, sequence_length\]"),
-        (GOOD[:, :2], "data", r"shape \[4, 2, 8\]"),
-        (GOOD.astype(np.float32), "data", "holds float32, not integers"),
+        (GOOD, "other", "no dataset 'data'; its datasets: 'other'"),
+        (GOOD[:, 0], "data", r"shape \[samples, 3 or 5, sequence_length\], got \[4, 8\]"),
+        (GOOD[:, :2], "data", r"got \[4, 2, 8\]"),
+        (GOOD.astype(np.float32), "data", "expected integers in dataset 'data', got float32"),
         (GOOD[:0], "data", "holds no samples"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_file_that_does_not_open_is_named(tmp_path):
     content = (tmp_path / "set" / "bad.h5").read_bytes()
     for damaged in (content[: len(content) // 2], b"", b"not HDF5"):
         (tmp_path / "set" / "bad.h5").write_bytes(damaged)
-        with pytest.raises(DataError, match=r"(?s)does not open.*bad\.h5.*headwater data"):
+        with pytest.raises(DataError, match=r"(?s)cannot be opened.*bad\.h5.*headwater data"):
             make(tmp_path / "set")
 
 
@@ -223,9 +223,9 @@ def test_a_damaged_sample_is_named(tmp_path):
 
 def test_a_wrong_sequence_length_is_refused(tmp_path, data):
     folder, _ = data
-    with pytest.raises(DataError, match=r"(?s)8 tokens, max_sequence_length is 16.*--sequence_length 16"):
+    with pytest.raises(DataError, match=r"(?s)8 tokens, but max_sequence_length is 16.*--sequence_length 16"):
         make(folder, max_sequence_length=16)
-    with pytest.raises(DataError, match=r"8 tokens, the model's max_position_embeddings is 4"):
+    with pytest.raises(DataError, match=r"8 tokens, but the model reads at most 4"):
         make(folder, max_position_embeddings=4)
     assert make(folder, max_sequence_length=8, max_position_embeddings=16).sequence_length == 8
     write(tmp_path / "set" / "1.h5", GOOD)
@@ -241,7 +241,7 @@ def test_a_token_outside_the_vocabulary_names_the_sample(tmp_path, token, channe
     bad[1, channel, 5] = token
     write(tmp_path / "set" / "2.h5", bad)
     loader = make(tmp_path / "set", vocab_size=100, num_workers=num_workers).create_dataloader()
-    with pytest.raises(DataError, match=f"token id {token} is") as caught:
+    with pytest.raises(DataError, match=rf"expected token ids .* got {token}\n") as caught:
         first(loader, 2)
     assert caught.value.where == f"{tmp_path / 'set' / '2.h5'}, sample 1"
     assert "Traceback" not in str(caught.value)
@@ -252,7 +252,7 @@ def test_the_smaller_vocabulary_counts_and_the_mask_is_no_token(tmp_path):
     array[:, 1] = 9
     write(tmp_path / "set" / "1.h5", array)
     first(make(tmp_path / "set", vocab_size=2).create_dataloader(), 1)
-    with pytest.raises(DataError, match=r"(?s)vocab_size 1.*set vocab_size to at least 2"):
+    with pytest.raises(DataError, match=r"(?s)vocab_size=1, got 1.*set vocab_size to at least 2"):
         first(make(tmp_path / "set", vocab_size=1, batch_size=2).create_dataloader(), 1)
 
 

@@ -78,7 +78,7 @@ def test_cutting_changes_no_token(trained, texts, separator):
 
 
 def test_a_vocabulary_below_the_bytes_is_refused():
-    with pytest.raises(ConfigError, match=r"(?s)256 bytes.*257"):
+    with pytest.raises(ConfigError, match=r"257 \(256 bytes.*got 256"):
         TrainBPE(256)
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_tokenizer_json_is_named(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("merges", "message", "place"),
     [
-        ("#version: 0.2\na b c\n", "a merge needs two tokens, not 3", ", line 2"),
+        ("#version: 0.2\na b c\n", "expected two tokens in a merge, got 3", ", line 2"),
         ("#version: 0.2\na z\n", "tokenizer is damaged", ""),
     ],
 )

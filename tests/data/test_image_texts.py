@@ -232,7 +232,7 @@ def test_several_images_need_their_places(tmp_path, pictures):
             "text_model": TEXT,
         }
     )
-    with pytest.raises(DataError, match="img_data_loc is missing"):
+    with pytest.raises(DataError, match="lacks img_data_loc"):
         batches(tmp_path, config)
 
 
@@ -247,16 +247,16 @@ def test_a_damaged_image_is_named(tmp_path, tokenizer, pictures):
 @pytest.mark.parametrize(
     ("record", "changes", "message"),
     [
-        ({"image": "c.png", "captions": ["x"]}, {}, "image c.png is not below"),
+        ({"image": "c.png", "captions": ["x"]}, {}, "image c.png does not exist"),
         ({"image": "a.png"}, {}, "neither captions nor conversations"),
-        ({"image": "a.png", "captions": "x"}, {}, "captions is no list of texts"),
-        ({"image": 3, "captions": ["x"]}, {}, "image is no file name"),
-        ({"image": ["a.png"] * 3, "captions": ["x"]}, {}, "3 images, and num_images is 2"),
-        ({"conversations": [{"from": "cat", "value": "x"}]}, {}, "a turn needs"),
+        ({"image": "a.png", "captions": "x"}, {}, "expected a list of texts in captions"),
+        ({"image": 3, "captions": ["x"]}, {}, "expected a file name"),
+        ({"image": ["a.png"] * 3, "captions": ["x"]}, {}, "3 images, but num_images is 2"),
+        ({"conversations": [{"from": "cat", "value": "x"}]}, {}, "expected turns with `from`"),
         (
             {"image": "a.png", "conversations": [{"from": "human", "value": "<image> <image>"}]},
             {},
-            "2 marks <image> and 1 images",
+            "expected 1 marks <image>, one per image; got 2",
         ),
         ({"image": "a.png", "captions": ["x"]}, {"length": 3}, "an image ends at token 4"),
     ],
@@ -275,8 +275,8 @@ def test_records_that_cannot_be_used(record, changes, message, tmp_path, tokeniz
     ("changes", "error", "message"),
     [
         ({"length": 300}, DataError, "300 tokens"),
-        ({"num_features": 5}, DataError, "takes 5 places, and the model gives it 4"),
-        ({"transforms": TRANSFORMS[3:]}, DataError, "after the transforms the image is of"),
+        ({"num_features": 5}, DataError, "takes 5 positions, but has 4 features here"),
+        ({"transforms": TRANSFORMS[3:]}, DataError, "expected an image of shape"),
         ({"image_data_size": [3, 8, 8]}, ConfigError, "image_data_size"),
     ],
 )
@@ -289,7 +289,7 @@ def test_data_that_do_not_fit_the_model(changes, error, message, tmp_path, token
 
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path, pictures):
     stored(tmp_path, [[1, 500] * 6], [[1] * 12], [[0] * 12], ["a.png"])
-    with pytest.raises(DataError, match="the token 500 is not below") as error:
+    with pytest.raises(DataError, match=r"expected token ids below .* got 500") as error:
         batches(tmp_path)
     assert "501 or more" in (error.value.remedy or "")
 
@@ -312,8 +312,8 @@ def test_a_model_of_texts_alone_does_not_read_them(tmp_path, tokenizer, pictures
 def test_options_that_are_missing_or_wrong(tmp_path, tokenizer, pictures):
     for changes, message in (
         ({"num_features": None}, "needs --num_features"),
-        ({"num_features": 0}, "num_features is 0"),
-        ({"image_token_id": -1}, "image_token_id is -1"),
+        ({"num_features": 0}, "expected num_features of at least 1, got 0"),
+        ({"image_token_id": -1}, "expected image_token_id of at least 0, got -1"),
         ({"image_dir": tmp_path / "elsewhere"}, "image_dir is not a folder"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -101,5 +101,5 @@ def test_sections_that_do_not_fit_are_refused(folders, tmp_path):
         config(folders, data_dir=str(folders / "a"))
     with pytest.raises(ValueError, match="data_dir"):
         config(folders, mixture=[])
-    with pytest.raises(DataError, match="samples of 4, 5 tokens"):
+    with pytest.raises(DataError, match="same length, got 4, 5 tokens"):
         Mixture([Numbers(3), Numbers(3, 5)], [1, 1])

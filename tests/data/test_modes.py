@@ -175,7 +175,7 @@ def test_questions_and_passages_are_bert_s(shared, tmp_path):
     assert batch["ctx_input_ids"][0].tolist() == expected["input_ids"].tolist()
     assert batch["ctx_attention_mask"][0].tolist() == expected["attention_mask"].tolist()
     assert batch["questions_input_ids"][0, :6].tolist() == oracle("Who wrote it?")["input_ids"]
-    with pytest.raises(DataError, match=r"2 hard negatives.*4 are wanted(?s:.*)--num_passages 3"):
+    with pytest.raises(DataError, match=r"expected 4 hard negatives, got 2(?s:.*)--num_passages 3"):
         make(source, "embedding_pairs", vocabulary, length=12, num_passages=5)
 
 
@@ -346,13 +346,13 @@ def test_bad_records_are_named_or_counted(tokenizer, tmp_path):
 
 def test_what_does_not_go_together_is_refused(tokenizer, tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"text": "a"}])
-    with pytest.raises(ConfigError, match=r"(?s)no mode 'chatt'.*chat"):
+    with pytest.raises(ConfigError, match=r"(?s)unknown mode 'chatt'.*chat"):
         make(source, "chatt", tokenizer)
     with pytest.raises(ConfigError, match="preference does not pack"):
         make(source, "preference", tokenizer, use_vsl=True)
-    with pytest.raises(DataError, match=r"\[PAD\], \[CLS\].*mode masked needs"):
+    with pytest.raises(DataError, match=r"mode masked needs the tokens \[PAD\], \[CLS\]"):
         make(source, "masked", tokenizer)
-    with pytest.raises(ConfigError, match="fim_rate is 2"):
+    with pytest.raises(ConfigError, match=r"expected fim_rate in \[0, 1\], got 2"):
         ModeOptions(fim_rate=2)
     text = tmp_path / "a.txt"
     text.touch()

@@ -85,7 +85,7 @@ def test_data_with_something_wrong(folders, tmp_path):
     with pytest.raises(DataError, match="no images"):
         samples_of(latent_config(plain, split="val"), dit())
     found = samples_of(latent_config(plain), dit(size=(4, 4))).__getitems__([0])
-    assert isinstance(found, DataError) and "[4, 4, 6], the model takes [4, 4, 4]" in found.what
+    assert isinstance(found, DataError) and "expected images of shape [4, 4, 4], got [4, 4, 6]" in found.what
     (plain / "train" / "cat" / "0.npz").write_bytes(b"PK\x03\x04")
     found = samples_of(latent_config(plain), dit()).__getitems__([0])
     assert isinstance(found, DataError) and found.where.endswith("cat/0.npz")
@@ -93,7 +93,7 @@ def test_data_with_something_wrong(folders, tmp_path):
     found = samples_of(latent_config(plain), dit()).__getitems__([0])
     assert isinstance(found, DataError) and "vae_output" in found.what
     (flipped / "train" / "dog" / "4.npz").unlink()
-    with pytest.raises(DataError, match=r"dog/4\.npz is in one"):
+    with pytest.raises(DataError, match=r"dog/4\.npz is in only one"):
         samples_of(latent_config(*folders), dit())
 
 

@@ -30,9 +30,9 @@ def test_csv(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("content", "what", "line"),
     [
-        (b"text,text\na,b\n", "expected a name for each column", 1),
-        (b"text,\na,b\n", "expected a name for each column", 1),
-        (b"text,label\na,b\nc\n", "expected 2 fields, found 1", 3),
+        (b"text,text\na,b\n", "expected a different name for each column", 1),
+        (b"text,\na,b\n", "expected a different name for each column", 1),
+        (b"text,label\na,b\nc\n", "expected 2 fields, got 1", 3),
         (b'text\n"a', "file is not CSV: unexpected end of data", 2),
         (b'text\n"a" b\n', "file is not CSV", 2),
         (b"text\n\xff\n", "line is not UTF-8", 2),

@@ -69,10 +69,16 @@ def test_an_open_file_goes_to_another_process(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([([1], [1], 0), ([1], [1])], r"2 columns, the header 3(.|\n)*a.csv, line 3"),
-        ([([1], [1], 0), ("x y", [1], 0)], r"neither a number nor a list: 'x y'(.|\n)*line 3"),
-        ([([1], [1], 0), ([[1]], [1], 0)], r"2 dimensions, 1 are expected(.|\n)*sample 1, input_ids"),
-        ([([1], [1], 0), ([100], [1], 0)], r"value 100 is not below 100(.|\n)*sample 1"),
+        ([([1], [1], 0), ([1], [1])], r"expected 3 columns as in the header, got 2(.|\n)*a.csv, line 3"),
+        (
+            [([1], [1], 0), ("x y", [1], 0)],
+            r"expected a number or a list in column input_ids, got 'x y'(.|\n)*line 3",
+        ),
+        (
+            [([1], [1], 0), ([[1]], [1], 0)],
+            r"expected a field with 1 dimensions, got 2(.|\n)*sample 1, input_ids",
+        ),
+        ([([1], [1], 0), ([100], [1], 0)], r"expected values below 100, got 100(.|\n)*sample 1"),
         ([([1], [1], 0), (["a"], [1], 0)], r"cannot be read(.|\n)*sample 1"),
     ],
 )
@@ -92,18 +98,18 @@ def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(DataError, match="no samples"):
         open_records(tmp_path, FIELDS, 5)
     write_csv(tmp_path / "a.csv", ROWS, names=("input_ids", "other", "label"))
-    with pytest.raises(DataError, match=r"no field attention_mask, it has input_ids, label, other"):
+    with pytest.raises(DataError, match=r"no field attention_mask; its fields: input_ids, label, other"):
         open_records(tmp_path, FIELDS, 5)
     (tmp_path / "a.csv").write_bytes(b"")
     with pytest.raises(DataError, match="empty"):
         CSVRecords(tmp_path / "a.csv")
     (tmp_path / "a.csv").unlink()
     (tmp_path / "b.h5").write_bytes(b"no HDF5")
-    with pytest.raises(DataError, match="does not open"):
+    with pytest.raises(DataError, match="cannot be opened"):
         open_records(tmp_path, FIELDS, 5)
     with h5py.File(tmp_path / "b.h5", "w") as file:
         file["a"], file["b"] = np.zeros(3), np.zeros(4)
-    with pytest.raises(DataError, match="datasets of one length"):
+    with pytest.raises(DataError, match="datasets of the same length"):
         open_records(tmp_path, FIELDS, 5)
 
 

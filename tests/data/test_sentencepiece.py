@@ -143,13 +143,13 @@ WORD = field(1, field(1, b"a"))
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b"", "it holds no pieces"),
+        (b"", "no pieces found"),
         (b"not a model at all", "not a SentencePiece model"),
         (b"\xff" * 40, "not a SentencePiece model"),
         (UNKNOWN[:-4], "cut off"),
         (WORD, "no piece for unknown characters"),
-        (UNKNOWN + WORD + field(2, field(3, 4)), "type 4, neither unigram"),
-        (UNKNOWN + WORD + field(2, field(24, 1)), "treats whitespace as suffix"),
+        (UNKNOWN + WORD + field(2, field(3, 4)), "expected model type 1.*got 4"),
+        (UNKNOWN + WORD + field(2, field(24, 1)), "treats whitespace as a suffix"),
         (UNKNOWN + WORD + field(3, field(5, 0)), "does not escape whitespace"),
         (UNKNOWN + field(1, field(1, b"b") + field(3, 4)) + field(2, field(3, 2)), "user-defined symbols"),
     ],

@@ -117,9 +117,9 @@ def test_scores_are_those_of_squad(folder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[]", "cannot read the questions"),
-        (b'{"data": []}', "there are no questions"),
-        (b'{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "cannot read the questions: KeyError"),
+        (b"[]", "questions cannot be read"),
+        (b'{"data": []}', "hold no questions"),
+        (b'{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "questions cannot be read: KeyError"),
         (json.dumps({"data": [article()]}).encode(), "has no answer(.|\n)*v2.0"),
         (
             json.dumps({"data": [article("Anne")]}).replace("Then", "Thens").encode(),

@@ -113,14 +113,14 @@ def test_raw_text_and_a_tokenizer(data):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tgt_data_dir": None}, "where the translations are"),
+        ({"tgt_data_dir": None}, "files of the translations are not set"),
         (
             {"tgt_max_sequence_length": 4, "src_max_sequence_length": 4, "src_data_dir": "long"},
-            "none is short",
+            "empty or too long",
         ),
         ({"src_data_dir": "short"}, "1 line, and 5"),
         ({"src_data_dir": "missing"}, "no text files"),
-        ({"src_data_dir": ["train.en", "train.en"]}, "2 files to read and 1 of translations"),
+        ({"src_data_dir": ["train.en", "train.en"]}, "src_data_dir has 2 files, but tgt_data_dir has 1"),
         ({"pad_token": "[PAD]"}, "pad_token"),
     ],
 )
@@ -136,7 +136,7 @@ def test_data_that_do_not_fit(data, changes, message):
 
 
 def test_a_vocabulary_larger_than_the_model(data):
-    with pytest.raises(DataError, match="there are 10 tokens and 0 extra_ids, and the model has 9"):
+    with pytest.raises(DataError, match="10 tokens and 0 extra_ids do not fit into the model's 9"):
         read_translations(section(data), transformer(src_vocab_size=9))
 
 

@@ -11,7 +11,7 @@ __all__ = ["convert_dataset_to_HDF5"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when it is asked for: most data need no HDF5."""
+    """Import a public name at its first use, because most data sets do not need h5py."""
     if name in __all__:
         from headwater.data import conversion
 

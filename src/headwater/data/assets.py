@@ -8,5 +8,5 @@ _TEXT = Path(__file__).resolve().parents[1] / "assets" / "text"
 
 
 def sample_text() -> Path:
-    """Path of a public-domain novel of 1 MB, gzipped: input for a first run that downloads nothing."""
+    """Return the path of a gzipped public-domain novel (1 MB uncompressed): input for a first run offline."""
     return _TEXT / "great_expectations.txt.gz"

@@ -1,9 +1,10 @@
 """Checksums of the samples in HDF5 files: written beside the data, compared when a sample is read.
 
-A file with checksums has the attribute `MARK`. The checksums themselves, 64-bit numbers, are attributes of
-each dataset, so that programs which read all datasets of a file find no further ones. A checksum covers the
-name of the dataset, the number of the sample, and its dtype, shape and values. So it also finds a damaged
-index of the file, which gives another sample. A file without these attributes is read without a check.
+A file with checksums has the attribute `MARK`. The checksums are 64-bit numbers. They are stored as
+attributes of each dataset, not as datasets, so that programs that read all datasets of a file are not
+affected. A checksum covers the name of the dataset, the index of the sample, and its dtype, shape and values.
+It therefore also detects a damaged file index that returns a different sample. A file without these
+attributes is not checked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MARK = "sample_checksums"
 _KIND = "multilinear64"
 _ATTRIBUTE = "checksums_"
 _BLOCK = 4096
-"""Checksums in one attribute; HDF5 allows 64 KiB."""
+"""Number of checksums in one attribute; HDF5 allows 64 KiB."""
 
 Checksums = npt.NDArray[np.uint64]
 
@@ -34,24 +35,28 @@ DAMAGE = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError,
 _REMEDY = "copy the file again, or prepare the data again (headwater data)"
 
 _STEP = 0x9E3779B97F4A7C15
-"""The odd number by which the checksums of equal samples in neighbouring places differ."""
+"""Odd number by which the checksums of equal samples at neighbouring indices differ."""
 
 
 def sample_checksums(name: str, indices: Sequence[int], values: npt.NDArray[Any]) -> Checksums:
-    """Return the checksum of each sample: a sum of its 64-bit words, each times an odd number of its place.
+    """Return the checksum of each sample: a sum of its 64-bit words, with an odd weight for each position.
 
-    It finds every flipped bit, in less time than CRC-32 (multilinear hashing, arXiv:1202.4961).
+    This is multilinear hashing (arXiv:1202.4961). It detects every flipped bit and is faster than CRC-32.
 
     Args:
-        name: of the dataset.
-        indices: the numbers of the samples in the dataset.
+        name: name of the dataset.
+        indices: indices of the samples in the dataset.
         values: the samples as h5py returns them, [samples, …].
+
+    Returns:
+        Checksums, uint64 [samples].
     """
     if values.dtype == object:
         texts = (_texts(name, index, value) for index, value in zip(indices, values, strict=True))
         return np.concatenate([np.empty(0, dtype=np.uint64), *texts])
     words = _words(values.reshape(len(values), -1))
-    # The upper half is mixed into the lower one first: otherwise two flips of a top bit would cancel out.
+    # The upper half of each word is mixed into the lower half first. Otherwise two flipped top bits would
+    # cancel.
     mixed = np.right_shift(words, np.uint64(32))
     np.bitwise_xor(mixed, words, out=mixed)
     np.multiply(mixed, _multipliers(words.shape[1]), out=mixed)
@@ -61,14 +66,14 @@ def sample_checksums(name: str, indices: Sequence[int], values: npt.NDArray[Any]
 
 
 def _texts(name: str, index: int, value: Any) -> Checksums:
-    """The checksum of a sample that is a text, or an array of texts."""
+    """Return the checksum [1] of a sample that is a text or an array of texts."""
     texts = np.atleast_1d(np.asarray(value, dtype=object)).reshape(-1)
     encoded = (text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text for text in texts)
     return sample_checksums(name, [index], np.frombuffer(b"\0".join(encoded), dtype=np.uint8)[None])
 
 
 def _words(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """The bytes of each row as 64-bit words, filled up with zeros."""
+    """Return the bytes of each row as 64-bit words, padded with zeros."""
     data = np.ascontiguousarray(rows).view(np.uint8)
     if missing := -data.shape[1] % 8:
         data = np.pad(data, ((0, 0), (0, missing)))
@@ -77,7 +82,7 @@ def _words(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 @functools.lru_cache(maxsize=64)
 def _multipliers(count: int) -> npt.NDArray[np.uint64]:
-    """Odd numbers that look random (splitmix64), one for each place."""
+    """Return `count` odd pseudo-random numbers (splitmix64), one per position in a row."""
     state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -90,7 +95,7 @@ def _head(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.uint64:
 
 
 def write_checksums(file: h5py.File, checksums: Mapping[str, Checksums]) -> None:
-    """Write the checksums of all samples, by dataset, into an open file."""
+    """Write the checksums of all samples, by name of dataset, into an open file."""
     file.attrs[MARK] = _KIND
     for name, values in checksums.items():
         for start in range(0, len(values), _BLOCK):
@@ -106,11 +111,11 @@ def remove_checksums(file: h5py.File) -> None:
 
 
 class CheckedSamples:
-    """The samples of an open HDF5 file. What is read is compared with its checksum if there is one.
+    """Samples of an open HDF5 file, compared with their checksums when they are read.
 
     Args:
-        file: the open file; it is closed by the caller.
-        path: where it is; for errors.
+        file: the open file; the caller closes it.
+        path: path of the file, for error messages.
     """
 
     def __init__(self, file: h5py.File, path: Path) -> None:
@@ -119,10 +124,10 @@ class CheckedSamples:
         self._known: dict[str, tuple[h5py.Dataset, Checksums | None]] = {}
 
     def check(self, name: str) -> None:
-        """Raise if a dataset cannot be read, or has another number of samples than of checksums.
+        """Check that a dataset can be opened and has one checksum per sample.
 
         Raises:
-            DataError: then.
+            DataError: if it cannot be opened, or the numbers of samples and checksums differ.
         """
         if name not in self._known:
             try:
@@ -140,14 +145,14 @@ class CheckedSamples:
         found = [samples.attrs[f"{_ATTRIBUTE}{start}"] for start in starts]
         checksums = np.concatenate([np.empty(0, dtype=np.uint64), *found])
         if len(parts) != len(starts) or len(checksums) != len(samples):
-            raise ValueError(f"it has {len(samples)} samples, but {sum(map(len, parts))} checksums")
+            raise ValueError(f"found {len(samples)} samples, but {sum(map(len, parts))} checksums")
         return samples, checksums
 
     def read(self, name: str, index: int) -> Any:
-        """Return a sample.
+        """Return sample `index` of dataset `name`, compared with its checksum.
 
         Raises:
-            DataError: if it cannot be read, or is not what was written.
+            DataError: if the sample cannot be read, or does not match its checksum.
         """
         value = self.read_unchecked(name, index)
         values = np.empty(1, dtype=object) if isinstance(value, bytes | str) else np.asarray(value)[None]
@@ -157,10 +162,12 @@ class CheckedSamples:
         return value
 
     def read_unchecked(self, name: str, index: int) -> Any:
-        """Return a sample that the caller passes to `verify`, with others at once, which is faster.
+        """Return a sample without comparing its checksum.
+
+        The caller passes it to `verify` together with others, which is faster than `read` for each.
 
         Raises:
-            DataError: if it cannot be read.
+            DataError: if the sample cannot be read.
         """
         if name not in self._known:
             self.check(name)
@@ -171,10 +178,15 @@ class CheckedSamples:
             raise DataError(f"sample cannot be read: {error}", where=where, remedy=_REMEDY) from error
 
     def verify(self, name: str, indices: Sequence[int], values: npt.NDArray[Any]) -> None:
-        """Compare samples [samples, …] with their checksums, if the file has checksums.
+        """Compare samples with their checksums; do nothing if the file has no checksums.
+
+        Args:
+            name: name of the dataset.
+            indices: indices of the samples in the dataset.
+            values: the samples as h5py returned them, [samples, …].
 
         Raises:
-            DataError: if one is not what was written.
+            DataError: if a sample does not match its checksum.
         """
         checksums = self._known[name][1]
         if checksums is None:

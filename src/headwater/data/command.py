@@ -1,4 +1,4 @@
-"""`headwater data`: text files to HDF5 samples."""
+"""The command `headwater data`: turns texts and records into training samples."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ if TYPE_CHECKING:
     from headwater.data.statistics import Statistics
 
 MODE_HELP = {
-    "pretraining": "next words of running text",
-    "fill_in_the_middle": "text whose middle comes last",
-    "masked": "pairs of texts with tokens to guess, for BERT",
-    "span_corruption": "a text a line, for T5",
-    "prompt_completion": "prompts, with the loss on what follows",
+    "pretraining": "running text, with the loss on every next token",
+    "fill_in_the_middle": "text with its middle moved to the end",
+    "masked": "pairs of texts with masked tokens, for BERT",
+    "span_corruption": "one text per line, for T5",
+    "prompt_completion": "prompts and completions, with the loss on the completions",
     "chat": "conversations, with the loss on the assistant's turns",
-    "summarization": "documents, with the loss on their summaries",
-    "preference": "a better and a worse answer to each prompt, for DPO",
-    "embedding_pairs": "questions with a right passage and wrong ones, for DPR",
-    "extractive_summarization": "sentences, of which some make the summary, for BERT",
+    "summarization": "documents and summaries, with the loss on the summaries",
+    "preference": "a chosen and a rejected answer to each prompt, for DPO",
+    "embedding_pairs": "questions, each with its passage and hard negatives, for DPR",
+    "extractive_summarization": "sentences, labelled if they belong to the summary, for BERT",
     "image_text": "captions and conversations about images, for LLaVA",
 }
-"""What each mode makes; here, so that `--help` needs no tokenizer library."""
+"""Description of each mode. It is kept here so that `--help` works without the tokenizers library."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headwater data`."""
+    """Add the arguments of `headwater data` to `parser`."""
     parser.description = (
-        "Make training data of text and records: tokenize, pack, shuffle, split. "
-        "`headwater data show DIR --out page.html` shows what was made."
+        "Prepare training data from texts and records: tokenize, pack, shuffle and split. "
+        "`headwater data show DIR --out page.html` writes a page that shows prepared samples."
     )
     parser.add_argument(
         "inputs",
         nargs="+",
         type=Path,
         metavar="INPUT",
-        help="txt, jsonl, json, csv (plain or .gz) or parquet file, or folder of them",
+        help="txt, jsonl, json, csv (plain or .gz) or parquet file, or a folder of such files",
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to make")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="output folder")
     modes = "; ".join(f"{name}: {mode}" for name, mode in MODE_HELP.items())
     parser.add_argument(
         "--mode", default="pretraining", choices=MODE_HELP, metavar="MODE", help=f"{modes} (%(default)s)"
     )
-    parser.add_argument("--sequence_length", type=int, default=512, help="tokens of a sample (%(default)s)")
+    parser.add_argument("--sequence_length", type=int, default=512, help="tokens per sample (%(default)s)")
     tokenizer = parser.add_mutually_exclusive_group()
     tokenizer.add_argument(
         "--vocab_size",
@@ -62,14 +62,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=Path,
         metavar="PATH",
-        help="tokenizer.json, or folder with one or with GPT-2's two files, or BERT's vocab.txt",
+        help="tokenizer.json, a SentencePiece model, BERT's vocab.txt, or a folder with one of the first two "
+        "or with GPT-2's vocabulary and merges",
     )
     parser.add_argument(
-        "--end_of_text", metavar="TOKEN", help="token after each document (the tokenizer's own)"
+        "--end_of_text",
+        metavar="TOKEN",
+        help="token after each document (default: the end-of-text token of the tokenizer)",
     )
-    parser.add_argument("--val_fraction", type=float, default=0.05, help="share for validation (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of shuffle and split (%(default)s)")
-    parser.add_argument("--samples_per_file", type=int, default=8192, help="samples in a file (%(default)s)")
+    parser.add_argument(
+        "--val_fraction", type=float, default=0.05, help="fraction of samples for validation (%(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of all random choices: shuffle, split, masks (%(default)s)"
+    )
+    parser.add_argument(
+        "--samples_per_file", type=int, default=8192, help="samples per output file (%(default)s)"
+    )
     parser.add_argument(
         "--processes",
         "--num_workers",
@@ -78,55 +87,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.cpu_count() or 1,
         help="worker processes (%(default)s)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace data prepared in DIR before")
-    parser.add_argument("--samples", type=int, default=8, help="of show: samples on the page (%(default)s)")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the prepared data that DIR already holds"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=8, help="with show: samples of each split on the page (%(default)s)"
+    )
     _add_mode_arguments(parser)
 
 
 def _add_mode_arguments(parser: argparse.ArgumentParser) -> None:
     records = parser.add_argument_group("records")
     records.add_argument(
-        "--json_key", default="text", help="field of the text, where running text is wanted (%(default)s)"
+        "--json_key",
+        default="text",
+        help="key of the text, in modes that read running text (%(default)s)",
     )
     records.add_argument(
-        "--keys", nargs="+", default=[], metavar="FIELD=NAME", help="names of other fields, prompt=question"
+        "--keys",
+        nargs="+",
+        default=[],
+        metavar="FIELD=NAME",
+        help="names that other fields have in the records, for example prompt=question",
     )
     records.add_argument(
-        "--skip_bad_records", action="store_true", help="leave out and count records that cannot be used"
+        "--skip_bad_records",
+        action="store_true",
+        help="leave out and count records that cannot be used (default: stop at the first)",
     )
     records.add_argument(
-        "--longer", choices=("skip", "cut"), default="skip", help="records that are too long (%(default)s)"
+        "--longer",
+        choices=("skip", "cut"),
+        default="skip",
+        help="skip or cut records longer than a sample (%(default)s)",
     )
     options = parser.add_argument_group("modes")
     options.add_argument(
-        "--use_vsl", action="store_true", help="several texts in a sample, each seeing itself alone"
+        "--use_vsl",
+        action="store_true",
+        help="pack several texts into a sample; each attends only to itself",
     )
-    options.add_argument("--fim_rate", type=float, default=0.9, help="share of texts turned (%(default)s)")
-    options.add_argument("--spm_rate", type=float, default=0.5, help="of these suffix first (%(default)s)")
     options.add_argument(
-        "--chat_template", type=Path, metavar="FILE", help="Jinja file (the tokenizer's own)"
+        "--fim_rate",
+        type=float,
+        default=0.9,
+        help="fraction of texts rearranged for fill in the middle (%(default)s)",
     )
-    options.add_argument("--separator", help="text between a prompt or document and what follows")
-    options.add_argument("--num_passages", type=int, default=2, help="of a question (%(default)s)")
-    options.add_argument("--max_cls_tokens", type=int, default=50, help="sentences of a text (%(default)s)")
-    options.add_argument("--masked_lm_prob", type=float, default=0.15, help="share guessed (%(default)s)")
     options.add_argument(
-        "--dynamic_mask", action="store_true", help="leave the masks to the training: CSV for BERT"
+        "--spm_rate",
+        type=float,
+        default=0.5,
+        help="fraction of the rearranged texts with the suffix first (%(default)s)",
+    )
+    options.add_argument(
+        "--chat_template", type=Path, metavar="FILE", help="Jinja file (default: the tokenizer's template)"
+    )
+    options.add_argument("--separator", help="text between a prompt and its completion, document and summary")
+    options.add_argument(
+        "--num_passages",
+        type=int,
+        default=2,
+        help="passages per question, the right one included (%(default)s)",
+    )
+    options.add_argument(
+        "--max_cls_tokens", type=int, default=50, help="maximum sentences of a text (%(default)s)"
+    )
+    options.add_argument(
+        "--masked_lm_prob", type=float, default=0.15, help="fraction of tokens to predict (%(default)s)"
+    )
+    options.add_argument(
+        "--dynamic_mask",
+        action="store_true",
+        help="write unmasked tokens as CSV; training draws new masks in every epoch (BERT)",
     )
     options.add_argument(
         "--sentence_pairs",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="masked samples are two texts",
+        help="make each masked sample of two texts",
     )
     images = parser.add_argument_group("images in texts")
-    images.add_argument("--image_dir", type=Path, metavar="DIR", help="folder below which the images are")
-    images.add_argument("--num_features", type=int, help="places that an image takes in a text")
-    images.add_argument("--num_images", type=int, default=1, help="of a text at most (%(default)s)")
+    images.add_argument("--image_dir", type=Path, metavar="DIR", help="root folder of the images")
+    images.add_argument("--num_features", type=int, help="positions that an image takes in a text")
+    images.add_argument("--num_images", type=int, default=1, help="maximum images of a text (%(default)s)")
     images.add_argument(
-        "--image_token_id", type=int, default=0, help="token in the places of images (%(default)s)"
+        "--image_token_id", type=int, default=0, help="token at the positions of images (%(default)s)"
     )
-    images.add_argument("--begin_of_text", metavar="TOKEN", help="token before each text (none)")
+    images.add_argument("--begin_of_text", metavar="TOKEN", help="token before each text (default: none)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -190,7 +237,9 @@ def _show(args: argparse.Namespace) -> int:
 
     if len(args.inputs) != 2:
         raise ConfigError(
-            "one folder is shown", where="show", remedy="headwater data show DIR --out page.html"
+            f"expected one folder to show, got {len(args.inputs) - 1}",
+            where="show",
+            remedy="headwater data show DIR --out page.html",
         )
     write_page(args.inputs[1], args.out, num_samples=args.samples)
     Console().print(f"{args.out}", soft_wrap=True)
@@ -202,7 +251,11 @@ def _keys(words: list[str]) -> tuple[tuple[str, str], ...]:
     for word in words:
         field, equals, name = word.partition("=")
         if not (field and equals and name):
-            raise ConfigError(f"{word!r} is not FIELD=NAME", where="keys", remedy="write prompt=question")
+            raise ConfigError(
+                f"expected FIELD=NAME, got {word!r}",
+                where="keys",
+                remedy="write, for example, prompt=question",
+            )
         pairs.append((field, name))
     return tuple(pairs)
 
@@ -214,17 +267,17 @@ def _template(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = f"chat template cannot be read: {error}"
-        raise DataError(what, where=str(path), remedy="name a file with a Jinja template") from error
+        raise DataError(what, where=str(path), remedy="name a UTF-8 file with a Jinja template") from error
 
 
 def summary(statistics: Statistics, folder: Path) -> Table:
-    """The statistics as a table to print."""
+    """Return the statistics of the data in `folder` as a table to print."""
     table = Table(title=f"Data in {folder}", title_justify="left", show_header=False)
     records = {
-        "left out, empty": statistics.empty_records,
-        "left out, cannot be used": statistics.bad_records,
-        "left out, too long": statistics.too_long_records,
-        "cut, too long": statistics.cut_records,
+        "left out: empty": statistics.empty_records,
+        "left out: cannot be used": statistics.bad_records,
+        "left out: too long": statistics.too_long_records,
+        "cut: too long": statistics.cut_records,
     }
     positions = (statistics.train_samples + statistics.val_samples) * statistics.sequence_length
     rows = {
@@ -235,13 +288,13 @@ def summary(statistics: Statistics, folder: Path) -> Table:
         "text": format_bytes(statistics.text_bytes),
         "tokens": f"{statistics.tokens:,} ({statistics.bytes_per_token:.2f} bytes each)",
         "vocabulary": f"{statistics.vocab_size:,}",
-        "unigram entropy": f"{statistics.unigram_entropy:.3f} nats a token",
+        "unigram entropy": f"{statistics.unigram_entropy:.3f} nats per token",
         "training samples": f"{statistics.train_samples:,} of {statistics.sequence_length} tokens",
         "validation samples": f"{statistics.val_samples:,}",
     }
     if statistics.loss_tokens:
         rows["labels in the loss"] = f"{statistics.loss_tokens:,}"
-        rows["filled up"] = f"{statistics.padding_tokens / positions:.1%} of all positions"
+        rows["padding"] = f"{statistics.padding_tokens / positions:.1%} of all positions"
     rows["data_dir"] = f"{folder / 'train'}, {folder / 'val'}"
     rows["tokenizer"] = str(folder / statistics.tokenizer_file)
     for name, value in rows.items():

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face library, of PyTorch, or any iterable, as HDF5 files."""
+"""Conversion of Hugging Face data sets, PyTorch data sets and other iterables to HDF5 files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headwater.data.staging import staged_folder
 Fields = dict[str, npt.NDArray[Any]]
 
 _IGNORED = -100
-"""Label of the transformers library for a position that does not count."""
+"""Label of the transformers library for a position that does not count in the loss."""
 
 
 def convert_dataset_to_HDF5(
@@ -31,32 +31,36 @@ def convert_dataset_to_HDF5(
     dtype: str = "i4",
     compression: str | None = "gzip",
 ) -> int:
-    """Writes what a data set gives to HDF5 files, and returns the number of samples.
+    """Write the samples of a data set to HDF5 files and return their number.
 
-    Samples of `input_ids`, maybe with `attention_mask` and `labels`, become rows `data` [samples, 3, length],
-    which `GptHDF5DataProcessor` reads; with `attention_span` and `position_ids` there are 5 rows. Where the
-    labels are the tokens themselves, as collators of the transformers library give them, or absent, they are
-    moved by one, for the label of a token is the token after it; labels of -100 do not count in the loss.
-    Samples of other fields become a dataset each.
+    Samples with `input_ids`, and optionally `attention_mask` and `labels`, become one dataset `data`
+    [samples, 3, length], which `GptHDF5DataProcessor` reads. With `attention_span` and `position_ids` its
+    shape is [samples, 5, length]. If the labels are absent, or equal to the tokens (as collators of the
+    transformers library return them), they are shifted by one, because here the label of a token is the token
+    after it. Labels of -100 do not count in the loss. Other fields become one dataset each.
 
     Args:
-        dataset: gives samples, mappings from names to numbers; a generator is read once.
-        output_dir: folder to make.
-        name: begin of the files' names.
-        samples_per_file: samples in each file but the last.
-        num_workers: processes that read ahead, where the data set can be indexed.
+        dataset: an iterable of samples. A sample is a mapping from names to numbers or arrays of numbers.
+        output_dir: folder to create.
+        name: prefix of the file names.
+        samples_per_file: samples in each file except the last.
+        num_workers: processes that read ahead; used only if the data set can be indexed.
         batch_size: samples that are collated at once.
-        data_collator: samples to a mapping of arrays or tensors [samples, …]; stacks them where absent.
-        dtype: of the files' numbers.
-        compression: that HDF5 knows, or none.
+        data_collator: turns a list of samples into a mapping from names to arrays or tensors [samples, …]. By
+            default the values of each field are stacked.
+        dtype: dtype of the numbers in the files.
+        compression: name of an HDF5 compression filter, or `None`.
+
+    Returns:
+        The number of samples.
 
     Raises:
-        ConfigError: for a number below 1.
-        DataError: if there are no samples, they cannot be stacked, or the folder has content.
+        ConfigError: if `samples_per_file` or `batch_size` is below 1.
+        DataError: if there are no samples, they cannot be stacked, or the folder is not empty.
     """
     for key, value in (("samples_per_file", samples_per_file), ("batch_size", batch_size)):
         if value < 1:
-            raise ConfigError(f"{key} is {value}", where=key, remedy="write a whole number above 0")
+            raise ConfigError(f"expected {key} of at least 1, got {value}", where=key, remedy="use 1 or more")
     indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     loader: DataLoader[Any] = DataLoader(
         dataset if indexed else _Stream(dataset),  # type: ignore[arg-type]
@@ -72,12 +76,14 @@ def convert_dataset_to_HDF5(
             write_datasets(path, [fields], count, dtype=dtype, compression=compression)
             total += count
         if not total:
-            raise DataError("the data set gives no samples", remedy="look at the data set")
+            raise DataError(
+                "the data set yields no samples", remedy="pass a data set with at least one sample"
+            )
     return total
 
 
 class _Stream(IterableDataset[Any]):
-    """An iterable as a data set."""
+    """An iterable wrapped as a PyTorch data set."""
 
     def __init__(self, samples: Iterable[Any]) -> None:
         self._samples = samples
@@ -93,15 +99,15 @@ def _stacked(samples: Sequence[Mapping[str, Any]]) -> Fields:
         shapes = {value.shape for value in values}
         if len(shapes) > 1 or values[0].dtype.kind not in "biuf":
             raise DataError(
-                f"{name!r} cannot be stacked: shapes {sorted(shapes)[:3]}, kind {values[0].dtype}",
-                remedy="give a data_collator that fills samples up, and leave out what is not a number",
+                f"values of {name!r} cannot be stacked: shapes {sorted(shapes)[:3]}, dtype {values[0].dtype}",
+                remedy="pass a data_collator that pads samples to one length and keeps only numbers",
             )
         fields[name] = np.stack(values)
     return fields
 
 
 def _as_rows(batch: Mapping[str, Any]) -> Fields:
-    """Fields of some samples; rows for a decoder as the one field `data`."""
+    """Return a batch as arrays by name; samples for a decoder as the single field `data`."""
     fields = {name: np.asarray(values) for name, values in batch.items()}
     channels = next((c for c in (CHANNELS, SPAN_CHANNELS) if set(fields) == set(c)), None)
     if set(fields) <= set(CHANNELS) and "input_ids" in fields:
@@ -113,14 +119,14 @@ def _as_rows(batch: Mapping[str, Any]) -> Fields:
 
 
 def _next_tokens(fields: Fields) -> Fields:
-    """Tokens, what counts in the loss, and for each token the one after it."""
+    """Return `input_ids`, `attention_mask` (1: counts in the loss) and `labels` (the next token of each)."""
     tokens = fields["input_ids"]
     mask = fields.get("attention_mask", np.ones_like(tokens))
     labels = fields.get("labels", np.where(mask == 1, tokens, _IGNORED))
     counted = labels != _IGNORED
     if (labels == tokens)[counted].all():
         labels = np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], _IGNORED)], axis=1)
-        mask = np.ones_like(tokens)  # padding before the last token has a label of its own
+        mask = np.ones_like(tokens)  # after the shift a masked position may have a label that counts
         counted = labels != _IGNORED
     return {
         "input_ids": tokens,
@@ -130,13 +136,13 @@ def _next_tokens(fields: Fields) -> Fields:
 
 
 def _parts(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
-    """The same samples, `size` of them at a time."""
+    """Yield the same samples in batches of `size`; the last batch may be smaller."""
     held: Fields = {}
     for batch in batches:
         if held and set(held) != set(batch):
             raise DataError(
-                f"samples have the fields {', '.join(batch)}, others {', '.join(held)}",
-                remedy="give every sample the same fields",
+                f"some samples have the fields {', '.join(held)}, others {', '.join(batch)}",
+                remedy="use the same fields in every sample",
             )
         held = {name: np.concatenate([held[name], batch[name]]) if held else batch[name] for name in batch}
         while len(next(iter(held.values()))) >= size:

@@ -1,4 +1,4 @@
-"""Documents out of text files and files of records, streamed piece by piece."""
+"""Documents from text files and files of records, streamed in pieces."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _MAY_BE_COMPRESSED = (".txt", ".jsonl", ".json", ".csv")
 SUFFIXES = (*(f"{kind}{end}" for kind in _MAY_BE_COMPRESSED for end in ("", ".gz")), ".parquet")
 
 PIECE_CHARS = 1 << 16
-"""Characters of a document that are tokenized at once: tokenizers slow down on much longer strings."""
+"""Maximum characters that are tokenized at once: tokenizers slow down on much longer strings."""
 
-# Byte-level pre-tokenizers always separate "word" from " word", and so do the pieces of SentencePiece: a cut
-# there changes no token.
+# Byte-level pre-tokenizers and SentencePiece always separate "word" from " word", so that a cut between the
+# two does not change the tokens.
 _CUT = re.compile(r"(?<=\w)(?= \w)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A stretch of one document.
+    """A part of one document, short enough to be tokenized at once.
 
     Attributes:
-        text: its characters; never empty.
-        ends_document: whether the document ends here.
+        text: the characters; never empty.
+        ends_document: True for the last piece of a document.
         text_bytes: length of `text` in UTF-8.
-        file_bytes: bytes of the input files read so far, compressed where they are: for progress.
+        file_bytes: bytes of the input files read so far (compressed size), for the progress bar.
         begins_document: True for the first piece of a document.
     """
 
@@ -52,22 +52,22 @@ class Piece:
 
 
 def find_inputs(inputs: Sequence[Path]) -> list[Path]:
-    """Files to read, in the order given; a folder stands for all text files below it, sorted by path.
+    """Return the files to read, in the order given; a folder stands for all input files below it, by path.
 
     Raises:
-        DataError: for a path that is missing, of an unknown kind, or a folder without text files.
+        DataError: if a path does not exist or has an unknown suffix, or a folder has no input files.
     """
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file() and _is_text(file))
             if not inside:
-                raise DataError("no text files in this folder", where=str(path), remedy=_SUFFIX_REMEDY)
+                raise DataError("the folder has no input files", where=str(path), remedy=_SUFFIX_REMEDY)
             found += inside
         elif not path.exists():
             raise DataError("input does not exist", where=str(path), remedy=_nearest_sibling(path))
         elif not _is_text(path):
-            raise DataError("input is not of a known kind", where=str(path), remedy=_SUFFIX_REMEDY)
+            raise DataError("input has an unknown file type", where=str(path), remedy=_SUFFIX_REMEDY)
         else:
             found.append(path)
     if not found:
@@ -78,17 +78,17 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
 def read_pieces(
     files: Sequence[Path], *, json_key: str = "text", bad: BadRecords | None = None
 ) -> Iterator[Piece]:
-    """Every document of `files` in order, in pieces; empty documents are left out.
+    """Yield every document of `files` in order, in pieces; empty documents are left out.
 
-    A txt file is one document; so is each record of another file. Memory holds one piece or one record.
+    A txt file is one document. In other files each record is one document. Memory holds one piece or record.
 
     Args:
-        files: to read.
-        json_key: name of the text in records.
-        bad: what becomes of records that cannot be used; the first is an error where absent.
+        files: files to read.
+        json_key: key of the text in records.
+        bad: decides if a record that cannot be used is counted or an error; by default an error.
 
     Raises:
-        DataError: names file and line (jsonl) or byte (txt) of what cannot be read.
+        DataError: if a file or record cannot be read. The error names the line (jsonl) or byte (txt).
     """
     bad = bad or BadRecords()
     done, begins = 0, True
@@ -113,7 +113,7 @@ def read_pieces(
 
 
 def cut_pieces(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Cuts one document, given in blocks, into pieces (text, ends_document); an empty one into none."""
+    """Yield the pieces (text, ends_document) of one document; an empty document yields nothing."""
     held = ""
     for block in blocks:
         held += block
@@ -126,7 +126,7 @@ def cut_pieces(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _cut_point(text: str) -> int:
-    """The last gap between two words in the first `PIECE_CHARS` characters; without one, their end."""
+    """Return the last gap between two words in the first `PIECE_CHARS` characters, or else `PIECE_CHARS`."""
     for start in (PIECE_CHARS - 4096, 1):
         cuts = [match.start() for match in _CUT.finditer(text, start, PIECE_CHARS)]
         if cuts:

@@ -1,4 +1,4 @@
-"""Examples on disk, between the pass that makes them and the pass that writes them in random order."""
+"""Examples on disk: the first pass makes them, the second writes them as samples in random order."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from headwater.data.order import Indices
 from headwater.data.sample_file import CHANNELS, SPAN_CHANNELS, Samples, write_datasets
 
 _BLOCK_SAMPLES = 64
-"""Samples that are in memory at once while a file is written."""
+"""Number of samples in memory while a file is written."""
 
 _ITEM = np.dtype(np.int32).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The examples of one task.
+    """The examples made by one task.
 
     Attributes:
-        values: all their rows, one after the other.
-        lengths: of these rows, [examples, rows of an example].
+        values: the rows of all examples, concatenated.
+        lengths: lengths of these rows, [examples, rows of an example].
         token_counts: how often each token occurs, [vocab_size].
-        counts: what happened to texts and records.
+        counts: number of documents, of records left out by reason, and so on.
     """
 
     values: Tokens
@@ -45,17 +45,17 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class MakeExamples:
-    """Numbered tasks of pieces or records to blocks; runs in workers.
+    """First pass: turns a numbered task of pieces or records into a `Block`; runs in worker processes.
 
     Attributes:
         mode: name of the mode.
-        options: its.
-        tokenizer_json: of the model.
-        end: token that ends a text.
-        pad: token that fills samples up.
-        length: tokens of a sample.
-        seed: of everything random.
-        skip_bad: leave out records that cannot be used.
+        options: options of the mode.
+        tokenizer_json: content of the tokenizer.json.
+        end: id of the end-of-text token.
+        pad: id of the padding token.
+        length: tokens per sample.
+        seed: seed of all random choices.
+        skip_bad: leave out and count records that cannot be used, instead of raising an error.
     """
 
     mode: str
@@ -69,7 +69,7 @@ class MakeExamples:
 
     @functools.cached_property
     def context(self) -> Context:
-        """What the mode works with; its counts go on from task to task."""
+        """The context that the mode works with; created once per worker process."""
         tokenizer = Tokenizer.from_str(self.tokenizer_json)
         return Context(tokenizer, self.end, self.pad, self.length, self.options, self.seed)
 
@@ -108,13 +108,13 @@ class MakeExamples:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the examples of some samples are.
+    """Positions on disk of the examples of some samples.
 
     Attributes:
-        numbers: of the examples, [examples].
-        starts: of their values in the file, [examples].
-        lengths: of their rows, [examples, rows of an example].
-        ends: after the examples of each sample, [samples].
+        numbers: numbers of the examples, [examples].
+        starts: index of the first value of each example in the file of values, [examples].
+        lengths: lengths of the rows of each example, [examples, rows of an example].
+        ends: for each sample, the number of examples in it and all samples before it, [samples].
     """
 
     numbers: Indices
@@ -126,7 +126,7 @@ class Places:
         return len(self.ends)
 
     def take(self, samples: Indices) -> Places:
-        """The places of some of the samples, in this order."""
+        """Return the places of the given samples, in this order."""
         begins = np.concatenate([[0], self.ends[:-1]])
         members = [np.arange(begins[sample], self.ends[sample]) for sample in samples]
         chosen = np.concatenate(members) if members else np.empty(0, dtype=np.int64)
@@ -138,7 +138,10 @@ class Places:
         )
 
     def read(self, descriptor: int) -> Iterator[list[tuple[int, Example]]]:
-        """Numbers and examples of each sample; read, not mapped, so that resident memory stays flat."""
+        """Yield the (number, example) pairs of each sample from the file of values.
+
+        The file is read instead of memory-mapped, so that resident memory does not grow.
+        """
         start = 0
         for end in self.ends:
             sample = []
@@ -154,11 +157,11 @@ class Places:
 
 @dataclasses.dataclass(frozen=True)
 class WriteExamples:
-    """Some samples as a file, of the kind that its name says; runs in workers.
+    """Second pass: writes samples to a file whose suffix decides its format; runs in worker processes.
 
     Attributes:
-        values_path: file of all examples' values.
-        make: what made the examples.
+        values_path: file with the values of all examples.
+        make: the first pass that made the examples.
     """
 
     values_path: Path
@@ -184,9 +187,15 @@ class WriteExamples:
 
 
 def sample_row(examples: Sequence[Example], length: int, pad: int, packing: Packing) -> Samples:
-    """Examples of tokens and loss masks as one sample [channels, length].
+    """Return one sample [channels, length] packed from examples.
 
-    The label of a token is the token after it, so each text gives one position less than it has tokens.
+    The label of a token is the token after it, so that a text of n tokens takes n - 1 positions.
+
+    Args:
+        examples: pairs of tokens and loss mask.
+        length: tokens per sample.
+        pad: id of the padding token.
+        packing: "joined" concatenates the texts first; "apart" adds the channels that keep them apart.
     """
     if packing == "joined":
         examples = [tuple(np.concatenate(rows) for rows in zip(*examples, strict=True))]

@@ -1,4 +1,4 @@
-"""How far the first pass of a preparation has come, so that a killed one goes on from there."""
+"""Journal of the first pass of a preparation, from which a killed preparation continues."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _INTERVAL_S = 1.0
 
 @dataclasses.dataclass
 class Progress:
-    """What the tasks that are done have made.
+    """Result of the finished tasks.
 
     Attributes:
-        tasks: number of them.
-        values: numbers in the file of values.
-        examples: in the file of lengths.
-        rows: of an example.
+        tasks: number of finished tasks.
+        values: number of int32 values in the file of values.
+        examples: number of examples in the file of lengths.
+        rows: rows of an example.
         token_counts: how often each token occurs, [vocab_size].
-        counts: what happened to texts and records.
+        counts: number of documents, of records left out by reason, and so on.
     """
 
     tasks: int
@@ -39,13 +39,13 @@ class Progress:
 
 
 class Corpus:
-    """The files of values and lengths of all examples, extended task by task.
+    """Files with the values and lengths of all examples, extended task by task.
 
-    Opened anew, they end where the journal was last written.
+    Opening existing files truncates them to the state of the last journal.
 
     Args:
-        folder: where they are.
-        vocab_size: one more than the largest token.
+        folder: folder of the files.
+        vocab_size: largest token id plus one.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -66,7 +66,7 @@ class Corpus:
         return self.progress.values, self.progress.examples * self.progress.rows
 
     def add(self, block: Block) -> None:
-        """Appends what a task has made."""
+        """Append the examples of a task. Tasks must arrive in order."""
         progress = self.progress
         for file, numbers in zip(self._files, (block.values, block.lengths), strict=True):
             file.write(numbers.tobytes())
@@ -81,7 +81,8 @@ class Corpus:
             self.save()
 
     def save(self) -> None:
-        """Makes what was added last."""
+        """Make everything that was added durable, so that a killed preparation continues from here."""
+        # The files reach the disk before the journal: a journal never counts values that are not there.
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -92,16 +93,16 @@ class Corpus:
         self._saved = time.monotonic()
 
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Lengths of the rows of all examples, [examples, rows of an example]."""
+        """Return the lengths of the rows of all saved examples, [examples, rows of an example]."""
         return np.fromfile(self._lengths_path, dtype=np.int32).reshape(-1, self.progress.rows)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for file in self._files:
             file.close()
 
     def remove(self) -> None:
-        """Deletes everything."""
+        """Close and delete the files and the journal."""
         self.close()
         for path in (self.values_path, self._lengths_path, self._journal):
             path.unlink(missing_ok=True)

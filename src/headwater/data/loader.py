@@ -1,4 +1,4 @@
-"""Batches of a data set in a given order, read ahead by worker processes, resumable to the exact sample."""
+"""Loader of batches in a given order: worker processes read ahead, and it resumes at the exact sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class LoaderState(TypedDict):
-    """Position in the data, as plain values; the rest tells whether it is the same data in the same order."""
+    """Position in the data. All keys but `samples_consumed` identify the data and their order."""
 
     samples_consumed: int
     num_samples: int
@@ -28,20 +28,20 @@ class LoaderState(TypedDict):
 
 
 class BatchLoader:
-    """Iterates over this rank's part of each global batch.
+    """A loader that yields this rank's slice of each global batch.
 
-    With an order that repeats, iteration is endless, and a new iteration goes on where the last one
-    stopped. Otherwise each iteration is one pass from the beginning (from the loaded state, right after
-    `load_state_dict`).
+    If the order repeats, an iteration is endless, and a new iteration continues where the last one stopped.
+    Otherwise each iteration is one pass from the beginning; the first one after `load_state_dict` begins at
+    the loaded position.
 
-    Errors cross from the workers as values: torch would turn an exception into one string with a
-    traceback in it. So `dataset.__getitems__` gives either a batch or a `DataError`.
+    Workers return errors as values, because torch would turn an exception into one string that includes the
+    traceback. Therefore `dataset.__getitems__` returns either a batch or a `DataError`.
 
     Args:
-        dataset: its `__getitems__` takes draws (`SampleOrder.draws`) and gives a collated batch or a
+        dataset: its `__getitems__` takes draws (`SampleOrder.draws`) and returns a collated batch or a
             `DataError`.
-        order: which samples, when.
-        num_workers: worker processes; 0 reads in this one.
+        order: decides which samples each batch holds.
+        num_workers: worker processes; 0: read in this process.
         prefetch_factor: batches that each worker reads ahead.
         persistent_workers: keep the workers from one iteration to the next.
     """
@@ -66,7 +66,7 @@ class BatchLoader:
             num_workers=num_workers,
             prefetch_factor=prefetch_factor if num_workers else None,
             persistent_workers=persistent_workers and num_workers > 0,
-            # A fork would copy the engine's threads' locks and the device's context.
+            # Not "fork": it would copy the locks of the engine's threads and the context of the device.
             multiprocessing_context=multiprocessing.get_context("spawn") if num_workers else None,
             worker_init_fn=_leave_at_once,
         )
@@ -81,11 +81,12 @@ class BatchLoader:
                 try:
                     raise batch
                 finally:
-                    # The error's traceback holds this frame. Were the error a local of it too, only the cycle
-                    # collector would free the loader, and its queues before its workers were told to stop.
+                    # The error's traceback refers to this frame. If the frame also referred to the error,
+                    # only the cycle collector could free the loader, and it might free the queues before the
+                    # workers are told to stop.
                     del batch
             position = self.order.next_position(self._consumed)
-            assert position is not None, "there is a position for every batch"
+            assert position is not None, "every batch has a position"
             self._consumed = position
             yield batch
 
@@ -95,17 +96,17 @@ class BatchLoader:
             return iter(self._loader)
 
     def __len__(self) -> int:
-        """Batches of one pass.
+        """Return the number of batches in one pass.
 
         Raises:
-            TypeError: if the order repeats: the iteration is endless.
+            TypeError: if the order repeats, because the iteration is then endless.
         """
         if self.order.end is None:
             raise TypeError("an endless loader has no length")
         return -(-self.order.end // self.order.batch_size)
 
     def state_dict(self) -> LoaderState:
-        """State after the batches handed out by the iteration, whatever the workers have read ahead."""
+        """Return the position after the batches yielded so far; batches read ahead do not count."""
         order = self.order
         return LoaderState(
             samples_consumed=self._consumed,
@@ -115,7 +116,10 @@ class BatchLoader:
         )
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Makes the next iteration begin after what was consumed; batch size and ranks may have changed.
+        """Make the next iteration begin at a saved position; batch size and number of ranks may have changed.
+
+        Args:
+            state: the result of `state_dict`.
 
         Raises:
             DataError: if the state belongs to other data or another order.
@@ -123,7 +127,7 @@ class BatchLoader:
         mine = self.state_dict()
         for key in ("num_samples", "shuffle", "shuffle_seed"):
             if state[key] != mine[key]:
-                what = f"checkpoint was made with {key} {state[key]}, this run has {mine[key]}"
+                what = f"the checkpoint was made with {key}={state[key]}, but this run has {key}={mine[key]}"
                 remedy = "use the data and seed of the checkpoint, or start without its data position"
                 raise DataError(what, where=f"train_dataloader.{key}", remedy=remedy)
         self._consumed = state["samples_consumed"]
@@ -131,7 +135,7 @@ class BatchLoader:
 
 
 class _LocalBatches(Sampler[list[int]]):
-    """Draws of this rank's batches, from position `start` on."""
+    """Sampler that yields the draws of each of this rank's batches, beginning at position `start`."""
 
     def __init__(self, order: SampleOrder) -> None:
         self.order = order
@@ -141,16 +145,16 @@ class _LocalBatches(Sampler[list[int]]):
         position = self.start
         while (stop := self.order.next_position(position)) is not None:
             draws = self.order.local_draws(position, stop).tolist()
-            if draws:  # a last batch may be too small for all ranks to have a part in it
+            if draws:  # empty if the last batch has fewer samples than there are ranks
                 yield draws
             position = stop
 
 
 def _leave_at_once(worker: int) -> None:
-    """Let this worker process end without taking torch down piece by piece, after all else that it has to do.
+    """Make this worker process exit with `os._exit`, after all other finalizers.
 
-    Some abort in that under load ("terminate called without an active exception"), and torch reports it
-    as a failure although every batch had arrived.
+    The usual shutdown of torch sometimes aborts under load ("terminate called without an active exception").
+    The DataLoader then reports a failed worker although every batch has arrived.
     """
     multiprocessing.util.Finalize(None, os._exit, args=(0,), exitpriority=-1000)
 

@@ -1,4 +1,4 @@
-"""Several data sets as one, each with a share of the samples."""
+"""Mixture of several data sets, each with a fraction of the samples."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from headwater.data.source import Samples
 
 
 class Mixture:
-    """Samples of several sources, evenly mixed. Which one a draw gives depends on its number alone.
+    """A data set of evenly mixed samples of several sources.
 
-    A pass has as many samples as all sources together. A source whose share asks for more than it has begins
-    anew within the pass; one that has more goes on with the rest in the next pass.
+    The draw alone decides the source and the sample in it. A pass has as many samples as all sources
+    together. If a source has fewer samples than its fraction of a pass, it starts again within the pass. If
+    it has more, the next pass continues with the remaining samples.
 
     Args:
-        sources: data sets with samples of one length.
-        weights: of each; their sum need not be 1.
+        sources: data sets whose samples have the same length.
+        weights: weight of each source; their sum need not be 1.
 
     Raises:
         DataError: if the samples differ in length.
@@ -33,9 +34,9 @@ class Mixture:
         lengths = [source.sequence_length for source in sources]
         if len(set(lengths)) != 1:
             raise DataError(
-                f"the sources of a mixture have samples of {', '.join(map(str, lengths))} tokens",
+                f"samples of a mixture must have the same length, got {', '.join(map(str, lengths))} tokens",
                 where="mixture",
-                remedy="prepare all data with one sequence_length",
+                remedy="prepare all data with the same --sequence_length",
             )
         total = sum(map(len, sources))
         ends = np.rint(np.cumsum(weights) / sum(weights) * total).astype(np.int64)
@@ -44,14 +45,14 @@ class Mixture:
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a sample."""
+        """Tokens per sample."""
         return self.sources[0].sequence_length
 
     def __len__(self) -> int:
         return int(self._counts.sum())
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         numbers, inside = self.find(np.asarray(draws, dtype=np.int64))
         rows: dict[int, dict[str, torch.Tensor]] = {}
         for number in np.unique(numbers):
@@ -64,17 +65,17 @@ class Mixture:
         return {name: torch.stack([rows[place][name] for place in range(len(draws))]) for name in rows[0]}
 
     def check(self) -> None:
-        """See that all sources are read, and that their samples have the same fields.
+        """Check that every source has samples in a pass, and that all samples have the same fields.
 
         Raises:
-            DataError: if not: what one lacks would be missing in silence.
+            DataError: if a source would never be read, or lacks a field that another source has.
         """
         for number, count in enumerate(self._counts, start=1):
             if not count:
                 raise DataError(
-                    f"source {number} of the mixture would have none of the {len(self)} samples of a pass",
+                    f"the weight of source {number} is too small: 0 of the {len(self)} samples of a pass",
                     where="mixture",
-                    remedy="give it a larger weight, or leave it out",
+                    remedy="use a larger weight, or leave the source out",
                 )
         fields: list[set[str]] = []
         for source in self.sources:
@@ -85,13 +86,13 @@ class Mixture:
         lacking = set[str]().union(*fields) - fields[0].intersection(*fields)
         if lacking:
             raise DataError(
-                f"a source of the mixture has no {', '.join(sorted(lacking))}, others have",
+                f"some sources of the mixture lack the fields {', '.join(sorted(lacking))}",
                 where="mixture",
-                remedy="prepare all data in the same way (--use_vsl)",
+                remedy="prepare all data in the same way, for example all with --use_vsl",
             )
 
     def find(self, draws: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Number of the source of each draw, and the draw there."""
+        """Return, for each draw [draws], the number of its source and the draw within that source."""
         passes, places = np.divmod(draws, len(self))
         turns = self._turns[places]
         numbers = np.searchsorted(self._starts + self._counts, turns, side="right")
@@ -99,6 +100,9 @@ class Mixture:
 
     @functools.cached_property
     def _turns(self) -> npt.NDArray[np.int64]:
-        """Samples of a pass in their order, each source's spread evenly; numbered source after source."""
+        """The order of the samples of a pass, in which those of each source are spread evenly.
+
+        Samples are numbered source after source.
+        """
         spread = [(np.arange(count) + 0.5) / count for count in self._counts if count]
         return np.argsort(np.concatenate(spread), kind="stable")

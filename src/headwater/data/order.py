@@ -1,4 +1,4 @@
-"""In which order samples are read: pure functions of seed, epoch and position."""
+"""Order in which samples are read: pure functions of seed, epoch and position."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Indices = npt.NDArray[np.int64]
 
 
 def permutation(count: int, seed: int) -> Indices:
-    """A random order of `range(count)`, the same with every version of numpy.
+    """Return a random order of `range(count)`, the same in every version of numpy.
 
-    Sorts Philox's raw numbers: numpy fixes what a bit generator draws, not what `shuffle` makes of it.
+    It sorts the raw numbers of Philox. numpy guarantees the numbers of a bit generator, but not the results
+    of `shuffle`.
     """
     return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")
 
@@ -30,21 +31,26 @@ def _epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 @dataclasses.dataclass(frozen=True)
 class SampleOrder:
-    """Which samples each batch of each rank holds.
+    """The order that decides which samples each batch of each rank holds.
 
-    Epochs follow each other in one stream of positions; global batch k is positions
+    All epochs form one stream of positions. Global batch k covers the positions
     [k * batch_size, (k + 1) * batch_size) and may span two epochs, so that no sample is ever skipped.
-    Neither the number of ranks nor of workers plays a part in it: a rank takes its slice of each batch.
+    The order depends neither on the number of ranks nor on the number of workers: a rank takes its slice of
+    each global batch.
 
     Attributes:
         num_samples: samples in an epoch.
         batch_size: samples in a global batch, all ranks together.
-        shuffle: whether each epoch has a random order of its own.
+        shuffle: read each epoch in a different random order.
         seed: seed of these orders.
-        repeat: endless epochs; otherwise one.
-        drop_last: without `repeat`, whether an incomplete last batch is left out.
-        rank: which slice of each batch is taken, of `world_size`.
+        repeat: endless epochs; otherwise one epoch.
+        drop_last: without `repeat`, leave out an incomplete last batch.
+        rank: index of this rank's slice of each batch.
         world_size: number of ranks.
+
+    Raises:
+        ConfigError: if `repeat` is set and `batch_size` cannot be divided among the ranks.
+        DataError: if the samples do not fill one batch.
     """
 
     num_samples: int
@@ -57,35 +63,35 @@ class SampleOrder:
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        assert 0 <= self.rank < self.world_size, "rank lies in range(world_size)"
-        if self.repeat:  # in one pass parts need not be equal
+        assert 0 <= self.rank < self.world_size, "rank must be in range(world_size)"
+        if self.repeat:  # in a single pass the ranks may have slices of different sizes
             equal_share(self.batch_size, self.world_size)
         if self.num_samples < self.batch_size and (self.repeat or self.drop_last):
-            what = f"too few samples for one batch: {self.num_samples}, and batch_size is {self.batch_size}"
-            remedy = f"write a batch_size of at most {self.num_samples}, or prepare more text"
+            what = f"too few samples for one batch: batch_size is {self.batch_size}, got {self.num_samples}"
+            remedy = f"use a batch_size of at most {self.num_samples}, or prepare more data"
             raise DataError(what, where="batch_size", remedy=remedy)
 
     @property
     def end(self) -> int | None:
-        """Position after the last batch; none where epochs repeat."""
+        """Position after the last batch; `None` if epochs repeat."""
         if self.repeat:
             return None
         return self.num_samples - (self.num_samples % self.batch_size if self.drop_last else 0)
 
     def next_position(self, position: int) -> int | None:
-        """Where the batch that begins at `position` ends; none if there is no such batch."""
+        """Return the end of the batch that begins at `position`, or `None` if no batch begins there."""
         if self.end is None:
             return position + self.batch_size
         return min(position + self.batch_size, self.end) if position < self.end else None
 
     def samples(self, start: int, stop: int) -> Indices:
-        """Sample numbers at the positions [start, stop) of the stream."""
+        """Return the sample numbers at the positions [start, stop) of the stream."""
         return self.draws(start, stop) % self.num_samples
 
     def draws(self, start: int, stop: int) -> Indices:
-        """Epoch and sample at the positions [start, stop) of the stream as one number each.
+        """Return a draw for each of the positions [start, stop) of the stream.
 
-        It is `epoch * num_samples + sample`: no two positions have the same.
+        A draw is `epoch * num_samples + sample`. It is different for every position.
         """
         positions = np.arange(start, stop)
         if not self.shuffle:
@@ -98,11 +104,11 @@ class SampleOrder:
         return draws
 
     def local_draws(self, start: int, stop: int) -> Indices:
-        """This rank's draws of the global batch at [start, stop); sizes differ by one at most."""
+        """Return this rank's draws of the global batch [start, stop); ranks differ by at most one sample."""
         count = stop - start
         first, last = (count * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return self.draws(start + first, start + last)
 
     def local_batch(self, start: int, stop: int) -> Indices:
-        """The same as sample numbers."""
+        """Return this rank's sample numbers of the global batch [start, stop)."""
         return self.local_draws(start, stop) % self.num_samples

@@ -1,4 +1,4 @@
-"""Running text to tokens, and tokens to samples: what workers do, and which examples share a sample."""
+"""Packing: turns text into tokens and tokens into samples, and chooses the examples of each sample."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from headwater.data.words import TextEncoder
 Item = TypeVar("Item")
 
 _TASK_CHARS = 1 << 20
-"""Characters or bytes that one task takes, at least."""
+"""Minimum size of a task, in characters or bytes."""
 
 _BLOCK_SAMPLES = 64
-"""Samples that are in memory at once while a file is written."""
+"""Number of samples in memory while a file is written."""
 
 
 def numbered_tasks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[tuple[int, list[Item]]]:
-    """Numbered lists of pieces or records of about equal size, each the work of one task.
+    """Yield numbered tasks: lists of pieces or records with about the same total size.
 
     Args:
-        items: in order.
-        size: of one, in characters or bytes.
+        items: pieces or records, in order.
+        size: returns the size of an item in characters or bytes.
     """
     number, total = 0, 0
     block: list[Item] = []
@@ -53,7 +53,10 @@ def numbered_tasks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterat
 
 @dataclasses.dataclass(frozen=True)
 class Encode:
-    """Pieces to int32 tokens, with the end-of-text token after each document; runs in workers."""
+    """First pass for running text: turns pieces into int32 tokens; runs in worker processes.
+
+    The end-of-text token follows each document.
+    """
 
     tokenizer_json: str
     end_of_text_id: int
@@ -84,7 +87,7 @@ class Encode:
 
 @dataclasses.dataclass(frozen=True)
 class WriteSamples:
-    """Cuts the given samples out of a corpus file and writes them as one HDF5 file; runs in workers."""
+    """Second pass for running text: writes samples of the corpus to an HDF5 file; runs in workers."""
 
     corpus_path: Path
     sequence_length: int
@@ -100,7 +103,10 @@ class WriteSamples:
         return len(samples)
 
     def _windows(self, descriptor: int, samples: Indices) -> Samples:
-        """Tokens [samples, sequence_length + 1]; read, not mapped, so that resident memory stays flat."""
+        """Return the tokens of the given samples, [samples, sequence_length + 1].
+
+        The file is read instead of memory-mapped, so that resident memory does not grow.
+        """
         itemsize, length = np.dtype(np.int32).itemsize, self.sequence_length
         parts = [
             os.pread(descriptor, itemsize * (length + 1), itemsize * length * int(sample))
@@ -110,14 +116,15 @@ class WriteSamples:
 
 
 def pack(sizes: Indices, capacity: int) -> tuple[Indices, Indices]:
-    """Examples put together so that few samples hold them all: best fit, the longest first.
+    """Pack examples into few samples with the best-fit-decreasing heuristic of bin packing.
 
     Args:
-        sizes: of each example in tokens, [examples]; none is above `capacity`.
-        capacity: tokens of a sample.
+        sizes: size of each example in tokens, [examples]; at most `capacity`.
+        capacity: tokens per sample.
 
     Returns:
-        Numbers of the examples, those of one sample together [examples], and where samples end [samples].
+        Numbers of the examples, grouped by sample, [examples]; and for each sample the end of its group
+        in them, [samples].
     """
     sample_of = np.empty(len(sizes), dtype=np.int64)
     with_room: dict[int, list[int]] = {}
@@ -142,16 +149,21 @@ def pack(sizes: Indices, capacity: int) -> tuple[Indices, Indices]:
 
 
 def split_samples(num_samples: int, val_fraction: float, seed: int) -> dict[str, Indices]:
-    """Sample numbers of `train` and `val`, each in random order.
+    """Return the sample numbers of `train` and of `val`, each in random order.
+
+    Args:
+        num_samples: number of samples to split.
+        val_fraction: fraction of the samples for `val`; at least one sample unless it is 0.
+        seed: seed of the order.
 
     Raises:
-        DataError: if one of them would be empty.
+        DataError: if no sample would be left for `train`.
     """
     num_val = max(1, round(num_samples * val_fraction)) if val_fraction else 0
     if num_samples - num_val < 1:
         made = counted(num_samples, "sample", "samples")
         what = f"too little text: it makes {made}, too few for training and validation"
-        remedy = "give more text, a smaller sequence_length, or a smaller val_fraction"
+        remedy = "use more text, a smaller sequence_length or a smaller val_fraction"
         raise DataError(what, remedy=remedy)
     order = permutation(num_samples, derive_seed(seed, "split"))
     return {"train": order[num_val:], "val": order[:num_val]}

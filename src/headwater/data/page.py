@@ -1,4 +1,4 @@
-"""A page that shows prepared samples as a model sees them: tokens, labels that count, texts kept apart."""
+"""HTML page that shows prepared samples as a model reads them: tokens, labels in the loss, packed texts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Token:
     """A token on the page.
 
     Attributes:
-        text: what it stands for.
-        about: shown when the pointer is on it.
-        counts: whether its label counts in the loss.
-        padding: whether it only fills the sample up.
-        group: which of the texts of a sample it belongs to.
+        text: the decoded token.
+        about: tooltip.
+        counts: True if its label counts in the loss.
+        padding: True for a padding token.
+        group: index of the token's text in the sample.
     """
 
     text: str
@@ -46,19 +46,19 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Tokens in a row under a title."""
+    """A row of tokens with a title."""
 
     title: str
     tokens: list[Token]
 
 
 def write_page(folder: Path, out: Path, *, num_samples: int = 8) -> None:
-    """Writes the first samples of `train/` and `val/` as a page that needs nothing else.
+    """Write the first samples of `train/` and `val/` as one self-contained HTML page.
 
     Args:
-        folder: what `headwater data` made.
+        folder: output folder of `headwater data`.
         out: file to write.
-        num_samples: of each of the two.
+        num_samples: maximum samples of `train/`, and of `val/`.
 
     Raises:
         DataError: if the folder holds no prepared data, or the page cannot be written.
@@ -80,12 +80,14 @@ def write_page(folder: Path, out: Path, *, num_samples: int = 8) -> None:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise DataError(
-            f"page cannot be written: {error.strerror}", where=str(out), remedy="name another file"
+            f"page cannot be written: {error.strerror}",
+            where=str(out),
+            remedy="choose another path for --out",
         ) from error
 
 
 def _samples(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, list[Strip]]]:
-    """Place and contents of each sample of a folder."""
+    """Yield the place (file and number) and the contents of each sample of a folder."""
     for path in sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES):
         for number, strips in enumerate(_file_samples(path, tokenizer)):
             yield f"{path.name}, sample {number}", strips
@@ -121,7 +123,7 @@ def _file_samples(path: Path, tokenizer: Tokenizer) -> Iterator[list[Strip]]:
 
 
 def _row(sample: npt.NDArray[np.int32], names: Sequence[str], tokenizer: Tokenizer) -> Strip:
-    """A sample of rows [channels, length]."""
+    """Return a strip of tokens for a sample of rows [channels, length]."""
     channels = dict(zip(names, sample, strict=False))
     ids, mask, labels = (channels[name] for name in SPAN_CHANNELS[:3])
     span, positions = (channels.get(name) for name in SPAN_CHANNELS[3:])
@@ -140,7 +142,7 @@ def _row(sample: npt.NDArray[np.int32], names: Sequence[str], tokenizer: Tokeniz
 
 
 def _fields(sample: dict[str, npt.NDArray[np.int32]], tokenizer: Tokenizer) -> list[Strip]:
-    """A sample of named fields: a strip for each text in it."""
+    """Return a strip of tokens for each text of a sample of named fields."""
     strips = []
     for name in sorted(sample):
         if not name.endswith("input_ids"):
@@ -158,7 +160,7 @@ def _fields(sample: dict[str, npt.NDArray[np.int32]], tokenizer: Tokenizer) -> l
 
 
 def _answers(sample: dict[str, npt.NDArray[np.int32]], prefix: str) -> dict[int, int]:
-    """The labels that count, by place."""
+    """Return the labels that count in the loss, by position."""
     if f"{prefix}labels" in sample:
         labels = sample[f"{prefix}labels"]
         return {int(place): int(labels[place]) for place in np.flatnonzero(labels >= 0)}
@@ -198,7 +200,7 @@ def _token(
 
 
 def _word(tokenizer: Tokenizer, token: int) -> str:
-    """What a token stands for; of half a character, the tokenizer's own name."""
+    """Return the text of a token; for a token that is part of a character, its name in the tokenizer."""
     word = str(tokenizer.decode([token], skip_special_tokens=False))
     if isinstance(tokenizer.model, models.WordPiece):
         return _apart(word)
@@ -206,7 +208,7 @@ def _word(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _apart(word: str) -> str:
-    """A WordPiece token with the gap before it; those that go on with a word have none."""
+    """Return a WordPiece token with a space before it, unless it continues a word (`##`)."""
     return word if word.startswith("##") else f" {word}"
 
 
@@ -215,14 +217,12 @@ def _card(where: str, strips: Sequence[Strip]) -> str:
     for strip in strips:
         counted = sum(token.counts for token in strip.tokens)
         padding = sum(token.padding for token in strip.tokens)
-        size = (
-            f"{len(strip.tokens)} tokens, {counted} in the loss, {padding} filled up" if strip.tokens else ""
-        )
+        size = f"{len(strip.tokens)} tokens, {counted} in the loss, {padding} padding" if strip.tokens else ""
         parts.append(f'<p class="name">{html.escape(strip.title)} <small>{size}</small></p>')
-        # A run of padding says nothing token by token.
+        # The padding at the end is shown as a number: its tokens are all the same.
         shown = strip.tokens[: len(strip.tokens) - _trailing_padding(strip.tokens)]
-        rest = len(strip.tokens) - len(shown)
-        more = f'<span class="p">… filled up with {rest} more</span>' if rest else ""
+        hidden = len(strip.tokens) - len(shown)
+        more = f'<span class="p">… and {hidden} padding tokens</span>' if hidden else ""
         if strip.tokens:
             parts.append(f'<p class="t">{"".join(map(_span, shown))}{more}</p>')
     return "\n".join([*parts, "</article>"])
@@ -248,12 +248,12 @@ def _facts(statistics: Statistics) -> str:
         "documents": statistics.documents,
         "tokens": statistics.tokens,
         "vocabulary": statistics.vocab_size,
-        "tokens of a sample": statistics.sequence_length,
+        "tokens per sample": statistics.sequence_length,
         "training samples": statistics.train_samples,
         "validation samples": statistics.val_samples,
         "labels in the loss": statistics.loss_tokens,
-        "left out": statistics.bad_records + statistics.empty_records + statistics.too_long_records,
-        "cut": statistics.cut_records,
+        "records left out": statistics.bad_records + statistics.empty_records + statistics.too_long_records,
+        "records cut": statistics.cut_records,
     }
     rows = [f"<div><dt>{name}</dt><dd>{value:,}</dd></div>" for name, value in facts.items() if value]
     settings = html.escape(json.dumps(statistics.settings, indent=2, ensure_ascii=False))
@@ -296,9 +296,10 @@ _PAGE = """<!doctype html>
 <body>
 <h1>{title}</h1>
 {facts}
-<p class="legend t"><span class="g0 l">underlined</span> label counts in the loss ·
-<span class="g0">pale</span> read only · <span class="g1">another colour</span> another text ·
-<span class="p">grey</span> fills the sample up. Point at a token for its number, label and place.</p>
+<p class="legend t"><span class="g0 l">underlined</span>: the label counts in the loss ·
+<span class="g0">pale</span>: the label does not count ·
+<span class="g1">another colour</span>: another text · <span class="p">grey</span>: padding.
+Point at a token to see its number, label and position.</p>
 {samples}
 </body>
 </html>

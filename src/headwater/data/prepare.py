@@ -1,9 +1,9 @@
-"""Text and records to training data: tokenize, pack, shuffle, split.
+"""Preparation of training data from texts and records: tokenize, pack, shuffle, split.
 
-Two passes, each spread over worker processes. The first writes the tokens of all texts one after the other
-into a flat temporary file; the second makes samples of that file in random order. So the shuffle is over the
-whole data set, while memory holds a few blocks of text, or a few numbers a sample. What is killed goes on
-where it was.
+It has two passes, each spread over worker processes. The first writes the tokens of all texts to one flat
+temporary file. The second reads that file and writes the samples in random order. The shuffle therefore
+covers the whole data set, while memory holds only a few blocks of text and a few numbers per sample. A killed
+preparation continues where it stopped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What decides the bytes of the output, besides the inputs; see `prepare`."""
+    """Settings that, together with the inputs, determine every byte of the output; see `prepare`."""
 
     tokenizer: Path | TrainBPE
     sequence_length: int
@@ -54,16 +54,18 @@ class Settings:
     def __post_init__(self) -> None:
         for key in ("sequence_length", "samples_per_file"):
             if getattr(self, key) < 1:
-                what = f"{key} is {getattr(self, key)}"
-                raise ConfigError(what, where=key, remedy="write a whole number above 0")
+                what = f"expected {key} of at least 1, got {getattr(self, key)}"
+                raise ConfigError(what, where=key, remedy="use 1 or more")
         if not 0 <= self.val_fraction < 1:
-            what = f"val_fraction is {self.val_fraction}"
-            raise ConfigError(
-                what, where="val_fraction", remedy="write a fraction such as 0.05, or 0 for none"
-            )
+            what = f"expected val_fraction in [0, 1), got {self.val_fraction}"
+            remedy = "use a fraction such as 0.05, or 0 for no validation data"
+            raise ConfigError(what, where="val_fraction", remedy=remedy)
 
     def as_json(self) -> dict[str, Any]:
-        """Without folders, so that the output does not depend on where the inputs lie."""
+        """Return the settings as plain values. Paths are reduced to file names.
+
+        The output therefore does not depend on the folders of the inputs.
+        """
         settings = json.dumps(dataclasses.asdict(self), default=lambda path: path.name)
         plain: dict[str, Any] = json.loads(settings)
         return plain
@@ -87,32 +89,35 @@ def prepare(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Statistics:
-    """Makes `output_dir` with `train/`, `val/`, `tokenizer.json` and `statistics.json`.
+    """Write `train/`, `val/`, `tokenizer.json` and `statistics.json` to the new folder `output_dir`.
 
-    The same inputs and settings give the same bytes, whatever `num_workers`, and whether it was killed in
-    between. The folder appears when everything in it is complete; what a killed preparation left
-    (`output_dir` + `.partial`) is taken up by the next one with the same inputs and settings.
+    The same inputs and settings produce the same bytes, for any `num_workers`, and also after a preparation
+    that was killed and continued. The folder appears when everything in it is complete. Until then the files
+    are in `output_dir` + `.partial`, where a preparation with the same inputs and settings continues.
 
     Args:
-        inputs: txt, jsonl, json (each plain or .gz) or parquet files, or folders of them.
-        output_dir: folder to make.
-        tokenizer: `TrainBPE` to train one, or where it is (see `load_tokenizer`).
-        sequence_length: tokens of a sample.
-        val_fraction: share of the samples that go to `val/`; at least one unless 0.
-        seed: of the order of the samples, of the choice of those in `val/`, and of what is random in them.
-        num_workers: worker processes; at most 1: none.
-        samples_per_file: samples in each file but the last.
-        json_key: key of the text in records, where running text is wanted.
-        end_of_text: token put after each document; by default the one the tokenizer has.
-        mode: what is made, a name in `headwater.data.modes.MODES`.
-        options: of the mode.
+        inputs: txt, jsonl, json, csv (each plain or .gz) or parquet files, or folders of them.
+        output_dir: folder to create.
+        tokenizer: `TrainBPE` to train a tokenizer, or the path of a tokenizer (see `load_tokenizer`).
+        sequence_length: tokens per sample.
+        val_fraction: fraction of the samples that go to `val/`; at least one sample unless it is 0.
+        seed: seed of the order of the samples, of the split, and of the random choices of the mode.
+        num_workers: worker processes; 1 or less: work in this process.
+        samples_per_file: samples in each file except the last.
+        json_key: key of the text in records, in modes that read running text.
+        end_of_text: token after each document; by default the end-of-text token of the tokenizer.
+        mode: kind of the samples, a name in `headwater.data.modes.MODES`.
+        options: options of the mode.
         skip_bad_records: leave out and count records that cannot be used; otherwise the first is an error.
-        overwrite: replace data prepared there before.
+        overwrite: replace prepared data that `output_dir` already holds.
         progress: show a progress bar.
 
+    Returns:
+        Figures of the prepared data.
+
     Raises:
-        ConfigError: for a setting out of range.
-        DataError: for input, tokenizer or output that cannot be used.
+        ConfigError: if a setting is out of range.
+        DataError: if an input, the tokenizer or the output folder cannot be used.
     """
     options = options or ModeOptions()
     if mode == "chat" or mode == "preference":
@@ -138,12 +143,12 @@ def prepare(
         with staged_folder(output_dir, replace=replace, key=key) as folder, _progress(progress) as bar:
             return _Preparation(settings, work, files, folder, num_workers, bar).run()
     except OSError as error:
-        remedy = "see that the folder can be written and that the disk has room (about 12 bytes a token)"
+        remedy = "make the folder writable, and free disk space (about 12 bytes per token are needed)"
         raise DataError(f"output cannot be written: {error}", where=str(output_dir), remedy=remedy) from error
 
 
 def _key(settings: Settings, files: Sequence[Path]) -> str:
-    """Tells one preparation from another: inputs that changed are others."""
+    """Return a key of this preparation; it changes with the settings and with any changed input."""
     sources = [*files, *([settings.tokenizer] if isinstance(settings.tokenizer, Path) else [])]
     stats = [path.stat() if path.exists() else None for path in sources]
     marks = [
@@ -155,6 +160,8 @@ def _key(settings: Settings, files: Sequence[Path]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Preparation:
+    """A preparation in progress, in a staged folder."""
+
     settings: Settings
     mode: Mode
     files: list[Path]
@@ -197,11 +204,11 @@ class _Preparation:
 
     @property
     def _is_stream(self) -> bool:
-        """Whether samples are cut out of one long text."""
+        """True if samples are cut out of one continuous stream of tokens."""
         return self.settings.mode == "pretraining" and self.mode.packing == "joined"
 
     def _pieces(self, description: str, bad: BadRecords) -> Iterator[Piece]:
-        """All text, with a progress bar."""
+        """Return the pieces of all documents, read with a progress bar."""
         return self._shown(description, read_pieces(self.files, json_key=self.settings.json_key, bad=bad))
 
     def _shown(self, description: str, items: Iterator[Any]) -> Iterator[Any]:
@@ -211,7 +218,7 @@ class _Preparation:
             self.bar.update(task, completed=item.file_bytes)
 
     def _tokenizer(self) -> Tokenizer:
-        """The tokenizer, with the tokens that the mode needs; it is in the folder then."""
+        """Return the tokenizer with the tokens that the mode needs, and save it in the folder."""
         path = self.folder / TOKENIZER_FILE
         if path.exists():
             return load_tokenizer(path)
@@ -220,9 +227,9 @@ class _Preparation:
         missing = [token for token in self.mode.needed_tokens if tokenizer.token_to_id(token) is None]
         if missing:
             raise DataError(
-                f"the tokenizer has no token {', '.join(missing)}, which mode {self.settings.mode} needs",
+                f"mode {self.settings.mode} needs the tokens {', '.join(missing)}, which the tokenizer lacks",
                 where=str(source) if isinstance(source, Path) else "--vocab_size",
-                remedy="name the tokenizer of the model that reads these data; for BERT its vocab.txt",
+                remedy="pass the tokenizer of the model that you train (--tokenizer); for BERT its vocab.txt",
             )
         added = self.mode.added_tokens
         if added and all(tokenizer.token_to_id(token.replace("|", "")) is None for token in added):
@@ -236,7 +243,7 @@ class _Preparation:
         return tokenizer
 
     def _keep_template(self) -> None:
-        """Write the chat template that makes the samples into the folder."""
+        """Write the chat template of the samples to the folder."""
         template = self.settings.options.chat_template
         if self.settings.mode == "chat":
             template = template or PLAIN_TEMPLATE
@@ -244,7 +251,7 @@ class _Preparation:
             (self.folder / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
     def _texts(self) -> Iterator[str]:
-        """Everything that a tokenizer may be trained on."""
+        """Yield all texts of the input, for the training of a tokenizer."""
         bad = BadRecords(self.settings.skip_bad_records)
         if self.mode.reads == "documents":
             yield from (piece.text for piece in self._pieces("training tokenizer", bad))
@@ -255,7 +262,7 @@ class _Preparation:
     def _first_pass(
         self, work: Callable[[tuple[int, Sequence[Any]]], Block], corpus: Corpus, bad: BadRecords
     ) -> None:
-        """Brings what `work` makes of all input to the corpus; tasks that are done there are passed over."""
+        """Add the blocks that `work` makes of all inputs to the corpus; skip tasks that it already holds."""
         tasks: Iterator[tuple[int, Sequence[Any]]]
         if self.mode.reads == "documents":
             tasks = numbered_tasks(self._pieces("tokenizing", bad), lambda piece: len(piece.text))
@@ -268,21 +275,25 @@ class _Preparation:
         corpus.save()
         if corpus.progress.counts["documents"] == 0:
             names = ", ".join(map(str, self.files[:3]))
-            raise DataError("inputs hold no text", where=names, remedy="name files that are not empty")
+            raise DataError("the inputs contain no text", where=names, remedy="name files that are not empty")
 
     def _check_usable(self, corpus: Corpus, bad: BadRecords) -> None:
-        """That not everything was left out."""
+        """Check that at least one example was made.
+
+        Raises:
+            DataError: if all records were left out, with the reasons.
+        """
         if corpus.progress.examples:
             return
         counts = corpus.progress.counts
         reasons = (
-            ("cannot be used", bad.count + counts["bad"], "see why, without --skip_bad_records"),
-            ("empty", counts["empty"], "give records with text"),
+            ("cannot be used", bad.count + counts["bad"], "run without --skip_bad_records to see the reason"),
+            ("empty", counts["empty"], "use records with text"),
             ("too long", counts["too_long"], "use a larger sequence_length, or --longer cut"),
         )
         found = [reason for reason in reasons if reason[1]]
         raise DataError(
-            f"all records are left out: {', '.join(f'{name}: {count}' for name, count, _ in found)}",
+            f"all records were left out: {', '.join(f'{name}: {count}' for name, count, _ in found)}",
             where=", ".join(map(str, self.files[:3])),
             remedy="; ".join(remedy for *_, remedy in found),
         )
@@ -295,13 +306,14 @@ class _Preparation:
         return self._write(splits, lambda samples: samples, write, ".h5")
 
     def _write_examples(self, make: MakeExamples, corpus: Corpus) -> tuple[dict[str, int], int]:
-        """Writes all samples; how many there are, and how many positions hold no text."""
+        """Write all samples; return their number by split, and the number of padding positions."""
         lengths = corpus.lengths()
         starts = np.cumsum(lengths.sum(1), dtype=np.int64) - lengths.sum(1)
         numbers = np.arange(len(lengths))
         ends, length = numbers + 1, self.settings.sequence_length
         joined = self.mode.packing == "joined"
-        # Of a text the last token is a label alone; of texts that are joined only the last one's.
+        # The last token of a text is only a label and takes no position. In joined texts this is true only
+        # of the last token of the last text; `length + joined` below accounts for it.
         sizes = lengths[:, 0].astype(np.int64) - (not joined)
         if self.mode.in_rows and self.mode.packing != "single":
             numbers, ends = pack(sizes, length + joined)
@@ -320,7 +332,10 @@ class _Preparation:
         write: Callable[[tuple[Path, Any]], int],
         suffix: str,
     ) -> dict[str, int]:
-        """Writes the samples of each split in files; how many each has. Files that are there are complete."""
+        """Write the samples of each split to files; return the number of samples by split.
+
+        Files that exist are skipped: `write` renames a file to its name only when it is complete.
+        """
         per_file = self.settings.samples_per_file
         bar = self.bar.add_task("writing samples", total=sum(map(len, splits.values())))
 
@@ -381,7 +396,7 @@ def _record_chars(record: Record) -> int:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All texts in a record."""
+    """Yield all strings in a record."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""Records out of jsonl, json, csv and parquet files, one at a time."""
+"""Records of jsonl, json, csv and parquet files, read one at a time."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from headwater.core.errors import DataError
 from headwater.core.units import counted
 
 RECORD_KINDS = (".jsonl", ".json", ".csv", ".parquet")
-"""Ends of the names of files that hold records; all but the last may be compressed (`.gz`)."""
+"""Suffixes of files that hold records; all but parquet may be compressed (`.gz`)."""
 
 MAX_RECORD_BYTES = 64 << 20
-"""Longest record; a longer one would take several times as much memory."""
+"""Maximum size of a record, because parsing it takes several times its size in memory."""
 
 _BLOCK_CHARS = 1 << 16
 _PARQUET_ROWS = 256
-_JSONL_REMEDY = "each line must be one JSON object; --skip_bad_records leaves out and counts others"
+_JSONL_REMEDY = "each line must be one JSON object; --skip_bad_records leaves out and counts other lines"
 _CSV_REMEDY = "the first line must name the columns, and each other line must have as many fields"
-_LONG_REMEDY = "divide it into several records; --skip_bad_records leaves it out"
+_LONG_REMEDY = "split it into several records; --skip_bad_records leaves it out"
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
-_JSON_REMEDY = "the file must be a list of JSON objects; one a line is .jsonl"
+_JSON_REMEDY = (
+    "the file must hold one list of JSON objects; a file with one object per line must end in .jsonl"
+)
 UTF8_REMEDY = "convert it to UTF-8, for example with iconv"
 
 
@@ -40,9 +42,9 @@ class Record:
     """One record.
 
     Attributes:
-        fields: its values by their names.
-        where: file and line, or number in the file, for messages.
-        file_bytes: bytes of the input files read so far, compressed where they are: for progress.
+        fields: values by name.
+        where: file and line (or number of the record), for error messages.
+        file_bytes: bytes of the input files read so far (compressed size), for the progress bar.
     """
 
     fields: dict[str, Any]
@@ -52,21 +54,24 @@ class Record:
 
 @dataclasses.dataclass
 class BadRecords:
-    """What becomes of records that cannot be used.
+    """Policy for records that cannot be used, and their number.
 
     Attributes:
         skip: leave them out and count them; otherwise the first is an error.
-        count: those that were left out.
+        count: number of records left out.
     """
 
     skip: bool = False
     count: int = 0
 
     def add(self, error: DataError) -> None:
-        """Counts a record that cannot be used.
+        """Count a record that cannot be used.
+
+        Args:
+            error: the reason.
 
         Raises:
-            DataError: the error itself, unless such records are skipped.
+            DataError: `error`, unless `skip` is set.
         """
         if not self.skip:
             raise error
@@ -74,17 +79,17 @@ class BadRecords:
 
 
 def read_records(files: Sequence[Path], bad: BadRecords) -> Iterator[Record]:
-    """Every record of `files` in order. Memory holds one line, or one block of a file.
+    """Yield every record of `files` in order. Memory holds one line, or one block of a file.
 
     Raises:
-        DataError: for a file that is damaged; for a record that is, unless `bad` skips it.
+        DataError: if a file is damaged, or a record is damaged and `bad` does not skip it.
     """
     done = 0
     for path in files:
         kind = file_kind(path)
         if kind not in RECORD_KINDS:
             raise DataError(
-                "this mode reads records, and the file holds none",
+                f"this mode reads records, but a {kind} file holds running text",
                 where=str(path),
                 remedy=f"name files that end in {', '.join(RECORD_KINDS)}",
             )
@@ -96,13 +101,17 @@ def read_records(files: Sequence[Path], bad: BadRecords) -> Iterator[Record]:
 
 
 def file_kind(path: Path) -> str:
-    """End of the name, without that of compression."""
+    """Return the suffix of the file's name; the suffix of a compression (`.gz`) does not count."""
     return Path(path.name.removesuffix(".gz")).suffix
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], io.BufferedReader]]:
-    """`path` uncompressed, and the file beneath, whose position tells the progress."""
+    """Open a file; yield the uncompressed stream, and the raw file, whose position shows the progress.
+
+    Raises:
+        DataError: if the file cannot be read, or its compression is damaged.
+    """
     try:
         with path.open("rb") as raw:
             if path.suffix == ".gz":
@@ -112,37 +121,42 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], io.BufferedReader]]:
                 yield raw, raw
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         what = f"gzip file is damaged or cut short: {error}"
-        raise DataError(what, where=str(path), remedy="fetch or compress it again") from error
+        raise DataError(what, where=str(path), remedy="download or compress it again") from error
     except OSError as error:
         raise DataError(f"input cannot be read: {error.strerror}", where=str(path)) from error
 
 
 def text_of(record: Record, key: str) -> str:
-    """The text that a record holds.
+    """Return the text at `key` of a record.
 
     Raises:
-        DataError: if it has none, or what it has is not text.
+        DataError: if the record has no such key, or its value is not text.
     """
     if key not in record.fields:
         near = difflib.get_close_matches(key, record.fields, n=1) or sorted(record.fields)[:5]
-        remedy = f"name the key that holds the text (--json_key); the record has {', '.join(map(repr, near))}"
+        remedy = f"name the key of the text with --json_key; the record has {', '.join(map(repr, near))}"
         raise DataError(f"record has no key {key!r}", where=record.where, remedy=remedy)
     return checked_text(record.fields[key], key, record.where)
 
 
 def checked_text(value: object, key: str, where: str) -> str:
-    """`value`, which must be text.
+    """Return `value` if it is valid text.
+
+    Args:
+        value: value to check.
+        key: key of the value in the record, for the error message.
+        where: place of the record, for the error message.
 
     Raises:
-        DataError: if it is not.
+        DataError: if it is not a string, or cannot be encoded as UTF-8.
     """
     if not isinstance(value, str):
-        what = f"{key!r} holds a {type(value).__name__}, not a string"
-        raise DataError(what, where=where, remedy="name the key that holds the text (--json_key, --keys)")
+        what = f"expected a string at {key!r}, got {type(value).__name__}"
+        raise DataError(what, where=where, remedy="name the key of the text with --json_key or --keys")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        what = f"{key!r} holds half of a surrogate pair, which is not text"
+        what = f"the string at {key!r} holds half of a surrogate pair, so it is not valid Unicode"
         raise DataError(what, where=where, remedy="repair the \\u escapes of this line") from error
     return value
 
@@ -163,7 +177,7 @@ def _jsonl_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
 
 
 def _lines(path: Path, stream: IO[bytes], bad: BadRecords) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line; one that is too long is passed over in blocks, or is an error."""
+    """Yield the number and bytes of each line; a line that is too long is added to `bad` and skipped."""
     number = 0
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
@@ -180,7 +194,7 @@ def _too_long(what: str, where: str) -> DataError:
 
 
 def _csv_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
-    """A record for each row, its fields as text by the names in the first row."""
+    """Yield a record for each row: strings by the column names of the first row."""
     number = 0
 
     def lines() -> Iterator[str]:
@@ -197,14 +211,14 @@ def _csv_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
     try:
         names = next(rows, [])
         if len(set(names)) < len(names) or not all(names):
-            what = f"expected a name for each column, each another one, found {names}"
+            what = f"expected a different name for each column, got {names}"
             raise DataError(what, where=f"{path}, line 1", remedy=_CSV_REMEDY)
         for row in rows:
             where = f"{path}, line {number}"
             if len(row) == len(names):
                 yield dict(zip(names, row, strict=True)), where
             elif row:
-                what = f"expected {counted(len(names), 'field', 'fields')}, found {len(row)}"
+                what = f"expected {counted(len(names), 'field', 'fields')}, got {len(row)}"
                 bad.add(DataError(what, where=where, remedy=_CSV_REMEDY))
     except csv.Error as error:
         raise DataError(
@@ -228,7 +242,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
 def _as_fields(value: Any, what: str, where: str, remedy: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         kind = type(value).__name__
-        raise DataError(f"{what} holds a JSON {kind}, not an object", where=where, remedy=remedy)
+        raise DataError(f"expected a JSON object in this {what}, got {kind}", where=where, remedy=remedy)
     return value
 
 
@@ -244,7 +258,7 @@ def _json_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
 
 
 def _json_values(path: Path, stream: IO[bytes]) -> Iterator[Any]:
-    """The elements of a JSON list, of which memory holds one and a block."""
+    """Yield the elements of a JSON list; memory holds one element and one block of the file."""
     decode = json.JSONDecoder().raw_decode
     reader = codecs.getreader("utf-8-sig")(stream)
     try:
@@ -261,7 +275,8 @@ def _json_values(path: Path, stream: IO[bytes]) -> Iterator[Any]:
             except (ValueError, RecursionError) as error:
                 if len(held) - place > MAX_RECORD_BYTES:
                     raise _too_long("record", f"{path}, record {number + 1}") from error
-                # An element that is cut off; what is read grows with it, so that long ones cost no more.
+                # The element is not complete: read on. The amount doubles, so that the total cost of decoding
+                # a long element again and again stays proportional to its length.
                 more = reader.read(max(_BLOCK_CHARS, len(held) - place))
                 if not more:
                     where = f"{path}, record {number + 1}"
@@ -276,7 +291,7 @@ def _json_values(path: Path, stream: IO[bytes]) -> Iterator[Any]:
 
 def _end_of(pattern: re.Pattern[str], text: str, place: int) -> int:
     match = pattern.match(text, place)
-    assert match is not None, "the pattern matches nothing too"
+    assert match is not None, "the pattern also matches the empty string"
     return match.end()
 
 
@@ -301,4 +316,4 @@ def _parquet_records(path: Path, raw: io.BufferedReader) -> _Found:
                 yield fields, f"{path}, row {number}"
     except ArrowException as error:
         what = f"parquet file is damaged: {error}"
-        raise DataError(what, where=str(path), remedy="fetch it again") from error
+        raise DataError(what, where=str(path), remedy="download or write the file again") from error

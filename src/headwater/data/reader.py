@@ -1,4 +1,4 @@
-"""The GPT HDF5 reader: from the keys of a params file to batches."""
+"""Reader of GPT samples in HDF5 files: turns a dataloader section of a params file into batches."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ class GptHDF5DataProcessorConfig(BaseModel):
     """Keys of a dataloader section of a params file.
 
     Attributes:
-        data_dir: folder of HDF5 files, or several.
+        data_processor: name of the reader.
+        data_dir: folder of HDF5 files, or a list of such folders.
         batch_size: samples in a global batch, all ranks together.
-        shuffle: whether each epoch has a random order of its own.
+        shuffle: read each epoch in a different random order.
         shuffle_seed: seed of these orders.
-        num_workers: worker processes of each rank; 0 reads in the training process.
+        num_workers: worker processes of each rank; 0: read in the training process.
         prefetch_factor: batches that each worker reads ahead.
         persistent_workers: keep the workers from one pass to the next.
-        drop_last: in a single pass, whether an incomplete last batch is left out.
+        drop_last: in a single pass, leave out an incomplete last batch.
         repeat: endless epochs, for training; otherwise each iteration is one pass.
-        max_sequence_length: length that the samples must have.
-        vocab_size: number above every token id.
-        use_vsl: samples must be of several texts, told apart by `attention_span` and `position_ids`.
+        max_sequence_length: required length of the samples in tokens.
+        vocab_size: all token ids must be below this number.
+        use_vsl: require samples with `attention_span` and `position_ids`, which keep packed texts apart.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,18 +76,18 @@ class GptHDF5DataProcessorConfig(BaseModel):
 
 
 class GptHDF5DataProcessor(SampleSource):
-    """Checks a data set against its configuration and the model, and makes loaders of it.
+    """A data set of GPT samples, checked against its configuration and the model.
 
-    A batch is `input_ids`, `attention_mask` (1 where a position counts in the loss) and `labels`, each int64
-    [batch_size / world_size, sequence_length]; `attention_span` and `position_ids` too where samples hold
-    several texts that do not see each other.
+    A batch has `input_ids`, `attention_mask` (1 where a position counts in the loss) and `labels`, each int64
+    [batch_size / world_size, sequence_length]. If a sample packs several texts that do not attend to each
+    other, a batch also has `attention_span` and `position_ids` of the same shape.
 
     Args:
         config: keys of the dataloader section.
-        rank: which slice of each global batch is this process's, of `world_size`.
+        rank: index of this process's slice of each global batch.
         world_size: number of ranks.
-        vocab_size: the model's; stands beside the configuration's.
-        max_position_embeddings: the model's: samples may not be longer.
+        vocab_size: vocabulary of the model; the smaller of this and `config.vocab_size` applies.
+        max_position_embeddings: maximum length of a sample that the model can read.
 
     Raises:
         ConfigError: if `batch_size` cannot be divided among the ranks.
@@ -138,15 +139,15 @@ def open_samples(
     sinks: Sequence[int] = (),
     spans: bool = False,
 ) -> GptSamples:
-    """The samples in the HDF5 files of some folders, checked.
+    """Check the HDF5 files of some folders and return their samples as one data set.
 
     Args:
         folders: folders of HDF5 files.
-        vocab_size: number above every token id.
-        sequence_length: length that the samples must have.
-        max_position_embeddings: most tokens that a sample may have, those put before it included.
-        sinks: tokens to put before each sample; they do not count in the loss.
-        spans: samples must hold texts that do not see each other.
+        vocab_size: all token ids must be below this number.
+        sequence_length: required length of the samples in tokens.
+        max_position_embeddings: maximum length of a sample with its sink tokens.
+        sinks: ids of the tokens to put before each sample; they do not count in the loss.
+        spans: require the channels that keep packed texts apart (`SPAN_CHANNELS`).
 
     Raises:
         DataError: if the files are missing, malformed or do not fit.
@@ -159,12 +160,12 @@ def open_samples(
 
 
 class GptSamples(Dataset[Any]):
-    """The samples of several files as one numbered sequence; files open in the process that reads them.
+    """The samples of several files as one data set. Each process opens the files that it reads.
 
     Args:
-        files: files with samples of one length.
-        vocab_size: number above every token id; checked on what is read.
-        sinks: tokens that are put before each sample, and do not count in the loss.
+        files: files whose samples have the same length.
+        vocab_size: all token ids must be below this number; checked when samples are read.
+        sinks: ids of the tokens to put before each sample; they do not count in the loss.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class GptSamples(Dataset[Any]):
         self.files = list(files)
         self.vocab_size = vocab_size
         self.channels = self.files[0].channels
-        # Nothing is to be learnt there: no label counts.
+        # The mask and label channels of sink tokens stay 0: the loss ignores them.
         self._sinks = np.zeros((len(self.channels), len(sinks)), dtype=np.int64)
         self._sinks[0] = sinks
         self._ends = list(itertools.accumulate(file.num_samples for file in files))
@@ -184,11 +185,11 @@ class GptSamples(Dataset[Any]):
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sample."""
+        """Tokens per sample, with its sink tokens."""
         return self.files[0].sequence_length + int(self._sinks.shape[1])
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         samples = np.empty((len(draws), len(self.channels), self.sequence_length), dtype=np.int64)
         sinks = self._sinks.shape[1]
         samples[..., :sinks] = self._sinks
@@ -203,14 +204,14 @@ class GptSamples(Dataset[Any]):
         }
 
     def _place(self, draw: int) -> tuple[SampleFile, int]:
-        """The file of a sample, and the sample's number there."""
+        """Return the file of a sample, and the sample's index in it."""
         index = draw % len(self)
         number = bisect.bisect_right(self._ends, index)
         file = self.files[number]
         return file, index - (self._ends[number] - file.num_samples)
 
     def _read(self, places: Sequence[tuple[SampleFile, int]]) -> npt.NDArray[Any]:
-        """The samples at `places`, each compared with its checksum."""
+        """Return the samples at `places` [places, channels, length], each compared with its checksum."""
         values = [self._open_files[file.path].read_unchecked("data", place) for file, place in places]
         rows_by_file: dict[Path, list[int]] = {}
         for row, (file, _) in enumerate(places):
@@ -221,7 +222,11 @@ class GptSamples(Dataset[Any]):
         return stacked if len(rows_by_file) == 1 else np.stack(values)
 
     def _check_tokens(self, samples: npt.NDArray[np.int64], places: Sequence[tuple[SampleFile, int]]) -> None:
-        """Raise if a token of a batch [batch, channels, length] is out of range, naming its sample."""
+        """Check that all tokens of a batch [batch, channels, length] are in the vocabulary.
+
+        Raises:
+            DataError: if one is not; the error names the sample.
+        """
         tokens = samples[:, _TOKEN_CHANNELS]
         low, high = tokens.min(), tokens.max()
         if low >= 0 and (self.vocab_size is None or high < self.vocab_size):
@@ -231,9 +236,11 @@ class GptSamples(Dataset[Any]):
 
     def _check_range(self, low: int, high: int, where: str) -> None:
         if low < 0:
-            raise DataError(f"token id {low} is negative", where=where, remedy="prepare the data again")
+            raise DataError(
+                f"expected token ids of at least 0, got {low}", where=where, remedy="prepare the data again"
+            )
         if self.vocab_size is not None and high >= self.vocab_size:
-            what = f"token id {high} is beyond the vocabulary, vocab_size {self.vocab_size}"
+            what = f"expected token ids below vocab_size={self.vocab_size}, got {high}"
             remedy = f"set vocab_size to at least {high + 1}, or use data made with the model's tokenizer"
             raise DataError(what, where=where, remedy=remedy)
 
@@ -245,26 +252,27 @@ def _check_channels(files: Sequence[SampleFile], *, spans: bool, sinks: bool) ->
             raise DataError(
                 f"samples have {len(file.channels)} channels, but {len(first.channels)} in {first.path}",
                 where=str(file.path),
-                remedy="prepare all data with --use_vsl or all without",
+                remedy="prepare all data with --use_vsl, or all data without it",
             )
     if spans and first.channels != SPAN_CHANNELS:
         raise DataError(
-            "samples do not say which tokens belong together",
+            "use_vsl is set, but the samples have no attention_span and position_ids",
             where=str(first.path),
-            remedy="prepare the data with --use_vsl, or leave use_vsl out",
+            remedy="prepare the data with --use_vsl, or remove use_vsl",
         )
     if sinks and first.channels == SPAN_CHANNELS:
         raise DataError(
-            "sink tokens cannot be seen by texts that are kept apart",
+            "sink tokens do not work with packed texts (use_vsl): only the first text could attend to them",
             where=str(first.path),
-            remedy="leave data_transforms out, or prepare the data without --use_vsl",
+            remedy="remove data_transforms, or prepare the data without --use_vsl",
         )
 
 
 class _OpenFiles:
-    """Open HDF5 files of this process, the least recently used closed first.
+    """Cache of open HDF5 files that closes the least recently used one first.
 
-    Neither pickled to another process nor used across a fork: HDF5 files survive neither.
+    HDF5 files survive neither pickling nor a fork. A pickled copy is therefore empty, and a forked process
+    starts with an empty cache.
     """
 
     def __init__(self) -> None:
@@ -291,14 +299,18 @@ class _OpenFiles:
 
 
 def _hdf5_files(folder: Path) -> list[Path]:
-    """Files of `folder`, sorted by name."""
+    """Return the HDF5 files of `folder`, sorted by name.
+
+    Raises:
+        DataError: if the folder does not exist or has no such files.
+    """
     if not folder.is_dir():
         siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
         near = difflib.get_close_matches(folder.name, siblings, n=1)
         remedy = (
             f"did you mean {folder.parent / near[0]}?"
             if near
-            else "make it with: headwater data INPUT --out DIR"
+            else "create it with: headwater data INPUT --out DIR"
         )
         raise DataError("data_dir is not a folder", where=f"data_dir: {folder}", remedy=remedy)
     files = sorted(path for path in folder.iterdir() if path.suffix in (".h5", ".hdf5"))
@@ -317,18 +329,22 @@ def _check_lengths(
     for file in files:
         if file.sequence_length != first.sequence_length:
             what = f"samples have {file.sequence_length} tokens, but {first.sequence_length} in {first.path}"
-            remedy = "prepare all data with one sequence_length"
+            remedy = "prepare all data with the same --sequence_length"
             raise DataError(what, where=str(file.path), remedy=remedy)
     length = first.sequence_length
     if expected is not None and length != expected:
-        what = f"samples have {length} tokens, max_sequence_length is {expected}"
-        remedy = f"prepare the data with --sequence_length {expected}, or write max_sequence_length: {length}"
+        what = f"samples have {length} tokens, but max_sequence_length is {expected}"
+        remedy = f"prepare the data with --sequence_length {expected}, or set max_sequence_length: {length}"
         raise DataError(what, where=str(first.path), remedy=remedy)
     if max_position_embeddings is not None and length > max_position_embeddings:
         what = (
-            f"samples have {length} tokens, the model's max_position_embeddings is {max_position_embeddings}"
+            f"samples have {length} tokens, but the model reads at most {max_position_embeddings} "
+            "(max_position_embeddings)"
         )
-        remedy = f"prepare the data with --sequence_length {max_position_embeddings}, or raise it to {length}"
+        remedy = (
+            f"prepare the data with --sequence_length {max_position_embeddings}, "
+            f"or set max_position_embeddings: {length}"
+        )
         raise DataError(what, where=str(first.path), remedy=remedy)
     if not any(file.num_samples for file in files):
-        raise DataError("data_dir holds no samples", where=str(first.path.parent), remedy="prepare more text")
+        raise DataError("data_dir holds no samples", where=str(first.path.parent), remedy="prepare more data")

@@ -1,4 +1,4 @@
-"""Samples of named fields, in HDF5 or CSV files, as batches of the fields that a model reads."""
+"""Reader of samples with named fields, in HDF5 or CSV files: batches of the fields that a model reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headwater.data.loader import Batch
 
 Values = npt.NDArray[np.int64]
 
-_REMEDY = "make the files anew, or name the folder that holds them"
+_REMEDY = "prepare the files again, or name the folder that holds them"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +31,14 @@ class FieldSpec:
     """One tensor of a batch.
 
     Attributes:
-        name: in the batch.
-        stored: names that it may have in the files, the first that is there counts.
-        length: elements of a sample along each dimension; `()` is a single number. Shorter ones are filled
-            up, longer ones cut.
-        fill: what shorter ones are filled up with.
-        default: the value of all elements where the files have no such field; without one they must.
-        below: number above every value, if there is one.
-        remedy: what to do where a value is not below it.
+        name: name in the batch.
+        stored: names that the field may have in the files; the first that a file has is read.
+        length: shape of the field in a sample; `()` is a single number. Shorter values are padded, longer
+            values are cut.
+        fill: value of the padding.
+        default: value of all elements if a file lacks the field; `None`: a file without it is an error.
+        below: all values must be below this number, if it is given.
+        remedy: advice in the error for a value that is not below it.
     """
 
     name: str
@@ -47,7 +47,7 @@ class FieldSpec:
     fill: int = 0
     default: int | None = None
     below: int | None = None
-    remedy: str = "name data that were made for this model"
+    remedy: str = "use data that were prepared for this model"
 
 
 class RecordFile(Protocol):
@@ -64,25 +64,27 @@ class RecordFile(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int, name: str) -> Any:
-        """A field of a sample: a number, or numbers in nested lists."""
+        """Return a field of a sample: a number, or nested lists or an array of numbers."""
         ...
 
 
 class CSVRecords:
-    """A CSV file whose columns hold numbers or lists, a sample a line.
+    """A CSV file with one sample per line, whose columns hold numbers or lists.
 
     Args:
-        path: the file; a list is written as Python or JSON write it.
+        path: path of the file. Lists are written as in Python or JSON.
 
     Raises:
-        DataError: if it cannot be read.
+        DataError: if the file cannot be read, is compressed or empty.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if path.suffix == ".gz":
             raise DataError(
-                "a compressed CSV file cannot be read from the middle", where=str(path), remedy="unpack it"
+                "a compressed CSV file cannot be read in random order",
+                where=str(path),
+                remedy="decompress it (gunzip)",
             )
         try:
             with path.open("rb") as file:
@@ -97,20 +99,25 @@ class CSVRecords:
 
     @property
     def names(self) -> frozenset[str]:
-        """Columns."""
+        """Names of the columns."""
         return frozenset(self._columns)
 
     def __len__(self) -> int:
         return len(self._starts) - 2
 
     def read(self, index: int, name: str) -> Any:
-        """A field of a sample."""
+        """Return a field of a sample.
+
+        Raises:
+            DataError: if the line is malformed.
+        """
         if self._last is None or self._last[0] != index:
             self._last = index, self._line(index + 1)
         fields, where = self._last[1], f"{self.path}, line {index + 2}"
         if len(fields) != len(self._columns):
+            columns = counted(len(self._columns), "column", "columns")
             raise DataError(
-                f"the line has {counted(len(fields), 'column', 'columns')}, the header {len(self._columns)}",
+                f"expected {columns} as in the header, got {len(fields)}",
                 where=where,
                 remedy="correct or remove the line",
             )
@@ -119,7 +126,7 @@ class CSVRecords:
             return ast.literal_eval(text)
         except (ValueError, SyntaxError) as error:
             raise DataError(
-                f"{name} is neither a number nor a list: {text[:40]!r}",
+                f"expected a number or a list in column {name}, got {text[:40]!r}",
                 where=where,
                 remedy="correct or remove the line",
             ) from error
@@ -133,10 +140,10 @@ class CSVRecords:
 
 
 class HDF5Records:
-    """An HDF5 file with a dataset for each field, the sample first: [samples, …].
+    """An HDF5 file with one dataset [samples, …] per field.
 
     Args:
-        path: the file.
+        path: path of the file.
 
     Raises:
         DataError: if it cannot be read, or the datasets differ in the number of samples.
@@ -151,10 +158,12 @@ class HDF5Records:
                 for name in sizes:
                     CheckedSamples(file, path).check(name)
         except DAMAGE as error:
-            raise DataError(f"HDF5 file does not open: {error}", where=str(path), remedy=_REMEDY) from error
+            raise DataError(
+                f"HDF5 file cannot be opened: {error}", where=str(path), remedy=_REMEDY
+            ) from error
         if len(set(sizes.values())) != 1:
             raise DataError(
-                f"datasets of one length are expected, found {sizes or 'none'}",
+                f"expected datasets of the same length, got {sizes or 'none'}",
                 where=str(path),
                 remedy=_REMEDY,
             )
@@ -168,26 +177,26 @@ class HDF5Records:
         """Return a field of a sample.
 
         Raises:
-            DataError: if it cannot be read, or is not what was written.
+            DataError: if it cannot be read, or does not match its checksum.
         """
         if self._samples is None:
             self._samples = CheckedSamples(h5py.File(self.path, "r"), self.path)
         return self._samples.read(name, index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_samples": None}  # an open file does not survive another process
+        return {**self.__dict__, "_samples": None}  # an open HDF5 file cannot be pickled
 
 
 class Records:
-    """The samples of several files as one numbered sequence.
+    """The samples of several files as one data set.
 
     Args:
-        files: the files; each sample has the same fields.
-        fields: what a batch is made of.
-        sequence_length: tokens of a sample.
+        files: files of samples, in order.
+        fields: fields of a batch.
+        sequence_length: tokens per sample.
 
     Raises:
-        DataError: if there is no sample, or a field is missing.
+        DataError: if the files have no samples, or lack a field.
     """
 
     def __init__(
@@ -206,7 +215,7 @@ class Records:
         return self._ends[-1]
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         try:
             samples = [self.sample(draw % len(self)) for draw in draws]
         except DataError as error:
@@ -217,7 +226,11 @@ class Records:
         }
 
     def sample(self, index: int) -> dict[str, Values]:
-        """All fields of a sample, each with the length that its specification says."""
+        """Return all fields of a sample, each padded or cut to the length in its specification.
+
+        Raises:
+            DataError: if a field cannot be read or has an unexpected shape or value.
+        """
         number = bisect.bisect_right(self._ends, index)
         file = self.files[number]
         place = index - (self._ends[number] - len(file))
@@ -236,13 +249,13 @@ class Records:
             values = values.reshape(-1)[:1].reshape(())
         if values.ndim != len(field.length):
             raise DataError(
-                f"the field has {values.ndim} dimensions, {len(field.length)} are expected",
+                f"expected a field with {len(field.length)} dimensions, got {values.ndim}",
                 where=where,
                 remedy=_REMEDY,
             )
         if field.below is not None and values.size and int(values.max()) >= field.below:
             raise DataError(
-                f"the value {int(values.max())} is not below {field.below}",
+                f"expected values below {field.below}, got {int(values.max())}",
                 where=where,
                 remedy=field.remedy,
             )
@@ -250,7 +263,7 @@ class Records:
 
 
 def _fitted(values: Values, field: FieldSpec) -> Values:
-    """`values` cut or filled up to the length of the field."""
+    """Return `values` cut or padded to the length of the field."""
     fitted = np.full(field.length, field.fill, dtype=np.int64)
     inside = tuple(slice(min(have, want)) for have, want in zip(values.shape, field.length, strict=True))
     fitted[inside] = values[inside]
@@ -258,24 +271,28 @@ def _fitted(values: Values, field: FieldSpec) -> Values:
 
 
 def _stored_name(field: FieldSpec, file: RecordFile) -> str | None:
-    """What a file calls a field; `None` where it has none and need not."""
+    """Return the name of a field in a file, or `None` if the file lacks it and the field has a default.
+
+    Raises:
+        DataError: if the file lacks the field and the field has no default.
+    """
     name = next((name for name in field.stored if name in file.names), None)
     if name is None and field.default is None:
         raise DataError(
-            f"the file has no field {field.stored[0]}, it has {', '.join(sorted(file.names)) or 'none'}",
+            f"the file has no field {field.stored[0]}; its fields: {', '.join(sorted(file.names)) or 'none'}",
             where=str(file.path),
-            remedy="name data that were made for this data_processor, or the data_processor that reads these",
+            remedy="use data that were prepared for this data_processor, or the data_processor of these data",
         )
     return name
 
 
 def open_records(folder: Path, fields: Sequence[FieldSpec], sequence_length: int) -> Records:
-    """The samples in the HDF5 or CSV files of a folder.
+    """Return the samples in the HDF5 and CSV files of a folder as one data set.
 
     Args:
-        folder: where the files are, all of one kind; read in order of their names.
-        fields: what a batch is made of.
-        sequence_length: tokens of a sample.
+        folder: folder of the files, which are read in order of their names.
+        fields: fields of a batch.
+        sequence_length: tokens per sample.
 
     Raises:
         DataError: if there are no files, or one is damaged or lacks a field.
@@ -290,10 +307,10 @@ def open_records(folder: Path, fields: Sequence[FieldSpec], sequence_length: int
 
 
 def record_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files of a folder whose names end in one of `suffixes`, in order of their names.
+    """Return the files of a folder that have one of `suffixes`, in order of their names.
 
     Raises:
-        DataError: if there are none.
+        DataError: if there are no such files.
     """
     found = sorted(path for path in folder.glob("*") if path.suffix in suffixes)
     if not found:
@@ -301,6 +318,6 @@ def record_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
         raise DataError(
             f"data_dir holds no {listed} file" if folder.is_dir() else "data_dir is not a folder",
             where=f"data_dir: {folder}",
-            remedy="name the folder that holds them",
+            remedy="name the folder that holds the prepared files, for example DIR/train",
         )
     return found

@@ -1,9 +1,9 @@
-"""The HDF5 files of GPT samples: their layout, written and checked here alone.
+"""HDF5 files of GPT samples: the only place that writes and checks their layout.
 
-A file holds one dataset `data`, int32 [samples, 3, sequence_length]; the three are `CHANNELS`. Where a sample
-holds texts that do not see each other there are two more, `SPAN_CHANNELS`. It is the layout of the public
-Cerebras Model Zoo, where `attention_mask` says which positions count in the loss. Each sample has a checksum,
-see `headwater.data.checksums`.
+A file holds one dataset `data`, int32 [samples, 3, sequence_length]. The three channels are `CHANNELS`. If a
+sample packs several texts that do not attend to each other, there are five, `SPAN_CHANNELS`. This is the
+layout of the public Cerebras Model Zoo, in which `attention_mask` marks the positions that count in the loss.
+Each sample has a checksum, see `headwater.data.checksums`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from headwater.data.checksums import DAMAGE, CheckedSamples, Checksums, sample_c
 
 CHANNELS = ("input_ids", "attention_mask", "labels")
 SPAN_CHANNELS = (*CHANNELS, "attention_span", "position_ids")
-"""`attention_span` is how many of the tokens that follow are of the same text, `position_ids` count in it."""
+"""`CHANNELS` and two more: `attention_span`, the number of following tokens that belong to the same text; and
+`position_ids`, the position of a token in its text."""
 
 Samples = npt.NDArray[np.int32]
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleFile:
-    """A file that was checked.
+    """A file of GPT samples whose layout was checked.
 
     Attributes:
-        path: where it is.
-        num_samples: samples in it.
-        sequence_length: tokens of a sample.
-        channels: what a sample holds for each token.
+        path: path of the file.
+        num_samples: number of samples.
+        sequence_length: tokens per sample.
+        channels: names of the channels of a sample.
     """
 
     path: Path
@@ -45,13 +46,13 @@ class SampleFile:
 
 
 def make_samples(windows: Samples) -> Samples:
-    """Samples [n, 3, length] of `windows` [n, length + 1]: the label of a token is the token after it."""
+    """Return samples [n, 3, length] of `windows` [n, length + 1]; a token's label is the token after it."""
     inputs, labels = windows[:, :-1], windows[:, 1:]
     return np.stack([inputs, np.ones_like(inputs), labels], axis=1)
 
 
 def write_sample_file(path: Path, blocks: Iterable[Samples], num_samples: int) -> None:
-    """Writes `num_samples` samples [n, channels, length] that arrive in `blocks`."""
+    """Write `num_samples` samples that arrive in `blocks` [n, channels, length] to an HDF5 file."""
     write_datasets(path, ({"data": block} for block in blocks), num_samples)
 
 
@@ -63,14 +64,16 @@ def write_datasets(
     dtype: str | None = "i4",
     compression: str | None = "gzip",
 ) -> None:
-    """Writes a dataset for each name, [samples, …], and checksums; the same samples become the same bytes.
+    """Write an HDF5 file with one dataset [samples, …] per name, and checksums.
+
+    The same samples produce the same bytes.
 
     Args:
         path: file to write; it appears when it is complete.
-        blocks: some samples each, all with the same names.
-        num_samples: in all blocks.
-        dtype: of all datasets but those of texts; that of the values where absent.
-        compression: that HDF5 knows, or none.
+        blocks: some samples each, as arrays [n, …] by name; all blocks have the same names.
+        num_samples: total number of samples in all blocks.
+        dtype: dtype of all datasets except texts; `None`: the dtype of the values.
+        compression: name of an HDF5 compression filter, or `None`.
     """
     partial = path.with_name(path.name + ".partial")
     packed = {"compression": compression, "shuffle": True} if compression else {}
@@ -98,15 +101,15 @@ def write_datasets(
 
 
 def open_sample_file(path: Path) -> h5py.File:
-    """The file opened for reading.
+    """Open a file of GPT samples for reading and check its layout.
 
     Raises:
-        DataError: if it is not an HDF5 file with samples.
+        DataError: if it is not an HDF5 file of GPT samples, or is damaged.
     """
     try:
         file = h5py.File(path, "r")
     except OSError as error:
-        what = f"HDF5 file does not open: {error}"
+        what = f"HDF5 file cannot be opened: {error}"
         raise DataError(what, where=str(path), remedy="prepare the data again (headwater data)") from error
     try:
         _check_layout(file, path)
@@ -122,10 +125,10 @@ def open_sample_file(path: Path) -> h5py.File:
 
 
 def check_sample_file(path: Path) -> SampleFile:
-    """How many samples of which length `path` holds.
+    """Check a file of GPT samples and return the number, length and channels of its samples.
 
     Raises:
-        DataError: if it is not an HDF5 file with samples.
+        DataError: if it is not an HDF5 file of GPT samples, or is damaged.
     """
     with open_sample_file(path) as file:
         num_samples, channels, sequence_length = file["data"].shape
@@ -137,15 +140,21 @@ def _check_layout(file: h5py.File, path: Path) -> None:
     data = file.get("data")
     if "img_path" in file:
         raise DataError(
-            "the file holds texts with images, and this model reads texts alone",
+            "the file holds texts with images, but this model reads only text",
             where=str(path),
-            remedy="train a model with images on it (LlavaHDF5MapDataProcessor), or name other data",
+            remedy="train a multimodal model on it (LlavaHDF5MapDataProcessor), or use other data",
         )
     if not isinstance(data, h5py.Dataset):
-        names = ", ".join(map(repr, file)) or "nothing"
-        raise DataError(f"HDF5 file has no dataset 'data', it holds {names}", where=str(path), remedy=remedy)
+        names = ", ".join(map(repr, file)) or "none"
+        what = f"HDF5 file has no dataset 'data'; its datasets: {names}"
+        raise DataError(what, where=str(path), remedy=remedy)
     if data.ndim != 3 or data.shape[1] not in (len(CHANNELS), len(SPAN_CHANNELS)):
-        what = f"dataset 'data' has shape {list(data.shape)}, not [samples, {len(CHANNELS)}, sequence_length]"
+        what = (
+            f"expected dataset 'data' of shape [samples, {len(CHANNELS)} or {len(SPAN_CHANNELS)}, "
+            f"sequence_length], got {list(data.shape)}"
+        )
         raise DataError(what, where=str(path), remedy=remedy)
     if not np.issubdtype(data.dtype, np.integer):
-        raise DataError(f"dataset 'data' holds {data.dtype}, not integers", where=str(path), remedy=remedy)
+        raise DataError(
+            f"expected integers in dataset 'data', got {data.dtype}", where=str(path), remedy=remedy
+        )

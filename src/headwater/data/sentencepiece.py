@@ -1,12 +1,13 @@
-"""SentencePiece models (`tokenizer.model`, `spiece.model`) as tokenizers of the tokenizers library.
+"""Conversion of SentencePiece models (`tokenizer.model`, `spiece.model`) to the tokenizers library.
 
-The file is a protocol buffer (`sentencepiece_model.proto`): pieces with scores, how they were trained, and
-how text is normalized. Its wire format is read here, so no further library is needed.
+The file is a protocol buffer (`sentencepiece_model.proto`) with the pieces and their scores, the settings of
+the training, and the normalization rules. This module reads the wire format itself, so that no further
+library is needed.
 
-Tokens are those of the SentencePiece library, with three exceptions. The name of a control piece in a text,
-such as `</s>`, is that piece, as in every `tokenizer.json`. Where two ways to cut a text have the same score
-but for rounding, a unigram model may take the other one. Normalization rules see a character with its accents
-as one.
+The tokens are those of the SentencePiece library, with three exceptions. The name of a control piece in a
+text, such as `</s>`, becomes that piece, as in every `tokenizer.json`. If two segmentations of a text have
+the same score up to rounding, a unigram model may choose the other one. Normalization rules apply to a
+character together with its combining accents.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from headwater.core.errors import DataError
 
 SUFFIX = ".model"
 SPACE = "▁"
-"""Stands for a space in pieces."""
+"""Character that represents a space in pieces."""
 
 
 class _Kind(enum.IntEnum):
@@ -54,14 +55,14 @@ class _Model:
     """Content of a file.
 
     Attributes:
-        pieces: by id.
-        type: a `_ModelType`, or another number.
-        byte_fallback: unknown characters become a token for each byte.
-        suffix_spaces: spaces belong to the word before them.
-        rules: how characters are normalized, compiled; empty: not at all.
-        dummy_prefix: a space is put before each text.
-        single_spaces: spaces at the ends are removed, and several become one.
-        escape_spaces: spaces are written as `SPACE`.
+        pieces: the pieces, indexed by token id.
+        type: a `_ModelType`, or the number of an unsupported type.
+        byte_fallback: encode an unknown character as one token per byte.
+        suffix_spaces: a space belongs to the word before it.
+        rules: compiled normalization rules; empty if there are none.
+        dummy_prefix: put a space before each text.
+        single_spaces: remove spaces at both ends and merge repeated spaces.
+        escape_spaces: replace spaces by `SPACE`.
     """
 
     pieces: list[_Piece]
@@ -88,7 +89,7 @@ def load_sentencepiece(path: Path) -> Tokenizer:
         model = _parse(data)
     except (ValueError, IndexError, struct.error, TypeError) as error:
         raise DataError(
-            f"this is not a SentencePiece model, or a damaged one: {error}",
+            f"file is not a SentencePiece model, or is damaged: {error}",
             where=str(path),
             remedy="copy the file again, or name a tokenizer.json",
         ) from error
@@ -99,15 +100,17 @@ def load_sentencepiece(path: Path) -> Tokenizer:
 def _refuse_unsupported(model: _Model, path: Path) -> None:
     problem = None
     if model.type not in list(_ModelType):
-        problem = f"a model of type {model.type}, neither unigram (1) nor BPE (2)"
+        problem = f"expected model type 1 (unigram) or 2 (BPE), got {model.type}"
     elif model.suffix_spaces:
-        problem = "a model that treats whitespace as suffix"
+        problem = "it treats whitespace as a suffix (treat_whitespace_as_suffix)"
     elif not model.escape_spaces:
-        problem = "a model that does not escape whitespace"
+        problem = "it does not escape whitespace (escape_whitespaces is off)"
     elif not any(piece.kind == _Kind.UNKNOWN for piece in model.pieces):
-        problem = "no piece for unknown characters"
+        problem = "it has no piece for unknown characters"
     elif model.type == _ModelType.BPE and model.dummy_prefix and _texts(model, _Kind.USER_DEFINED):
-        problem = "BPE with user-defined symbols and a space before each text"
+        problem = (
+            "it is a BPE model with user-defined symbols and a space before each text (add_dummy_prefix)"
+        )
     if problem is not None:
         raise DataError(
             f"the SentencePiece model is not supported: {problem}",
@@ -147,10 +150,10 @@ def _texts(model: _Model, kind: _Kind) -> list[str]:
 
 
 def _scores(pieces: Sequence[_Piece]) -> list[tuple[str, float]]:
-    """The score of each piece in the search for the best pieces of a text.
+    """Return the text and score of each piece, for the search of the best segmentation.
 
-    As in SentencePiece, a user-defined symbol is better than all other pieces of its length. A piece that
-    does not come from text is not better than the worst piece.
+    As in SentencePiece, a user-defined symbol scores higher than any other segmentation of the same text.
+    Other pieces that are not normal text get the score of the worst normal piece.
     """
     normal = [piece.score for piece in pieces if piece.kind == _Kind.NORMAL]
     best, worst = max(normal, default=0.0), min(normal, default=0.0)
@@ -164,7 +167,7 @@ def _scores(pieces: Sequence[_Piece]) -> list[tuple[str, float]]:
 
 
 def _merges(pieces: Sequence[_Piece]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, that of the highest score first."""
+    """Return all pairs of pieces that form a piece when joined, in order of falling score."""
     known = {piece.text: index for index, piece in enumerate(pieces) if piece.kind == _Kind.NORMAL}
     merges = []
     for text, index in known.items():
@@ -210,7 +213,7 @@ def _parse(data: bytes) -> _Model:
         elif number == 3:
             normalizer = dict(_fields(_as_bytes(value)))
     if not pieces:
-        raise ValueError("it holds no pieces")
+        raise ValueError("no pieces found")
     return _Model(
         pieces=pieces,
         type=int(trainer.get(3, _ModelType.UNIGRAM)),
@@ -231,12 +234,12 @@ def _parse_piece(data: bytes) -> _Piece:
 
 def _as_bytes(value: int | bytes) -> bytes:
     if isinstance(value, int):
-        raise ValueError("a field has another type")
+        raise ValueError("expected a field of bytes, got an integer")
     return value
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield number and value of each field of a message: an integer, or the bytes of anything else."""
+    """Yield the number and value of each field of a message: integers for varints, bytes for all others."""
     place = 0
     while place < len(data):
         tag, place = _varint(data, place)
@@ -246,7 +249,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
             yield tag >> 3, value
             continue
         if wire not in (1, 2, 5):
-            raise ValueError(f"wire type {wire} at byte {place}")
+            raise ValueError(f"unknown wire type {wire} at byte {place}")
         length = {1: 8, 5: 4}.get(wire, 0)
         if wire == 2:
             length, place = _varint(data, place)

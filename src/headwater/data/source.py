@@ -1,4 +1,4 @@
-"""From samples that can be read by number to batches in an order."""
+"""Data sets, and the sources that make ordered batches of them."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from headwater.data.order import SampleOrder
 
 
 class Samples(Protocol):
-    """A data set."""
+    """A data set whose samples are read by number."""
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a sample; `None` where it is not made of tokens."""
+        """Tokens per sample; `None` if samples are not made of tokens."""
         ...
 
     def __len__(self) -> int: ...
 
     def __getitems__(self, draws: Sequence[int], /) -> Batch | DataError:
-        """The batch of these samples; an error is given, not raised (see `BatchLoader`).
+        """Return the batch of these draws. An error is returned, not raised (see `BatchLoader`).
 
         Args:
-            draws: sample `d % len(self)` for each `d`; what is random in it depends on `d` alone, so that it
-                is another one in the next pass, and the same whoever reads it.
+            draws: draw `d` is sample `d % len(self)`. All random choices for it, such as masks, depend only
+                on `d`. They therefore differ between epochs, but not between ranks or workers.
         """
         ...
 
 
 class SampleSource:
-    """The samples of a data section of a params file.
+    """A data set with an order and a loader: one dataloader section of a params file.
 
     Args:
         samples: the data set.
         batch_size: samples in a global batch, all ranks together.
-        shuffle: whether each pass has a random order of its own.
+        shuffle: read each epoch in a different random order.
         seed: seed of these orders.
-        repeat: endless passes, for training; otherwise each iteration is one pass.
-        drop_last: in a single pass, whether an incomplete last batch is left out.
-        num_workers: worker processes of each rank; 0 reads in this process.
+        repeat: endless epochs, for training; otherwise each iteration is one pass.
+        drop_last: in a single pass, leave out an incomplete last batch.
+        num_workers: worker processes of each rank; 0: read in this process.
         prefetch_factor: batches that each worker reads ahead.
         persistent_workers: keep the workers from one pass to the next.
-        rank: which slice of each global batch is this process's, of `world_size`.
+        rank: index of this process's slice of each global batch.
         world_size: number of ranks.
 
     Raises:
@@ -87,18 +87,18 @@ class SampleSource:
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a sample; `None` where it is not made of tokens."""
+        """Tokens per sample; `None` if samples are not made of tokens."""
         return self.samples.sequence_length
 
     def fingerprint(self) -> str:
-        """Tells data sets apart: how many samples there are, and what some of them hold."""
+        """Return a text that identifies the data set: its number of samples and a hash of three of them."""
         last = len(self.samples) - 1
         some = self.samples.__getitems__([0, last // 2, last])
         mark = 0 if isinstance(some, DataError) else fingerprint(some)
         return f"{len(self.samples)} samples ({mark:08x})"
 
     def create_dataloader(self) -> BatchLoader:
-        """Batches of `batch_size / world_size` samples."""
+        """Return a loader of this rank's batches of `batch_size / world_size` samples."""
         num_workers, prefetch_factor, persistent_workers = self._workers
         return BatchLoader(
             self.samples,

@@ -1,4 +1,4 @@
-"""A folder that appears complete or not at all."""
+"""Staged folder: an output folder that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ _KEY = ".key"
 
 @contextlib.contextmanager
 def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iterator[Path]:
-    """Yields a folder beside `target` that takes its name when the block ends without error.
+    """Yield a folder beside `target`, which is renamed to `target` when the block ends without an error.
 
-    It is empty, or holds what a killed or interrupted predecessor with the same `key` left. With `replace`,
-    an existing `target` is removed once the new one is complete.
+    The folder is empty, or holds the files of a killed or interrupted process that used the same `key`.
 
     Args:
-        target: folder to make.
-        replace: it may exist.
-        key: tells what is made; what was left by the making of something else, or without a key, is removed.
+        target: folder to create.
+        replace: allow `target` to exist; it is removed when the new folder is complete.
+        key: identifies the content. Files left under another key, or without a key, are removed first.
 
     Raises:
-        DataError: if `target` has content and `replace` is not set, or another process is writing it.
+        DataError: if `target` is not empty and `replace` is not set, or another process is writing it.
     """
     target = target.resolve()
     if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        remedy = "choose another folder, or --overwrite if it holds prepared data"
-        raise DataError("output exists and is not empty", where=str(target), remedy=remedy)
+        remedy = "choose another folder, or use --overwrite if it holds prepared data"
+        raise DataError("output folder exists and is not empty", where=str(target), remedy=remedy)
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial / _LOCK, target):
@@ -46,7 +45,7 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
             for name in (_LOCK, _KEY):
                 (partial / name).unlink()
             _swap(partial, target)
-        except Exception:  # raised again; after an interrupt the files stay, and the next run continues
+        except Exception:  # not BaseException: after an interrupt the files stay and the next run continues
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
@@ -57,7 +56,7 @@ def _locked(path: Path, target: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            what = "another process is writing this output"
+            what = "another process is writing this folder"
             raise DataError(what, where=str(target), remedy="wait for it or choose another folder") from error
         yield
 
@@ -75,7 +74,7 @@ def _empty(folder: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Brings every file and folder below `folder` to disk, so that a rename never precedes its content."""
+    """Write every file and folder below `folder` to disk, so that the rename never precedes the content."""
     for entry in [*folder.rglob("*"), folder]:
         descriptor = os.open(entry, os.O_RDONLY)
         try:

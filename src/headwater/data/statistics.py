@@ -1,4 +1,4 @@
-"""What a preparation found and made: the last file it writes, so that its presence means complete data."""
+"""Statistics of a preparation: the last file that it writes, so that its presence means complete data."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class Statistics:
     Attributes:
         documents: documents read; empty ones are not counted.
         text_bytes: bytes of their text in UTF-8.
-        tokens: tokens of all documents, each with its end-of-text token.
-        dropped_tokens: tokens at the end that do not fill a sample.
+        tokens: tokens of all documents, end-of-text tokens included.
+        dropped_tokens: tokens at the end of the last document that do not fill a sample.
         bytes_per_token: `text_bytes` per token.
-        unigram_entropy: entropy of the distribution of tokens, in nats: the loss of a model that knows
-            the frequency of each token and nothing else.
-        vocab_size: one more than the largest token id.
+        unigram_entropy: entropy of the distribution of tokens, in nats. It is the loss of a model that knows
+            only the frequency of each token.
+        vocab_size: largest token id plus one.
         end_of_text_id: id of the token that ends each document.
-        sequence_length: tokens of a sample.
+        sequence_length: tokens per sample.
         train_samples: samples in `train/`.
         val_samples: samples in `val/`.
         tokenizer_file: name of the tokenizer's file in the same folder.
-        settings: what was asked for.
-        mode: kind of the samples.
-        loss_tokens: labels that count in the loss, where samples are rows of tokens.
-        padding_tokens: positions of these samples that hold no text.
-        bad_records: records that could not be used and were left out.
-        empty_records: records without text, left out.
-        too_long_records: records with more tokens than a sample holds, left out.
-        cut_records: those that were cut.
-        images: images in the texts, each as often as it occurs.
+        settings: settings and input files of the preparation.
+        mode: kind of the samples, a name in `headwater.data.modes.MODES`.
+        loss_tokens: labels that count in the loss; 0 if samples are not rows of tokens.
+        padding_tokens: padding positions; 0 if samples are not rows of tokens.
+        bad_records: records left out because they could not be used.
+        empty_records: records left out because they have no text.
+        too_long_records: records left out because they have more tokens than a sample.
+        cut_records: records that were cut to the length of a sample.
+        images: number of images in the texts; an image that occurs twice counts twice.
     """
 
     documents: int
@@ -67,12 +67,13 @@ class Statistics:
     images: int = 0
 
     def write(self, folder: Path) -> None:
+        """Write the statistics to `folder` as JSON."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
         (folder / FILE_NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def read_statistics(folder: Path) -> Statistics:
-    """The statistics of the data prepared in `folder`.
+    """Return the statistics of the data prepared in `folder`.
 
     Raises:
         DataError: if the folder holds no complete prepared data.
@@ -81,7 +82,7 @@ def read_statistics(folder: Path) -> Statistics:
     try:
         return Statistics(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
-        remedy = "prepare it with: headwater data INPUT --out " + str(folder)
+        remedy = "prepare data with: headwater data INPUT --out " + str(folder)
         raise DataError("folder holds no prepared data", where=str(folder), remedy=remedy) from error
     except (ValueError, TypeError) as error:
         what = f"statistics cannot be read: {error}"
@@ -89,6 +90,6 @@ def read_statistics(folder: Path) -> Statistics:
 
 
 def entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Entropy in nats of the distribution of tokens that were counted, `counts` [vocab_size]."""
+    """Return the entropy in nats of the distribution of tokens with these `counts` [vocab_size]."""
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())

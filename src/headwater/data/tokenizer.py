@@ -1,4 +1,4 @@
-"""Tokenizers: trained on text, or read from the files of other libraries."""
+"""Tokenizers: trained on the input, or loaded from the files of other libraries."""
 
 from __future__ import annotations
 
@@ -35,23 +35,26 @@ _VOCAB_NAMES = ("encoder.json", "vocab.json")
 _MERGES_NAMES = ("vocab.bpe", "merges.txt")
 _MODEL_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SMALLEST_VOCAB = 257
-"""Every byte and the end-of-text token."""
+"""256 bytes and the end-of-text token."""
 
 
 _LONGEST_WORD = 64
 _LONG_WORD = re.compile(
     "|".join(rf"{kind}{{{_LONGEST_WORD + 1},}}" for kind in (r"[^\W\d_]", r"\d", r"[^a-zA-Z0-9\s]", r"\s"))
 )
-"""A run of letters, of digits, of other characters or of spaces that is longer."""
+"""Pattern of a run of letters, digits, other characters or spaces that is longer than `_LONGEST_WORD`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainBPE:
-    """A byte-level BPE tokenizer to be trained on the input.
+    """Settings of a byte-level BPE tokenizer that is trained on the input.
 
     Attributes:
-        vocab_size: tokens it may have, special ones included; little text gives fewer.
-        special_tokens: those that stand for no text.
+        vocab_size: maximum number of tokens, special tokens included; a small input yields fewer.
+        special_tokens: tokens that never come from text, such as the end-of-text token.
+
+    Raises:
+        ConfigError: if `vocab_size` is too small.
     """
 
     vocab_size: int
@@ -59,13 +62,14 @@ class TrainBPE:
 
     def __post_init__(self) -> None:
         if self.vocab_size < _SMALLEST_VOCAB:
-            what = f"vocab_size is {self.vocab_size}, too small for the 256 bytes and the end-of-text token"
-            raise ConfigError(
-                what, where="vocab_size", remedy=f"write {_SMALLEST_VOCAB} or more, for example 4096"
+            what = (
+                f"expected vocab_size of at least {_SMALLEST_VOCAB} (256 bytes and the end-of-text token), "
+                f"got {self.vocab_size}"
             )
+            raise ConfigError(what, where="vocab_size", remedy="use a larger one, for example 4096")
 
     def train(self, texts: Iterable[str]) -> Tokenizer:
-        """The same tokenizer for the same texts, however they are cut at word boundaries."""
+        """Return a tokenizer trained on `texts`; how they are cut at word boundaries does not change it."""
         tokenizer = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=self.vocab_size,
@@ -79,7 +83,7 @@ class TrainBPE:
 
 
 def _short_words(text: str) -> Iterator[str]:
-    """Yield a text in parts that have no longer words than `_LONGEST_WORD`: training takes their square."""
+    """Yield a text in parts without words longer than `_LONGEST_WORD`: training is quadratic in them."""
     start = 0
     for match in _LONG_WORD.finditer(text):
         for cut in range(match.start() + _LONGEST_WORD, match.end(), _LONGEST_WORD):
@@ -89,12 +93,15 @@ def _short_words(text: str) -> Iterator[str]:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer at `path`: a tokenizer.json, or a folder with one or with GPT-2's vocabulary and merges.
+    """Load a tokenizer.
 
-    A txt file is BERT's: WordPiece tokens, one a line. A model file is SentencePiece's.
+    Args:
+        path: a tokenizer.json; a SentencePiece `.model`; BERT's vocab.txt (WordPiece tokens, one per line);
+            or a
+            folder with a tokenizer.json, a SentencePiece model, or GPT-2's vocabulary and merges.
 
     Raises:
-        DataError: if there is none, or it is damaged.
+        DataError: if there is no tokenizer at `path`, or it is damaged.
     """
     if path.is_file():
         return _READERS.get(path.suffix, _from_json)(path)
@@ -117,7 +124,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def end_of_text_id(tokenizer: Tokenizer, name: str | None = None) -> int:
-    """Id of the token that ends a document: `name`, or the first of the usual names that it has.
+    """Return the id of the end-of-text token.
+
+    Args:
+        tokenizer: tokenizer to search.
+        name: text of the token; by default the first of the usual names that the tokenizer has.
 
     Raises:
         DataError: if the tokenizer has no such token.
@@ -128,7 +139,7 @@ def end_of_text_id(tokenizer: Tokenizer, name: str | None = None) -> int:
             return int(index)
     special = sorted(str(token.content) for token in tokenizer.get_added_tokens_decoder().values())
     near = difflib.get_close_matches(name or END_OF_TEXT, special, n=3, cutoff=0.3) or special[:5]
-    remedy = "name one with --end_of_text" + (f", for example {', '.join(near)}" if near else "")
+    remedy = "name a token of the tokenizer with --end_of_text" + (f": {', '.join(near)}" if near else "")
     raise DataError(
         "tokenizer has no end-of-text token", where=name or ", ".join(_END_OF_TEXT_NAMES), remedy=remedy
     )
@@ -145,13 +156,15 @@ def _from_json(path: Path) -> Tokenizer:
     content = _read_json(path)
     if not {"model", "added_tokens"} <= content.keys():
         raise DataError(
-            "not a tokenizer.json: no `model` and `added_tokens`", where=str(path), remedy=_REMEDY
+            "file is not a tokenizer.json: it lacks the keys `model` and `added_tokens`",
+            where=str(path),
+            remedy=_REMEDY,
         )
     return _built(path, lambda: Tokenizer.from_str(json.dumps(content)))
 
 
 def _from_tokens(path: Path) -> Tokenizer:
-    """BERT's, in lower case unless a token has capital letters."""
+    """Return BERT's tokenizer of a vocab.txt. It lowercases text unless a token has capital letters."""
     words = _read_text(path).split("\n")
     lower = all(word == word.lower() for word in words if not word.startswith("["))
     tokenizer = wordpiece(path, lower=lower, length=3, vocab_size=len(words))
@@ -161,7 +174,10 @@ def _from_tokens(path: Path) -> Tokenizer:
 
 
 def _from_pair(vocab_path: Path, merges_path: Path) -> Tokenizer:
-    """GPT-2's own two files: token to id as JSON, and one merge a line below a `#version` line."""
+    """Return the tokenizer of GPT-2's two files: a JSON object of token ids, and a text file of merges.
+
+    The second file has a `#version` line and then one merge per line.
+    """
     vocab = _read_json(vocab_path)
     merges = []
     for number, line in enumerate(_read_text(merges_path).split("\n"), start=1):
@@ -169,8 +185,8 @@ def _from_pair(vocab_path: Path, merges_path: Path) -> Tokenizer:
             continue
         parts = line.rstrip("\r").split(" ")
         if len(parts) != 2:
-            what = f"a merge needs two tokens, not {len(parts)}"
-            raise DataError(what, where=f"{merges_path}, line {number}", remedy="fetch the file again")
+            what = f"expected two tokens in a merge, got {len(parts)}"
+            raise DataError(what, where=f"{merges_path}, line {number}", remedy="download the file again")
         merges.append((parts[0], parts[1]))
     tokenizer = _byte_level(_built(merges_path, lambda: models.BPE(vocab=vocab, merges=merges)))
     if END_OF_TEXT in vocab:
@@ -181,7 +197,7 @@ def _from_pair(vocab_path: Path, merges_path: Path) -> Tokenizer:
 def _built(path: Path, build: Callable[[], Built]) -> Built:
     try:
         return build()
-    except Exception as error:  # the tokenizers library raises Exception itself for a bad file
+    except Exception as error:  # for a bad file the tokenizers library raises plain `Exception`
         raise DataError(f"tokenizer is damaged: {error}", where=str(path), remedy=_REMEDY) from error
 
 
@@ -214,4 +230,4 @@ _REMEDY = (
 )
 
 _READERS: dict[str, Callable[[Path], Tokenizer]] = {".txt": _from_tokens, SUFFIX: load_sentencepiece}
-"""How a file is read, by the end of its name; all others are a tokenizer.json."""
+"""Readers by suffix; a file with any other suffix is read as a tokenizer.json."""

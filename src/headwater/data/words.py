@@ -1,7 +1,7 @@
-"""Fast tokens: each word of a text is looked up, and tokenized when it is met for the first time.
+"""Fast tokenization with a table of words: each distinct word is tokenized only once.
 
-Byte-pair tokenizers cut a text into words before anything else, and the tokens of a word depend on nothing
-but the word. Most of a text is words that came before, so a table of them saves most of the work.
+Byte-pair tokenizers first split a text into words, and the tokens of a word depend only on the word. Most
+words of a text have occurred before, so a table of them saves most of the work.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 _MOST_WORDS = 1 << 18
-"""Words in the table; at some 300 bytes each it stays below 80 MB."""
+"""Maximum words in the table; at about 300 bytes per word it takes less than 80 MB."""
 
 # The words of GPT-2's byte-level tokenizer (section 2.2 of "Language models are unsupervised multitask
-# learners") in ASCII text. What has another character beside it goes with the text around it, up to the next
-# gap between two words, and is left to the tokenizer.
+# learners") in ASCII text. A word next to a non-ASCII character matches the last alternative instead: all
+# text up to the next gap between two words, which the tokenizer then splits itself.
 _NO_OTHER = r"(?![^\t-\r -~])"
 _WORDS = re.compile(
     "|".join(
@@ -39,10 +39,10 @@ _WORDS = re.compile(
 
 
 class TextEncoder:
-    """From texts to token numbers, without the tokens that a tokenizer puts around them.
+    """An encoder of texts to token ids, without the special tokens that a tokenizer adds around a text.
 
     Args:
-        tokenizer: any tokenizer; those that cut words as GPT-2's are fast.
+        tokenizer: any tokenizer; those that split words like GPT-2's use the fast table.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -54,11 +54,11 @@ class TextEncoder:
         self._continuing = _without_prefix(content, tokenizer)
 
     def __call__(self, texts: Sequence[str], continued: Sequence[bool] = ()) -> list[npt.NDArray[np.int32]]:
-        """Return the tokens of each text, [tokens].
+        """Return the token ids of each text, [tokens].
 
         Args:
             texts: whole documents or pieces of them.
-            continued: for each text, whether it is a later piece of a document; by default none is.
+            continued: for each text, True if it is not the first piece of its document; by default all False.
         """
         if self._by_words and not any(special in text for special in self._special for text in texts):
             return [self._looked_up(text) for text in texts]
@@ -85,7 +85,7 @@ class TextEncoder:
 
 
 class _Words(dict[str, list[int]]):
-    """The tokens of each word."""
+    """Table of the tokens of each word; a missing word is tokenized and added."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -97,13 +97,13 @@ class _Words(dict[str, list[int]]):
 
 
 def _without_prefix(content: dict[str, Any], tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer without the space that it puts before each text, for later pieces of a document."""
+    """Return a tokenizer that puts no space before a text, for later pieces of a document."""
     steps = {**content, **{key: _plain(content[key]) for key in ("normalizer", "pre_tokenizer")}}
     return tokenizer if steps == content else Tokenizer.from_str(json.dumps(steps))
 
 
 def _plain(step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer without the parts that add a space."""
+    """Return a normalizer or pre-tokenizer without the parts that put a space before the text."""
     if step is None or step["type"] == "Prepend":
         return None
     if step["type"] == "Metaspace":
@@ -115,6 +115,6 @@ def _plain(step: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _cuts_as_gpt2(pre_tokenizer: dict[str, object] | None) -> bool:
-    """Whether words are those of `_WORDS`."""
+    """True if the pre-tokenizer splits text into the words of `_WORDS`."""
     plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     return pre_tokenizer is not None and plain.items() <= pre_tokenizer.items()

@@ -1,4 +1,4 @@
-"""A function mapped over tasks by worker processes: results in order, few tasks in flight."""
+"""Map of a function over tasks in worker processes: results in order, few tasks in flight."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ _work: Callable[[Any], Any] | None = None
 
 
 def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_workers: int) -> Iterator[Result]:
-    """Yields `work(task)` for each task in order; with one worker or none, in this process.
+    """Yield `work(task)` for each task, in order.
 
-    `work` is pickled once per worker, `tasks` is read no more than two tasks a worker ahead, and
-    processes are spawned, so that neither threads nor open files of this process matter.
+    `work` is pickled once per worker. At most two tasks per worker are read ahead. Processes are spawned, not
+    forked, so that they inherit neither locks of threads nor open files.
+
+    Args:
+        work: function to apply.
+        tasks: arguments, read as needed.
+        num_workers: worker processes; 1 or less: work in this process.
 
     Raises:
         DataError: if a worker process dies.
@@ -33,7 +38,7 @@ def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_worke
     if num_workers <= 1:
         yield from map(work, tasks)
         return
-    with safe_path():  # its semaphores start a process that keeps track of them
+    with safe_path():  # the pool's semaphores start the resource tracker process
         pool = concurrent.futures.ProcessPoolExecutor(
             num_workers, multiprocessing.get_context("spawn"), initializer=_install, initargs=(work,)
         )
@@ -48,7 +53,8 @@ def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_worke
             yield flying.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a worker process died, perhaps for lack of memory", remedy="use fewer workers (--num_workers)"
+            "a worker process died, perhaps because memory ran out",
+            remedy="use fewer workers (--num_workers)",
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -58,12 +64,16 @@ def _install(work: Callable[[Any], Any]) -> None:
     global _work
     _work = work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """A worker holds both ends of its queues, so a killed parent would leave it waiting for ever."""
+    """Exit when the parent exits.
+
+    A worker holds both ends of its queues. If the parent were killed, the worker would otherwise block
+    forever.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None, "only worker processes run this"
     parent.join()

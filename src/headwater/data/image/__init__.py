@@ -1,1 +1,1 @@
-"""Images, with what is to be learnt of them."""
+"""Data sets of images with labels, masks or noise."""

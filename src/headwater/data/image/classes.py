@@ -1,4 +1,4 @@
-"""Files in a folder for each class, as ImageNet is distributed."""
+"""Files in one folder per class, as in ImageNet."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from headwater.core.errors import DataError
 def find_classes(
     root: Path, is_sample: Callable[[Path], bool], num_classes: int | None = None
 ) -> tuple[list[Path], list[int]]:
-    """The files in a folder for each class, and their classes, numbered in the order of the folders' names.
+    """Find the files in one folder per class.
 
     Args:
-        root: folder of the folders.
-        is_sample: which files count.
-        num_classes: of the model; as many as there are if not given.
+        root: folder that holds the folders of the classes.
+        is_sample: True for a file that is a sample.
+        num_classes: classes of the model; `None`: any number.
+
+    Returns:
+        The files, and the class of each. Classes are numbered in the order of the folders' names.
 
     Raises:
         DataError: if there are no files, or more classes than the model has.
@@ -24,7 +27,7 @@ def find_classes(
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     if num_classes is not None and len(folders) > num_classes:
         raise DataError(
-            f"there are {len(folders)} classes, and the model's num_classes is {num_classes}",
+            f"found {len(folders)} classes, but the model's num_classes is {num_classes}",
             where=str(root),
             remedy=f"set num_classes to {len(folders)}",
         )
@@ -36,8 +39,8 @@ def find_classes(
         labels += [label] * len(found)
     if not files:
         raise DataError(
-            "there are no images in folders of classes",
+            "no images found: expected a folder for each class, with its images",
             where=str(root),
-            remedy=f"put them into {root}/CLASS/, or name another data_dir or split",
+            remedy=f"put the images into {root}/CLASS/, or set another data_dir or split",
         )
     return files, labels

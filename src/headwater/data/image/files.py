@@ -1,4 +1,4 @@
-"""Image files: finding them, and reading them with errors that name them."""
+"""Image files: detection by suffix, and reading with errors that name the file."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 def is_image(path: Path) -> bool:
-    """Whether the file's name is that of an image."""
+    """True if the file's suffix is that of an image."""
     return path.suffix.lower() in SUFFIXES
 
 
 def mode_of(channels: int) -> str:
-    """What Pillow calls images with so many channels.
+    """Return Pillow's name of the pixel format with this number of channels.
 
     Raises:
-        ConfigError: if there are none.
+        ConfigError: if no pixel format has this number of channels.
     """
     if channels not in _MODES:
         raise ConfigError(
-            f"there are no image files with {channels} channels",
+            f"expected a model with 1, 3 or 4 channels to read image files, got {channels}",
             where="model",
-            remedy="set the model's channels to 1 (gray), 3 (colours) or 4 (with opacity)",
+            remedy="set the model's channels to 1 (gray), 3 (RGB) or 4 (RGB with opacity)",
         )
     return _MODES[channels]
 
 
 def read_image(path: Path, mode: str | None = None) -> Image.Image:
-    """The image in a file.
+    """Read an image file.
 
     Args:
         path: the file.
-        mode: what its pixels are converted to, see `mode_of`; as they are if not given.
+        mode: pixel format to convert to (see `mode_of`); `None`: keep the format of the file.
 
     Raises:
-        DataError: if it is missing, damaged or no image.
+        DataError: if the file is missing, damaged or not an image.
     """
     try:
         with Image.open(path) as image:

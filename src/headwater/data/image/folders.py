@@ -1,4 +1,4 @@
-"""Images in a folder for each class, as ImageNet is distributed."""
+"""Images in one folder per class, as in ImageNet."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from headwater.data.loader import Batch
 
 
 class LabelledImages:
-    """Images with a class each: a batch is `inputs` [batch, channels, h, w] and `labels` [batch].
+    """A data set of images with one class each.
+
+    A batch has `inputs`, fp32 [batch, channels, h, w], and `labels`, int64 [batch].
 
     Args:
-        files: an image each.
-        labels: their classes.
-        transforms: what is done to them.
-        channels: that the model reads.
-        seed: of what is random in the transforms.
+        files: image files.
+        labels: class of each file.
+        transforms: transforms of an image, in order.
+        channels: channels that the model reads.
+        seed: seed of the random transforms.
     """
 
     sequence_length = None
@@ -48,7 +50,7 @@ class LabelledImages:
         return len(self.files)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         try:
             images = [self._image(draw) for draw in draws]
         except DataError as error:
@@ -57,7 +59,7 @@ class LabelledImages:
             return DataError(
                 "images of one batch have different sizes",
                 where="transforms",
-                remedy="resize or crop them to one size",
+                remedy="add a resize or crop, so that all images have the same size",
             )
         labels = self.labels[[draw % len(self) for draw in draws]]
         return {"inputs": torch.stack(images), "labels": torch.from_numpy(labels)}
@@ -69,12 +71,12 @@ class LabelledImages:
 
 
 def read_image_folders(config: ImageFolderDataConfig, *, channels: int, num_classes: int) -> LabelledImages:
-    """The samples that a section of a params file names; classes are numbered in the order of their folders.
+    """Return the data set of a section of a params file; classes are numbered in the order of their folders.
 
     Args:
         config: the section.
-        channels: that the model reads.
-        num_classes: of the model.
+        channels: channels that the model reads.
+        num_classes: classes of the model.
 
     Raises:
         DataError: if there are no images, or more classes than the model has.

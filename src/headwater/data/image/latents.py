@@ -1,4 +1,4 @@
-"""Images that an autoencoder has encoded, in a folder for each class."""
+"""Latents: images encoded by an autoencoder, in one folder per class."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from headwater.data.loader import Batch
 
 _REMEDY = "encode the images again, or remove the file"
 _LOG_VARIANCES = (-30.0, 20.0)
-"""Bounds that autoencoders of the diffusers library set."""
+"""Bounds of the log variances, the same as in the autoencoders of the diffusers library."""
 
 
 class Latents:
-    """Latents with a class each: a batch is `inputs` [batch, channels, h, w] and `labels` [batch].
+    """A data set of latents with one class each.
+
+    A batch has `inputs`, fp32 [batch, channels, h, w], and `labels`, int64 [batch].
 
     Args:
-        variants: files of the same images in the same order, several times; which is read is random.
-        labels: classes of the images.
+        variants: lists of files. All lists hold the same images in the same order, for example flipped; each
+            draw reads a random one.
+        labels: class of each image.
         shape: channels, height and width of a latent.
-        scaling_factor: on each latent.
-        seed: of what is random.
+        scaling_factor: factor on each latent.
+        seed: seed of the choice of variants and of the sampling from the encoded distributions.
     """
 
     sequence_length = None
@@ -51,7 +54,7 @@ class Latents:
         return len(self.labels)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         try:
             latents = np.stack([self._latent(draw) for draw in draws])
         except DataError as error:
@@ -60,7 +63,7 @@ class Latents:
         return {"inputs": torch.from_numpy(latents), "labels": torch.from_numpy(labels)}
 
     def _latent(self, draw: int) -> npt.NDArray[np.float32]:
-        """A latent, drawn from the distribution that its file holds (arXiv:1312.6114, section 2.4)."""
+        """Return a latent sampled from the normal distribution in its file (arXiv:1312.6114, section 2.4)."""
         generator = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "latent", draw)))
         files = self.variants[int(generator.integers(len(self.variants)))]
         means, log_variances = np.split(self._distribution(files[draw % len(self)]), 2)
@@ -78,7 +81,7 @@ class Latents:
         channels, *size = self._shape
         if stored.shape != (2 * channels, *size):
             raise DataError(
-                f"vae_output has shape {list(stored.shape)}, the model takes {[2 * channels, *size]}",
+                f"expected vae_output of shape {[2 * channels, *size]}, got {list(stored.shape)}",
                 where=str(path),
                 remedy="set model.vae.latent_channels and latent_size to those of the data",
             )
@@ -88,16 +91,17 @@ class Latents:
 def read_latents(
     config: LatentDataConfig, *, shape: tuple[int, int, int], scaling_factor: float, num_classes: int
 ) -> Latents:
-    """The samples that a section of a params file names; classes are numbered in the order of their folders.
+    """Return the data set of a section of a params file; classes are numbered in the order of their folders.
 
     Args:
         config: the section.
         shape: channels, height and width of a latent.
-        scaling_factor: on each latent.
-        num_classes: of the model.
+        scaling_factor: factor on each latent.
+        num_classes: classes of the model.
 
     Raises:
-        DataError: if there are no files, more classes than the model has, or folders that differ in them.
+        DataError: if there are no files, more classes than the model has, or the folders in `data_dir` hold
+            different files.
     """
     roots = [folder / config.split for folder in config.data_dir]
     found = [find_classes(root, lambda path: path.suffix == ".npz", num_classes) for root in roots]
@@ -107,9 +111,9 @@ def read_latents(
     for root, names in zip(roots[1:], others, strict=True):
         if different := sorted(set(first).symmetric_difference(names)):
             raise DataError(
-                f"{different[0]} is in one of the folders and not in the other",
+                f"{different[0]} is in only one of the two folders",
                 where=f"{roots[0]} and {root}",
-                remedy="name folders with the same images under the same names",
+                remedy="use folders that hold the same images under the same names",
             )
     return Latents(
         [files for files, _ in found],

@@ -1,4 +1,4 @@
-"""MNIST's files of images and classes."""
+"""MNIST: handwritten digits, read from the original IDX files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from headwater.core.errors import DataError
 from headwater.data.loader import Batch
 
 _MEAN, _STD = 0.1307, 0.3081
-"""Of the pixels of the training set, between 0 and 1."""
+"""Mean and standard deviation of the pixels of the training set, scaled to [0, 1]."""
 
 _PREFIXES = {"train": "train", "val": "t10k"}
 _UNSIGNED_BYTES = 0x08
 
 
 class Digits:
-    """Handwritten digits: a batch is `inputs` [batch, 1, 28, 28], normalized, and `labels` [batch].
+    """A data set of handwritten digits.
+
+    A batch has `inputs`, fp32 [batch, 1, 28, 28], normalized, and `labels`, int64 [batch].
 
     Args:
         images: uint8 [samples, 28, 28].
@@ -39,7 +41,7 @@ class Digits:
         return len(self.images)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         indices = [draw % len(self) for draw in draws]
         pixels = torch.from_numpy(self.images[indices]).float() / 255
         return {
@@ -49,7 +51,7 @@ class Digits:
 
 
 def read_digits(config: MNISTDataConfig) -> Digits:
-    """The samples that a section of a params file names.
+    """Return the data set of a section of a params file.
 
     Raises:
         DataError: if a file is missing or damaged.
@@ -60,7 +62,8 @@ def read_digits(config: MNISTDataConfig) -> Digits:
     images, labels = read_idx(images_file), read_idx(labels_file)
     if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1]:
         raise DataError(
-            f"images have shape {list(images.shape)} and classes {list(labels.shape)}",
+            "expected images of shape [samples, 28, 28] and labels of shape [samples], "
+            f"got {list(images.shape)} and {list(labels.shape)}",
             where=f"{images_file} and {labels_file.name}",
             remedy="copy both files again",
         )
@@ -68,10 +71,10 @@ def read_digits(config: MNISTDataConfig) -> Digits:
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:
-    """The array of an IDX file of bytes, compressed or not.
+    """Return the array in an IDX file of bytes, compressed (.gz) or not.
 
     Raises:
-        DataError: if it is none.
+        DataError: if it is not a complete IDX file of bytes.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -81,7 +84,8 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
     header = 4 * (1 + dimensions)
     shape = tuple(int(size) for size in np.frombuffer(content[4:header], dtype=">u4"))
     if not dimensions or len(shape) != dimensions or len(content) != header + math.prod(shape):
-        raise DataError("the file is no whole IDX file of bytes", where=str(path), remedy="copy it again")
+        what = "file is not an IDX file of bytes, or is incomplete"
+        raise DataError(what, where=str(path), remedy="copy it again")
     return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)
 
 
@@ -89,8 +93,8 @@ def _find(folder: Path, pattern: str) -> Path:
     found = sorted(folder.glob(pattern)) or sorted(folder.glob(f"MNIST/raw/{pattern}"))
     if not found:
         raise DataError(
-            f"there is no file {pattern}",
+            f"no file matches {pattern}",
             where=f"data_dir: {folder}",
-            remedy="name the folder that holds MNIST's files",
+            remedy="set data_dir to the folder that holds MNIST's files",
         )
     return found[0]

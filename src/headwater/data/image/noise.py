@@ -1,4 +1,4 @@
-"""Images with the noise that a model is to find in them."""
+"""Images with random noise and timesteps, for the training of diffusion models."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from headwater.data.source import Samples
 
 
 class NoisedImages:
-    """Images with noise, how much of it is to be in them, and whether their class is not to be known.
+    """A data set that adds noise, a timestep and a label dropout flag to each image.
 
-    A batch is `inputs`, `noise` [batch, channels, h, w], `timesteps`, `labels` and `no_label` [batch]. The
-    images themselves are left as they are: what noise does to them is the model's to say.
+    A batch has `inputs` and `noise`, fp32 [batch, channels, h, w]; `timesteps` and `labels`, int64 [batch];
+    and `no_label`, bool [batch]. The images are not changed: the model mixes them with the noise.
 
     Args:
-        images: batches of `inputs` and `labels`.
-        shape: channels, height and width that the model takes.
-        steps: timesteps lie below this.
-        label_dropout: share of samples whose class is not to be known in training.
-        seed: of all of this.
+        images: data set whose batches have `inputs` and `labels`.
+        shape: channels, height and width that the model reads.
+        steps: number of timesteps; a timestep is in [0, steps).
+        label_dropout: probability that a sample is trained without its label.
+        seed: seed of the noise, timesteps and dropout.
     """
 
     sequence_length = None
@@ -39,14 +39,14 @@ class NoisedImages:
         return len(self.images)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         batch = self.images.__getitems__(draws)
         if isinstance(batch, DataError):
             return batch
         found = tuple(batch["inputs"].shape[1:])
         if found != self.shape:
             return DataError(
-                f"images have shape {list(found)}, the model takes {list(self.shape)}",
+                f"expected images of shape {list(self.shape)}, got {list(found)}",
                 where="model.vae",
                 remedy=f"set latent_channels to {found[0]} and latent_size to {list(found[1:])}",
             )
@@ -58,7 +58,7 @@ class NoisedImages:
         }
 
     def _drawn(self, draw: int) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float32]], int, bool]:
-        """Noise, timestep, and whether the class is not to be known."""
+        """Return the noise and timestep of a draw, and True if its label is dropped."""
         generator = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "noise", draw)))
         noise = generator.standard_normal(self.shape, dtype=np.float32)
         return noise, int(generator.integers(self._steps)), bool(generator.random() < self._label_dropout)

@@ -1,4 +1,4 @@
-"""Images with a class for each pixel: equally named files in two folders."""
+"""Images with a class for each pixel: files with the same name in two folders."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from headwater.data.loader import Batch
 
 
 class SegmentedImages:
-    """Images with a class for each pixel.
+    """A data set of images with a class for each pixel.
 
-    A batch is `inputs` [batch, channels, h, w] and `labels` [batch, h, w].
+    A batch has `inputs`, fp32 [batch, channels, h, w], and `labels`, int64 [batch, h, w].
 
     Args:
-        pairs: an image and its classes each.
-        config: how they are cut and normalized.
-        channels: that the model reads.
-        num_classes: of a pixel; with one, a pixel is of the class or not.
+        pairs: pairs of an image file and a label file.
+        config: section of the params file: crop, augmentation and normalization.
+        channels: channels that the model reads.
+        num_classes: classes of a pixel; with 1, labels are 0 or 1.
     """
 
     sequence_length = None
@@ -48,7 +48,7 @@ class SegmentedImages:
         return len(self.pairs)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         try:
             samples = [self._sample(draw) for draw in draws]
         except DataError as error:
@@ -57,19 +57,19 @@ class SegmentedImages:
             return DataError(
                 "images of one batch have different sizes",
                 where=f"data_dir: {self._config.data_dir}",
-                remedy="set image_size, so that they are cut to one",
+                remedy="set image_size, so that all images are cropped to the same size",
             )
         images, labels = zip(*samples, strict=True)
         return {"inputs": torch.stack(images), "labels": torch.stack(labels)}
 
     def _sample(self, draw: int) -> tuple[Tensor, Tensor]:
-        """An image [channels, h, w] and the classes of its pixels [h, w]."""
+        """Return an image, fp32 [channels, h, w], and the classes of its pixels, int64 [h, w]."""
         image_file, label_file = self.pairs[draw % len(self)]
         image = to_tensor(read_image(image_file, self._mode))
         labels = torch.from_numpy(self._labels(label_file))
         if image.shape[1:] != labels.shape:
             raise DataError(
-                f"the image is of {list(image.shape[1:])} pixels, its classes are of {list(labels.shape)}",
+                f"the image has {list(image.shape[1:])} pixels, but its labels have {list(labels.shape)}",
                 where=f"{image_file} and {label_file}",
                 remedy="correct or remove one of them",
             )
@@ -81,12 +81,12 @@ class SegmentedImages:
         return (image.flip(2), labels.flip(1)) if flip else (image, labels)
 
     def _part(self, file: Path, shape: Sequence[int], seed: int) -> tuple[int, int, int, int, int, bool]:
-        """Top, left, height and width of the part, by how many quarters it is turned, and whether flipped."""
+        """Return top, left, height and width of the crop, the quarter turns, and True if it is flipped."""
         height, width = self._config.image_size or shape
         free = shape[0] - height, shape[1] - width
         if min(free) < 0:
             raise DataError(
-                f"the image is of {list(shape)} pixels, smaller than image_size {[height, width]}",
+                f"expected an image of at least image_size {[height, width]} pixels, got {list(shape)}",
                 where=str(file),
                 remedy="use a smaller image_size",
             )
@@ -95,7 +95,7 @@ class SegmentedImages:
         generator = np.random.Generator(np.random.Philox(key=seed))
         top, left = (int(generator.integers(pixels + 1)) for pixels in free)
         turns, flip = int(generator.integers(4)), bool(generator.integers(2))
-        # A part that is not square keeps its shape when it is turned upside down, and not by a quarter.
+        # A crop that is not square is only turned by two quarters: a single quarter would swap its sides.
         return top, left, height, width, turns if height == width else turns // 2 * 2, flip
 
     def _normalized(self, image: Tensor) -> Tensor:
@@ -109,13 +109,13 @@ class SegmentedImages:
                 return (image - mean) / deviation.clamp_min(1e-6)
 
     def _labels(self, path: Path) -> npt.NDArray[np.int64]:
-        """Classes [h, w]: black and white are 0 and 1, and other pixels the number that they hold."""
+        """Return the classes [h, w]: 0 and 1 for a black and white image, otherwise the pixel values."""
         image = read_image(path)
         if image.mode not in ("1", "L", "P"):
             raise DataError(
-                f"the classes are a colour image ({image.mode})",
+                f"expected a label image with one channel, got a colour image ({image.mode})",
                 where=str(path),
-                remedy="store them as an image in black and white, or of the numbers of the classes",
+                remedy="store the labels in black and white, or with the number of the class as pixel value",
             )
         return self._classes_of(image, path)
 
@@ -125,7 +125,7 @@ class SegmentedImages:
             return labels // 255
         if labels.max(initial=0) >= self._classes:
             raise DataError(
-                f"class {labels.max()} is not below the model's number of classes, {self._classes}",
+                f"expected classes below {self._classes}, the model's number of classes; got {labels.max()}",
                 where=str(path),
                 remedy=f"set num_classes to {labels.max() + 1} or more",
             )
@@ -135,36 +135,36 @@ class SegmentedImages:
 def read_segmented_images(
     config: SegmentationDataConfig, *, channels: int, num_classes: int
 ) -> SegmentedImages:
-    """The samples that a section of a params file names.
+    """Return the data set of a section of a params file.
 
     Args:
         config: the section.
-        channels: that the model reads.
-        num_classes: of a pixel.
+        channels: channels that the model reads.
+        num_classes: classes of a pixel.
 
     Raises:
-        DataError: if there are no images, or one has no classes.
+        DataError: if there are no images in this split, or an image or label file has no counterpart.
     """
     images, labels = (_files(config.data_dir / part) for part in ("image", "label"))
     if alone := sorted(images.keys() ^ labels.keys()):
         raise DataError(
-            f"{alone[0]} is in one of the folders image and label, and not in the other",
+            f"{alone[0]} is in only one of the folders image and label",
             where=f"data_dir: {config.data_dir}",
-            remedy="add what is missing, under the same name",
+            remedy="add the missing file under the same name, or remove this one",
         )
     names = sorted(images)
     border = round(len(names) * config.train_test_split)
     chosen = names[:border] if config.is_training else names[border:]
     if not chosen:
         raise DataError(
-            f"there are {len(names)} images, and none of them is in this part",
+            f"this split has no images: 0 of {len(names)} with train_test_split={config.train_test_split}",
             where=f"data_dir: {config.data_dir}",
-            remedy="change train_test_split, or name another folder with the folders image and label",
+            remedy="change train_test_split, or set data_dir to a folder that holds folders image and label",
         )
     pairs = [(images[name], labels[name]) for name in chosen]
     return SegmentedImages(pairs, config, channels=channels, num_classes=num_classes)
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The images in a folder by their names."""
+    """Return the image files in a folder by name."""
     return {path.name: path for path in folder.iterdir() if is_image(path)} if folder.is_dir() else {}

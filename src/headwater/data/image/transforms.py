@@ -1,4 +1,4 @@
-"""What is done to images before a model reads them; what is random depends on the generator alone."""
+"""Image transforms; all random choices come from the generator that is passed in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FILTERS: dict[Interpolation, Image.Resampling] = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 _ATTEMPTS = 10
-"""How often a random shape is drawn that may not fit into the image."""
+"""Maximum attempts to draw a random crop that fits into the image."""
 
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom, in pixels."""
@@ -50,13 +50,13 @@ def transform(
     *,
     part: int = 0,
 ) -> Tensor:
-    """The image as the transforms leave it, [channels, h, w] in fp32.
+    """Apply transforms to an image and return it as a tensor, fp32 [channels, h, w].
 
     Args:
-        image: with as many channels as the model reads.
-        transforms: in their order, one of them `to_tensor`.
-        generator: what is random is drawn from it.
-        part: which of several parts of an image this is, where they differ in how often something is done.
+        image: image with the channels that the model reads.
+        transforms: transforms in order; one of them is `to_tensor`.
+        generator: source of all random choices.
+        part: index of this view of the image, for transforms with a list of probabilities, one per view.
     """
     numbers = torch.empty(0)
     for each in transforms:
@@ -71,7 +71,7 @@ def transform(
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """Numbers between 0 and 1, [channels, h, w] in fp32."""
+    """Return the pixels as numbers in [0, 1], fp32 [channels, h, w]."""
     pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
     return pixels.view(image.height, image.width, -1).permute(2, 0, 1).float() / 255
 
@@ -128,7 +128,7 @@ def _jittered(image: Image.Image, config: ColorJitterConfig, generator: np.rando
 
 
 def _other_hue(image: Image.Image, turn: float) -> Image.Image:
-    """The image with its colours turned by this share of their circle."""
+    """Return the image with its hue rotated by `turn` of the colour circle (1: once around)."""
     if image.mode != "RGB" or not turn:
         return image
     hue, *others = image.convert("HSV").split()
@@ -165,7 +165,7 @@ def _anywhere(
 
 
 def _random_box(image: Image.Image, config: RandomResizedCropConfig, generator: np.random.Generator) -> Box:
-    """Shapes are as likely narrow as wide: the logarithm of the ratio is uniform."""
+    """Return a random box whose aspect ratio has a uniform logarithm: narrow is as likely as wide."""
     low, high = config.ratio
     for _ in range(_ATTEMPTS):
         area = image.width * image.height * generator.uniform(*config.scale)
@@ -173,7 +173,7 @@ def _random_box(image: Image.Image, config: RandomResizedCropConfig, generator: 
         width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < width <= image.width and 0 < height <= image.height:
             return _anywhere(image, height, width, 0, generator)
-    # The largest part of an allowed shape, from the middle.
+    # No attempt has fitted: take the largest centred box with an allowed aspect ratio.
     width = min(image.width, max(1, round(image.height * high)))
     height = min(image.height, max(1, round(image.width / low)))
     return _centre(image, height, width)

@@ -1,4 +1,4 @@
-"""Several views of each image, and which patches of them are masked."""
+"""Several views (random crops) of each image, and masks of their patches, for self-supervised learning."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from headwater.data.loader import Batch
 
 _LEAST_BLOCK = 4
 _LEAST_RATIO = 0.3
+"""Minimum patches and minimum aspect ratio of a block of masked patches (arXiv:2106.08254, algorithm 1)."""
+
 _ATTEMPTS = 10
-"""Blocks of masked patches have at least so many patches and such a shape (arXiv:2106.08254, algorithm 1)."""
+"""Maximum attempts to draw a block that adds masked patches, but not too many."""
 
 
 class ImageViews:
-    """Views of images.
+    """A data set of views of images.
 
-    A batch is `global_view` and `local_view` [batch, views, channels, h, w], and `collated_masks`, bool
-    [batch, global views, patches].
+    A batch has `global_view` and `local_view`, fp32 [batch, views, channels, h, w], and `collated_masks`,
+    bool [batch, global views, patches], True for a masked patch.
 
     Args:
-        files: an image each.
-        config: what becomes of them.
-        channels: that the model reads.
+        files: image files.
+        config: section of the params file with the transforms.
+        channels: channels that the model reads.
     """
 
     sequence_length = None
@@ -50,7 +52,7 @@ class ImageViews:
         return len(self.files)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         try:
             samples = [self._sample(draw) for draw in draws]
         except DataError as error:
@@ -93,11 +95,14 @@ class ImageViews:
 
 
 def random_mask(config: MaskedPatchConfig, generator: np.random.Generator) -> npt.NDArray[np.bool_]:
-    """Which patches are masked, [rows, columns]: none, or blocks of them (arXiv:2106.08254, algorithm 1).
+    """Draw a mask of patches: empty, or made of random blocks (arXiv:2106.08254, algorithm 1).
 
     Args:
-        config: how many.
-        generator: what is random is drawn from it.
+        config: probability and ratio of masked patches.
+        generator: source of all random choices.
+
+    Returns:
+        The mask, bool [rows, columns], True for a masked patch.
     """
     side = config.image_size // config.patch_size
     mask = np.zeros((side, side), dtype=np.bool_)
@@ -112,12 +117,12 @@ def random_mask(config: MaskedPatchConfig, generator: np.random.Generator) -> np
                 mask[block] = True
                 break
         else:
-            break  # what is left is too small for a block
+            break  # no block fits any more
     return mask
 
 
 def _random_block(side: int, most: int, generator: np.random.Generator) -> tuple[slice, slice]:
-    """Rows and columns of a block of about `most` patches or fewer."""
+    """Return the rows and columns of a random block of at most about `most` patches."""
     area = generator.uniform(min(_LEAST_BLOCK, most), most)
     ratio = math.exp(generator.uniform(math.log(_LEAST_RATIO), -math.log(_LEAST_RATIO)))
     height, width = (min(side, max(1, round(math.sqrt(each)))) for each in (area * ratio, area / ratio))
@@ -126,11 +131,11 @@ def _random_block(side: int, most: int, generator: np.random.Generator) -> tuple
 
 
 def read_views(config: ViewDataConfig, *, channels: int) -> ImageViews:
-    """The samples that a section of a params file names.
+    """Return the data set of a section of a params file.
 
     Args:
         config: the section.
-        channels: that the model reads.
+        channels: channels that the model reads.
 
     Raises:
         DataError: if there are no images.

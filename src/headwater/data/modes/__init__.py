@@ -1,4 +1,4 @@
-"""The modes of `headwater data`: what is read, and what is made of it."""
+"""The modes of `headwater data`. A mode defines the inputs that it reads and the samples that it makes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headwater.data.modes.sentences import chosen_sentences, sentence_fields
 from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR
 
 Packing = Literal["joined", "apart", "single"]
-"""Examples of a sample: several that see each other, several that do not, or one."""
+"""Examples in a sample: several that attend to each other (joined), several that do not (apart), or one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Mode:
     """One kind of training data.
 
     Attributes:
-        reads: running text, or records with fields.
-        make: examples of it.
-        token_columns: how many of the rows of an example are tokens, for the statistics; all where absent.
-        fields: datasets of a sample; where absent, samples are rows of tokens, loss mask and labels.
-        line: text of a sample in a file of lines.
-        packing: of rows, unless they are to be kept apart.
-        needed_tokens: that the tokenizer must have.
-        added_tokens: that it gets where it has none of them.
-        needed_options: that have no default.
+        reads: input: running text ("documents") or records with fields.
+        make: makes examples of the input.
+        token_columns: number of leading rows of an example that hold tokens, for the statistics; `None`: all.
+        fields: makes the fields of a sample; `None`: samples are rows of tokens, loss mask and labels.
+        line: makes the line of a sample in a text file; `None`: samples are not lines.
+        packing: packing of rows, unless `use_vsl` is set.
+        needed_tokens: tokens that the tokenizer must have.
+        added_tokens: tokens that are added to the tokenizer if it has none of them.
+        needed_options: options that must be set, because they have no default.
     """
 
     reads: Literal["documents", "records"]
@@ -48,7 +48,7 @@ class Mode:
 
     @property
     def in_rows(self) -> bool:
-        """Whether samples are rows of tokens, loss mask and labels."""
+        """True if samples are rows of tokens, loss mask and labels."""
         return self.fields is None and self.line is None
 
 
@@ -95,25 +95,25 @@ MODES = {
         needed_options=("image_dir", "num_features"),
     ),
 }
-"""Every mode by its name."""
+"""All modes by name."""
 
 
 def find_mode(name: str, options: ModeOptions) -> Mode:
-    """The mode of this name.
+    """Return the mode of this name, adapted to the options.
 
     Raises:
-        ConfigError: if there is none, it has no such option, or one is missing.
+        ConfigError: if the name is unknown, or an option is missing or does not apply to the mode.
     """
     if name not in MODES:
-        remedy = f"modes are {', '.join(MODES)}"
-        raise ConfigError(f"there is no mode {name!r}", where="mode", remedy=remedy)
+        remedy = f"use one of {', '.join(MODES)}"
+        raise ConfigError(f"unknown mode {name!r}", where="mode", remedy=remedy)
     mode = MODES[name]
     if options.use_vsl and not mode.in_rows:
-        remedy = f"leave it out, or name one of {', '.join(n for n, m in MODES.items() if m.in_rows)}"
+        remedy = f"remove use_vsl, or use one of {', '.join(n for n, m in MODES.items() if m.in_rows)}"
         raise ConfigError(f"mode {name} does not pack samples", where="use_vsl", remedy=remedy)
     missing = [f"--{key}" for key in mode.needed_options if getattr(options, key) is None]
     if missing:
-        remedy = f"write {' and '.join(missing)}, see headwater data --help"
+        remedy = f"add {' and '.join(missing)}; see headwater data --help"
         raise ConfigError(f"mode {name} needs {' and '.join(missing)}", where="mode", remedy=remedy)
     if options.dynamic_mask and mode.fields is masked_fields:
         return dataclasses.replace(mode, fields=masked_table)

@@ -1,4 +1,4 @@
-"""Modes whose loss is on an answer alone: completions of prompts, summaries, turns of an assistant."""
+"""Modes with the loss only on an answer: completions of prompts, summaries, turns of an assistant."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _SEPARATOR = "\n\nTL;DR: "
 
 
 def prompt_completion(context: Context, record: Record) -> Example:
-    """A prompt and what follows it; prompts of `instruction` and `input` are joined by an empty line.
+    """Return an example of a prompt and its completion.
 
-    What is too long loses the beginning of its prompt.
+    `instruction` and `input` are joined to a prompt with an empty line between them. If the example is too
+    long, the beginning of the prompt is cut.
     """
     record = renamed(record, context.options)
     prompt, answer = prompt_text(record, context.options.separator), find_text(record, *_ANSWERS)
@@ -38,7 +39,10 @@ def prompt_completion(context: Context, record: Record) -> Example:
 
 
 def summarization(context: Context, record: Record) -> Example:
-    """A document, the separator, and the summary. What is too long loses the end of its document."""
+    """Return an example of a document, the separator and its summary.
+
+    If the example is too long, the end of the document is cut.
+    """
     record = renamed(record, context.options)
     document, summary = _joined(record, *_DOCUMENTS), _first(record, *_SUMMARIES)
     separator = _SEPARATOR if context.options.separator is None else context.options.separator
@@ -52,7 +56,10 @@ def summarization(context: Context, record: Record) -> Example:
 
 
 def chat(context: Context, record: Record) -> Example:
-    """A conversation, with the loss on the turns of the assistant. What is too long loses its last turns."""
+    """Return an example of a conversation, with the loss on the turns of the assistant.
+
+    If the conversation is too long, its end is cut.
+    """
     messages = conversation(renamed(record, context.options))
     while messages and messages[-1]["role"] != ASSISTANT:
         messages.pop()
@@ -75,10 +82,10 @@ def chat(context: Context, record: Record) -> Example:
 
 
 def _answers(context: Context, messages: list[Message], where: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and from where to where the assistant speaks.
+    """Return the text of a conversation, and the spans [start, stop) of characters of the assistant's turns.
 
-    An answer is what the conversation up to it has beyond the conversation before it and what the template
-    puts before an answer.
+    To find a turn, the template is applied twice: to the messages before the turn, with the generation
+        prompt, and to the messages up to and including the turn. The turn is the difference of the two texts.
     """
     text, spans = chat_text(context, messages), []
     for number, message in enumerate(messages):
@@ -86,26 +93,26 @@ def _answers(context: Context, messages: list[Message], where: str) -> tuple[str
             before = chat_text(context, messages[:number], prompt=True)
             after = chat_text(context, messages[: number + 1])
             if not text.startswith(before):
-                # Some templates strip the space at the end of what comes before an answer.
+                # Some templates strip the space between the generation prompt and an answer.
                 before = before.rstrip()
             if not (text.startswith(after) and after.startswith(before)):
                 raise DataError(
-                    "the chat template writes a turn otherwise when more turns follow",
+                    "the chat template changes the text of a turn when more turns follow",
                     where=f"{where}, message {number + 1}",
-                    remedy="name another template with --chat_template",
+                    remedy="use another template (--chat_template)",
                 )
             spans.append((len(before), len(after)))
     return text, spans
 
 
 def chat_text(context: Context, messages: list[Message], *, prompt: bool = False) -> str:
-    """The text that the template makes of a conversation."""
+    """Return the text of a conversation; with `prompt`, followed by the generation prompt of an answer."""
     template = context.options.chat_template or PLAIN_TEMPLATE
     return render(template, messages, prompt=prompt, **template_tokens(context.tokenizer, context.end))
 
 
 def prompt_text(record: Record, separator: str | None) -> str:
-    """The prompt of a record, up to the answer; see `ModeOptions.separator`."""
+    """Return the text of a record up to the answer, with the separator; see `ModeOptions.separator`."""
     prompt = find_text(record, *_PROMPTS)
     if "instruction" in record.fields:
         more = record.fields.get("input")
@@ -115,7 +122,7 @@ def prompt_text(record: Record, separator: str | None) -> str:
 
 
 def _joined(record: Record, *names: str) -> str:
-    """A text, or sentences as one."""
+    """Return the text of a field; a list of sentences is joined with spaces."""
     value = find_field(record, *names)
     if isinstance(value, list):
         value = " ".join(checked_text(part, names[0], record.where) for part in value)
@@ -123,7 +130,7 @@ def _joined(record: Record, *names: str) -> str:
 
 
 def _first(record: Record, *names: str) -> str:
-    """A text, or the first of several of which each would do."""
+    """Return the text of a field, or the first text if it is a list of alternatives."""
     value = find_field(record, *names)
     if isinstance(value, list):
         if not value:
@@ -133,10 +140,16 @@ def _first(record: Record, *names: str) -> str:
 
 
 def shortened(context: Context, tokens: Tokens, excess: int, *, keep_end: bool) -> Tokens:
-    """Tokens less `excess` of them, counted as cut.
+    """Return `tokens` with `excess` of them cut off, and count the record as cut.
+
+    Args:
+        context: decides if records may be cut.
+        tokens: tokens to shorten.
+        excess: number of tokens to cut; 0 or less: none.
+        keep_end: cut at the beginning instead of at the end.
 
     Raises:
-        Unusable: if there are not more than that, or nothing may be cut.
+        Unusable: if no token would be left, or records may not be cut.
     """
     if excess <= 0:
         return tokens
@@ -147,6 +160,6 @@ def shortened(context: Context, tokens: Tokens, excess: int, *, keep_end: bool) 
 
 
 def with_answer(prompt: Tokens, answer: Tokens) -> Example:
-    """Tokens, and where the loss counts."""
+    """Return an example of a prompt and an answer: the tokens, and the loss mask (1 on the answer)."""
     tokens = np.concatenate([prompt, answer])
     return tokens, (np.arange(len(tokens)) >= len(prompt)).astype(np.int32)

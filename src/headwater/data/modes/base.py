@@ -1,4 +1,4 @@
-"""What the modes of preparation share: their options, the tokenizer at hand, fields of records."""
+"""Common parts of the modes: options, context with the tokenizer, and access to fields of records."""
 
 from __future__ import annotations
 
@@ -20,32 +20,36 @@ from headwater.data.words import TextEncoder
 Tokens = npt.NDArray[np.int32]
 
 Example = tuple[Tokens, ...]
-"""What a mode makes of a text or record: several rows of numbers, each of any length."""
+"""Result of a mode for one text or record: several rows of numbers, which may differ in length."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModeOptions:
-    """What the modes take beside text and tokenizer.
+    """Options of the modes.
 
     Attributes:
-        longer: what becomes of a record with more tokens than a sample holds: it is left out, or cut.
-        keys: other names of fields: (field, name in the records).
-        use_vsl: put several examples into a sample, each seeing itself alone.
-        fim_rate: share of the texts that are turned for filling in the middle.
-        spm_rate: of these the share whose suffix comes first.
-        chat_template: Jinja template of conversations; that of the tokenizer, or a plain one, where absent.
-        separator: text between a prompt or document and what follows it; where absent "\n\nTL;DR: " before
-            summaries, an empty line after an `instruction`, and nothing after other prompts.
+        longer: skip or cut a record that has more tokens than a sample.
+        keys: names that fields have in the records: pairs of (field, name in the records).
+        use_vsl: pack several examples into a sample; each attends only to itself.
+        fim_rate: fraction of the texts that are rearranged for fill in the middle.
+        spm_rate: fraction of the rearranged texts with the suffix first.
+        chat_template: Jinja template of conversations; by default that of the tokenizer, or else a plain one.
+        separator: text between a prompt and its completion, or a document and its summary. By default
+            "\n\nTL;DR: " before summaries, an empty line after an `instruction`, and nothing after other
+            prompts.
         num_passages: passages of a question, the right one included.
-        max_cls_tokens: sentences of a text at most, where they are chosen for a summary.
-        sentence_pairs: masked samples are two texts, of which the second may or may not follow the first.
-        masked_lm_prob: share of the tokens that are guessed.
-        dynamic_mask: leave the choice of these tokens to the training.
-        image_dir: folder below which the images of texts are.
-        num_features: places that an image takes in a text: `num_features` of the model.
-        num_images: images of a text at most.
-        image_token_id: token in the places of images, as in the model's section.
-        begin_of_text: token that a text with images begins with; none where absent.
+        max_cls_tokens: maximum sentences of a text in extractive summarization.
+        sentence_pairs: make each masked sample of two texts; the second may or may not follow the first.
+        masked_lm_prob: fraction of the tokens to predict.
+        dynamic_mask: write unmasked tokens; training chooses the masked tokens in every epoch.
+        image_dir: root folder of the images.
+        num_features: positions that an image takes in a text: `num_features` of the model.
+        num_images: maximum images of a text.
+        image_token_id: token at the positions of images, as in the model's section.
+        begin_of_text: token before each text with images; `None`: no token.
+
+    Raises:
+        ConfigError: if an option is out of range.
     """
 
     longer: Literal["skip", "cut"] = "skip"
@@ -69,22 +73,22 @@ class ModeOptions:
     def __post_init__(self) -> None:
         for key in ("fim_rate", "spm_rate", "masked_lm_prob"):
             if not 0 <= getattr(self, key) <= 1:
-                what = f"{key} is {getattr(self, key)}"
-                raise ConfigError(what, where=key, remedy="write a fraction between 0 and 1")
+                what = f"expected {key} in [0, 1], got {getattr(self, key)}"
+                raise ConfigError(what, where=key, remedy="use a fraction between 0 and 1")
         for key in ("num_passages", "max_cls_tokens", "num_features", "num_images"):
             if (getattr(self, key) or 0) < 1 and getattr(self, key) is not None:
-                what = f"{key} is {getattr(self, key)}"
-                raise ConfigError(what, where=key, remedy="write 1 or more")
+                what = f"expected {key} of at least 1, got {getattr(self, key)}"
+                raise ConfigError(what, where=key, remedy="use 1 or more")
         if self.image_token_id < 0:
-            what = f"image_token_id is {self.image_token_id}"
-            raise ConfigError(what, where="image_token_id", remedy="write a token of the model, 0 or more")
+            what = f"expected image_token_id of at least 0, got {self.image_token_id}"
+            raise ConfigError(what, where="image_token_id", remedy="use the id of a token of the model")
         if self.image_dir is not None and not self.image_dir.is_dir():
-            remedy = "name the folder below which the images are"
+            remedy = "set it to the root folder of the images"
             raise ConfigError("image_dir is not a folder", where=str(self.image_dir), remedy=remedy)
 
 
 class Unusable(Exception):
-    """A record that gives no example; `reason` is the name of its count."""
+    """Raised for a record without an example; `reason` is the name under which it is counted."""
 
     def __init__(self, reason: Literal["empty", "too_long"]) -> None:
         super().__init__(reason)
@@ -93,16 +97,16 @@ class Unusable(Exception):
 
 @dataclasses.dataclass
 class Context:
-    """What a mode works with.
+    """Settings, tokenizer and counters that a mode works with.
 
     Attributes:
-        tokenizer: of the model.
-        end: token that ends a text.
-        pad: token that fills samples up.
-        length: tokens of a sample.
-        options: of the mode.
-        seed: of everything random.
-        counts: what happened: bytes of text, records that were cut.
+        tokenizer: tokenizer of the model.
+        end: id of the end-of-text token.
+        pad: id of the padding token.
+        length: tokens per sample.
+        options: options of the mode.
+        seed: seed of all random choices.
+        counts: counters of the current task, for example bytes of text and records that were cut.
     """
 
     tokenizer: Tokenizer
@@ -115,30 +119,30 @@ class Context:
 
     @functools.cached_property
     def encoder(self) -> TextEncoder:
-        """Of single texts."""
+        """Encoder of texts without special tokens."""
         return TextEncoder(self.tokenizer)
 
     @functools.cached_property
     def ordinary(self) -> Tokens:
-        """Tokens that stand for text: BERT's others are written in brackets."""
+        """Ids of the tokens that represent text, [tokens]. BERT's other tokens begin with a bracket."""
         vocabulary = self.tokenizer.get_vocab()
         numbers = sorted(number for token, number in vocabulary.items() if not token.startswith("["))
         return np.array(numbers, dtype=np.int32)
 
     def encode(self, text: str) -> Tokens:
-        """Tokens of a text."""
+        """Return the tokens of a text and count its bytes."""
         self.counts["text_bytes"] += len(text.encode())
         return self.encoder([text])[0]
 
     def ended(self, tokens: Tokens) -> Tokens:
-        """Tokens with the one that ends a text."""
+        """Return `tokens` followed by the end-of-text token."""
         return np.append(tokens, np.int32(self.end))
 
     def token(self, *names: str) -> int:
-        """Number of the first of these tokens that the tokenizer has.
+        """Return the id of the first of these tokens that the tokenizer has.
 
         Raises:
-            DataError: if it has none.
+            DataError: if the tokenizer has none of them.
         """
         numbers = [self.tokenizer.token_to_id(name) for name in names]
         found = next((number for number in numbers if number is not None), None)
@@ -146,17 +150,17 @@ class Context:
             raise DataError(
                 f"the tokenizer has no token {names[0]}",
                 where="--tokenizer",
-                remedy="name the tokenizer of the model that reads these data; for BERT its vocab.txt",
+                remedy="pass the tokenizer of the model that you train; for BERT its vocab.txt",
             )
         return int(found)
 
 
 Make = Callable[[Context, Sequence[Any], int], Iterator[Example | DataError | Unusable]]
-"""Examples of some pieces or records; the last argument is the number of the task."""
+"""Function that makes examples of some pieces or records; the last argument is the number of the task."""
 
 
 def of_records(make: Callable[[Context, Record], Example]) -> Make:
-    """A mode that makes one example of each record; what cannot be used is given, not raised."""
+    """Return a `Make` that makes one example of each record; errors are yielded, not raised."""
 
     def run(
         context: Context, records: Sequence[Record], _task: int
@@ -166,7 +170,7 @@ def of_records(make: Callable[[Context, Record], Example]) -> Make:
             try:
                 yield make(context, record)
             except (DataError, Unusable) as problem:
-                context.counts.clear()  # what is left out has no text and was not cut
+                context.counts.clear()  # a record that is left out must not count as text or as cut
                 context.counts.update(before)
                 yield problem
 
@@ -174,10 +178,10 @@ def of_records(make: Callable[[Context, Record], Example]) -> Make:
 
 
 def renamed(record: Record, options: ModeOptions) -> Record:
-    """The record with the fields that `options.keys` names under the names that the modes know.
+    """Return the record with its fields renamed as in `options.keys`.
 
     Raises:
-        DataError: if it lacks one of them.
+        DataError: if the record lacks one of these fields.
     """
     if not options.keys:
         return record
@@ -190,10 +194,10 @@ def renamed(record: Record, options: ModeOptions) -> Record:
 
 
 def find_field(record: Record, *names: str) -> Any:
-    """The value of the first of these fields that the record has.
+    """Return the value of the first of these fields that the record has.
 
     Raises:
-        DataError: if it has none.
+        DataError: if the record has none of them.
     """
     for name in names:
         if record.fields.get(name) is not None:
@@ -202,19 +206,23 @@ def find_field(record: Record, *names: str) -> Any:
 
 
 def find_text(record: Record, *names: str) -> str:
-    """The same for a text."""
+    """Return the text of the first of these fields that the record has.
+
+    Raises:
+        DataError: if the record has none of them, or the value is not text.
+    """
     return checked_text(find_field(record, *names), names[0], record.where)
 
 
 def no_field(record: Record, name: str) -> DataError:
-    """That a record lacks a field."""
-    there = ", ".join(map(repr, record.fields)) or "nothing"
-    remedy = f"say which field it is with --keys {name}=NAME"
-    return DataError(f"record has no field {name!r}, it has {there}", where=record.where, remedy=remedy)
+    """Return the error for a record that lacks a field."""
+    there = ", ".join(map(repr, record.fields)) or "none"
+    remedy = f"name the field of the record that holds it: --keys {name}=NAME"
+    return DataError(f"record has no field {name!r}; its fields: {there}", where=record.where, remedy=remedy)
 
 
 def filled(values: npt.ArrayLike, length: int, fill: int) -> Tokens:
-    """Numbers filled up to `length`."""
+    """Return the values as int32 [length], padded with `fill`."""
     row = np.full(length, fill, dtype=np.int32)
     numbers = np.asarray(values, dtype=np.int32)
     row[: len(numbers)] = numbers

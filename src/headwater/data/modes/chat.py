@@ -1,4 +1,4 @@
-"""Conversations: their two usual shapes, and the text that a template makes of them."""
+"""Conversations: the two usual formats, and chat templates that turn them into text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Message = dict[str, str]
-"""`role` and `content`."""
+"""A message with the keys `role` and `content`."""
 
 ASSISTANT = "assistant"
 
@@ -26,18 +26,19 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
-"""For tokenizers without a template of their own."""
+"""Template for tokenizers that have none."""
 
 _ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT, "chatgpt": ASSISTANT}
 
 
 def conversation(record: Record) -> list[Message]:
-    """The messages of a record: `messages` of `role` and `content`, or `conversations` of `from` and `value`.
+    """Return the messages of a record.
 
-    A field `system` is a first message where there is none from the system.
+    A record has `messages` with `role` and `content`, or `conversations` with `from` and `value`. A field
+    `system` is added as the first message, unless the first message is already from the system.
 
     Raises:
-        DataError: if it has neither, or one is not of this form.
+        DataError: if the record has neither, or a message is malformed.
     """
     messages = messages_of(find_field(record, "messages", "conversations", "conversation"), record.where)
     system = record.fields.get("system")
@@ -47,16 +48,24 @@ def conversation(record: Record) -> list[Message]:
 
 
 def messages_of(value: Any, where: str) -> list[Message]:
-    """The same of the list alone, or of a single message."""
+    """Return the messages of a list of messages or of a single message.
+
+    Args:
+        value: messages with `role` and `content`, or with `from` and `value`.
+        where: place of the record, for error messages.
+
+    Raises:
+        DataError: if a message is malformed.
+    """
     found = []
     for number, message in enumerate([value] if isinstance(value, dict) else value, start=1):
         keys = next((keys for keys in (("role", "content"), ("from", "value")) if _has(message, keys)), None)
         if keys is None:
             there = ", ".join(map(repr, message)) if isinstance(message, dict) else type(message).__name__
             raise DataError(
-                f"message {number} has neither 'role' and 'content' nor 'from' and 'value', but {there}",
+                f"expected 'role' and 'content', or 'from' and 'value', in message {number}; got {there}",
                 where=where,
-                remedy="write messages as OpenAI or ShareGPT write them",
+                remedy="use the message format of OpenAI or ShareGPT",
             )
         role, content = (checked_text(message[key], key, where) for key in keys)
         found.append({"role": _ROLES.get(role, role), "content": content})
@@ -64,11 +73,11 @@ def messages_of(value: Any, where: str) -> list[Message]:
 
 
 def template_tokens(tokenizer: Tokenizer, end: int) -> dict[str, str]:
-    """Return the special tokens that a template may name.
+    """Return the special tokens that a template may refer to.
 
     Args:
-        tokenizer: has them.
-        end: id of the token that ends a text.
+        tokenizer: tokenizer with these tokens.
+        end: id of the end-of-text token.
     """
     last = str(tokenizer.id_to_token(end))
     names = ("<s>", "<|begin_of_text|>", "<bos>")
@@ -81,26 +90,26 @@ def _has(message: Any, keys: tuple[str, str]) -> bool:
 
 
 def render(template: str, messages: list[Message], *, prompt: bool = False, **tokens: str) -> str:
-    """The text of a conversation.
+    """Return the text that a chat template makes of a conversation.
 
     Args:
-        template: Jinja, as transformers' tokenizers have it.
-        messages: of the conversation.
-        prompt: add what comes before an answer.
-        tokens: `bos_token` and others that the template may name.
+        template: Jinja template, in the format of the transformers library.
+        messages: messages of the conversation.
+        prompt: add the generation prompt, the text before an answer.
+        tokens: `bos_token` and other variables that the template may refer to.
 
     Raises:
-        DataError: if the template does not take these messages.
-        ConfigError: if it is not Jinja, or Jinja is not installed.
+        DataError: if the template fails for these messages.
+        ConfigError: if the template is not valid Jinja, or Jinja is not installed.
     """
     compiled = _compiled(template)
     try:
         return str(compiled.render(messages=messages, add_generation_prompt=prompt, **tokens))
     except Exception as error:  # a template may fail in any way
         raise DataError(
-            f"the chat template does not take this conversation: {error}",
-            where=", ".join(message["role"] for message in messages),
-            remedy="correct the record, or name another template with --chat_template",
+            f"the chat template fails for this conversation: {error}",
+            where="roles: " + ", ".join(message["role"] for message in messages),
+            remedy="correct the record, or use another template (--chat_template)",
         ) from error
 
 
@@ -121,12 +130,17 @@ def _compiled(template: str) -> Any:
         return environment.from_string(template)
     except TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template is not Jinja: {error}", where="--chat_template", remedy="correct it"
+            f"the chat template is not valid Jinja: {error}",
+            where="--chat_template",
+            remedy="correct the template",
         ) from error
 
 
 def _generation_extension() -> type:
-    """The tag `generation`, which transformers puts around answers; here it changes nothing."""
+    """Return a Jinja extension for the tag `generation`, which transformers puts around answers.
+
+    The tag has no effect here.
+    """
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -144,11 +158,14 @@ def _refuse(message: str) -> None:
 
 
 def _no_clock(_format: str) -> str:
-    raise ValueError("the template asks for the date, and the same data must come out every day")
+    raise ValueError("the chat template uses strftime_now, which would make the data depend on the date")
 
 
 def find_template(tokenizer: Path | None) -> str | None:
-    """The chat template beside a tokenizer: `chat_template.jinja`, or that in `tokenizer_config.json`."""
+    """Return the chat template of a tokenizer's folder, or `None` if it has none.
+
+    It is `chat_template.jinja`, or else the `chat_template` in `tokenizer_config.json`.
+    """
     if tokenizer is None:
         return None
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent

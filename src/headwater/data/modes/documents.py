@@ -1,4 +1,4 @@
-"""Modes that read running text: next words, filling in the middle, texts to leave spans out of."""
+"""Modes that read running text: next tokens, fill in the middle, and lines of text for span corruption."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from headwater.data.modes.base import Context, Example, Tokens
 FIM_TOKENS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 _FIM_NAMES = tuple((name, name.replace("|", "")) for name in FIM_TOKENS)
 _FIM_MARGIN = 8
-"""Tokens left free in a text that is turned: three sentinels, the end, and a few because a word that is cut
-in two may have more tokens."""
+"""Tokens reserved in a text that is rearranged: three sentinels, the end-of-text token, and a few more
+because a word that is cut in two may have more tokens."""
 
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
 def next_words(context: Context, pieces: Sequence[Piece], _task: int) -> Iterator[Example]:
-    """Texts in parts of a sample's length; each part ends with the token that the next one begins with."""
+    """Yield texts in parts of a sample's length; the last token of a part is also the first of the next."""
     for piece in pieces:
         tokens = context.encode(piece.text)
         if piece.ends_document:
@@ -33,10 +33,10 @@ def next_words(context: Context, pieces: Sequence[Piece], _task: int) -> Iterato
 
 
 def fill_in_the_middle(context: Context, pieces: Sequence[Piece], task: int) -> Iterator[Example]:
-    """Parts of texts, most of them turned so that the middle comes last (arXiv:2207.14255, section 3).
+    """Yield texts, most of them rearranged so that the middle comes last (arXiv:2207.14255, section 3).
 
-    A text is cut at two of its characters, any two as likely as others. The parts follow each other as
-    prefix, suffix, middle (PSM), or as suffix, prefix, middle with the sentinels as in appendix D (SPM).
+    A text is cut at two characters, which are drawn uniformly. The order of the parts is prefix, suffix,
+    middle (PSM), or suffix, prefix, middle with the sentinels as in appendix D (SPM).
     """
     prefix_id, middle_id, suffix_id = (context.token(*names) for names in _FIM_NAMES)
     options = context.options
@@ -62,7 +62,7 @@ def fill_in_the_middle(context: Context, pieces: Sequence[Piece], task: int) -> 
 
 
 def _parts(context: Context, piece: Piece) -> Iterator[tuple[str, Tokens]]:
-    """A text in parts that fit into a sample, with their tokens."""
+    """Yield the parts of a text that fit into a sample, each with its tokens."""
     room = max(context.length - _FIM_MARGIN, 1)
     encoding = context.tokenizer.encode(piece.text, add_special_tokens=False)
     tokens = np.array(encoding.ids, dtype=np.int32)
@@ -77,7 +77,7 @@ def _parts(context: Context, piece: Piece) -> Iterator[tuple[str, Tokens]]:
 
 
 def texts(context: Context, pieces: Sequence[Piece], _task: int) -> Iterator[Example]:
-    """Paragraphs, each as its tokens and its characters; a line of a file each."""
+    """Yield an example for each paragraph: its tokens, and the code points of its text on one line."""
     for piece in pieces:
         for paragraph in _PARAGRAPHS.split(piece.text):
             line = " ".join(paragraph.split())
@@ -86,5 +86,5 @@ def texts(context: Context, pieces: Sequence[Piece], _task: int) -> Iterator[Exa
 
 
 def line_of(example: Example) -> str:
-    """The text of an example of `texts`."""
+    """Return the text of an example made by `texts`."""
     return example[1].tobytes().decode("utf-32-le")

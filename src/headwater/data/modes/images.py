@@ -1,4 +1,4 @@
-"""Captions and conversations about images."""
+"""Mode for captions and conversations about images."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _BETWEEN_NAMES = "\0"
 def image_texts(
     context: Context, records: Sequence[Record], _task: int
 ) -> Iterator[Example | DataError | Unusable]:
-    """Of each caption or conversation its tokens of text, which are learnt, and where which images begin.
+    """Yield an example for each caption or conversation.
 
-    Only answers and captions are learnt (arXiv:2304.08485, section 4.2).
+    Its rows are the tokens of text, their loss mask, the position of each image, and the names of the image
+    files. The loss is only on answers and captions (arXiv:2304.08485, section 4.2).
     """
     for record in records:
         try:
@@ -53,11 +54,11 @@ def _example(context: Context, conversation: Conversation) -> Example | Unusable
     last = int(starts.max(initial=-_num_features(context))) + _num_features(context)
     if last > length:
         raise DataError(
-            f"an image ends at token {last}, and a sample has {length}",
+            f"an image ends at token {last}, but a sample has {length} tokens",
             where=conversation.where,
             remedy="use a larger sequence_length, or shorten the text before the image",
         )
-    # The last token of a sample is a label alone.
+    # One token more than a sample has positions: the last token is only a label.
     ids, learnt = (np.array(row[: length + 1], dtype=np.int32) for row in (tokens.ids, tokens.learnt))
     is_cut = len(ids) < len(tokens.ids)
     if is_cut and (options.longer == "skip" or not learnt[1:].any()):
@@ -71,7 +72,7 @@ def _example(context: Context, conversation: Conversation) -> Example | Unusable
 
 
 def image_fields(example: Example, _number: int, context: Context) -> dict[str, Any]:
-    """What a model of texts with images reads; see `headwater.data.multimodal.files`."""
+    """Return the fields of a sample of text with images; see `headwater.data.multimodal.files`."""
     text, text_learnt, starts, characters = example
     length, features, most = context.length, _num_features(context), context.options.num_images
     is_image = _in_images(starts, features, len(text) + len(starts) * features)
@@ -97,7 +98,7 @@ def image_fields(example: Example, _number: int, context: Context) -> dict[str, 
 
 
 def _in_images(starts: Tokens, num_features: int, length: int) -> npt.NDArray[np.bool_]:
-    """Which of `length` places are those of the images that begin at `starts`."""
+    """Return a mask [length], True at the positions of the images that begin at `starts`."""
     inside = np.zeros(length, dtype=np.bool_)
     inside[starts[:, None] + np.arange(num_features)] = True
     return inside
@@ -109,20 +110,24 @@ def _num_features(context: Context) -> int:
 
 
 def _check_images(context: Context, conversation: Conversation) -> None:
-    """That there are not too many images, and all are there."""
+    """Check that a conversation has at most `num_images` images, and that all files exist.
+
+    Raises:
+        DataError: otherwise.
+    """
     folder, most = context.options.image_dir, context.options.num_images
     assert folder is not None, "find_mode checks the needed options"
     if len(conversation.images) > most:
         raise DataError(
             f"the sample has {counted(len(conversation.images), 'image', 'images')}, "
-            f"and num_images is {most}",
+            f"but num_images is {most}",
             where=conversation.where,
-            remedy="use a larger num_images",
+            remedy="use a larger --num_images",
         )
     missing = next((name for name in conversation.images if not (folder / name).is_file()), None)
     if missing is not None:
         raise DataError(
-            f"the image {missing} is not below {folder}",
+            f"the image {missing} does not exist in {folder}",
             where=conversation.where,
-            remedy="name the folder below which the images are, or remove the record",
+            remedy="set --image_dir to the root folder of the images, or remove the record",
         )

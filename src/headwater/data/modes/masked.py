@@ -1,4 +1,4 @@
-"""Texts for BERT: pairs of which the second may follow the first, with tokens that are to be guessed."""
+"""Mode for BERT: pairs of texts, of which the second may follow the first, with masked tokens to predict."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR
 
 _SENTENCES = re.compile(r"(?<=[.!?])[\"')\]”’]*\s+|\n\s*\n")
 _SHORT_SHARE = 0.1
-"""Of the samples so many are made shorter than they might be (arXiv:1810.04805, appendix A.2)."""
+"""Fraction of the samples that are made shorter than possible (arXiv:1810.04805, appendix A.2)."""
 
 
 def masked_pairs(context: Context, pieces: Sequence[Piece], task: int) -> Iterator[Example]:
-    """Samples as their tokens, and how many belong to the first text with whether the second is a random one.
+    """Yield an example for each pair of texts: its tokens, and [length of the first text, is random].
 
-    Half of the second texts follow the first, the others come from another document of the same task
-    (arXiv:1810.04805, appendix A.2). Without pairs, a sample is one text.
+    The length includes the special tokens. Half of the second texts follow the first; the others are random:
+    they come from another document of the same task (arXiv:1810.04805, appendix A.2). Without
+    `sentence_pairs`, an example is one text.
     """
     generator = np.random.default_rng(derive_seed(context.seed, "sentence pairs", task))
     begin, separator = (np.array([context.token(name)], dtype=np.int32) for name in (BEGIN, SEPARATOR))
@@ -68,7 +69,7 @@ def _pairs(documents: list[list[Tokens]], number: int, length: int, generator: n
         random = len(documents) > 1 and (stop == middle or bool(generator.random() < 0.5))
         if random:
             second = _elsewhere(documents, number, wanted - len(first), generator)
-            stop = middle  # the sentences that would have followed begin the next sample
+            stop = middle  # the sentences after the first text begin the next sample
         else:
             second = np.concatenate(document[middle:stop]) if stop > middle else _NOTHING
         place = stop
@@ -80,7 +81,7 @@ def _pairs(documents: list[list[Tokens]], number: int, length: int, generator: n
 def _elsewhere(
     documents: list[list[Tokens]], number: int, wanted: int, generator: np.random.Generator
 ) -> Tokens:
-    """Sentences from a random place of another document."""
+    """Return about `wanted` tokens of sentences from a random place in another document."""
     other = int(generator.integers(0, len(documents) - 1))
     document = documents[other + (other >= number)]
     place = int(generator.integers(0, len(document)))
@@ -94,11 +95,11 @@ def _elsewhere(
 def _fitting(
     first: Tokens, second: Tokens, room: int, generator: np.random.Generator
 ) -> tuple[Tokens, Tokens]:
-    """Both texts in `room` tokens; the longer loses some, at its beginning or its end."""
+    """Cut two texts to `room` tokens together; the longer text is cut first, at its beginning or its end."""
     texts = [first, second]
     while (excess := len(texts[0]) + len(texts[1]) - room) > 0:
         longer = int(len(texts[1]) > len(texts[0]))
-        # Never more at once than makes both equally long.
+        # Cut at most until both texts are equally long; then choose the longer text again.
         count = min(excess, max(1, len(texts[longer]) - len(texts[1 - longer])))
         at_start = generator.random() < 0.5
         texts[longer] = texts[longer][count:] if at_start else texts[longer][:-count]
@@ -106,7 +107,7 @@ def _fitting(
 
 
 def masked_fields(example: Example, number: int, context: Context) -> dict[str, Tokens]:
-    """What BERT reads, with tokens to guess that are the same in every pass."""
+    """Return the fields of a sample for BERT; the masked tokens are the same in every epoch."""
     tokens, about = example
     length, options = context.length, context.options
     generator = np.random.Generator(np.random.Philox(key=derive_seed(context.seed, "masking", number)))
@@ -140,7 +141,7 @@ def _types(tokens: Tokens, about: Tokens) -> Tokens:
 
 
 def masked_table(example: Example, _number: int, context: Context) -> dict[str, object]:
-    """A line of a table for masks that are drawn in training: the tokens in words."""
+    """Return a row of the CSV file from which training draws masks: tokens as text, and their segments."""
     tokens, about = example
     line: dict[str, object] = {
         "tokens": [context.tokenizer.id_to_token(int(token)) for token in tokens],

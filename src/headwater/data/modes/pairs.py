@@ -1,4 +1,4 @@
-"""Modes of texts that are compared: a better and a worse answer, a question and passages."""
+"""Modes for texts that are compared: a chosen and a rejected answer, or a question and passages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headwater.data.modes.chat import Message, conversation, messages_of
 from headwater.data.raw_records import Record, checked_text
 
 NOT_COUNTED = -100
-"""Label of a token that is no part of an answer."""
+"""Label of a token outside the answer; it does not count in the loss."""
 
 Fields = dict[str, Tokens]
 
@@ -32,10 +32,10 @@ _NEGATIVES = ("hard_negatives", "negatives", "hard_negative_ctxs", "negative", "
 
 
 def preference(context: Context, record: Record) -> Example:
-    """The tokens of a prompt, of the chosen and of the rejected answer.
+    """Return an example with the tokens of a prompt, of the chosen and of the rejected answer.
 
-    Answers are texts, messages, or whole conversations that begin with the prompt. What is too long loses
-    the beginning of its prompt.
+    Answers are texts, messages, or whole conversations that begin with the prompt. If the example is too
+    long, the beginning of the prompt is cut.
     """
     record = renamed(record, context.options)
     chosen, rejected = (find_field(record, name) for name in ("chosen", "rejected"))
@@ -58,20 +58,20 @@ def preference(context: Context, record: Record) -> Example:
 
 
 def _of_messages(context: Context, record: Record, chosen: Any, rejected: Any) -> tuple[str, list[str]]:
-    """The prompt's text and the answers' of a record of messages."""
+    """Return the text of the prompt, and of both answers, of a record with messages."""
     before = _messages_before(record)
     sides = [messages_of(side, record.where) for side in (chosen, rejected)]
     for number, side in enumerate(sides):
         if not side:
             raise Unusable("empty")
-        # The whole conversation, or the answer alone.
+        # Several messages are the whole conversation; a single message is only the answer.
         sides[number] = side if len(side) > 1 else before + side
     prompts = [chat_text(context, side[:-1], prompt=True) for side in sides]
     if prompts[0] != prompts[1] or len(sides[0]) < 2:
         raise DataError(
             "chosen and rejected do not answer the same conversation",
             where=record.where,
-            remedy="begin both with the same messages, or give these in prompt or conversations",
+            remedy="begin both with the same messages, or put these into prompt or conversations",
         )
     texts = [chat_text(context, side) for side in sides]
     prompt = prompts[0] if all(text.startswith(prompts[0]) for text in texts) else prompts[0].rstrip()
@@ -89,7 +89,7 @@ def _messages_before(record: Record) -> list[Message]:
 
 
 def preference_fields(example: Example, _number: int, context: Context) -> Fields:
-    """What a model that learns preferences reads: for each answer its tokens after the prompt."""
+    """Return the fields of a sample for DPO: tokens, mask and labels of the prompt with each answer."""
     prompt, *answers = example
     fields = {}
     for side, answer in zip(("chosen", "rejected"), answers, strict=True):
@@ -102,9 +102,10 @@ def preference_fields(example: Example, _number: int, context: Context) -> Field
 
 
 def embedding_pairs(context: Context, record: Record) -> Example:
-    """The tokens of a question, of a passage that answers it, and of passages that only seem to.
+    """Return an example with the tokens of a question, of a passage that answers it, and of hard negatives.
 
-    Passages are texts, or objects with `text` and maybe `title`; what is too long loses its end.
+    Passages are texts, or objects with `text` and an optional `title`. A text that is too long is cut at its
+    end.
     """
     record = renamed(record, context.options)
     question = find_text(record, *_QUESTIONS)
@@ -113,9 +114,9 @@ def embedding_pairs(context: Context, record: Record) -> Example:
     negatives = _passages(find_field(record, *_NEGATIVES), record) if wanted else []
     if len(negatives) < wanted:
         raise DataError(
-            f"record has {len(negatives)} hard negatives, and {wanted} are wanted",
+            f"expected {wanted} hard negatives, got {len(negatives)}",
             where=record.where,
-            remedy=f"write --num_passages {len(negatives) + 1}, or leave the record out: --skip_bad_records",
+            remedy=f"use --num_passages {len(negatives) + 1}, or skip the record with --skip_bad_records",
         )
     if not question.strip() or not positives or not positives[0].strip():
         raise Unusable("empty")
@@ -133,7 +134,7 @@ def _passages(value: Any, record: Record) -> list[str]:
 
 
 def _enclosed(context: Context, text: str) -> Tokens:
-    """A text with the tokens that the tokenizer puts around it, or else with the one that ends it."""
+    """Return the tokens of a text with the special tokens of the tokenizer, and end-of-text as the last."""
     context.counts["text_bytes"] += len(text.encode())
     tokens = np.array(context.tokenizer.encode(text).ids, dtype=np.int32)
     if not len(tokens) or tokens[-1] != context.end:
@@ -145,7 +146,7 @@ def _enclosed(context: Context, text: str) -> Tokens:
 
 
 def embedding_fields(example: Example, _number: int, context: Context) -> Fields:
-    """What a model of questions and passages reads; a token's type is 0 in both."""
+    """Return the fields of a sample for DPR: question and passages; all token types are 0."""
     rows = {
         "input_ids": [filled(tokens, context.length, context.pad) for tokens in example],
         "attention_mask": [filled(np.ones_like(tokens), context.length, 0) for tokens in example],

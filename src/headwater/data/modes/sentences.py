@@ -1,4 +1,4 @@
-"""Texts of sentences, some of which make the summary."""
+"""Mode for extractive summarization: sentences, labelled if they belong to the summary."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LABELS = ("source_labels", "labels")
 
 
 def chosen_sentences(context: Context, record: Record) -> Example:
-    """The tokens of all sentences, where each begins, and which belong to the summary.
+    """Return an example with the tokens of all sentences, the start of each, and its label.
 
-    Each sentence is between the token that begins it, from which it is judged, and a separator
-    (arXiv:1908.08345, section 3.1). What is too long loses its last sentences.
+    A sentence stands between `[CLS]`, whose output the model classifies, and `[SEP]` (arXiv:1908.08345,
+    section 3.1). If the text is too long, its last sentences are cut.
     """
     record = renamed(record, context.options)
     sentences, labels = find_field(record, *_SENTENCES), _labels(record)
@@ -36,12 +36,12 @@ def chosen_sentences(context: Context, record: Record) -> Example:
         found = (
             counted(len(sentences), "sentence", "sentences")
             if isinstance(sentences, list)
-            else "no list of sentences"
+            else f"no list of sentences ({type(sentences).__name__})"
         )
         raise DataError(
-            f"record has {found} and {counted(len(labels), 'label', 'labels')}",
+            f"expected one label per sentence, got {found} and {counted(len(labels), 'label', 'labels')}",
             where=record.where,
-            remedy="give a list of sentences and a 0 or 1 for each",
+            remedy="write a list of sentences, and a list with a 0 or 1 for each",
         )
     begin, separator = ([context.token(name)] for name in (BEGIN, SEPARATOR))
     parts: list[Tokens] = []
@@ -61,19 +61,19 @@ def chosen_sentences(context: Context, record: Record) -> Example:
 
 
 def _labels(record: Record) -> list[int]:
-    """Whether each sentence belongs to the summary."""
+    """Return the label of each sentence: 1 if it belongs to the summary, otherwise 0."""
     labels: Any = find_field(record, *_LABELS)
     if not isinstance(labels, list) or any(label not in (0, 1) for label in labels):
         raise DataError(
-            f"{_LABELS[0]} is not a list of 0 and 1",
+            f"expected a list of 0 and 1 in {_LABELS[0]}",
             where=record.where,
-            remedy="give a 1 for each sentence of the summary, a 0 for the others",
+            remedy="use 1 for each sentence of the summary and 0 for the others",
         )
     return labels
 
 
 def sentence_fields(example: Example, _number: int, context: Context) -> dict[str, Tokens]:
-    """What a model reads that chooses sentences; their types are 0 and 1 in turn (section 3.1)."""
+    """Return the fields of a sample; token types alternate between 0 and 1 by sentence (section 3.1)."""
     tokens, starts, labels = example
     count = context.options.max_cls_tokens
     sentence = np.zeros_like(tokens)

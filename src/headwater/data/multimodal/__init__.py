@@ -1,1 +1,1 @@
-"""Texts with images: prepared from conversations or captions, stored in HDF5, and read as batches."""
+"""Texts with images: preparation from conversations or captions, storage in HDF5, and batches."""

@@ -1,4 +1,4 @@
-"""From captions and conversations about images to tokens, with what is to be learnt of them."""
+"""Captions and conversations about images, turned into tokens and their loss mask."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from headwater.core.errors import DataError
 from headwater.data.raw_records import checked_text
 
 IMAGE_MARK = "<image>"
-"""Stands in a conversation where an image is."""
+"""Text that marks the place of an image in a conversation."""
 
 _ROLES = {"human": False, "user": False, "gpt": True, "assistant": True}
-"""Who speaks, and whether it is what the model learns to say."""
+"""Roles; True if the loss counts on the turns of this role."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-    """How a conversation is written as one text.
+    """Format that writes a conversation as one text.
 
     Attributes:
-        system: what comes first.
-        question: what stands around a question, in place of `{}`.
-        answer: what comes before an answer.
+        system: text before the first turn.
+        question: text of a question; `{}` is replaced by the question.
+        answer: text before an answer.
     """
 
     system: str
@@ -41,16 +41,16 @@ VICUNA = ChatFormat(
     question="USER: {} ",
     answer="ASSISTANT: ",
 )
-"""The format of the language model that LLaVA 1.5 starts from (arXiv:2310.03744, section 3)."""
+"""Format of Vicuna, the language model of LLaVA 1.5 (arXiv:2310.03744, section 3)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A piece of a sample.
+    """A part of a sample: a text or an image.
 
     Attributes:
-        text: its text; `None` where it is an image.
-        learnt: whether the model learns to say it.
+        text: the text; `None` for an image.
+        learnt: True if the loss counts on it.
     """
 
     text: str | None
@@ -59,12 +59,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A sample before it is cut to a length.
+    """A sample before tokenization.
 
     Attributes:
-        images: where they are, below the folder of images.
+        images: paths of the images, relative to the folder of images.
         parts: texts and images in order.
-        where: file and line, for messages.
+        where: file and line, for error messages.
     """
 
     images: tuple[str, ...]
@@ -73,22 +73,27 @@ class Conversation:
 
 
 def conversations(record: Mapping[str, Any], chat: ChatFormat, *, where: str) -> Iterator[Conversation]:
-    """The samples of a record.
+    """Yield the samples of a record.
+
+    A record may have `image`: a file name or a list of file names. It has either `captions`, a list of texts,
+        or `conversations`, a list of turns `{"from": "human" or "gpt", "value": ...}`. Each caption becomes
+        one
+    sample: the images, then the caption. In turns, `IMAGE_MARK` stands for an image; without any mark all
+        images come first.
 
     Args:
-        record: `image`: a file or a list of them, or none; and either `captions`, a sample each: the images,
-            then the caption; or `conversations`: turns `{"from": "human" or "gpt", "value": ...}` with
-            `IMAGE_MARK` where an image is, at the beginning where there is no mark.
-        chat: how conversations are written.
-        where: file and line, for messages.
+        record: the record.
+        chat: format of conversations.
+        where: file and line, for error messages.
 
     Raises:
-        DataError: if the record has neither, or the marks are not as many as the images.
+        DataError: if the record has neither captions nor conversations, or the numbers of marks and images
+            differ.
     """
     image = record.get("image")
     images = tuple(image) if isinstance(image, list) else () if image is None else (image,)
     if not all(isinstance(each, str) for each in images):
-        raise _bad("image is no file name", where)
+        raise _bad("expected a file name or a list of file names in image", where)
     if "captions" in record:
         for caption in _list(record, "captions", str, where):
             text = checked_text(caption, "captions", where)
@@ -98,10 +103,10 @@ def conversations(record: Mapping[str, Any], chat: ChatFormat, *, where: str) ->
         parts = tuple(_parts(turns, chat, len(images), where))
         marks = sum(part.text is None for part in parts)
         if marks != len(images):
-            raise _bad(f"there are {marks} marks {IMAGE_MARK} and {len(images)} images", where)
+            raise _bad(f"expected {len(images)} marks {IMAGE_MARK}, one per image; got {marks}", where)
         yield Conversation(images, parts, where)
     else:
-        raise _bad("there are neither captions nor conversations", where)
+        raise _bad("the record has neither captions nor conversations", where)
 
 
 def _parts(turns: list[dict[str, Any]], chat: ChatFormat, images: int, where: str) -> Iterator[Part]:
@@ -109,7 +114,7 @@ def _parts(turns: list[dict[str, Any]], chat: ChatFormat, images: int, where: st
     if not all(isinstance(text, str) for text in texts) or not {turn.get("from") for turn in turns} <= set(
         _ROLES
     ):
-        raise _bad(f"a turn needs `from`, one of {', '.join(_ROLES)}, and `value`, a text", where)
+        raise _bad(f"expected turns with `from` (one of {', '.join(_ROLES)}) and `value` (a text)", where)
     if images and not any(IMAGE_MARK in str(text) for text in texts):
         texts[0] = "\n".join([IMAGE_MARK] * images + [str(texts[0])])
     yield Part(chat.system)
@@ -129,7 +134,7 @@ def _parts(turns: list[dict[str, Any]], chat: ChatFormat, images: int, where: st
 def _list(record: Mapping[str, Any], key: str, kind: type, where: str) -> list[Any]:
     values = record[key]
     if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
-        raise _bad(f"{key} is no list of {'texts' if kind is str else 'turns'}", where)
+        raise _bad(f"expected a list of {'texts' if kind is str else 'turns'} in {key}", where)
     return values
 
 
@@ -139,12 +144,12 @@ def _bad(what: str, where: str) -> DataError:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """A sample as tokens.
+    """A tokenized sample.
 
     Attributes:
-        ids: the tokens.
-        learnt: which of them the model learns to say.
-        starts: where each image begins.
+        ids: ids of the tokens.
+        learnt: True for a token that counts in the loss.
+        starts: position of the first token of each image.
     """
 
     ids: list[int]
@@ -161,15 +166,15 @@ def tokenized(
     image_token: int,
     num_features: int,
 ) -> Tokens:
-    """The tokens of a sample.
+    """Tokenize a sample.
 
     Args:
         conversation: the sample.
-        tokenizer: of the language model.
-        begin: token that comes first, if there is one.
-        end: token that ends what the model learns to say.
-        image_token: token in the places of images.
-        num_features: places that an image takes.
+        tokenizer: tokenizer of the language model.
+        begin: id of the first token of the sample; `None`: no such token.
+        end: id of the token after each caption or answer.
+        image_token: id of the token at the positions of images.
+        num_features: positions that an image takes.
     """
     ids = [] if begin is None else [begin]
     learnt, starts = [False] * len(ids), []

@@ -1,15 +1,17 @@
-"""The HDF5 files of texts with images: their layout, checked here alone.
+"""HDF5 files of texts with images: the only place that checks their layout.
 
 A file has the datasets
 
-- `data`, int32 [samples, channels, sequence_length], at least the first four of
+- `data`, int32 [samples, channels, sequence_length], with at least the first four channels of
   `headwater.data.multimodal.layout.CHANNELS`;
-- `img_path`, text [samples, images] (or [samples], one image each): where an image is below the folder of
-  images, or `NO_IMAGE`;
-- `img_data_loc`, int32 [samples, images, features]: the places in the sequence that the features of an image
-  take, beyond its end where there is no image. Without it all samples have one image at one place.
+- `img_path`, text [samples, images], or [samples] with one image per sample: path of an image relative to the
+  folder of images, or `NO_IMAGE`;
+- `img_data_loc`, int32 [samples, images, features]: positions of the features of an image in the sequence.
+They
+  are `sequence_length` or more if the sample lacks the image. Without this dataset every sample has one
+  image, always at the same position.
 
-It is the layout of the public Cerebras Model Zoo.
+This is the layout of the public Cerebras Model Zoo.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ Numbers = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True)
 class ImageText:
-    """A sample as it is stored.
+    """A stored sample.
 
     Attributes:
-        data: [channels, sequence_length].
-        paths: of each image, `None` where there is none.
-        places: [images, features]; `None` where the file does not say it.
+        data: tokens, masks and labels, [channels, sequence_length].
+        paths: path of each image; `None` if the sample lacks it.
+        places: positions of the features, [images, features]; `None` if the file does not have them.
     """
 
     data: Numbers
@@ -46,13 +48,13 @@ class ImageText:
 
 
 class ImageTextFile:
-    """A file that was checked.
+    """A file of texts with images, whose layout is checked when it is opened.
 
     Args:
-        path: where it is.
+        path: path of the file.
 
     Raises:
-        DataError: if it has another layout.
+        DataError: if the file cannot be read or has another layout.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,14 +62,16 @@ class ImageTextFile:
         self._records = HDF5Records(path)
         for name in ("data", "img_path"):
             if name not in self._records.names:
-                raise _misshapen(path, f"the dataset {name} is missing")
+                raise _misshapen(path, f"the file lacks the dataset {name}")
         with h5py.File(path, "r") as file:
             shapes = {name: file[name].shape for name in self._records.names}
         self.has_places = "img_data_loc" in shapes
         if len(shapes["data"]) != 3 or shapes["data"][1] < _NEEDED:
-            raise _misshapen(path, f"data has the shape {list(shapes['data'])}")
+            what = f"expected data of shape [samples, {_NEEDED} or more, sequence_length]"
+            raise _misshapen(path, f"{what}, got {list(shapes['data'])}")
         if self.has_places and len(shapes["img_data_loc"]) != 3:
-            raise _misshapen(path, f"img_data_loc has the shape {list(shapes['img_data_loc'])}")
+            what = "expected img_data_loc of shape [samples, images, features]"
+            raise _misshapen(path, f"{what}, got {list(shapes['img_data_loc'])}")
         self.sequence_length = int(shapes["data"][2])
         self.num_images = int(shapes["img_path"][1]) if len(shapes["img_path"]) > 1 else 1
         self.num_features = int(shapes["img_data_loc"][2]) if self.has_places else None
@@ -76,10 +80,10 @@ class ImageTextFile:
         return len(self._records)
 
     def __getitem__(self, index: int) -> ImageText:
-        """A sample.
+        """Return a sample.
 
         Raises:
-            DataError: if it cannot be read.
+            DataError: if it cannot be read, or does not match its checksum.
         """
         names = ("data", "img_path", *(["img_data_loc"] if self.has_places else []))
         try:

@@ -1,4 +1,4 @@
-"""Texts with images as batches."""
+"""Data set of texts with images."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Places = npt.NDArray[np.int64]
 
 
 class ImageTexts:
-    """Texts with images.
+    """A data set of texts with images.
 
-    A batch is `input_ids`, `attention_mask` and `labels` [batch, seq], `images` [batch, images, channels, h,
-    w] and `image_places` [batch, images, features]. Where a sample has fewer images, the places are beyond
-    its end.
+    A batch has `input_ids`, `attention_mask` and `labels`, int64 [batch, seq]; `images`, fp32
+    [batch, images, channels, h, w]; and `image_places`, int64 [batch, images, features], the positions of the
+    features in the text. If a sample has fewer images, the positions of the missing ones are `seq`.
 
     Args:
-        files: the texts, all of one length.
-        config: where the images are, and what is done to them.
-        model: the model that reads them.
+        files: files of samples, all with the same length.
+        config: section of the params file: folder and transforms of the images.
+        model: section of the model that reads the samples.
 
     Raises:
-        ConfigError: if the model takes images of another size.
+        ConfigError: if `image_data_size` is not the image size of the model.
         DataError: if the files do not fit the model or each other.
     """
 
@@ -53,15 +53,15 @@ class ImageTexts:
         self._ends = list(itertools.accumulate(map(len, files)))
         if config.image_data_size is not None and config.image_data_size != self._shape:
             raise ConfigError(
-                f"image_data_size is {list(config.image_data_size)}, the model takes {list(self._shape)}",
+                f"image_data_size is {list(config.image_data_size)}, but the model reads {list(self._shape)}",
                 where="image_data_size",
-                remedy="leave it out, and transform the images to the model's size",
+                remedy="remove image_data_size, and transform the images to the model's size",
             )
         if not config.img_data_dir.is_dir():
             raise DataError(
                 "img_data_dir is not a folder",
                 where=f"img_data_dir: {config.img_data_dir}",
-                remedy="name the folder below which the images are",
+                remedy="set it to the root folder of the images",
             )
         for file in files:
             self._check(file, model)
@@ -70,7 +70,7 @@ class ImageTexts:
         return self._ends[-1]
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         try:
             samples = [self._sample(draw) for draw in draws]
         except DataError as error:
@@ -86,11 +86,12 @@ class ImageTexts:
         largest = int(stored.data[0].max(initial=0))
         if largest >= self._vocab_size:
             raise DataError(
-                f"the token {largest} is not below the model's vocab_size, {self._vocab_size}",
+                f"expected token ids below the model's vocab_size={self._vocab_size}, got {largest}",
                 where=f"{file.path}, sample {place}",
-                remedy=f"raise it to {largest + 1} or more, or name data that were made for this model",
+                remedy=f"set vocab_size to {largest + 1} or more, or use data that were made for this model",
             )
-        # Padding in the middle, where an image could have been, goes to the end, where nothing sees it.
+        # Padding may be in the middle, at the place of a missing image. It is moved to the end, because no
+        # token attends to it there.
         order = np.argsort(stored.data[3] != 0, kind="stable")
         tokens, mask, labels = (torch.from_numpy(row[order].astype(np.int64)) for row in stored.data[:3])
         images = [self._image(draw, number, path) for number, path in enumerate(stored.paths)]
@@ -104,7 +105,7 @@ class ImageTexts:
         }
 
     def _places(self, stored: ImageText, order: npt.NDArray[np.int64]) -> Places:
-        """Where the features are, [images, features], in the new order of the tokens."""
+        """Return the positions of the features [images, features] in the new order of the tokens."""
         nowhere = self.sequence_length
         new_place = np.full(nowhere + 1, nowhere, dtype=np.int64)
         new_place[order] = np.arange(nowhere)
@@ -119,7 +120,7 @@ class ImageTexts:
         return new_place[np.clip(places, 0, nowhere)]
 
     def _image(self, draw: int, number: int, path: str | None) -> Tensor:
-        """An image [channels, h, w] after the transforms; black where there is none."""
+        """Return a transformed image [channels, h, w]; zeros if the sample lacks the image."""
         if path is None:
             return torch.zeros(self._shape)
         seed = derive_seed(self._config.shuffle_seed or 0, "image", draw, number)
@@ -128,10 +129,10 @@ class ImageTexts:
         image = transform(read_image(file, self._mode), self._config.transforms, generator)
         if tuple(image.shape) != self._shape:
             raise DataError(
-                f"after the transforms the image is of {list(image.shape)}, "
-                f"and the model takes {list(self._shape)}",
+                f"expected an image of shape {list(self._shape)} after the transforms, "
+                f"got {list(image.shape)}",
                 where=str(file),
-                remedy="resize and crop it in the transforms",
+                remedy="add a resize or crop to the transforms",
             )
         return image
 
@@ -139,40 +140,40 @@ class ImageTexts:
         positions, where = model.text_model.max_position_embeddings, str(file.path)
         if file.sequence_length != self.sequence_length or file.sequence_length > positions:
             raise DataError(
-                f"samples have {file.sequence_length} tokens, those of {self.files[0].path.name} have "
-                f"{self.sequence_length}, and the model has {positions} positions",
+                f"samples have {file.sequence_length} tokens; those of {self.files[0].path.name} have "
+                f"{self.sequence_length}, and the model reads at most {positions}",
                 where=where,
-                remedy="prepare the data with one length that the model has",
+                remedy=f"prepare all data with the same length, at most {positions}",
             )
         if file.num_features not in (None, self._features):
             raise DataError(
-                f"an image takes {file.num_features} places, and the model gives it {self._features}",
+                f"an image takes {file.num_features} positions, but has {self._features} features here",
                 where=where,
-                remedy=f"prepare the data with {self._features} features an image",
+                remedy=f"prepare the data with --num_features {self._features}",
             )
         if file.has_places:
             return
         if self._start is None or file.num_images > 1:
             raise DataError(
-                "the file does not say where the images are: img_data_loc is missing",
+                "the file lacks img_data_loc, the positions of the images",
                 where=where,
-                remedy="prepare the data again, or train a model that has one image at one place (llava)",
+                remedy="prepare the data again, or train a model with one image at a fixed position (llava)",
             )
         if self._start + self._features > file.sequence_length:
             raise DataError(
-                f"an image at {self._start} of {self._features} features does not fit into "
+                f"an image of {self._features} features at position {self._start} does not fit into "
                 f"{file.sequence_length} tokens",
                 where=where,
-                remedy="prepare the data with longer samples, or change image_start_idx",
+                remedy="prepare the data with longer samples, or decrease image_start_idx",
             )
 
 
 def read_image_texts(config: ImageTextDataConfig, model: MultimodalSection) -> ImageTexts:
-    """The samples that a section of a params file names.
+    """Return the data set of a section of a params file.
 
     Raises:
-        ConfigError: if the model takes images of another size.
-        DataError: if there are none, or they do not fit the model.
+        ConfigError: if `image_data_size` is not the image size of the model.
+        DataError: if there are no samples, or they do not fit the model.
     """
     files = [
         ImageTextFile(path)

@@ -1,1 +1,1 @@
-"""Texts for encoders: cut into WordPieces, filled up to one length, with what is to be learnt of them."""
+"""Data sets of texts for encoders and encoder-decoders: tokenized, padded, and with labels."""

@@ -1,4 +1,4 @@
-"""Texts with a class each (SST-2, MNLI), and texts with a class for each token (named entities)."""
+"""Texts with one class each (SST-2, MNLI), and texts with one class per token (named entities)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from headwater.data.text.lines import read_lines
 from headwater.data.text.wordpiece import wordpiece
 
 IGNORED = -100
-"""Label of a token that does not count."""
+"""Label of a token that does not count in the loss."""
 
 _MNLI_CLASSES = ("contradiction", "entailment", "neutral")
 
 
 class LabelledTexts:
-    """Texts, or pairs of texts, with a class each.
+    """A data set of texts, or pairs of texts, with one class each.
 
-    A batch is `input_ids`, `attention_mask` and `token_type_ids` [batch, length], and `labels` [batch].
+    A batch has `input_ids`, `attention_mask` and `token_type_ids`, int64 [batch, length], and `labels`, int64
+    [batch].
 
     Args:
-        texts: one text or two for each sample.
-        labels: classes.
-        tokenizer: cuts and fills up.
-        length: tokens of a sample.
+        texts: one or two texts per sample.
+        labels: class of each sample.
+        tokenizer: tokenizer that truncates and pads to `length`.
+        length: tokens per sample.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LabelledTexts:
         return len(self.texts)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         indices = [draw % len(self) for draw in draws]
         texts = [self.texts[index] for index in indices]
         encoded = self._tokenizer.encode_batch([text if len(text) > 1 else text[0] for text in texts])
@@ -60,15 +61,16 @@ class LabelledTexts:
 
 
 class LabelledTokens:
-    """Texts of words with a class each; a word's first piece has its class, the others count for nothing.
+    """A data set of texts with one class per word.
 
-    A batch is `input_ids`, `attention_mask`, `token_type_ids` and `labels` [batch, length].
+    A batch has `input_ids`, `attention_mask`, `token_type_ids` and `labels`, int64 [batch, length]. The first
+    token of a word has the class of the word. All other tokens have the label `IGNORED`.
 
     Args:
         words: words of each text.
-        labels: classes of the words of each text.
-        tokenizer: cuts and fills up.
-        length: tokens of a sample.
+        labels: class of each word of each text.
+        tokenizer: tokenizer that truncates and pads to `length`.
+        length: tokens per sample.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class LabelledTokens:
         return len(self.words)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         indices = [draw % len(self) for draw in draws]
         encoded = self._tokenizer.encode_batch([self.words[index] for index in indices], is_pretokenized=True)
         labels = [
@@ -98,7 +100,7 @@ class LabelledTokens:
 
 
 def _labels_of_pieces(words: Sequence[int | None], labels: Sequence[int]) -> list[int]:
-    """The class of each piece by the word it is of; `IGNORED` but for the first piece of a word."""
+    """Return the label of each token: its word's class for the first token of a word, otherwise `IGNORED`."""
     before = (None, *words[:-1])
     return [
         IGNORED if word is None or word == previous else labels[word]
@@ -109,15 +111,15 @@ def _labels_of_pieces(words: Sequence[int | None], labels: Sequence[int]) -> lis
 def read_labelled_texts(
     config: TextClassificationDataConfig, vocab_size: int, num_labels: int
 ) -> LabelledTexts:
-    """The samples that a section of a params file names.
+    """Return the data set of a section of a params file.
 
     Args:
         config: the section.
-        vocab_size: the model's.
+        vocab_size: vocabulary of the model.
         num_labels: classes of the model.
 
     Raises:
-        DataError: if a file is missing, a line does not parse, or a class is not one of the model's.
+        DataError: if a file is missing, a line cannot be parsed, or a class is not below `num_labels`.
     """
     mnli = config.data_processor == "MNLIDataProcessor"
     part = "train" if config.is_training else ("dev_matched" if mnli else "dev")
@@ -126,14 +128,14 @@ def read_labelled_texts(
     for place, text, label in (_mnli_lines if mnli else _sst2_lines)(path):
         if not 0 <= label < num_labels:
             raise DataError(
-                f"class {label} is not below the model's num_labels, {num_labels}",
+                f"expected a class below the model's num_labels={num_labels}, got {label}",
                 where=place,
                 remedy=f"set num_labels to {label + 1} or more",
             )
         texts.append(text)
         labels.append(label)
     if not texts:
-        raise DataError("the file holds no samples", where=str(path), remedy="name another data_dir")
+        raise DataError("the file holds no samples", where=str(path), remedy="set another data_dir")
     length = config.max_sequence_length
     tokenizer = wordpiece(config.vocab_file, lower=config.do_lower, length=length, vocab_size=vocab_size)
     return LabelledTexts(texts, labels, tokenizer, length)
@@ -145,7 +147,7 @@ def _sst2_lines(path: Path) -> Iterator[tuple[str, tuple[str, ...], int]]:
         if number == 1 and (text, label) == ("sentence", "label"):
             continue
         if not tab or not text.strip() or not label.isdigit():
-            raise _unreadable(path, number, "a sentence, a tab and its class")
+            raise _unreadable(path, number, "a sentence, a tab and the number of its class")
         yield f"{path}, line {number}", (text,), int(label)
 
 
@@ -159,7 +161,7 @@ def _mnli_lines(path: Path) -> Iterator[tuple[str, tuple[str, ...], int]]:
                 raise _unreadable(path, number, "the columns sentence1, sentence2 and gold_label")
             continue
         if len(fields) != len(columns):
-            raise _unreadable(path, number, counted(len(columns), "column", "columns"))
+            raise _unreadable(path, number, f"{counted(len(columns), 'column', 'columns')} as in the header")
         label = fields[columns["gold_label"]]
         if label not in _MNLI_CLASSES:
             raise _unreadable(path, number, f"one of {', '.join(_MNLI_CLASSES)} as gold_label")
@@ -170,22 +172,24 @@ def _mnli_lines(path: Path) -> Iterator[tuple[str, tuple[str, ...], int]]:
 def read_labelled_tokens(
     config: TokenClassificationDataConfig, vocab_size: int, num_classes: int
 ) -> LabelledTokens:
-    """The samples that a section of a params file names.
+    """Return the data set of a section of a params file.
 
     Args:
         config: the section.
-        vocab_size: the model's.
+        vocab_size: vocabulary of the model.
         num_classes: classes of the model.
 
     Raises:
-        DataError: if a file is missing, a line does not parse, or a tag has no class of the model.
+        DataError: if a file is missing, a line cannot be parsed, there are more tags than classes, or a tag
+            is
+            not in `label_vocab_file`.
     """
     files = [config.data_dir] if config.data_dir.is_file() else _tagged_files(config.data_dir)
     texts = [text for path in files for text in _tagged_texts(path)]
     classes = _classes(config, {tag for text in texts for _, tag, _ in text})
     if len(classes) > num_classes:
         raise DataError(
-            f"there are {len(classes)} tags, and the model's num_classes is {num_classes}",
+            f"found {len(classes)} tags, but the model's num_classes is {num_classes}",
             where=f"data_dir: {config.data_dir}",
             remedy=f"set num_classes to {len(classes)}",
         )
@@ -194,7 +198,7 @@ def read_labelled_tokens(
         for _, tag, place in text:
             if tag not in classes:
                 raise DataError(
-                    f"the tag {tag!r} has no number", where=place, remedy="add it to label_vocab_file"
+                    f"the tag {tag!r} is not in label_vocab_file", where=place, remedy="add it to that file"
                 )
         labels.append([classes[tag] for _, tag, _ in text])
     length = config.max_sequence_length
@@ -211,7 +215,7 @@ def _classes(config: TokenClassificationDataConfig, tags: set[str]) -> dict[str,
         return {str(tag): int(number) for tag, number in classes.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
-            f"cannot read the numbers of the tags: {error}",
+            f"the classes of the tags cannot be read: {error}",
             where=f"label_vocab_file: {config.label_vocab_file}",
             remedy='write a JSON object such as {"O": 0, "B-Chemical": 1}',
         ) from error
@@ -223,13 +227,13 @@ def _tagged_files(folder: Path) -> list[Path]:
         raise DataError(
             "data_dir holds no .tsv, .conll or .txt file" if folder.is_dir() else "data_dir does not exist",
             where=f"data_dir: {folder}",
-            remedy="name a folder with files of a token, a tab and its tag a line",
+            remedy="set data_dir to a folder of files whose lines are a token, a tab and its tag",
         )
     return found
 
 
 def _tagged_texts(path: Path) -> Iterator[list[tuple[str, str, str]]]:
-    """Texts of a file: for each word the word, its tag and where it stands."""
+    """Yield the texts of a file; a text is a list of (word, tag, place in the file)."""
     text: list[tuple[str, str, str]] = []
     for number, line in read_lines(path):
         if not line.strip():
@@ -250,11 +254,15 @@ def _file(folder: Path, part: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise DataError(
-        f"there is no {part}.tsv", where=f"data_dir: {folder}", remedy="name the folder that holds it"
+        f"data_dir has no {part}.tsv or {part}.tsv.gz",
+        where=f"data_dir: {folder}",
+        remedy="set data_dir to the folder that holds it",
     )
 
 
 def _unreadable(path: Path, number: int, expected: str) -> DataError:
     return DataError(
-        f"the line is not {expected}", where=f"{path}, line {number}", remedy="correct or remove the line"
+        f"line is malformed: expected {expected}",
+        where=f"{path}, line {number}",
+        remedy="correct or remove the line",
     )

@@ -1,8 +1,8 @@
-"""Questions made of running text, for training before there are real ones.
+"""Cloze questions made from running text, for pretraining on questions without human annotation.
 
-Of a sentence a stretch is left out, an interrogative takes its place, and words around it are dropped or lose
-their endings; what was left out is the answer (arXiv:1804.00720, section 3; the noise is that of
-arXiv:1906.04980, section 2.3). Whoever answers these has learnt to find the words of a question in a text.
+A span is removed from a sentence and replaced by a question word. Words around it are dropped or lose their
+endings. The removed span is the answer (arXiv:1804.00720, section 3; the noise follows arXiv:1906.04980,
+section 2.3). A model trained on these questions learns to find the words of a question in a text.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _INTERROGATIVES: dict[Kind, tuple[str, ...]] = {
     "other": ("what", "what", "what", "how", "which", "why", "what kind of", "what type of"),
 }
 _WEIGHTS: dict[Kind, int] = {"date": 4, "number": 4, "name": 3, "other": 1}
-"""How likely a stretch is chosen: people ask for names and numbers more often than for the rest."""
+"""Relative probability of a span by its kind: people ask for dates, numbers and names most often."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ClozeSettings:
-    """What questions are made.
+    """Settings of the generation of cloze questions.
 
     Attributes:
-        min_words: of a passage, words and signs.
-        max_words: likewise.
-        questions: of a passage, at most.
-        shortest_sentence: words and signs of a sentence that is asked about.
-        seed: of all that is random.
+        min_words: minimum words and punctuation marks of a passage.
+        max_words: maximum words and punctuation marks of a passage.
+        questions: maximum questions about a passage.
+        shortest_sentence: minimum words and punctuation marks of a sentence with a question.
+        seed: seed of all random choices.
     """
 
     min_words: int = 25
@@ -74,7 +74,7 @@ class ClozeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class _Word:
-    """A word or sign of a sentence, and where it lies in the passage."""
+    """A word or punctuation mark of a sentence, and its characters [start, stop) in the passage."""
 
     text: str
     start: int
@@ -86,7 +86,7 @@ class _Word:
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """First character of each sentence of a paragraph, and that after its last."""
+    """Return the characters [start, stop) of each sentence of a paragraph."""
     ends = [
         found.end()
         for found in _SENTENCE_END.finditer(text)
@@ -96,7 +96,7 @@ def sentences(text: str) -> list[tuple[int, int]]:
 
 
 def passages(paragraph: str, settings: ClozeSettings) -> Iterator[str]:
-    """Runs of whole sentences of a paragraph, each with as many words as the settings allow."""
+    """Yield passages: runs of whole sentences of a paragraph with `min_words` to `max_words` words."""
     first = last = count = 0
     for start, stop in [*sentences(paragraph), (len(paragraph), len(paragraph))]:
         words = len(_WORD.findall(paragraph, start, stop))
@@ -108,9 +108,9 @@ def passages(paragraph: str, settings: ClozeSettings) -> Iterator[str]:
 
 
 def cloze_questions(passage: str, settings: ClozeSettings) -> list[Question]:
-    """Questions about a passage; the same passage and settings give the same ones."""
+    """Return questions about a passage; the same passage and settings produce the same questions."""
     generator = random.Random(derive_seed(settings.seed, "cloze", passage))
-    # A passage with few names asks for some of them in several ways.
+    # Spans are drawn with replacement: a passage with few spans has several questions about the same one.
     choices = [
         (words, run)
         for start, stop in sentences(passage)
@@ -138,17 +138,20 @@ def write_cloze_questions(
     settings: ClozeSettings | None = None,
     held_out: Sequence[str] = (),
 ) -> int:
-    """Writes questions about texts in the format of SQuAD v1.1; how many there are.
+    """Write cloze questions about texts in the format of SQuAD v1.1, and return their number.
 
     Args:
-        paragraphs: running text, a paragraph each; passages that were there before are left out.
-        path: the file to write, .json.
-        settings: what questions are made.
-        held_out: texts of which no sentence may be in a passage.
+        paragraphs: paragraphs of running text; repeated passages are left out.
+        path: JSON file to write.
+        settings: settings of the questions; by default `ClozeSettings()`.
+        held_out: texts for evaluation; passages that contain one of their sentences are left out.
+
+    Returns:
+        The number of questions.
 
     Raises:
-        DataError: if no question can be made of the texts.
-        DiskFullError: if there is no room.
+        DataError: if no question can be made from the texts.
+        DiskFullError: if the disk is full.
     """
     settings = settings or ClozeSettings()
     unwanted = {same_letters(text[start:stop]) for text in held_out for start, stop in sentences(text)}
@@ -164,9 +167,9 @@ def write_cloze_questions(
             records.append({"context": passage, "qas": [_record(question) for question in questions]})
     if not records:
         raise DataError(
-            "no question can be made of these texts",
+            "no question can be made from these texts",
             where=str(path),
-            remedy=f"give paragraphs of {settings.min_words} words and more, in sentences",
+            remedy=f"use paragraphs of whole sentences with {settings.min_words} or more words",
         )
     with disk_errors(path):
         path.write_text(json.dumps({"version": "1.1", "data": [{"title": "cloze", "paragraphs": records}]}))
@@ -178,21 +181,21 @@ def _words(passage: str, start: int, stop: int) -> list[_Word]:
 
 
 def _runs(words: Sequence[_Word]) -> list[tuple[int, int]]:
-    """Begin and end of each run of words that have content: names, numbers with what they count, the rest."""
+    """Return the [start, stop) of each run of content words: names, numbers with their unit, other words."""
     runs: list[tuple[int, int]] = []
     for place, word in enumerate(words):
         if not word.has_content:
             continue
         begin, end = runs[-1] if runs else (0, 0)
-        if end == place > begin and not _begins_anew(words[place - 1].text, word.text):
+        if end == place > begin and not _is_boundary(words[place - 1].text, word.text):
             runs[-1] = begin, place + 1
         else:
             runs.append((place, place + 1))
     return runs
 
 
-def _begins_anew(word: str, following: str) -> bool:
-    """Whether a name or number begins with the second of two words, or a name has ended before it."""
+def _is_boundary(word: str, following: str) -> bool:
+    """True if a name or number begins at the second word, or a name ends at the first."""
     if following[0].islower():
         return word[0].isupper()
     return word[0].islower()
@@ -204,12 +207,12 @@ def _kind(answer: Sequence[_Word], place: int) -> Kind:
         return "date"
     if any(text[0].isdigit() for text in texts):
         return "number"
-    # The first word of a sentence is always written large.
+    # The first word of a sentence always has a capital letter, so this is no evidence of a name there.
     return "name" if place > 0 and all(text[0].isupper() for text in texts) else "other"
 
 
 def _answer(generator: random.Random, words: Sequence[_Word], begin: int, end: int) -> tuple[int, int, Kind]:
-    """The answer out of a run of words: the run, a part of a long one, or more than it."""
+    """Return an answer [start, stop) and its kind: a run of words, a part of a long run, or a longer span."""
     kind = _kind(words[begin:end], begin)
     if kind != "other":
         return begin, end, kind
@@ -226,7 +229,7 @@ def _answer(generator: random.Random, words: Sequence[_Word], begin: int, end: i
 def _question(
     generator: random.Random, before: Sequence[_Word], after: Sequence[_Word], kind: Kind
 ) -> str | None:
-    """A question for what stood between two parts of a sentence; `None` if too little is left of them."""
+    """Return a question for the span between two parts of a sentence, or `None` if too few words are left."""
     dropped_function_words, dropped = generator.uniform(0.2, 0.9), generator.uniform(0.0, 0.6)
     reach = generator.choice((5, 8, 12, 40))
 
@@ -252,7 +255,7 @@ def _question(
 
 
 def _reduced(generator: random.Random, word: str) -> str:
-    """Now and then a word without its ending: questions have other forms of the words of a text."""
+    """Return a word, sometimes without its ending: real questions use other forms of the words of a text."""
     if generator.random() >= 0.15:
         return word
     ending = next((each for each in _ENDINGS if word.endswith(each) and len(word) > len(each) + 3), "")

@@ -1,4 +1,4 @@
-"""The fields of samples that were prepared for BERT and what is trained on top of it."""
+"""Fields of prepared samples: for BERT, for models fine-tuned from it, for retrieval and for DPO."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _MASK = ("attention_mask", "input_mask")
 
 
 def segment_field(length: int, segments: int) -> FieldSpec:
-    """Which text of a sample each token is of.
+    """Return the field of token types: the index of the text in the sample that each token belongs to.
 
     Args:
-        length: tokens of a sample.
-        segments: texts that the model tells apart; 0 if none.
+        length: tokens per sample.
+        segments: number of token types of the model; 0: any number.
     """
     return FieldSpec(
         "token_type_ids",
@@ -21,7 +21,7 @@ def segment_field(length: int, segments: int) -> FieldSpec:
         (length,),
         default=0,
         below=segments or None,
-        remedy=f"write num_segments: {segments + 1} in the model's section, or prepare single texts "
+        remedy=f"set num_segments: {segments + 1} in the model's section, or prepare single texts "
         "(--no-sentence_pairs)",
     )
 
@@ -36,16 +36,16 @@ def masked_text_fields(
     next_sentence: bool,
     spans: bool,
 ) -> list[FieldSpec]:
-    """Fields of texts whose masked tokens are to be guessed.
+    """Return the fields of texts with masked tokens to predict.
 
     Args:
-        length: tokens of a sample.
-        predictions: tokens that are guessed at most.
-        vocab_size: number above every token.
-        pad: token that fills samples up.
-        segments: texts of a sample that the model tells apart; 0 if none.
-        next_sentence: whether the second follows the first is to be learnt.
-        spans: several texts lie in a sample.
+        length: tokens per sample.
+        predictions: maximum number of predicted tokens of a sample.
+        vocab_size: all token ids must be below this number.
+        pad: id of the padding token.
+        segments: number of token types of the model; 0: without token types.
+        next_sentence: include the label of next sentence prediction.
+        spans: include the fields that keep packed texts apart.
     """
     fields = [
         FieldSpec("input_ids", _IDS, (length,), fill=pad, below=vocab_size),
@@ -65,13 +65,13 @@ def masked_text_fields(
 
 
 def class_fields(length: int, *, vocab_size: int, pad: int, segments: int) -> list[FieldSpec]:
-    """Return the fields of texts with a class each.
+    """Return the fields of texts with one class each.
 
     Args:
-        length: tokens of a sample.
-        vocab_size: number above every token.
-        pad: token that fills samples up.
-        segments: texts of a sample that the model tells apart; 0 if none.
+        length: tokens per sample.
+        vocab_size: all token ids must be below this number.
+        pad: id of the padding token.
+        segments: number of token types of the model; 0: without token types.
     """
     fields = [
         FieldSpec("input_ids", _IDS, (length,), fill=pad, below=vocab_size),
@@ -82,12 +82,12 @@ def class_fields(length: int, *, vocab_size: int, pad: int, segments: int) -> li
 
 
 def answer_fields(length: int, *, vocab_size: int, segments: int) -> list[FieldSpec]:
-    """Return the fields of questions with texts, and of the first and last tokens of the answers.
+    """Return the fields of questions with contexts, and of the first and last token of each answer.
 
     Args:
-        length: tokens of a question with its text.
-        vocab_size: number above every token.
-        segments: texts of a sample that the model tells apart; 0 if none.
+        length: tokens of a question with its context.
+        vocab_size: all token ids must be below this number.
+        segments: number of token types of the model; 0: any number.
     """
     ends = "prepare the windows for this max_sequence_length"
     places = [
@@ -103,13 +103,13 @@ def answer_fields(length: int, *, vocab_size: int, segments: int) -> list[FieldS
 
 
 def sentence_fields(length: int, sentences: int, *, vocab_size: int, segments: int) -> list[FieldSpec]:
-    """Fields of texts whose sentences are chosen for a summary.
+    """Return the fields of texts for extractive summarization.
 
     Args:
-        length: tokens of a sample.
-        sentences: of a text at most.
-        vocab_size: number above every token.
-        segments: texts of a sample that the model tells apart; 0 if none.
+        length: tokens per sample.
+        sentences: maximum sentences of a text.
+        vocab_size: all token ids must be below this number.
+        segments: number of token types of the model; 0: any number.
     """
     return [
         FieldSpec("input_ids", _IDS, (length,), below=vocab_size),
@@ -124,13 +124,13 @@ def sentence_fields(length: int, sentences: int, *, vocab_size: int, segments: i
 def retrieval_fields(
     question_length: int, passage_length: int, passages: int, *, vocab_sizes: tuple[int, int]
 ) -> list[FieldSpec]:
-    """Fields of questions and passages.
+    """Return the fields of questions and their passages.
 
     Args:
         question_length: tokens of a question.
         passage_length: tokens of a passage.
-        passages: of a question, the right one first.
-        vocab_sizes: numbers above every token of questions and of passages.
+        passages: passages of a question; the first one is the right one.
+        vocab_sizes: vocabularies of the encoders of questions and of passages.
     """
     fields = []
     kinds = (("questions", (question_length,)), ("ctx", (passages, passage_length)))
@@ -144,11 +144,11 @@ def retrieval_fields(
 
 
 def preference_fields(length: int, *, vocab_size: int) -> list[FieldSpec]:
-    """Fields of prompts with a preferred and another answer.
+    """Return the fields of prompts with a chosen and a rejected answer.
 
     Args:
         length: tokens of a prompt with its answer.
-        vocab_size: number above every token.
+        vocab_size: all token ids must be below this number.
     """
     fields = []
     for side in ("chosen", "rejected"):

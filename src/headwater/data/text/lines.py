@@ -10,10 +10,10 @@ from headwater.core.errors import DataError
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of a file, compressed or not, without their ends, numbered from 1.
+    """Yield the number (from 1) and text of each line of a file, compressed (.gz) or not.
 
     Raises:
-        DataError: if it cannot be read, or is not UTF-8.
+        DataError: if the file cannot be read, or is not UTF-8.
     """
     try:
         with (

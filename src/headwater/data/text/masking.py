@@ -1,4 +1,4 @@
-"""Masked tokens for BERT, other ones in each pass (arXiv:1907.11692, section 4.1)."""
+"""Dynamic masking for BERT: different masked tokens in every epoch (arXiv:1907.11692, section 4.1)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR, UNKNOWN, 
 
 
 class MaskedTexts:
-    """Texts of tokens, of which some are to be guessed.
+    """A data set of tokenized texts with masked tokens to predict.
 
-    A batch is `input_ids`, `attention_mask` and `token_type_ids` [batch, length], `masked_lm_positions`,
-    `masked_lm_ids` and `masked_lm_weights` [batch, predictions], and `next_sentence_label` [batch].
+    A batch has `input_ids`, `attention_mask` and `token_type_ids`, int64 [batch, length];
+    `masked_lm_positions`, `masked_lm_ids` and `masked_lm_weights`, int64 [batch, predictions]; and with
+    `next_sentence` `next_sentence_label`, int64 [batch].
 
     Args:
-        files: CSV files with the columns `tokens`, `segment_ids` and, for the next sentence,
+        files: CSV files with the columns `tokens`, `segment_ids` and, for next sentence prediction,
             `is_random_next`.
-        vocab_file: tokens, one a line.
-        vocab_size: the model's.
-        length: tokens of a sample.
-        predictions: tokens that are guessed at most.
-        share: of the tokens that are guessed.
-        next_sentence: whether the second text follows the first is to be learnt.
-        segments: texts of a sample that the model tells apart; 0 if none.
-        seed: seed of the choice.
+        vocab_file: BERT's vocab.txt, one token per line.
+        vocab_size: vocabulary of the model.
+        length: tokens per sample.
+        predictions: maximum number of predicted tokens of a sample.
+        share: fraction of the tokens to predict.
+        next_sentence: include the label of next sentence prediction.
+        segments: number of token types of the model; 0: any number.
+        seed: seed of the masks.
 
     Raises:
         DataError: if a file is damaged, or a column is missing.
@@ -67,7 +68,7 @@ class MaskedTexts:
         return len(self._records)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         try:
             samples = [self._sample(draw) for draw in draws]
         except DataError as error:
@@ -100,16 +101,16 @@ class MaskedTexts:
 
 
 class _Texts:
-    """The column `tokens` of several files."""
+    """The column `tokens` of several CSV files."""
 
     def __init__(self, files: Sequence[CSVRecords]) -> None:
         self._files = list(files)
         for file in files:
             if "tokens" not in file.names:
                 raise DataError(
-                    f"the column tokens is missing, there are {', '.join(sorted(file.names))}",
+                    f"the file has no column tokens; its columns: {', '.join(sorted(file.names))}",
                     where=str(file.path),
-                    remedy="name the folder with the files that are not masked yet",
+                    remedy="set data_dir to files prepared with --dynamic_mask",
                 )
 
     def tokens(self, index: int) -> list[str]:
@@ -118,13 +119,13 @@ class _Texts:
                 tokens = file.read(index, "tokens")
                 if not tokens or not all(isinstance(token, str) for token in tokens):
                     raise DataError(
-                        "tokens is no list of tokens",
+                        "expected a list of tokens in column tokens",
                         where=f"{file.path}, line {index + 2}",
-                        remedy="correct it",
+                        remedy="correct or remove the line",
                     )
                 return list(tokens)
             index -= len(file)
-        raise AssertionError("the index lies in one of the files")
+        raise AssertionError("index is beyond the last file")
 
 
 def _filled(values: Values, length: int, fill: int) -> Values:

@@ -1,4 +1,4 @@
-"""Which tokens of a text are to be guessed."""
+"""Choice of the masked tokens of a text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy.typing as npt
 Values = npt.NDArray[np.int64]
 
 _MASKED, _RANDOM = 0.8, 0.1
-"""Of the chosen tokens so many are masked, so many become another one, and the rest stays
-(arXiv:1810.04805, section 3.1)."""
+"""Fractions of the chosen tokens that are masked, and that are replaced by a random token. The others stay
+unchanged (arXiv:1810.04805, section 3.1)."""
 
 
 def choose_masks(
@@ -24,16 +24,19 @@ def choose_masks(
     most: int,
     generator: np.random.Generator,
 ) -> tuple[Values, Values]:
-    """Tokens of which some are masked, and the places of those that are to be guessed.
+    """Mask some tokens of a text.
 
     Args:
-        tokens: [length].
-        may_be: whether a token may be chosen, [length].
-        ordinary: tokens that may stand in the place of another.
-        mask: token that hides another.
-        share: of the tokens that are guessed.
-        most: of them.
-        generator: draws them.
+        tokens: token ids, [length].
+        may_be: True for a token that may be chosen, [length].
+        ordinary: ids from which random replacements are drawn.
+        mask: id of the mask token.
+        share: fraction of the tokens to predict.
+        most: maximum number of tokens to predict.
+        generator: source of all random choices.
+
+    Returns:
+        The tokens after masking, [length], and the positions of the tokens to predict, [predictions].
     """
     places = np.flatnonzero(may_be)
     count = min(most, max(1, round(len(places) * share)), len(places))

@@ -1,4 +1,4 @@
-"""Texts with spans left out, which are to be written: what T5 is trained on before anything else."""
+"""Span corruption, the pretraining of T5: the model writes the spans that were removed from a text."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _SPAN_LENGTH = 3
 
 
 def span_counts(length: int) -> tuple[int, int]:
-    """How many of `length` tokens are left out, and in how many spans."""
+    """Return the number of removed tokens of a text of `length` tokens, and the number of spans."""
     left_out = min(max(round(length * _CORRUPTED_SHARE), 1), length - 1)
     spans = min(max(round(left_out / _SPAN_LENGTH), 1), length - left_out)
     return left_out, spans
 
 
 def longest_text(source_length: int, target_length: int) -> int:
-    """Most tokens of a text of which both sides fit, with the token that ends each."""
+    """Return the maximum tokens of a text whose source and target both fit, each with its end token."""
 
     def fits(length: int) -> bool:
         left_out, spans = span_counts(length)
@@ -48,16 +48,19 @@ def longest_text(source_length: int, target_length: int) -> int:
 
 
 def corrupt(tokens: Tokens, first_sentinel: int, generator: np.random.Generator) -> tuple[Tokens, Tokens]:
-    """A text without some spans, and these spans (arXiv:1910.10683, sections 3.1.4 and 3.3.4).
+    """Remove random spans from a text (arXiv:1910.10683, sections 3.1.4 and 3.3.4).
 
-    In the text a sentinel stands for each span, and among the spans it comes before its own. Kept tokens and
-    spans are cut into as many parts of at least one token, any such cut as likely as another; the text
-    begins with kept tokens.
+    Kept tokens and removed tokens are each cut into the same number of parts, which alternate; the text
+    begins with kept tokens. A part has at least one token, and all such cuts are equally likely.
 
     Args:
-        tokens: of the text, two or more.
-        first_sentinel: the sentinel of the first span; the next is one less.
-        generator: draws the cuts.
+        tokens: tokens of the text, two or more.
+        first_sentinel: id of the sentinel of the first span; each further sentinel is one less.
+        generator: source of the cuts.
+
+    Returns:
+        The source: kept tokens with a sentinel in place of each span. The target: each sentinel, followed by
+        its span.
     """
     left_out, spans = span_counts(len(tokens))
     kept = _cut(len(tokens) - left_out, spans, generator)
@@ -74,7 +77,7 @@ def corrupt(tokens: Tokens, first_sentinel: int, generator: np.random.Generator)
 
 
 def _cut(total: int, parts: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Sizes of parts, each at least 1."""
+    """Return random sizes of `parts` parts of `total` tokens, each at least 1."""
     cuts = np.sort(generator.choice(total - 1, parts - 1, replace=False)) + 1
     return np.diff(cuts, prepend=0, append=total)
 
@@ -84,13 +87,15 @@ def _joined(parts: Sequence[npt.ArrayLike]) -> Tokens:
 
 
 class CorruptedTexts:
-    """Pieces of texts, corrupted anew in each pass. A batch is what `PairFiller.fill` makes.
+    """A data set of pieces of texts, with different removed spans in every epoch.
+
+    `PairFiller.fill` describes a batch.
 
     Args:
         texts: pieces of two tokens or more.
-        first_sentinel: see `corrupt`.
-        filler: makes batches.
-        seed: of what is left out.
+        first_sentinel: id of the sentinel of the first span, see `corrupt`.
+        filler: maker of batches.
+        seed: seed of the removed spans.
     """
 
     def __init__(self, texts: TokenLists, first_sentinel: int, filler: PairFiller, seed: int) -> None:
@@ -99,14 +104,14 @@ class CorruptedTexts:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a text to read."""
+        """Tokens of a source."""
         return self._filler.source_length
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         return self._filler.fill([self._pair(draw) for draw in draws])
 
     def _pair(self, draw: int) -> tuple[Tokens, Tokens]:
@@ -116,7 +121,7 @@ class CorruptedTexts:
 
 
 def read_corrupted_texts(config: SpanCorruptionDataConfig, model: Seq2SeqConfig) -> CorruptedTexts:
-    """The samples that a section of a params file names: each line of the files is a text.
+    """Return the data set of a section of a params file; each line of the files is a text.
 
     Raises:
         DataError: if a file is missing, there are too few sentinels, or no text has two tokens.
@@ -126,16 +131,18 @@ def read_corrupted_texts(config: SpanCorruptionDataConfig, model: Seq2SeqConfig)
     _, spans = span_counts(length)
     if spans > config.extra_ids:
         raise DataError(
-            f"texts of {length} tokens lose {spans} spans, and there are {config.extra_ids} extra_ids",
+            f"texts of {length} tokens have {spans} removed spans, but extra_ids is {config.extra_ids}",
             where=config.place,
-            remedy=f"set extra_ids to {spans} or more, here and in the model",
+            remedy=f"set extra_ids to {spans} or more, here and in the model's section",
         )
     lines = (line for place in config.src_data_dir for path in _files(place) for _, line in read_lines(path))
     texts = encoded(lines, vocabulary, lower=config.do_lower)
     together = config.num_documents_to_concatenate if config.pack_sequences else 1
     pieces = TokenLists(_pieces(texts, length, together))
     if not len(pieces):
-        raise DataError("no text has two tokens", where=config.place, remedy="name other files")
+        raise DataError(
+            "no text has two or more tokens", where=config.place, remedy="set src_data_dir to other files"
+        )
     first_sentinel = vocabulary.size + config.extra_ids - 1
     return CorruptedTexts(pieces, first_sentinel, PairFiller.of(config, vocabulary), config.shuffle_seed or 0)
 
@@ -145,7 +152,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def _pieces(texts: Iterator[list[int]], length: int, together: int) -> Iterator[list[int]]:
-    """Texts in pieces of at most `length` tokens, `together` of them joined before they are cut."""
+    """Yield pieces of at most `length` tokens; `together` texts are joined before they are cut."""
     while group := list(itertools.islice(texts, together)):
         joined = list(itertools.chain(*group))
         pieces = (joined[start : start + length] for start in range(0, len(joined), length))

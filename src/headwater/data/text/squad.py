@@ -1,4 +1,4 @@
-"""Questions about texts, as SQuAD distributes them: their windows, and how well they were answered."""
+"""Questions about texts in the format of SQuAD: windows of contexts, and scores of answers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from headwater.data.text.wordpiece import BEGIN, PAD, SEPARATOR, wordpiece
 
 Numbers = npt.NDArray[np.int64]
 
-_REMEDY = "name a file in the format of SQuAD v1.1"
+_REMEDY = "use a file in the format of SQuAD v1.1"
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """An answer, and the character of the context that it begins at."""
+    """An answer, and the index of its first character in the context."""
 
     text: str
     start: int
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question, the text that it is about, and its answers, the first of which is learnt."""
+    """A question, its context, and its right answers. Training uses the first answer."""
 
     identifier: str
     text: str
@@ -49,7 +49,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Tokens `start` to `stop` of the context of a question, of which it is the number."""
+    """A window: the index of a question, and the tokens [start, stop) of its context."""
 
     question: int
     start: int
@@ -58,7 +58,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """Numbers of the tokens of a text, and the characters that each stands for, [tokens, 2]."""
+    """Tokens of a text: ids [tokens], and the first and end character of each token [tokens, 2]."""
 
     numbers: Numbers
     characters: Numbers
@@ -66,11 +66,11 @@ class _Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How well questions were answered: shares between 0 and 1, means over the questions.
+    """Scores of answers: means over all questions, each in [0, 1].
 
     Attributes:
-        exact_match: of answers that are the right one to the word.
-        f1: of words that answer and right answer share.
+        exact_match: fraction of the answers that equal a right answer after normalization.
+        f1: mean F1 of the words of an answer and of the best matching right answer.
     """
 
     exact_match: float
@@ -78,19 +78,20 @@ class Scores:
 
 
 class Windows:
-    """Questions with their contexts, `[CLS] question [SEP] context [SEP]`, long contexts in several windows.
+    """A data set of questions with their contexts: `[CLS] question [SEP] context [SEP]`.
 
-    A batch is `input_ids`, `attention_mask` and `token_type_ids` [batch, length] (1 from the context on), and
-    `start_positions` and `end_positions` [batch]: the first and last token of the answer, or 0 where the
-    window does not hold all of it (arXiv:1810.04805, section 4.2).
+    A long context is split into several overlapping windows, each of which is one sample. A batch has
+    `input_ids`, `attention_mask` and `token_type_ids` (1 from the context on), int64 [batch, length]; and
+    `start_positions` and `end_positions`, int64 [batch]: the first and last token of the answer, or 0 if the
+    window does not contain the whole answer (arXiv:1810.04805, section 4.2).
 
     Args:
         questions: the questions.
-        config: the section of the params file.
-        vocab_size: the model's.
+        config: section of the params file.
+        vocab_size: vocabulary of the model.
 
     Raises:
-        DataError: if the tokens do not fit the model.
+        DataError: if the vocabulary file does not fit the model.
     """
 
     def __init__(self, questions: Sequence[Question], config: QuestionDataConfig, vocab_size: int) -> None:
@@ -124,17 +125,17 @@ class Windows:
         return len(self.windows)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         samples = [self._sample(self.windows[draw % len(self)]) for draw in draws]
         return {name: torch.from_numpy(np.stack([each[name] for each in samples])) for name in samples[0]}
 
     def answers(self, scores: Sequence[float], begins: Sequence[int], ends: Sequence[int]) -> dict[str, str]:
-        """The text of the best answer to each question, by its identifier.
+        """Return the text of the best answer to each question, by the question's identifier.
 
         Args:
-            scores: of the answer in each window; the highest of a question's windows counts.
-            begins: its first token, a place in the sample.
-            ends: its last token.
+            scores: score of the answer in each window; a question's window with the highest score counts.
+            begins: position in the sample of the first token of each answer.
+            ends: position in the sample of the last token of each answer.
         """
         best: dict[int, float] = {}
         texts: dict[str, str] = {}
@@ -154,11 +155,11 @@ class Windows:
         ]
 
     def _offset(self, question: int) -> int:
-        """Place of the context in a sample."""
+        """Return the position of the context in the samples of a question."""
         return len(self._asked[question]) + 2
 
     def _places(self, question: int, stride: int) -> Iterator[tuple[int, int]]:
-        """Begin and end of each window in the context's tokens."""
+        """Yield the tokens [start, stop) of the context in each window of a question."""
         room = self.sequence_length - self._offset(question) - 1
         count, start = len(self._contexts[question].numbers), 0
         while start + room < count:
@@ -184,7 +185,7 @@ class Windows:
         }
 
     def _span(self, window: Window) -> tuple[int, int]:
-        """First and last token of the answer in a sample; 0 and 0 where it does not hold all of it."""
+        """Return the positions of the first and last token of the answer; (0, 0) if the window lacks any."""
         answer = self.questions[window.question].answers[0]
         characters = self._contexts[window.question].characters
         begins_before_end = characters[:, 0] < answer.start + len(answer.text)
@@ -196,10 +197,10 @@ class Windows:
 
 
 def read_windows(config: QuestionDataConfig, vocab_size: int) -> Windows:
-    """The samples that a section of a params file names.
+    """Return the data set of a section of a params file.
 
     Raises:
-        DataError: if a file is missing or not of this form, or the tokens do not fit the model.
+        DataError: if a file is missing or malformed, or the vocabulary file does not fit the model.
     """
     questions = read_questions(config.data_dir)
     if config.held_out_dir is not None and config.is_training:
@@ -207,23 +208,23 @@ def read_windows(config: QuestionDataConfig, vocab_size: int) -> Windows:
         questions = [question for question in questions if same_letters(question.context) not in held_out]
     if not questions:
         raise DataError(
-            "all questions are about texts that are held out",
+            "no questions are left: all contexts of data_dir are also in held_out_dir",
             where=f"data_dir: {config.data_dir}",
-            remedy="name other data, or leave out held_out_dir",
+            remedy="use other data, or remove held_out_dir",
         )
     return Windows(questions, config, vocab_size)
 
 
 def same_letters(text: str) -> str:
-    """What of a text stays the same when it is written in lower case or cut into words."""
+    """Return the text in lower case without whitespace, for comparisons that ignore tokenization."""
     return "".join(text.lower().split())
 
 
 def read_questions(place: Path) -> list[Question]:
-    """The questions of a file in the format of SQuAD v1.1, or of all those in a folder.
+    """Return the questions of a file in the format of SQuAD v1.1, or of all such files in a folder.
 
     Raises:
-        DataError: if there are none, or a file is damaged or not of this form.
+        DataError: if there are no questions, or a file is damaged or malformed.
     """
     files = [place] if place.is_file() else []
     if place.is_dir():
@@ -231,7 +232,7 @@ def read_questions(place: Path) -> list[Question]:
     questions = [question for path in files for question in _questions(path)]
     if not questions:
         raise DataError(
-            "there are no questions" if files else "there is no .json or .json.gz file",
+            "the files hold no questions" if files else "data_dir has no .json or .json.gz file",
             where=f"data_dir: {place}",
             remedy=_REMEDY,
         )
@@ -254,7 +255,8 @@ def _questions(path: Path) -> Iterator[Question]:
             for asked in paragraph["qas"]
         ]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"cannot read the questions: {error!r}", where=str(path), remedy=_REMEDY) from error
+        what = f"the questions cannot be read: {error!r}"
+        raise DataError(what, where=str(path), remedy=_REMEDY) from error
     for question in found:
         for answer in question.answers:
             if not question.context.startswith(answer.text, answer.start):
@@ -267,20 +269,20 @@ def _questions(path: Path) -> Iterator[Question]:
             raise DataError(
                 "the question has no answer",
                 where=f"{path}, question {question.identifier}",
-                remedy="remove it; questions without an answer (SQuAD v2.0) are not understood",
+                remedy="remove it; questions without an answer (SQuAD v2.0) are not supported",
             )
     yield from found
 
 
 def score(predictions: Mapping[str, str], questions: Sequence[Question]) -> Scores:
-    """Exact match and F1 of answers (arXiv:1606.05250, section 6.1).
+    """Return exact match and F1 of predicted answers (arXiv:1606.05250, section 6.1).
 
-    Of several right answers that counts which fits best. Texts are compared in lower case, without
-    punctuation and the words a, an and the.
+    If a question has several right answers, the best match counts. Texts are normalized first: lower case,
+    without punctuation and without the words a, an and the.
 
     Args:
-        predictions: an answer to each question, by its identifier; one that is missing is wrong.
-        questions: what was asked, with the right answers.
+        predictions: predicted answers by identifier of the question; a missing answer is wrong.
+        questions: questions with their right answers.
     """
     exact, overlap = 0.0, 0.0
     for question in questions:
@@ -296,6 +298,6 @@ def _words(text: str) -> list[str]:
 
 
 def _word_f1(found: list[str], right: list[str]) -> float:
-    """The harmonic mean of precision and recall of the words."""
+    """Return the harmonic mean of precision and recall of the words."""
     shared = (collections.Counter(found) & collections.Counter(right)).total()
     return f_beta(shared, len(right), len(found)) if shared else 0.0

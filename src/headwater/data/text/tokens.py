@@ -1,4 +1,4 @@
-"""What data for encoder-decoders have in common: the vocabulary, tokens of many texts, batches of pairs."""
+"""Common parts of data for encoder-decoders: vocabulary, tokens of many texts, batches of pairs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _SENTINEL = re.compile(r"<extra_id_\d+>")
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """From text to numbers.
+    """A vocabulary and its special tokens.
 
     Attributes:
-        size: one more than the highest number, without tokens that stand for spans of text.
-        start: the token that begins what is written.
-        end: the one that ends it.
-        padding: the one that fills texts up.
-        encode: numbers of some texts.
+        size: largest token id plus one; sentinels (`<extra_id_N>`) do not count.
+        start: id of the first token of the decoder's input.
+        end: id of the last token of a text.
+        padding: id of the padding token.
+        encode: turns texts into lists of token ids.
     """
 
     size: int
@@ -45,15 +45,16 @@ class Vocabulary:
 
 
 def open_vocabulary(path: Path, config: TokenPairSection, model_size: int) -> Vocabulary:
-    """The vocabulary in a file: tokens, one a line, of texts that are cut at spaces, or a `tokenizer.json`.
+    """Load a vocabulary.
 
     Args:
-        path: the file.
-        config: names the tokens that mean something.
-        model_size: tokens that the model has, those that stand for spans included.
+        path: a `tokenizer.json`, or a text file with one token per line for texts that are split at spaces.
+        config: section of the params file with the names of the special tokens.
+        model_size: vocabulary of the model, sentinels included.
 
     Raises:
-        DataError: if the file is missing or damaged, lacks a token, or has more than the model.
+        DataError: if the file is missing or damaged, lacks a special token, or has more tokens than the
+            model.
     """
     numbers, encode = _tokenizer(path) if path.suffix == ".json" else _token_file(path, config.oov_token)
     for key in ("sos_token", "eos_token", "pad_token"):
@@ -62,9 +63,9 @@ def open_vocabulary(path: Path, config: TokenPairSection, model_size: int) -> Vo
     size = 1 + max(number for token, number in numbers.items() if not _SENTINEL.fullmatch(token))
     if size + config.extra_ids > model_size:
         raise DataError(
-            f"there are {size} tokens and {config.extra_ids} extra_ids, and the model has {model_size}",
+            f"{size} tokens and {config.extra_ids} extra_ids do not fit into the model's {model_size} tokens",
             where=str(path),
-            remedy=f"set src_vocab_size to {size} and extra_ids to {config.extra_ids} in the model",
+            remedy=f"set src_vocab_size to {size} and extra_ids to {config.extra_ids} in the model's section",
         )
     return Vocabulary(
         size,
@@ -79,7 +80,7 @@ _Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
 def _tokenizer(path: Path) -> tuple[dict[str, int], _Encode]:
-    """Numbers of the tokens of a `tokenizer.json`, and what applies it."""
+    """Return the ids of the tokens of a `tokenizer.json`, and a function that encodes texts."""
     tokenizer: Tokenizer = load_tokenizer(path)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
@@ -89,7 +90,10 @@ def _tokenizer(path: Path) -> tuple[dict[str, int], _Encode]:
 
 
 def _token_file(path: Path, unknown_token: str) -> tuple[dict[str, int], _Encode]:
-    """Numbers of the tokens in a file with one a line, and what looks up those of texts cut at spaces."""
+    """Return the ids of the tokens of a file with one token per line, and a function that encodes texts.
+
+    The function splits texts at spaces.
+    """
     numbers = {token.strip(): number - 1 for number, token in read_lines(path) if token.strip()}
     if unknown_token not in numbers:
         raise _no_token(path, "oov_token", unknown_token)
@@ -103,17 +107,17 @@ def _token_file(path: Path, unknown_token: str) -> tuple[dict[str, int], _Encode
 
 def _no_token(path: Path, key: str, token: str) -> DataError:
     return DataError(
-        f"{key} is {token!r}, which is no token of the vocabulary",
+        f"{key} is {token!r}, which is not in the vocabulary",
         where=str(path),
-        remedy=f"name the token with {key}",
+        remedy=f"set {key} to a token of this file",
     )
 
 
 class TokenLists:
-    """The tokens of many texts in one array.
+    """The tokens of many texts, stored in one array.
 
     Args:
-        texts: tokens of each.
+        texts: token ids of each text.
     """
 
     def __init__(self, texts: Iterable[Sequence[int]]) -> None:
@@ -130,7 +134,13 @@ class TokenLists:
 
 
 def encoded(texts: Iterable[str], vocabulary: Vocabulary, *, lower: bool) -> Iterator[list[int]]:
-    """Numbers of each text."""
+    """Yield the token ids of each text.
+
+    Args:
+        texts: texts, read as needed.
+        vocabulary: vocabulary that encodes them.
+        lower: convert to lower case first.
+    """
     lines = (text.lower() if lower else text for text in texts)
     while part := list(itertools.islice(lines, _TEXTS_AT_ONCE)):
         yield from vocabulary.encode(part)
@@ -138,16 +148,16 @@ def encoded(texts: Iterable[str], vocabulary: Vocabulary, *, lower: bool) -> Ite
 
 @dataclasses.dataclass(frozen=True)
 class PairFiller:
-    """Makes batches of texts to read and texts to write.
+    """A maker of batches of pairs: sources, which the encoder reads, and targets, which the decoder writes.
 
     Attributes:
-        source_length: tokens of a text to read, filled up.
-        target_length: likewise to write, with the token that begins or ends it.
-        start: token that begins what the decoder reads.
-        end: token that ends the labels.
-        input_padding: fills up what is read.
-        label_padding: fills up the labels.
-        weighted: give each sample the weight 1 / labels.
+        source_length: tokens of a source after padding.
+        target_length: tokens of a target after padding, with its start or end token.
+        start: id of the first token of the decoder's input.
+        end: id of the last label.
+        input_padding: id that pads the inputs of encoder and decoder.
+        label_padding: id that pads the labels.
+        weighted: add the weight 1 / (number of labels) for each sample.
     """
 
     source_length: int
@@ -160,7 +170,7 @@ class PairFiller:
 
     @classmethod
     def of(cls, config: TokenPairSection, vocabulary: Vocabulary) -> PairFiller:
-        """As a section of a params file says."""
+        """Return the filler for a section of a params file."""
         padding = vocabulary.padding
         return cls(
             config.src_max_sequence_length,
@@ -173,11 +183,12 @@ class PairFiller:
         )
 
     def fill(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> Batch:
-        """A batch.
+        """Return a batch of pairs of source and target tokens.
 
         Returns:
-            `input_ids` and `attention_mask` [batch, source_length]; `decoder_input_ids`, `labels` and
-            `decoder_attention_mask` [batch, target_length]; `loss_weight` [batch, 1] if weighted.
+            `input_ids` and `attention_mask`, int64 [batch, source_length]; `decoder_input_ids`, `labels` and
+            `decoder_attention_mask`, int64 [batch, target_length]; `loss_weight`, fp32 [batch, 1], if
+            weighted.
         """
         rows, ones = len(pairs), np.ones(self.target_length, dtype=np.int64)
         source = np.full((rows, self.source_length), self.input_padding, dtype=np.int64)
@@ -203,16 +214,18 @@ class PairFiller:
 
 
 def listed_files(folder: Path) -> list[tuple[Path, ...]]:
-    """The files that `meta.dat` in a folder lists, those of a line together; none without such a list.
+    """Return the files listed in `meta.dat` of a folder, one tuple per line; empty without `meta.dat`.
 
-    A line names one file or two that belong together, and last their number of lines. Files are in the
-    folder, or where the names lead.
+    A line has the name of one file, or of two parallel files, and then their number of lines. A name is
+    relative to the folder, or else a path.
 
     Raises:
-        DataError: if the folder or a file does not exist, or a line is not of this form.
+        DataError: if the folder or a file does not exist, or a line is malformed.
     """
     if not folder.exists():
-        raise DataError("the folder does not exist", where=f"src_data_dir: {folder}", remedy="name another")
+        raise DataError(
+            "the folder does not exist", where=f"src_data_dir: {folder}", remedy="set another src_data_dir"
+        )
     meta, found = folder / "meta.dat", []
     if not meta.is_file():
         return []
@@ -226,25 +239,25 @@ def listed_files(folder: Path) -> list[tuple[Path, ...]]:
             raise DataError(
                 f"{missing} does not exist"
                 if missing
-                else "the line is not file names and a number of lines",
+                else "line is malformed: expected file names and a number of lines",
                 where=f"{meta}, line {number}",
-                remedy="correct the line, or remove the file",
+                remedy="correct the line, or remove meta.dat",
             )
         found.append(paths)
     return found
 
 
 def text_files(place: Path) -> list[Path]:
-    """The file itself, or the files in a folder in the order of their names.
+    """Return the file itself, or the files in a folder in the order of their names.
 
     Raises:
-        DataError: if there are none.
+        DataError: if there are no files.
     """
     files = [place] if place.is_file() else []
     if place.is_dir():
         files = sorted(path for path in place.iterdir() if path.is_file() and not path.name.startswith("."))
     if not files:
         raise DataError(
-            "there are no text files", where=str(place), remedy="name a text file, or a folder of them"
+            "no text files found", where=str(place), remedy="name a text file, or a folder of text files"
         )
     return files

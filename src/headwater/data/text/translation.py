@@ -1,4 +1,4 @@
-"""Texts and their translations, line by line."""
+"""Translation data: files of texts and of their translations, line by line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from headwater.data.text.tokens import (
 
 
 class Translations:
-    """Pairs of texts. A batch is what `PairFiller.fill` makes.
+    """A data set of texts and their translations.
+
+    `PairFiller.fill` describes a batch.
 
     Args:
-        sources: texts to read.
-        targets: what is to be written after each.
-        filler: makes batches.
+        sources: tokens of the texts.
+        targets: tokens of the translation of each text.
+        filler: maker of batches.
     """
 
     def __init__(self, sources: TokenLists, targets: TokenLists, filler: PairFiller) -> None:
@@ -36,23 +38,24 @@ class Translations:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a text to read."""
+        """Tokens of a source."""
         return self._filler.source_length
 
     def __len__(self) -> int:
         return len(self.sources)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """The batch of these samples; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws; see `headwater.data.source.Samples`."""
         indices = [draw % len(self) for draw in draws]
         return self._filler.fill([(self.sources[index], self.targets[index]) for index in indices])
 
 
 def read_translations(config: TranslationDataConfig, model: Seq2SeqConfig) -> Translations:
-    """The samples that a section of a params file names, without those that are empty or too long.
+    """Return the data set of a section of a params file, without pairs that are empty or too long.
 
     Raises:
-        DataError: if a file is missing, or two that belong together have different numbers of lines.
+        DataError: if a file is missing, two parallel files have different numbers of lines, or no pair is
+            left.
     """
     vocabulary = open_vocabulary(config.src_vocab_file, config, model.source_tokens)
     written = vocabulary
@@ -64,38 +67,38 @@ def read_translations(config: TranslationDataConfig, model: Seq2SeqConfig) -> Tr
     kept = [
         pair
         for pair in zip(sources, targets, strict=True)
-        # One place of the target is for the token that begins or ends it.
+        # A target takes one position more: for the start token in the input, for the end token in the labels.
         if 0 < len(pair[0]) <= config.src_max_sequence_length
         and 0 < len(pair[1]) < config.tgt_max_sequence_length
     ]
     if not kept:
         raise DataError(
-            f"of {len(pairs)} pairs of texts none is short enough" if pairs else "the files are empty",
+            f"all {len(pairs)} pairs of texts are empty or too long" if pairs else "the files are empty",
             where=config.place,
-            remedy="raise src_max_sequence_length and tgt_max_sequence_length, or name other files",
+            remedy="increase src_max_sequence_length and tgt_max_sequence_length, or use other files",
         )
     filler = PairFiller.of(config, written)
     return Translations(TokenLists(s for s, _ in kept), TokenLists(t for _, t in kept), filler)
 
 
 def _files(config: TranslationDataConfig) -> list[tuple[Path, Path]]:
-    """Files of texts to read, each with that of the translations."""
+    """Return the files of texts, each with the file of its translations."""
     if config.tgt_data_dir is None:
         listed = [files for folder in config.src_data_dir for files in listed_files(folder)]
         if not listed or any(len(files) != 2 for files in listed):
             raise DataError(
-                "it is not said where the translations are",
+                "the files of the translations are not set",
                 where=config.place,
-                remedy="name them with tgt_data_dir, or write lines `source target number` into meta.dat",
+                remedy="set tgt_data_dir, or write lines `source target number_of_lines` into meta.dat",
             )
         return [(source, target) for source, target in listed]
     sources = [path for place in config.src_data_dir for path in text_files(place)]
     targets = [path for place in config.tgt_data_dir for path in text_files(place)]
     if len(sources) != len(targets):
         raise DataError(
-            f"there are {len(sources)} files to read and {len(targets)} of translations",
+            f"src_data_dir has {len(sources)} files, but tgt_data_dir has {len(targets)}",
             where=config.place,
-            remedy="name as many files with tgt_data_dir as with src_data_dir, in the same order",
+            remedy="use the same number of files in both, in the same order",
         )
     return list(zip(sources, targets, strict=True))
 
@@ -104,8 +107,8 @@ def _aligned(source: Path, target: Path) -> list[tuple[str, str]]:
     read, written = ([line for _, line in read_lines(path)] for path in (source, target))
     if len(read) != len(written):
         raise DataError(
-            f"the file has {counted(len(read), 'line', 'lines')}, and {len(written)} in {target}",
+            f"the file has {counted(len(read), 'line', 'lines')}, but {target} has {len(written)}",
             where=str(source),
-            remedy="name files with a translation of each line",
+            remedy="use files with one translation per line",
         )
     return list(zip(read, written, strict=True))

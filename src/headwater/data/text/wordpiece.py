@@ -1,4 +1,4 @@
-"""BERT's tokenizer from its file of tokens."""
+"""BERT's WordPiece tokenizer, built from a vocab.txt."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ PAD, UNKNOWN, BEGIN, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MAS
 
 
 def wordpiece(vocab_file: Path, *, lower: bool, length: int, vocab_size: int) -> Tokenizer:
-    """A tokenizer that gives `[CLS] text [SEP]` or `[CLS] first [SEP] second [SEP]` in `length` tokens.
+    """Return a tokenizer of texts and of pairs of texts, with `length` tokens for each.
 
-    Longer texts are cut, the longer of two first; shorter ones are filled up.
+    It makes `[CLS] text [SEP]` or `[CLS] first [SEP] second [SEP]`. Longer texts are cut; of two texts, the
+    longer is cut first. Shorter texts are padded.
 
     Args:
-        vocab_file: tokens, one a line.
-        lower: lower case, without accents.
-        length: tokens of a sample.
-        vocab_size: the model's.
+        vocab_file: vocabulary, one token per line.
+        lower: convert to lower case and remove accents.
+        length: tokens per sample.
+        vocab_size: vocabulary of the model.
 
     Raises:
-        DataError: if the file is missing, lacks one of BERT's own tokens, or has more than the model.
+        DataError: if the file is missing, lacks a special token of BERT, or has more tokens than the model.
     """
     numbers = read_vocabulary(vocab_file, vocab_size, needed=(PAD, UNKNOWN, BEGIN, SEPARATOR))
     tokenizer = Tokenizer(models.WordPiece(numbers, unk_token=UNKNOWN))
@@ -41,36 +42,36 @@ def wordpiece(vocab_file: Path, *, lower: bool, length: int, vocab_size: int) ->
 
 
 def read_vocabulary(vocab_file: Path, vocab_size: int, *, needed: Collection[str]) -> dict[str, int]:
-    """The number of each token.
+    """Return the id of each token.
 
     Args:
-        vocab_file: tokens, one a line.
-        vocab_size: the model's.
-        needed: tokens that must be there.
+        vocab_file: vocabulary, one token per line.
+        vocab_size: vocabulary of the model.
+        needed: tokens that the file must have.
 
     Raises:
-        DataError: if the file is missing, lacks a token, or has more than the model.
+        DataError: if the file is missing, lacks a needed token, or has more tokens than the model.
     """
     try:
         tokens = vocab_file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"cannot read the tokens: {error}",
+            f"the vocabulary cannot be read: {error}",
             where=f"vocab_file: {vocab_file}",
-            remedy="name BERT's vocab.txt",
+            remedy="set it to BERT's vocab.txt",
         ) from error
     numbers = {token.rstrip("\r"): number for number, token in enumerate(tokens) if token}
     absent = [token for token in needed if token not in numbers]
     if absent:
         raise DataError(
-            f"the tokens {', '.join(absent)} are missing",
+            f"the vocabulary lacks the tokens {', '.join(absent)}",
             where=str(vocab_file),
-            remedy="name BERT's vocab.txt",
+            remedy="use BERT's vocab.txt",
         )
     if max(numbers.values()) >= vocab_size:
         raise DataError(
-            f"there are {max(numbers.values()) + 1} tokens, and the model's vocab_size is {vocab_size}",
+            f"expected at most {vocab_size} tokens, the model's vocab_size; got {max(numbers.values()) + 1}",
             where=str(vocab_file),
-            remedy="set vocab_size to the number of tokens, or name the model's file",
+            remedy="set vocab_size to the number of tokens, or use the vocabulary of the model",
         )
     return numbers
