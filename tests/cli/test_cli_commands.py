@@ -81,7 +81,7 @@ def test_generate_continues_the_prompt(headwater, trained):
 
 def test_generate_refuses_what_does_not_fit(headwater, trained):
     code, _, err = headwater("generate", "--model_dir", trained, "--prompt", "Pip", "--max_new_tokens", 99)
-    assert code == 2 and "ask for at most" in err
+    assert code == 2 and "request at most" in err
 
 
 def test_checkpoint_info(headwater, trained):

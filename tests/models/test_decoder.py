@@ -185,7 +185,7 @@ def test_loss_of_a_model_uses_the_workspace_pool(tiny, batch):
 
 
 def test_sequence_longer_than_the_positions_is_refused(tiny):
-    with pytest.raises(DataError, match="25 tokens is longer than the 24 positions"):
+    with pytest.raises(DataError, match="at most 24 tokens, got 25"):
         Decoder(tiny()).logits(torch.zeros(1, 25, dtype=torch.int64))
 
 

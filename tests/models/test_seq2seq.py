@@ -257,9 +257,9 @@ def test_what_is_written_ends_once():
 
 
 def test_too_many_tokens_are_refused():
-    with pytest.raises(DataError, match="25 tokens is longer than the 24 positions of the encoder"):
+    with pytest.raises(DataError, match="at most 24 tokens in the encoder, got 25"):
         model("transformer")(batch(source=25))
-    with pytest.raises(DataError, match="17 tokens is longer than the 16 positions of the decoder"):
+    with pytest.raises(DataError, match="at most 16 tokens in the decoder, got 17"):
         model("transformer")(batch(target=17))
     assert model("t5")(batch(source=25)).isfinite()
 

@@ -1,4 +1,4 @@
-"""What is trained on top of an encoder: BERT's pre-training, its fine-tunings, dense passage retrieval."""
+"""Models with an encoder: BERT's pretraining, its fine-tuned variants, dense passage retrieval."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from headwater.models.layers.norm import LayerNorm
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
 
 IGNORED = -100
-"""The label of what does not count."""
+"""Label of a position that does not count in the loss."""
 
 
 class Pooler(nn.Module):
-    """What the first token says of the whole text: [batch, seq, hidden] -> [batch, hidden]."""
+    """Pooled representation of a text, from its first token: [batch, seq, hidden] -> [batch, hidden]."""
 
     def __init__(self, width: int, nonlinearity: Nonlinearity) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Pooler(nn.Module):
 
 
 class MaskedTokenHead(nn.Module):
-    """Guesses tokens: hidden states [..., hidden] -> logits [..., vocab], or the loss of targets."""
+    """Head of masked language modelling: [..., hidden] -> logits [..., vocab], or the loss for targets."""
 
     def __init__(self, config: BertConfig, *, fused_loss: bool) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class TokenOutput(Linear):
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, row_weights: Tensor | None = None
     ) -> Tensor:
-        """Logits of `hidden` [..., hidden]; with targets and their weights [...] the loss."""
+        """Return the logits of `hidden` [..., hidden]; with targets and their weights [...] the loss."""
         if self.scale != 1:
             hidden = hidden * self.scale
         if targets is None or row_weights is None:
@@ -82,13 +82,13 @@ class TokenOutput(Linear):
 
 
 class EncoderModel(nn.Module):
-    """An encoder with something on top. `forward` gives the training loss.
+    """Base of models with an encoder and a head. `forward` returns the training loss.
 
     Args:
         config: the model section of a params file.
 
     Attributes:
-        scored: what is counted in eval mode, by name.
+        scored: metrics that are updated in eval mode, by name.
     """
 
     def __init__(self, config: EncoderSection) -> None:
@@ -98,21 +98,21 @@ class EncoderModel(nn.Module):
         self.scored: dict[str, Scored] = {}
 
     def encode(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Hidden states [batch, seq, hidden] of a batch; its keys are the arguments of `Encoder`."""
+        """Return the hidden states [batch, seq, hidden] of a batch; its keys are arguments of `Encoder`."""
         names = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "attention_span")
         return self.encoder(**{name: batch[name] for name in names if name in batch})  # type: ignore[no-any-return]
 
     def draw(self, seed: int) -> None:
-        """Draw all weights, unless they are on the meta device."""
+        """Draw all weights at random, unless they are on the meta device."""
         initialize(self, lambda name, shape: init_parameter(name, shape, self.config, seed))
 
 
 class Bert(EncoderModel):
-    """BERT before it is fine-tuned (arXiv:1810.04805).
+    """BERT for pretraining: masked language modelling and next sentence prediction (arXiv:1810.04805).
 
     Args:
         config: the model section of a params file.
-        fused_loss: compute the loss of the tokens in chunks.
+        fused_loss: compute the loss in chunks, without the logits of the whole batch in memory.
         seed: seed of the initial weights.
     """
 
@@ -128,13 +128,13 @@ class Bert(EncoderModel):
         self.draw(seed)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Training loss, a scalar in fp32.
+        """Return the training loss, a scalar in fp32.
 
         Args:
-            batch: arguments of `Encoder`, and `masked_lm_positions`, `masked_lm_ids` and
-                `masked_lm_weights` [batch, predictions]: where tokens were masked, which they were, and 1
-                where that counts; `next_sentence_label` [batch], 1 where the second text does not follow the
-                first.
+            batch: the arguments of `Encoder`; `masked_lm_positions`, `masked_lm_ids` and
+                `masked_lm_weights` [batch, predictions]: positions and original ids of the masked tokens, and
+                1 for each that counts; and `next_sentence_label` [batch], 1 if the second text does not
+                follow the first.
         """
         hidden = self.encode(batch)
         weights = batch["masked_lm_weights"].float()
@@ -147,7 +147,7 @@ class Bert(EncoderModel):
         return loss  # type: ignore[no-any-return]
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [batch, seq, vocab] of every token."""
+        """Return the logits [batch, seq, vocab] of all positions."""
         return self.mlm(self.encode(batch))  # type: ignore[no-any-return]
 
     def _weights(self, weights: Tensor) -> Tensor:
@@ -158,12 +158,15 @@ class Bert(EncoderModel):
 
 
 def gather(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Hidden states [batch, n, hidden] at positions [batch, n]."""
+    """Return the hidden states [batch, n, hidden] at `positions` [batch, n] of each sequence."""
     return hidden.gather(1, positions.long().unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
 class Classifier(EncoderModel):
-    """A class or a number for each text; `label` or `labels` [batch] beside the arguments of `Encoder`."""
+    """A classifier or regressor of texts.
+
+    A batch has the arguments of `Encoder`, and `labels` [batch].
+    """
 
     config: ClassifierConfig
 
@@ -185,14 +188,16 @@ class Classifier(EncoderModel):
         return F.cross_entropy(logits, labels.long())
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [batch, labels], fp32."""
+        """Return the logits [batch, labels], fp32."""
         return self.output(self.dropout(self.pooler(self.encode(batch)))).float()  # type: ignore[no-any-return]
 
 
 class TokenClassifier(EncoderModel):
-    """A class for each token; `labels` [batch, seq], `IGNORED` where there is none.
+    """A classifier of tokens.
 
-    Most tokens have class 0: nothing. So the accuracy says little, and `f1` is of the other classes.
+    A batch has the arguments of `Encoder`, and `labels` [batch, seq], `IGNORED` for a token without a class.
+    Most tokens have class 0 ("no entity"), so that the accuracy says little. The metric `f1` therefore counts
+    only the other classes.
     """
 
     config: TokenClassifierConfig
@@ -217,16 +222,17 @@ class TokenClassifier(EncoderModel):
         return losses * self.config.loss_weight
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [batch, seq, classes], fp32."""
+        """Return the logits [batch, seq, classes], fp32."""
         return self.output(self.dropout(self.encode(batch))).float()  # type: ignore[no-any-return]
 
 
 class ExtractiveSummarizer(EncoderModel):
-    """Which sentences make the summary.
+    """A classifier of sentences: does a sentence belong to the summary?
 
-    `cls_indices` [batch, sentences] are the tokens that begin the sentences, `cls_label` whether the sentence
-    belongs to the summary, `cls_weights` 1 where there is a sentence. `best_sentence` is the share of the
-    texts whose likeliest sentence belongs to it.
+    A batch has the arguments of `Encoder` and, each [batch, sentences], `cls_indices`: position of the first
+    token of a sentence; `cls_label`: 1 if the sentence belongs to the summary; `cls_weights`: 1 for a
+    sentence, 0 for padding. The metric `best_sentence` is the fraction of the texts whose highest-scoring
+    sentence belongs to the summary.
     """
 
     config: ExtractiveSummarizationConfig
@@ -251,16 +257,19 @@ class ExtractiveSummarizer(EncoderModel):
         return (losses * weights).sum() * (self.config.loss_weight / len(labels))
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [batch, sentences], fp32."""
+        """Return the logits [batch, sentences], fp32."""
         return self.output(gather(self.encode(batch), batch["cls_indices"])).squeeze(-1).float()  # type: ignore[no-any-return]
 
 
 class DPR(nn.Module):
-    """Questions and passages by their products: the passage of a question is told from all in the batch.
+    """Dense passage retrieval (arXiv:2004.04906): an encoder of questions and one of passages.
+
+    The score of a passage is the product of the two encodings. The loss is the cross-entropy of a question's
+    own passage among all passages of the batch.
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect: there is no vocabulary to guess from.
+        fused_loss: has no effect: there is no vocabulary.
         seed: seed of the initial weights.
     """
 
@@ -273,11 +282,12 @@ class DPR(nn.Module):
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Training loss, a scalar in fp32.
+        """Return the training loss, a scalar in fp32.
 
         Args:
-            batch: `questions_…` [batch, seq] and `ctx_…` [batch, passages, seq] arguments of `Encoder`; the
-                first passage of a question is its own, the others are wrong ones.
+            batch: the arguments of `Encoder`, with the prefix `questions_` [batch, seq] and with the prefix
+                `ctx_` [batch, passages, seq]. The first passage of a question is the right one, the others
+                are hard negatives.
         """
         scores = self.scores(batch)
         own = torch.arange(len(scores), device=scores.device) * batch["ctx_input_ids"].shape[1]
@@ -286,7 +296,7 @@ class DPR(nn.Module):
         return F.cross_entropy(scores, own)
 
     def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Of every passage for every question, fp32: [batch, batch · passages]."""
+        """Return the score of every passage for every question, fp32 [batch, batch · passages]."""
         names = ("input_ids", "attention_mask", "token_type_ids")
         of = {name: batch[f"questions_{name}"] for name in names if f"questions_{name}" in batch}
         questions = whole_batch.rows(self.questions(**of)[:, 0].float())
@@ -296,15 +306,16 @@ class DPR(nn.Module):
 
 
 def _counted(config: TokenClassifierConfig, batch: Mapping[str, Tensor]) -> Tensor:
-    """Which tokens' labels count: bool [batch, seq]."""
+    """Return a mask of the labels that count in the loss, bool [batch, seq]."""
     counted = batch["labels"] != IGNORED
     return counted if config.include_padding_in_loss else counted & batch["attention_mask"].bool()
 
 
 def num_labels(config: EncoderSection, batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Labels over which the loss of a batch is a mean; `None` where it is one over the samples.
+    """Return the number of labels over which the loss of a batch is a mean; `None`: a mean over samples.
 
-    Of masked words and next sentences it is a sum of two means; then that of the words counts.
+    BERT's loss is the sum of a mean over masked tokens and a mean over samples; the masked tokens are
+    counted.
     """
     if isinstance(config, TokenClassifierConfig):
         return _counted(config, batch).sum()
@@ -318,7 +329,7 @@ _TOWERS = {"questions": "q_encoder", "contexts": "ctx_encoder"}
 
 
 def _part_of(name: str, config: EncoderSection | DPRConfig) -> tuple[str, EncoderSection]:
-    """The name below the encoder of a parameter, and the encoder; the whole name where it is of a head."""
+    """Return a parameter's name within its encoder, and the encoder's section; a head keeps its full name."""
     first, _, rest = name.partition(".")
     if isinstance(config, DPRConfig):
         return rest, getattr(config, _TOWERS[first])
@@ -326,7 +337,7 @@ def _part_of(name: str, config: EncoderSection | DPRConfig) -> tuple[str, Encode
 
 
 def init_parameter(name: str, shape: Sequence[int], config: EncoderSection | DPRConfig, seed: int) -> Tensor:
-    """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone."""
+    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
     below, encoder = _part_of(name, config)
     initializer = encoder_initializer(below, encoder)
     if initializer is None and re.fullmatch(_HEADS, below):
@@ -340,7 +351,7 @@ def init_parameter(name: str, shape: Sequence[int], config: EncoderSection | DPR
 
 
 def learning_rate_scale(name: str, config: EncoderSection | DPRConfig) -> float:
-    """Factor on the learning rate of the parameter called `name`: 1 without muP (arXiv:2203.03466)."""
+    """Return the factor on the learning rate of parameter `name` (muP, arXiv:2203.03466); 1 without muP."""
     below, encoder = _part_of(name, config)
     if below == "mlm.dense.weight":
         return 1 / encoder.width_ratio

@@ -1,4 +1,4 @@
-"""Decoder-only language models, from GPT-2 to Mixtral: one model, put together as its config says."""
+"""Decoder-only language models, from GPT-2 to Mixtral: one class, whose parts are chosen by its config."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from headwater.models.loss import linear_cross_entropy, plain_cross_entropy, row
 
 
 class Block(nn.Module):
-    """Attention and feed-forward part, each added to the residual stream: [batch, seq, hidden] -> same.
+    """A transformer block: attention and feed-forward layer, [batch, seq, hidden] -> same shape.
 
     Args:
-        config: the model.
-        layer: number of the block, from 0.
+        config: the model section of a params file.
+        layer: index of the block.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.ffn_post_norm = _norm(config) if config.norm_first_sandwich else None
 
     def forward(self, x: Tensor, seen: Seen, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
-        """The new residual stream, and how unevenly experts are used where there are any, a scalar."""
+        """Return the new residual stream, and the load-balancing loss (a scalar) of a mixture of experts."""
         normed = self.attention_norm(x)
         attended = self.attention(normed, seen, cache)
         if self.attention_post_norm is not None:
@@ -112,11 +112,13 @@ def _feed_forward(config: DecoderConfig) -> FeedForward | MixtureOfExperts:
 
 
 class Alibi(nn.Module):
-    """Biases by distance: positions of queries [seq] and keys [all] -> [heads, seq, all], fp32.
+    """ALiBi: attention biases by distance (arXiv:2108.12409).
+
+    Positions of queries [queries] and keys [keys] -> biases [heads, queries, keys], fp32.
 
     Args:
-        num_heads: heads.
-        trainable: the slopes are parameters, and otherwise constants.
+        num_heads: attention heads.
+        trainable: make the slopes parameters instead of constants.
     """
 
     def __init__(self, num_heads: int, *, trainable: bool) -> None:
@@ -131,7 +133,7 @@ class Alibi(nn.Module):
 
 
 class Head(Linear):
-    """The language-model head: logits of hidden states, or the loss without ever holding all logits."""
+    """The language-model head: logits of hidden states, or the loss without all logits in memory."""
 
     def __init__(self, config: DecoderConfig, *, fused_loss: bool) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=config.use_bias_in_output)
@@ -142,9 +144,16 @@ class Head(Linear):
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, row_weights: Tensor | None = None
     ) -> Tensor:
-        """Logits [..., vocab] of `hidden` [..., width].
+        """Return logits, cross-entropies or the loss.
 
-        With targets [...] the cross-entropies [...], without gradients; with row weights [...] too the loss.
+        Args:
+            hidden: hidden states [..., width].
+            targets: token ids [...].
+            row_weights: factor of each target's cross-entropy in the loss, [...].
+
+        Returns:
+            The logits [..., vocab]; with `targets` the cross-entropies [...], without gradients; with
+            `targets` and `row_weights` the loss, a scalar.
         """
         bias: Tensor | None = self.bias
         if self.scale != 1:
@@ -169,30 +178,31 @@ class Head(Linear):
 
 
 class Inserted(NamedTuple):
-    """Vectors that take the place of tokens' embeddings.
+    """Vectors that replace the embeddings of some tokens.
 
     Attributes:
-        vectors: [batch, n, hidden].
-        places: where in its sequence each goes, [batch, n]; beyond the end it goes nowhere.
+        vectors: the vectors, [batch, n, hidden].
+        places: position of each vector in its sequence, [batch, n]; a position beyond the end drops the
+            vector.
     """
 
     vectors: Tensor
     places: Tensor
 
     def into(self, x: Tensor) -> Tensor:
-        """`x` [batch, seq, hidden] with the vectors in their places."""
+        """Return `x` [batch, seq, hidden] with the vectors at their positions."""
         length = x.shape[1]
         index = self.places.clamp(max=length).unsqueeze(-1).expand_as(self.vectors)
-        # One more place takes what goes nowhere.
+        # One extra position takes the dropped vectors, and is cut off again.
         longer = torch.cat((x, x.new_zeros(len(x), 1, x.shape[2])), dim=1)
         return longer.scatter(1, index, self.vectors.to(x.dtype))[:, :length]
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model. `forward` gives the training loss, `logits` the predictions.
+    """A decoder-only language model. `forward` returns the training loss, `logits` the predictions.
 
-    Every parameter belongs to a leaf module that reads it in its own forward. On the meta device no value
-    is drawn; elsewhere the weights are those of `reset_parameters(seed)`.
+    Every parameter belongs to a leaf module that reads it in its own `forward`. On the meta device the
+    weights have no values; elsewhere they are drawn by `reset_parameters(seed)`.
 
     Args:
         config: the model section of a params file.
@@ -223,14 +233,14 @@ class Decoder(nn.Module):
         self.reset_parameters(seed)
 
     def forward(self, batch: Mapping[str, Tensor], inserted: Inserted | None = None) -> Tensor:
-        """Training loss, a scalar in fp32.
+        """Return the training loss, a scalar in fp32.
 
         Args:
             batch: `input_ids`, `labels` and `attention_mask`, each [batch, seq]. The mask is 1 where the
-                label counts for the loss; it does not hide tokens from the attention. Where several texts
-                lie in one sequence, `position_ids` are the positions in their own text, and `attention_span`
-                says how many of the tokens that follow see a token.
-            inserted: what takes the place of some tokens' embeddings.
+                label counts in the loss; it does not hide tokens from the attention. If several texts are
+                packed into a sequence, `position_ids` [batch, seq] is the position of a token in its text,
+                and `attention_span` [batch, seq] the number of following tokens that attend to it.
+            inserted: vectors that replace the embeddings of some tokens.
 
         Raises:
             DataError: if a sequence is longer than the model has positions.
@@ -247,35 +257,35 @@ class Decoder(nn.Module):
         return loss if balance is None or moe is None else loss + moe.load_balancing_loss_coef * balance
 
     def logits(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits [batch, seq, vocab] of the token after each of `input_ids` [batch, seq].
+        """Return the logits [batch, seq, vocab] of the token after each of `input_ids` [batch, seq].
 
         Args:
-            input_ids: tokens; with a cache only those that it has not seen.
-            cache: keys and values of the tokens before; extended in place.
+            input_ids: tokens; with a cache only the tokens that are not in it yet.
+            cache: keys and values of the preceding tokens; extended in place.
         """
         return self.head(self.hidden(input_ids, cache))  # type: ignore[no-any-return]
 
     def next_logits(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits [batch, vocab] of the token after the last of `input_ids`; see `logits`."""
+        """Return the logits [batch, vocab] of the token after the last of `input_ids`; see `logits`."""
         return self.head(self.hidden(input_ids, cache)[:, -1])  # type: ignore[no-any-return]
 
     def hidden(
         self, input_ids: Tensor, cache: KeyValueCache | None = None, *, inserted: Inserted | None = None
     ) -> Tensor:
-        """Normalized hidden states [batch, seq, hidden] that the head reads."""
+        """Return the normalized hidden states [batch, seq, hidden] that the head reads."""
         return self._run(input_ids, cache, inserted=inserted)[0]
 
     @property
     def max_length(self) -> int:
-        """Longest sequence in tokens."""
+        """Maximum length of a sequence in tokens."""
         return self.config.max_position_embeddings
 
     def new_cache(self, max_length: int) -> KeyValueCache:
-        """An empty cache for sequences of up to `max_length` tokens."""
+        """Return an empty cache for sequences of up to `max_length` tokens."""
         return KeyValueCache(self.config.num_hidden_layers, max_length)
 
     def reset_parameters(self, seed: int) -> None:
-        """Draw all weights anew, unless they are on the meta device; see `init_parameter`."""
+        """Draw all weights again, unless they are on the meta device; see `init_parameter`."""
         initialize(self, lambda name, shape: init_parameter(name, shape, self.config, seed))
 
     def _run(
@@ -287,7 +297,7 @@ class Decoder(nn.Module):
         attention_span: Tensor | None = None,
         inserted: Inserted | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What the head reads, and the mean over the layers of how unevenly experts are used."""
+        """Return the hidden states that the head reads, and the mean load-balancing loss of the layers."""
         start = 0 if cache is None else cache.length
         stop = start + input_ids.shape[1]
         self._check_length(stop)
@@ -310,7 +320,7 @@ class Decoder(nn.Module):
     def _check_length(self, length: int) -> None:
         if length > self.max_length:
             raise DataError(
-                f"a sequence of {length} tokens is longer than the {self.max_length} positions of the model",
+                f"expected a sequence of at most {self.max_length} tokens, got {length}",
                 where="model.max_position_embeddings",
                 remedy="use shorter sequences, or train a model with more positions",
             )
@@ -343,7 +353,7 @@ class Decoder(nn.Module):
         return rotations(positions, frequencies, magnitude=rotary_magnitude(scaling))
 
     def _mask(self, queries: Tensor, keys: Tensor, window: int | None, span: Tensor | None) -> Tensor | None:
-        """What `Seen` calls `mask`; `None` where each query sees all keys before it."""
+        """Return `Seen.mask`; `None` if each query sees all keys up to its own."""
         all_before = window is None or window >= len(keys)
         if all_before and span is None and self.alibi is None:
             return None
@@ -357,7 +367,7 @@ class Decoder(nn.Module):
         return biases.masked_fill(~seen, -torch.inf)
 
     def _label_weights(self, mask: Tensor) -> Tensor:
-        """Factor of each label's cross-entropy in the loss. A batch without any label has loss 0."""
+        """Return the factor of each label's cross-entropy in the loss. A batch without labels has loss 0."""
         if self.config.loss_scaling == "batch_size":
             return mask * (self.config.loss_weight / len(mask))
         return mask / mask.sum().clamp_min(torch.finfo(mask.dtype).tiny)
@@ -372,14 +382,14 @@ def _rotary_scaling(config: DecoderConfig) -> RotaryScaling | None:
 
 
 def num_labels(config: DecoderConfig, batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Labels over which the loss of a batch is a mean; `None` where it is one over the samples."""
+    """Return the number of labels over which the loss of a batch is a mean; `None`: a mean over samples."""
     return None if config.loss_scaling == "batch_size" else batch["attention_mask"].sum()
 
 
 def init_parameter(name: str, shape: Sequence[int], config: DecoderConfig, seed: int) -> Tensor:
-    """Initial value of the parameter called `name`, fp32 on the CPU.
+    """Return the initial value of parameter `name`, fp32 on the CPU.
 
-    It depends on nothing but the arguments, so a model can be initialised one stage at a time.
+    It depends only on the arguments, so that a model can be initialised one stage at a time.
     """
     if name == "alibi.slopes":
         return alibi_slopes(config.num_heads)
@@ -389,7 +399,7 @@ def init_parameter(name: str, shape: Sequence[int], config: DecoderConfig, seed:
 
 
 def _stacked_rows(name: str, shape: Sequence[int], config: DecoderConfig) -> tuple[int, ...]:
-    """Rows of the matrices that are stacked in the parameter called `name`; none where it is one matrix."""
+    """Return the rows of each matrix that is stacked in parameter `name`; empty if it is one matrix."""
     if ".qkv." in name:
         kv_size = config.num_kv_heads * config.head_size
         return (config.inner_size, kv_size, kv_size)
@@ -399,7 +409,7 @@ def _stacked_rows(name: str, shape: Sequence[int], config: DecoderConfig) -> tup
 
 
 _READING = r"(attention\.qkv|ffn\.(shared\.)?(input|gate)|ffn\.router)"
-"""Matrices of a block that read the residual stream."""
+"""Pattern of the matrices of a block that read the residual stream."""
 
 
 def _initializer(name: str, config: DecoderConfig) -> InitializerConfig:
@@ -419,9 +429,9 @@ def _initializer(name: str, config: DecoderConfig) -> InitializerConfig:
 
 
 def learning_rate_scale(name: str, config: DecoderConfig) -> float:
-    """Factor on the learning rate of the parameter called `name`: 1 without muP.
+    """Return the factor on the learning rate of parameter `name`; 1 without muP.
 
-    Under Adam a matrix whose inputs grow with the model learns more slowly by as much (arXiv:2203.03466,
+    Under Adam, the learning rate of a matrix is divided by the growth of its input width (arXiv:2203.03466,
     table 8).
     """
     if re.fullmatch(rf"blocks\.\d+\.({_READING}|attention\.output)\.weight", name):
@@ -432,7 +442,7 @@ def learning_rate_scale(name: str, config: DecoderConfig) -> float:
 
 
 def pretrained_names(name: str) -> tuple[str, ...]:
-    """Names of a parameter in a checkpoint; adapters may be missing there."""
+    """Return the names of a parameter in a checkpoint; adapters may be missing there."""
     return (name, MAY_BE_MISSING) if is_adapter(name) else (name,)
 
 
@@ -442,9 +452,10 @@ def layer_namings(name: str, config: DecoderConfig) -> tuple[Sequence[tuple[str,
 
 
 def public_parts(name: str, config: DecoderConfig) -> tuple[tuple[str, int], ...]:
-    """What the public Model Zoo calls the parameters that are stacked in ours, each with its rows.
+    """Return the Model Zoo's names of the parameters that are stacked in ours, each with its rows (-1: all).
 
-    Patterns of names in params files are written for them. Empty for a parameter that it does not have.
+    Patterns of names in params files use these names. The result is empty for a parameter that the Model Zoo
+    does not have.
     """
     inner, kv = config.inner_size, config.num_kv_heads * config.head_size
     block = re.match(r"blocks\.(\d+)\.(.*)", name)

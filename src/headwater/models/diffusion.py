@@ -1,4 +1,4 @@
-"""From images to noise and back: how noise is added, and how a model that predicts it makes images."""
+"""Diffusion: adds noise to images for training, and generates images with a model that predicts the noise."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _LARGEST_BETA = 0.999
 
 
 def noise_variances(schedule: NoiseSchedule, steps: int, *, device: torch.device | None = None) -> Tensor:
-    """Variance of the noise that each step adds, the `beta` of the papers: [steps], fp64.
+    """Return the variance of the noise that each step adds, the `beta` of the papers: [steps], fp64.
 
     Args:
-        schedule: `linear` from 1e-4 to 0.02 in 1000 steps (arXiv:2006.11239, section 4), and so much steeper
-            in fewer that the same noise is there at the end; `cosine`: arXiv:2102.09672, equation 17.
-        steps: how many.
-        device: where the result is computed.
+        schedule: `linear`: from 1e-4 to 0.02 in 1000 steps (arXiv:2006.11239, section 4), scaled for another
+            number of steps so that the total noise is about the same. `cosine`: arXiv:2102.09672, equation
+            17.
+        steps: number of steps.
+        device: device of the result.
     """
     if schedule == "linear":
         factor = 1000 / steps
@@ -35,12 +36,12 @@ def noise_variances(schedule: NoiseSchedule, steps: int, *, device: torch.device
 
 
 def add_noise(images: Tensor, noise: Tensor, timesteps: Tensor, variances: Tensor) -> Tensor:
-    """What is left of images after some steps (arXiv:2006.11239, equation 4), fp32, of their shape.
+    """Return images after some noise steps (arXiv:2006.11239, equation 4), fp32 [batch, channels, h, w].
 
     Args:
-        images: [batch, channels, h, w].
-        noise: standard normal, of the same shape.
-        timesteps: [batch], the last step that was done, from 0.
+        images: images without noise, [batch, channels, h, w].
+        noise: standard normal noise of the same shape.
+        timesteps: index of the last noise step of each image, [batch].
         variances: see `noise_variances`.
     """
     left = (1 - variances).cumprod(0)[timesteps][:, None, None, None]
@@ -48,15 +49,18 @@ def add_noise(images: Tensor, noise: Tensor, timesteps: Tensor, variances: Tenso
 
 
 class Denoiser(Protocol):
-    """What making images needs of a model; it should be in eval mode."""
+    """A model that predicts noise: the interface that `generate_images` needs."""
 
     @property
     def config(self) -> DiTConfig: ...
 
     def predict_noise(self, images: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-        """The noise in `images` [batch, channels, h, w] after `timesteps` [batch], of their classes [batch].
+        """Return the predicted noise in `images`, of their shape.
 
-        A class of `num_classes` means that none is given.
+        Args:
+            images: noisy images, [batch, channels, h, w].
+            timesteps: index of the last noise step of each image, [batch].
+            labels: class of each image, [batch]; `num_classes` means no class.
         """
         ...
 
@@ -65,26 +69,30 @@ class Denoiser(Protocol):
 def generate_images(
     model: Denoiser, labels: Sequence[int], *, seed: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """Latents of new images, by the sampler of the model's section: [len(labels), channels, h, w], fp32.
+    """Generate latents of images with the sampler of the model's section.
 
-    They are as the model was trained on them; `vae.scaling_factor` is still in them. The same arguments give
-    the same images.
+    The same arguments produce the same latents.
 
     Args:
         model: the model, in eval mode.
-        labels: the class of each image.
-        seed: keys the random stream.
-        device: where the model computes.
+        labels: class of each image.
+        seed: seed of the random stream.
+        device: device on which the model computes.
+
+    Returns:
+        Latents, fp32 [len(labels), channels, h, w], scaled by `vae.scaling_factor` as in training. Divide by
+        it before the autoencoder decodes them.
 
     Raises:
-        ConfigError: if a class is not one of the model's, or the diffusers library is not installed.
+        ConfigError: if a class is not below the model's `num_classes`, or the diffusers library is not
+            installed.
     """
     config = model.config
     if any(not 0 <= label < config.num_classes for label in labels):
         raise ConfigError(
-            f"classes {list(labels)} are not all below the model's {config.num_classes}",
+            f"expected classes in [0, {config.num_classes}), got {list(labels)}",
             where="labels",
-            remedy="name classes of the data that the model was trained on",
+            remedy="use classes of the data that the model was trained on",
         )
     sampler = _make_sampler(config)
     generator = torch.Generator().manual_seed(derive_seed(seed, "images"))
@@ -98,13 +106,14 @@ def generate_images(
 
 
 def _guided(model: Denoiser, images: Tensor, time: int, labels: Tensor) -> Tensor:
-    """The noise that is predicted for the classes, guided away from that for none (arXiv:2207.12598)."""
+    """Return the predicted noise with classifier-free guidance (arXiv:2207.12598)."""
     config, pipeline = model.config, model.config.reverse_process.pipeline
     timesteps = torch.full_like(labels, time)
     if pipeline.guidance_scale == 1:
         return model.predict_noise(images, timesteps, labels).float()
-    nobody = torch.full_like(labels, config.num_classes)
-    noises = model.predict_noise(images.repeat(2, 1, 1, 1), timesteps.repeat(2), torch.cat((labels, nobody)))
+    no_class = torch.full_like(labels, config.num_classes)
+    both = torch.cat((labels, no_class))
+    noises = model.predict_noise(images.repeat(2, 1, 1, 1), timesteps.repeat(2), both)
     given, free = noises.float().chunk(2)
     guided = slice(pipeline.num_cfg_channels)
     noise = given.clone()
@@ -113,7 +122,7 @@ def _guided(model: Denoiser, images: Tensor, time: int, labels: Tensor) -> Tenso
 
 
 def _make_sampler(config: DiTConfig) -> Any:
-    """The sampler of a model's section, of the diffusers library, with its steps chosen.
+    """Return the sampler of a model's section, from the diffusers library, with its timesteps set.
 
     Raises:
         ConfigError: if the library is not installed.
@@ -122,16 +131,16 @@ def _make_sampler(config: DiTConfig) -> Any:
         from diffusers import DDIMScheduler, DDPMScheduler
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"making images needs {error.name}", remedy="pip install 'headwater[diffusion]'"
+            f"generating images needs {error.name}", remedy="pip install 'headwater[diffusion]'"
         ) from error
     section = config.reverse_process.sampler
     steps = config.num_diffusion_steps
     common = {
         "num_train_timesteps": steps,
         "trained_betas": noise_variances(config.schedule_name, steps).tolist(),
-        # Latents have no bounds.
+        # Latents are not limited to [-1, 1], unlike pixels.
         "clip_sample": False,
-        # The first step is that of pure noise (arXiv:2305.08891, section 3.3).
+        # "trailing" begins at the timestep of pure noise (arXiv:2305.08891, section 3.3).
         "timestep_spacing": "trailing",
     }
     sampler = (

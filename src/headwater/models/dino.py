@@ -1,4 +1,7 @@
-"""DINOv2: a student learns what a teacher that follows it says of other views of an image."""
+"""DINOv2: self-supervised learning with a student and a teacher, the moving average of the student.
+
+The student learns to predict the teacher's outputs for other views of the same image.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from headwater.models.vit import ClassToken, PatchEmbedding
 
 
 class MaskToken(nn.Module):
-    """Puts a trained vector in the place of masked patches: [views, n, hidden] -> same."""
+    """Replaces masked patches by a trained vector: [views, n, hidden] -> same shape."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -40,10 +43,12 @@ class MaskToken(nn.Module):
 
 
 class GridPositions(nn.Module):
-    """Adds a trained vector for each place, between them for views of another size: [views, 1 + n, hidden].
+    """Adds a trained vector for each position: [views, 1 + n, hidden] -> same shape.
+
+    For views with another number of patches the vectors are interpolated.
 
     Args:
-        config: the encoder.
+        config: section of the encoder.
     """
 
     def __init__(self, config: ViewEncoderConfig) -> None:
@@ -53,14 +58,14 @@ class GridPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(1 + config.num_patches, config.hidden_size))
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """`x` with the positions of a class token and `grid` rows and columns of patches."""
+        """Return `x` plus the position vectors of a class token and of `grid` (rows, columns) of patches."""
         positions: Tensor = self.weight
         if grid != self.grid:
             positions = torch.cat((positions[:1], self._between(positions[1:].float(), grid)))
         return x + positions.to(x.dtype)
 
     def _between(self, places: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Positions of another grid, [rows * columns, hidden]: bicubic, as the code published does."""
+        """Return position vectors of another grid, [rows * columns, hidden]: bicubic, as in DINOv2's code."""
         offset = self.interpolation.interpolate_offset
         scale = [(new + offset) / old for new, old in zip(grid, self.grid, strict=True)]
         image = places.unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
@@ -70,10 +75,10 @@ class GridPositions(nn.Module):
 
 
 class ViewEncoder(nn.Module):
-    """Hidden states of all views of a batch of images.
+    """An encoder of all views of a batch of images.
 
     Args:
-        config: the encoder.
+        config: section of the encoder.
     """
 
     def __init__(self, config: ViewEncoderConfig) -> None:
@@ -103,12 +108,16 @@ class ViewEncoder(nn.Module):
     def forward(
         self, views: Tensor, unused: None = None, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states: of patches [batch, views, n, hidden], of the class token [batch, views, hidden].
+        """Return the hidden states of all views.
 
         Args:
-            views: [batch, views, channels, h, w].
-            unused: what params files write `null` for.
-            masks: [batch, views, n], true where a patch is not to be seen.
+            views: the views, [batch, views, channels, h, w].
+            unused: placeholder; params files pass `null` for it.
+            masks: [batch, views, n], True for a masked patch.
+
+        Returns:
+            Hidden states of the patches [batch, views, n, hidden], and of the class token
+            [batch, views, hidden].
         """
         height, width = self.config.patch_size
         grid = views.shape[3] // height, views.shape[4] // width
@@ -124,12 +133,12 @@ class ViewEncoder(nn.Module):
 
 
 class Prototypes(nn.Module):
-    """Products with vectors of length one, or of a length that is learnt: [..., width] -> [..., prototypes].
+    """Products with unit vectors, the prototypes: [..., width] -> [..., prototypes].
 
     Args:
         width: elements of a prototype.
-        count: prototypes.
-        scaled: each has a length.
+        count: number of prototypes.
+        scaled: learn a length for each prototype.
     """
 
     def __init__(self, width: int, count: int, *, scaled: bool) -> None:
@@ -143,10 +152,10 @@ class Prototypes(nn.Module):
 
 
 class DinoHead(nn.Module):
-    """Scores of prototypes: [..., width] -> [..., prototypes] (arXiv:2104.14294, appendix C).
+    """The projection head: [..., width] -> scores [..., prototypes] (arXiv:2104.14294, appendix C).
 
     Args:
-        config: the head.
+        config: section of the head.
     """
 
     def __init__(self, config: DinoHeadConfig) -> None:
@@ -165,10 +174,10 @@ class DinoHead(nn.Module):
 
 
 class Models(nn.Module):
-    """The models of one part, of which each is called several times.
+    """A container of the modules of one part (trunks, heads or losses).
 
     Args:
-        models: in the order in which they are called.
+        models: modules in the order of their calls.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -177,9 +186,10 @@ class Models(nn.Module):
 
 
 class Dino(nn.Module):
-    """A student beside its teacher. `forward` gives the training loss.
+    """A student and its teacher. `forward` returns the training loss.
 
-    Each part is called as the params file says, with views of the batch and with outputs of earlier parts.
+    The params file defines the calls of each module: its arguments are views of the batch, or outputs of
+        earlier modules.
 
     Args:
         config: the model section of a params file.
@@ -198,7 +208,7 @@ class Dino(nn.Module):
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def train(self, mode: bool = True) -> Dino:
-        """Training mode; what nothing is learnt through is called as it is in evaluation."""
+        """Set the training mode; modules with `stop_grad` (the teacher) always stay in eval mode."""
         super().train(mode)
         for section, model in (*self._trunks(), *self._heads()):
             if section.stop_grad:
@@ -206,7 +216,7 @@ class Dino(nn.Module):
         return self
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Training loss, a scalar in fp32: the sum of the losses of the section.
+        """Return the training loss, a scalar in fp32: the sum of the losses of the section.
 
         Args:
             batch: `global_view` and `local_view` [batch, views, channels, h, w], and `collated_masks`
@@ -227,7 +237,7 @@ class Dino(nn.Module):
     def _called(
         section: CalledSection, model: nn.Module, outputs: Mapping[tuple[object, ...], Tensor]
     ) -> list[Any]:
-        """What a model gives for each of its calls: a tensor, or several."""
+        """Return the outputs of each call of a module: a tensor or a tuple of tensors."""
         with torch.no_grad() if section.stop_grad else contextlib.nullcontext():
             return [
                 model(*(None if each is None else outputs[source_of(each)] for each in call))
@@ -242,7 +252,7 @@ class Dino(nn.Module):
 
 
 def init_parameter(name: str, shape: Sequence[int], config: DinoConfig, seed: int) -> Tensor:
-    """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone."""
+    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
     for pair in config.copy_init_weights:
         source, target = pair.prefixes
         if name.startswith(target):
@@ -285,11 +295,14 @@ _PUBLIC_NAMES = (
     (r"blocks\.(\d+)\.", r"encoder.transformer_encoder.layers.\1."),
     (r"norm\.", "encoder.transformer_encoder.norm."),
 )
-"""How the public Model Zoo calls what is in a trunk."""
+"""Patterns of our names in a trunk, and the names in the public Model Zoo."""
 
 
 def public_parts(name: str) -> tuple[tuple[str, int], ...]:
-    """What the public Model Zoo calls a parameter, as far as patterns of params files tell names apart."""
+    """Return the Model Zoo's name of a parameter, with its rows (-1: all); empty for names outside of trunks.
+
+    The names are as exact as the patterns in params files need.
+    """
     trunk = re.match(r"image_model_trunks\.model\.\d+\.", name)
     if trunk is None:
         return ()

@@ -1,4 +1,4 @@
-"""What a student and its teacher are compared by."""
+"""Losses of DINOv2, which compare the outputs of student and teacher."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from headwater.core import whole_batch
 
 
 class Distillation(nn.Module):
-    """The teacher's scores as probabilities, centred and sharpened (arXiv:2104.14294, section 3.1).
+    """Base of the losses that distil a teacher.
+
+    It centres and sharpens the teacher's probabilities (arXiv:2104.14294, section 3.1).
 
     Attributes:
-        center: what is taken off the scores, [scores]; it follows their mean.
-        step: training steps done.
+        center: moving average of the teacher's scores, which is subtracted from them, [scores].
+        step: number of training steps done.
 
     Args:
-        config: the loss.
+        config: section of the loss.
     """
 
     center: Tensor
@@ -27,24 +29,24 @@ class Distillation(nn.Module):
     def __init__(self, config: DistillationConfig) -> None:
         super().__init__()
         self.config = config
-        # Buffers have values where parameters have none.
+        # On the CPU even if parameters are on the meta device: buffers always have values.
         self.register_buffer("center", torch.zeros(config.input_size, device="cpu"))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device="cpu"))
 
     @torch.no_grad()
     def targets(self, teacher: Tensor, counted: Tensor) -> Tensor:
-        """Probabilities [..., scores]; in training, the center then moves.
+        """Return the teacher's probabilities [..., scores]; in training, then update the center.
 
         Args:
-            teacher: scores, [..., scores].
-            counted: [...], 1 where they count for the mean, else 0.
+            teacher: the teacher's scores, [..., scores].
+            counted: 1 for scores that count in the mean, else 0, [...].
         """
         probabilities = ((teacher - self.center) / self._temperature()).softmax(-1)
         if self.training:
             number = whole_batch.total(counted.sum())
             scores = (teacher * counted.unsqueeze(-1)).flatten(0, -2).sum(0)
             mean = whole_batch.total(scores) / number.clamp_min(1)
-            # Without anything that counts, it stays.
+            # If no scores count, the center does not change.
             share = (1 - self.config.center_momentum) * (number > 0)
             self.center.add_((mean - self.center) * share)
             self.step.add_(1)
@@ -58,20 +60,23 @@ class Distillation(nn.Module):
         return config.warmup_teacher_temp + rise * done.to(self.center.device)
 
     def log_probabilities(self, student: Tensor) -> Tensor:
-        """Of the student, [..., scores]."""
+        """Return the log-probabilities [..., scores] of the student's scores."""
         return (student.float() / self.config.student_temp).log_softmax(-1)
 
 
 class DinoDistillationLoss(Distillation):
-    """Each view of the student against each whole view of the teacher but the same one; their mean."""
+    """Cross-entropy of the student's views against the teacher's global views.
+
+    It is the mean over all pairs of different views of an image (arXiv:2104.14294, section 3.1).
+    """
 
     def forward(self, student: Tensor, teacher: Tensor, local: Tensor | None = None) -> Tensor:
-        """A scalar.
+        """Return the loss, a scalar.
 
         Args:
-            student: scores of the whole views, [batch, views, scores].
-            teacher: likewise.
-            local: of the student's small views, [batch, small views, scores].
+            student: the student's scores of the global views, [batch, views, scores].
+            teacher: the teacher's scores of the global views, [batch, views, scores].
+            local: the student's scores of the local views, [batch, local views, scores].
         """
         teacher = teacher.float()
         targets = self.targets(teacher, torch.ones_like(teacher[..., 0]))
@@ -85,15 +90,15 @@ class DinoDistillationLoss(Distillation):
 
 
 class IBOTPatchLoss(Distillation):
-    """The masked patches, the mean over those of a view, and then over the views (arXiv:2111.07832)."""
+    """Cross-entropy of masked patches (arXiv:2111.07832): mean over patches of a view, then over views."""
 
     def forward(self, teacher: Tensor, student: Tensor, masks: Tensor) -> Tensor:
-        """A scalar.
+        """Return the loss, a scalar.
 
         Args:
-            teacher: scores of the patches, [batch, views, patches, scores].
-            student: likewise.
-            masks: [batch, views, patches], true where the student did not see the patch.
+            teacher: the teacher's scores of the patches, [batch, views, patches, scores].
+            student: the student's scores of the patches, [batch, views, patches, scores].
+            masks: [batch, views, patches], True for a patch that was masked for the student.
         """
         counted = masks.float()
         targets = self.targets(teacher.float(), counted)
@@ -102,10 +107,10 @@ class IBOTPatchLoss(Distillation):
 
 
 class KoLeoLoss(nn.Module):
-    """Minus the logarithm of the distance to the nearest other image (arXiv:1806.03198, equation 1).
+    """Negative logarithm of the distance to the nearest other image (arXiv:1806.03198, equation 1).
 
     Args:
-        config: the loss.
+        config: section of the loss.
     """
 
     def __init__(self, config: KoLeoConfig) -> None:
@@ -113,10 +118,12 @@ class KoLeoLoss(nn.Module):
         self.config = config
 
     def forward(self, features: Tensor) -> Tensor:
-        """A scalar: the mean over images and views, each view among its own kind.
+        """Return the loss, a scalar: the mean over images and views.
+
+        Neighbours are searched among the images of the same view index.
 
         Args:
-            features: [batch, views, width].
+            features: features of the views, [batch, views, width].
         """
         views = F.normalize(whole_batch.rows(features).float(), dim=-1).transpose(0, 1)
         with torch.no_grad():
@@ -128,7 +135,7 @@ class KoLeoLoss(nn.Module):
 
 
 def make_loss(config: DistillationConfig | KoLeoConfig) -> nn.Module:
-    """The loss that a section describes."""
+    """Return the loss module of a section."""
     if isinstance(config, KoLeoConfig):
         return KoLeoLoss(config)
     return IBOTPatchLoss(config) if config.name == "iBOTPatchLoss" else DinoDistillationLoss(config)

@@ -1,4 +1,4 @@
-"""The diffusion transformer: the noise in a latent image, by attention over its patches."""
+"""The diffusion transformer (DiT): predicts the noise in a latent image from its patches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from headwater.models.vit import LearnedPositions, PatchEmbedding
 
 
 class TimeEmbedding(nn.Module):
-    """A vector for each time: [batch] -> [batch, hidden].
+    """Embedding of timesteps: [batch] -> [batch, hidden].
 
-    Of cosines and sines, as many as `frequency_embedding_size` (arXiv:2212.09748, section 3.2).
+    Its input is `frequency_embedding_size` cosines and sines of the timestep (arXiv:2212.09748, section 3.2).
 
     Args:
         config: the model section of a params file.
@@ -43,14 +43,14 @@ class TimeEmbedding(nn.Module):
 
 
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Tokens [batch, n, hidden] scaled and shifted by vectors [batch, 1, hidden]."""
+    """Return tokens [batch, n, hidden], scaled and shifted by vectors [batch, 1, hidden]."""
     return x * (1 + scale) + shift
 
 
 class AdaptiveBlock(nn.Module):
-    """Attention and feed-forward part whose norms and outputs are modulated by a vector for each image.
+    """A transformer block with adaLN-Zero: a vector per image modulates its norms and outputs.
 
-    [batch, n, hidden] -> same: adaLN-Zero, arXiv:2212.09748, section 3.2.
+    [batch, n, hidden] -> same shape (arXiv:2212.09748, section 3.2).
 
     Args:
         config: the model section of a params file.
@@ -80,7 +80,7 @@ class AdaptiveBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, condition: Tensor, seen: Seen) -> Tensor:
-        """The tokens `x` after this block; `condition` [batch, hidden] modulates it."""
+        """Return the tokens `x` [batch, n, hidden] after this block; `condition` is [batch, hidden]."""
         vectors = self.modulation(condition).unsqueeze(1).chunk(6, dim=-1)
         attention_shift, attention_scale, attention_gate, ffn_shift, ffn_scale, ffn_gate = vectors
         attended = self.attention(_modulated(self.attention_norm(x), attention_shift, attention_scale), seen)
@@ -89,7 +89,7 @@ class AdaptiveBlock(nn.Module):
 
 
 class NoiseHead(nn.Module):
-    """From tokens back to an image: [batch, n, hidden] -> [batch, channels, h, w].
+    """The output layer, which turns tokens into an image: [batch, n, hidden] -> [batch, channels, h, w].
 
     Args:
         config: the model section of a params file.
@@ -112,11 +112,13 @@ class NoiseHead(nn.Module):
 
 
 class DiT(nn.Module):
-    """The noise in an image, given its class and how much noise there is. `forward` gives the training loss.
+    """A diffusion transformer. `forward` returns the training loss.
+
+    It predicts the noise in an image, given the image's class and timestep.
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect: there are no classes to guess.
+        fused_loss: has no effect: there is no vocabulary.
         seed: seed of the initial weights.
     """
 
@@ -130,19 +132,21 @@ class DiT(nn.Module):
         self.positions = LearnedPositions(rows * columns, width) if learned else None
         self.embedding_dropout = nn.Dropout(config.embedding_dropout_rate)
         self.time_embedding = TimeEmbedding(config)
-        # The last one stands for no class at all.
+        # With label dropout there is one more embedding, for "no class".
         self.label_embedding = Embedding(config.num_classes + bool(config.label_dropout_rate), width)
         self.blocks = nn.ModuleList(AdaptiveBlock(config) for _ in range(config.num_hidden_layers))
         self.head = NoiseHead(config)
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Training loss, a scalar in fp32: mean square error of the noise (arXiv:2006.11239, equation 14).
+        """Return the training loss, a scalar in fp32.
+
+        It is the mean squared error of the noise (arXiv:2006.11239, equation 14).
 
         Args:
             batch: `inputs` [batch, channels, h, w], the latents; `noise`, standard normal, of the same shape;
-                `timesteps` [batch]; `labels` [batch]; `no_label` [batch], where not to know the class in
-                training.
+                `timesteps` [batch]; `labels` [batch]; `no_label` [batch], True for a sample that is trained
+                without its class.
         """
         config, timesteps, labels = self.config, batch["timesteps"].long(), batch["labels"].long()
         if self.training and config.label_dropout_rate:
@@ -152,12 +156,12 @@ class DiT(nn.Module):
         return F.mse_loss(self.predict_noise(images, timesteps, labels).float(), batch["noise"].float())
 
     def predict_noise(self, images: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-        """The noise in `images`, of their shape.
+        """Return the predicted noise in `images`, of their shape.
 
         Args:
-            images: [batch, channels, h, w].
-            timesteps: [batch], from 0.
-            labels: [batch]; `num_classes` means that no class is given.
+            images: noisy images, [batch, channels, h, w].
+            timesteps: index of the last noise step of each image, [batch].
+            labels: class of each image, [batch]; `num_classes` means no class.
         """
         x = self.patches(images)
         if self.positions is not None:
@@ -176,7 +180,7 @@ class DiT(nn.Module):
 def init_parameter(name: str, shape: Sequence[int], config: DiTConfig, seed: int) -> Tensor:
     """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone.
 
-    What modulates and the last layer begin with zeros, so that each block passes its input on
+    The modulations and the last layer begin with zeros, so that each block is the identity at first
     (arXiv:2212.09748, section 3.2).
     """
     kinds = (

@@ -15,14 +15,14 @@ from headwater.models.evaluation import Scored
 
 
 class DPO(nn.Module):
-    """A policy that learns which of two answers is preferred. `forward` gives the training loss.
+    """A policy that learns which of two answers is preferred. `forward` returns the training loss.
 
-    Both answers of all pairs go through a model as one batch, so that its weights are streamed once.
+    The chosen and rejected answers of all pairs form one batch, so that the weights are streamed only once.
 
     Args:
         config: the model section of a params file.
-        fused_loss: compute with the logits of some tokens at a time in memory, never of the whole batch.
-        seed: seed of the initial weights; policy and reference begin alike.
+        fused_loss: compute the loss in chunks, without the logits of the whole batch in memory.
+        seed: seed of the initial weights; policy and reference begin with the same weights.
     """
 
     def __init__(self, config: DPOConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
@@ -37,7 +37,10 @@ class DPO(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> DPO:
-        """Training mode; what is dropped would change how likely an answer is, not how it is learnt."""
+        """Set the training mode; the reference always stays in eval mode.
+
+        So does the policy with `disable_dropout`: dropout would change the likelihoods that are compared.
+        """
         super().train(mode)
         if self.reference is not None:
             self.reference.eval()
@@ -46,12 +49,12 @@ class DPO(nn.Module):
         return self
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Training loss, a scalar in fp32: the mean over the pairs.
+        """Return the training loss, a scalar in fp32: the mean over the pairs.
 
         Args:
-            batch: of each pair the `chosen_…` and the `rejected_…` answer, both after the prompt:
-                `…_input_ids` [pairs, seq], filled up on the right, and `…_labels` [pairs, seq], the same
-                tokens where they belong to the answer, and -100 elsewhere.
+            batch: `input_ids` and `labels` [pairs, seq] with the prefixes `chosen_` and `rejected_`. The ids
+                are prompt and answer, padded on the right. The labels are the same tokens in the answer, and
+                -100 elsewhere.
         """
         tokens, labels = (
             torch.cat([batch[f"{side}_{name}"] for side in ("chosen", "rejected")])
@@ -73,22 +76,24 @@ class DPO(nn.Module):
         if not self.training and "accuracy" in self.scored:
             self.scored["accuracy"].add(chosen > rejected)
         losses, slopes = self._losses(chosen - rejected)
-        # The loss depends on the logits through sums of cross-entropies alone. Weighted with its slopes
-        # along these sums, one more pass over the cross-entropies gives its gradient.
+        # The loss depends on the logits only through the summed cross-entropies of the answers. So the
+        # gradient of the loss is that of these sums, each weighted with the derivative of the loss by the
+        # sum. The surrogate below has this gradient, and its value is replaced by that of the loss.
         slopes = torch.cat([-slopes, slopes]) * scale / len(losses)
         surrogate = self.policy.head(hidden, labels, slopes.unsqueeze(-1) * weights)
         return surrogate - surrogate.detach() + losses.mean()  # type: ignore[no-any-return]
 
     @staticmethod
     def _likelihoods(model: Decoder, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Log-likelihood of each answer, [2 · pairs], without gradients."""
+        """Return the log-likelihood of each answer, [2 · pairs], without gradients."""
         return -(model.head(hidden, labels) * weights).sum(-1)  # type: ignore[no-any-return]
 
     def _losses(self, margin: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and its derivative for each pair.
+        """Return the loss of each pair, and its derivative by the margin, both [pairs].
 
         Args:
-            margin: by how much more the chosen answer has gained over the reference, [pairs].
+            margin: log-likelihood ratio of policy and reference for the chosen answer, minus the same for the
+                rejected answer, [pairs].
         """
         beta = self.config.dpo.beta
         match self.config.dpo.loss_type:
@@ -102,21 +107,21 @@ class DPO(nn.Module):
 
 
 def init_parameter(name: str, shape: Sequence[int], config: DPOConfig, seed: int) -> Tensor:
-    """Initial value of the parameter called `name`, fp32 on the CPU: in policy and reference the same."""
+    """Return the initial value of parameter `name`, fp32 on the CPU; the same for policy and reference."""
     return decoder.init_parameter(_below(name), shape, config.policy_model, seed)
 
 
 def learning_rate_scale(name: str, config: DPOConfig) -> float:
-    """Factor on the learning rate of the parameter called `name`: 1 without muP."""
+    """Return the factor on the learning rate of parameter `name`; 1 without muP."""
     return decoder.learning_rate_scale(_below(name), config.policy_model)
 
 
 def pretrained_names(name: str, config: DPOConfig) -> tuple[str, ...]:
-    """Names of a parameter in checkpoints: in those of this model, and of the policy alone."""
+    """Return the names of a parameter in checkpoints of this model and of the policy alone."""
     below = _below(name)
     return (name, f"policy.{below}", *decoder.pretrained_names(below))
 
 
 def _below(name: str) -> str:
-    """The name of a parameter within its decoder."""
+    """Return the name of a parameter within its decoder."""
     return name.partition(".")[2]

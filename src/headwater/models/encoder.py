@@ -19,7 +19,7 @@ from headwater.models.layers.positions import rotary_frequencies, rotations
 
 
 class BlockSection(Protocol):
-    """What a model section says of its blocks; see `EncoderSection`."""
+    """The keys of a model section that blocks read; see `EncoderSection`."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -42,7 +42,7 @@ class BlockSection(Protocol):
 
 
 class LayerScale(nn.Module):
-    """A factor for each element (arXiv:2103.17239, section 2): [..., hidden] -> same."""
+    """A learned factor for each element (arXiv:2103.17239, section 2): [..., hidden] -> same shape."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class LayerScale(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """Leaves out what it gets of some samples in training (arXiv:1603.09382): [batch, ...] -> same.
+    """Sets the whole input of random samples to 0 in training (arXiv:1603.09382): [batch, ...] -> same shape.
 
-    What is not left out is scaled up, so that the mean stays.
+    The other samples are scaled up, so that the mean does not change.
 
     Args:
-        rate: share of the samples.
+        rate: probability that a sample is set to 0.
     """
 
     def __init__(self, rate: float) -> None:
@@ -73,15 +73,15 @@ class StochasticDepth(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention and feed-forward part: [batch, seq, hidden] -> same.
+    """A transformer block: attention and feed-forward layer, [batch, seq, hidden] -> same shape.
 
     Args:
-        config: the model.
-        projection_bias: bias of the query, key and value projections.
-        attention_bias: bias of the attention's output.
-        ffn_bias: biases of the feed-forward part.
-        layer_scale: both parts are scaled by `LayerScale` before they are added.
-        stochastic_depth: how often each part is left out in training.
+        config: the model section of a params file.
+        projection_bias: add a bias to the query, key and value projections.
+        attention_bias: add a bias to the attention's output.
+        ffn_bias: add biases to the feed-forward layer.
+        layer_scale: scale attention and feed-forward layer by `LayerScale` before they are added.
+        stochastic_depth: rate at which each of them is left out in training.
         projections: see `SelfAttention`.
     """
 
@@ -131,10 +131,10 @@ class EncoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Hidden states of texts, each token's of all tokens: ids [batch, seq] -> [batch, seq, hidden].
+    """A bidirectional encoder of texts: token ids [batch, seq] -> hidden states [batch, seq, hidden].
 
     Args:
-        config: the encoder.
+        config: section of the encoder.
     """
 
     def __init__(self, config: EncoderSection) -> None:
@@ -149,7 +149,7 @@ class Encoder(nn.Module):
         self.embedding_norm = LayerNorm(width, epsilon) if config.embedding_layer_norm else None
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         linformer = config.linformer
-        # Before the blocks that share it, so that it is no part of the first.
+        # Created before the blocks that share it: otherwise it would belong to the first block.
         self.projection = self._projection() if linformer and linformer.sharing == "layerwise" else None
         self.blocks = nn.ModuleList(
             EncoderBlock(config, projections=self._projections()) for _ in range(config.num_hidden_layers)
@@ -164,33 +164,33 @@ class Encoder(nn.Module):
         position_ids: Tensor | None = None,
         attention_span: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [batch, seq, hidden].
+        """Return the hidden states [batch, seq, hidden].
 
         Args:
-            input_ids: [batch, seq].
-            attention_mask: [batch, seq], 0 where a token is padding that nobody sees.
-            token_type_ids: [batch, seq], which segment a token is of; all of the first if not given.
-            position_ids: [batch, seq]; 0, 1, 2, … if not given.
-            attention_span: [batch, seq], how many of the tokens that follow are of the same text, where
-                several lie in one sequence.
+            input_ids: token ids, [batch, seq].
+            attention_mask: 0 for padding, to which no token attends, [batch, seq].
+            token_type_ids: segment of each token, [batch, seq]; by default all tokens are in segment 0.
+            position_ids: position of each token, [batch, seq]; by default 0, 1, 2, …
+            attention_span: number of following tokens that belong to the same text, [batch, seq], if several
+                texts are packed into a sequence.
 
         Raises:
-            DataError: if a sequence is longer than the model has positions, or holds several texts and the
-                model projects keys.
+            DataError: if a sequence is longer than the model has positions, or several texts are packed into
+                it
+                and the model is a Linformer.
         """
         length = input_ids.shape[1]
         if length > self.config.max_position_embeddings:
             raise DataError(
-                f"a sequence of {length} tokens is longer than the {self.config.max_position_embeddings} "
-                "positions of the model",
+                f"expected a sequence of at most {self.config.max_position_embeddings} tokens, got {length}",
                 where="model.max_position_embeddings",
                 remedy="use shorter sequences, or train a model with more positions",
             )
         if attention_span is not None and self.config.linformer is not None:
             raise DataError(
-                "linformer adds up all positions of a sequence, and cannot keep several texts apart",
+                "Linformer adds up all positions of a sequence, and cannot keep packed texts apart",
                 where="model.attention_module",
-                remedy="prepare the data with one text in each sequence",
+                remedy="prepare the data with one text per sequence",
             )
         if position_ids is None:
             position_ids = self._position_ids(input_ids)
@@ -205,7 +205,7 @@ class Encoder(nn.Module):
         return SequenceProjection(self.config.max_position_embeddings, self.config.linformer.projected_length)
 
     def _projections(self) -> KeyValueProjection | None:
-        """Those of a block's keys and values, shared as the section says (arXiv:2006.04768, section 4)."""
+        """Return the projections of a block, shared as configured (arXiv:2006.04768, section 4)."""
         linformer = self.config.linformer
         if linformer is None:
             return None
@@ -214,7 +214,7 @@ class Encoder(nn.Module):
 
     @property
     def _positions(self) -> int:
-        """Rows of the position embedding: RoBERTa's positions begin after that of padding."""
+        """Rows of the position embedding; RoBERTa's positions begin after the position of padding."""
         config = self.config
         return config.max_position_embeddings + self._first_position
 
@@ -249,7 +249,10 @@ class Encoder(nn.Module):
         return x  # type: ignore[no-any-return]
 
     def _without_masked(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Masked tokens have embedding 0, and the rest is scaled as if 12 % were masked: 80 % of 15 %."""
+        """Set the embeddings of masked tokens to 0, and scale the others (ESM-2's token dropout).
+
+        The scale is relative to the fraction of masked tokens in training: 80 % of 15 %.
+        """
         masked = input_ids.eq(self.config.mask_token_id or 0)
         x = x.masked_fill(masked.unsqueeze(-1), 0)
         share = masked.sum(-1).float() / attention_mask.sum(-1)
@@ -265,11 +268,11 @@ class Encoder(nn.Module):
 
 
 def _mask(attention_mask: Tensor, span: Tensor | None) -> Tensor:
-    """Which keys each query sees: bool [batch, 1, queries or 1, keys]."""
+    """Return the keys that each query sees, bool [batch, 1, queries or 1, keys]."""
     seen = attention_mask.bool()[:, None, None, :]
     if span is None:
         return seen
-    # The texts of a sequence are told apart by where they end.
+    # Tokens belong to the same text if the ends of their texts are equal.
     positions = torch.arange(span.shape[1], device=span.device)
     ends = positions + span
     return seen & (ends[:, None, :, None] == ends[:, None, None, :])
@@ -282,7 +285,7 @@ _PROJECTIONS = r"(projection|blocks\.\d+\.attention\.projections\.(keys|values))
 
 
 def encoder_initializer(name: str, config: EncoderSection) -> InitializerConfig | None:
-    """The initializer of an encoder's parameter by its name below the encoder; `None` if it has none."""
+    """Return the initializer of an encoder's parameter by its name in the encoder; `None` for other names."""
     matrix = config.matrix_init
     for pattern, initializer in (
         (r".*\bbias", InitializerConfig(name="zeros")),
@@ -301,7 +304,7 @@ def encoder_initializer(name: str, config: EncoderSection) -> InitializerConfig 
 
 
 def encoder_learning_rate_scale(name: str, config: EncoderSection) -> float:
-    """Factor on the learning rate of an encoder's parameter by its name below the encoder; 1 without muP."""
+    """Return the factor on the learning rate of an encoder's parameter by its name in it; 1 without muP."""
     if re.fullmatch(r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.(input|gate))\.weight", name):
         return 1 / config.width_ratio
     if re.fullmatch(r"blocks\.\d+\.ffn\.output\.weight", name):

@@ -1,4 +1,4 @@
-"""What a model counts while it is evaluated."""
+"""Metrics that models update while they are evaluated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from headwater.core.scores import f_beta, intersection_over_union
 
 
 class Scored:
-    """The share of answers that were right, over the batches since the last reset.
+    """Accuracy: the fraction of right predictions in all batches since the last reset.
 
     Args:
-        name: under which it is reported.
+        name: name in reports.
     """
 
     def __init__(self, name: str) -> None:
@@ -22,11 +22,11 @@ class Scored:
         self._right = self._all = 0
 
     def add(self, right: Tensor, counted: Tensor | None = None) -> None:
-        """Count a batch.
+        """Add a batch.
 
         Args:
-            right: which answers were right, of any shape.
-            counted: which answers count, of the same shape; all if not given.
+            right: True for a right prediction, of any shape.
+            counted: True for a prediction that counts, of the same shape; by default all.
         """
         if _is_dry_run(right):
             return
@@ -36,21 +36,21 @@ class Scored:
         self._all += int(counted.sum())
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all batches."""
         self.update_count, self._right, self._all = 0, 0, 0
 
     def compute(self) -> float:
-        """The share; 0 where nothing counted."""
+        """Return the accuracy; 0 if no prediction counts."""
         return self._right / self._all if self._all else 0.0
 
 
 class F1:
-    """How well the few that are not of class 0 are found, over the batches since the last reset.
+    """F1 score of all classes except class 0, in all batches since the last reset.
 
-    The harmonic mean of two shares: of what was found that was right, and of what is there that was found.
+    It is the harmonic mean of precision and recall.
 
     Args:
-        name: under which it is reported.
+        name: name in reports.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,12 +59,12 @@ class F1:
         self._right = self._found = self._there = 0
 
     def add(self, found: Tensor, labels: Tensor, counted: Tensor) -> None:
-        """Count a batch.
+        """Add a batch.
 
         Args:
-            found: the answers, integers of any shape.
-            labels: the right ones, of the same shape.
-            counted: which answers count, of the same shape.
+            found: predicted classes, integers of any shape.
+            labels: right classes, of the same shape.
+            counted: True for a prediction that counts, of the same shape.
         """
         if _is_dry_run(found):
             return
@@ -74,24 +74,24 @@ class F1:
         self._there += int(((labels != 0) & counted).sum())
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all batches."""
         self.update_count = self._right = self._found = self._there = 0
 
     def compute(self) -> float:
-        """The mean; 0 where nothing was found."""
+        """Return the F1 score; 0 without a right prediction."""
         return f_beta(self._right, self._there, self._found) if self._right else 0.0
 
 
 class Overlap:
-    """How well the pixels of each class are found, over the batches since the last reset.
+    """Mean intersection over union, or mean Dice coefficient, in all batches since the last reset.
 
-    The mean over the classes that occur in labels or answers, of intersection over union, or of Dice's
-    coefficient: twice the intersection over the sum of the sizes.
+    It is the mean over the classes that occur in labels or predictions. The Dice coefficient is twice the
+    intersection over the sum of the sizes.
 
     Args:
-        name: under which it is reported.
-        num_classes: labels and answers lie in `range(num_classes)`.
-        dice: Dice's coefficient.
+        name: name in reports.
+        num_classes: number of classes; labels and predictions are in `range(num_classes)`.
+        dice: compute the Dice coefficient instead of intersection over union.
     """
 
     def __init__(self, name: str, num_classes: int, *, dice: bool = False) -> None:
@@ -101,11 +101,11 @@ class Overlap:
         self.reset()
 
     def add(self, found: Tensor, labels: Tensor) -> None:
-        """Count a batch.
+        """Add a batch.
 
         Args:
-            found: the answers, integers of any shape.
-            labels: the right ones, of the same shape.
+            found: predicted classes, integers of any shape.
+            labels: right classes, of the same shape.
         """
         if _is_dry_run(found):
             return
@@ -116,12 +116,12 @@ class Overlap:
                 self._counts[number][place] += int(counted.sum())
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all batches."""
         self.update_count = 0
         self._counts = [[0, 0, 0] for _ in range(self.num_classes)]
 
     def compute(self) -> float:
-        """The mean; 0 where nothing was counted."""
+        """Return the mean; 0 if no pixel was added."""
         shares = [self.score(*counts) for counts in self._counts if any(counts)]
         return sum(shares) / len(shares) if shares else 0.0
 

@@ -1,6 +1,7 @@
-"""Batches without values: what a model reads, by shape and dtype, on the meta device.
+"""Example batches on the meta device: shapes and dtypes of the batches that a model reads, without values.
 
-Each takes the model's section, the number of samples, and the tokens of a sample (`None`: its longest).
+Each function takes the model's section, the number of samples, and the tokens per sample (`None`: the model's
+maximum), and returns a batch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _real(*shape: int) -> Tensor:
 
 
 def texts(*more: str) -> Callable[[Any, int, int | None], Example]:
-    """Batches of tokens, a mask, and `more` of the same shape."""
+    """Return a function that makes batches of tokens, a mask, and `more` tensors of the same shape."""
 
     def batch(config: Any, size: int, length: int | None) -> Example:
         names = ("input_ids", "attention_mask", *more)
@@ -64,6 +65,8 @@ def masked_texts(config: BertConfig, size: int, length: int | None) -> Example:
 
 
 def labelled_texts(*labels: str) -> Callable[[Any, int, int | None], Example]:
+    """Return a function that makes batches of texts with `labels` [batch] each."""
+
     def batch(config: Any, size: int, length: int | None) -> Example:
         return texts("token_type_ids")(config, size, length) | {name: _whole(size) for name in labels}
 

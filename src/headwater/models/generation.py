@@ -13,17 +13,17 @@ from headwater.core.seeding import derive_seed
 
 
 class LanguageModel(Protocol):
-    """What generation needs of a model; it should be in eval mode."""
+    """A language model: the interface that `generate` needs."""
 
     @property
     def max_length(self) -> int:
-        """Longest sequence in tokens."""
+        """Maximum length of a sequence in tokens."""
 
     def new_cache(self, max_length: int) -> Any:
-        """An empty cache for sequences of up to `max_length` tokens."""
+        """Return an empty cache for sequences of up to `max_length` tokens."""
 
     def next_logits(self, input_ids: Tensor, cache: Any = None) -> Tensor:
-        """Logits [batch, vocab] of the token after the last of `input_ids` [batch, seq]."""
+        """Return the logits [batch, vocab] of the token after the last of `input_ids` [batch, seq]."""
 
 
 @torch.no_grad()
@@ -38,20 +38,20 @@ def generate(
     seed: int = 0,
     eos: int | Sequence[int] | None = None,
 ) -> Tensor:
-    """Continue each prompt; the same arguments give the same tokens.
+    """Continue each prompt; the same arguments produce the same tokens.
 
     Args:
         model: the model, in eval mode.
-        input_ids: prompts [batch, seq], all of one length.
-        max_new_tokens: tokens to add at most.
-        temperature: divides the logits; 0 takes the most likely token each time.
-        top_k: sample among the k most likely tokens only.
-        top_p: sample among the smallest set of most likely tokens whose probability reaches `top_p` only.
-        seed: keys the random stream.
-        eos: token that ends a sequence, or several; a sequence that has ended is filled up with the first.
+        input_ids: prompts of the same length, [batch, seq].
+        max_new_tokens: maximum number of new tokens.
+        temperature: divisor of the logits; 0: always take the most likely token.
+        top_k: sample only among the k most likely tokens.
+        top_p: sample only among the smallest set of most likely tokens whose probability reaches `top_p`.
+        seed: seed of the random stream.
+        eos: id of the end token, or several ids; a sequence that has ended is padded with the first.
 
     Returns:
-        Prompts and what follows them, [batch, seq + up to max_new_tokens].
+        Prompts with their continuations, [batch, seq + up to max_new_tokens].
 
     Raises:
         ConfigError: if a sampling argument is out of range.
@@ -80,7 +80,7 @@ def generate(
 def _sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
-    """One token for each row of `logits` [batch, vocab]."""
+    """Return one token for each row of `logits` [batch, vocab]."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature
@@ -92,29 +92,32 @@ def _sample(
 
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Nucleus sampling (arXiv:1904.09751): tokens outside of the nucleus become impossible."""
+    """Return `logits` with -inf for tokens outside of the nucleus (nucleus sampling, arXiv:1904.09751)."""
     ordered, order = logits.softmax(-1).sort(-1, descending=True)
-    outside = ordered.cumsum(-1) - ordered >= top_p  # what is more likely reaches top_p already
+    outside = ordered.cumsum(-1) - ordered >= top_p  # the more likely tokens already reach top_p
     return logits.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), -torch.inf)
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     if not temperature >= 0:
-        raise ConfigError(f"temperature {temperature} is negative", remedy="write 0 (greedy) or more")
+        what = f"expected temperature of at least 0, got {temperature}"
+        raise ConfigError(what, where="temperature", remedy="use 0 (greedy) or more")
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k {top_k} leaves no token", remedy="write 1 or more, or leave it out")
+        what = f"expected top_k of at least 1, got {top_k}"
+        raise ConfigError(what, where="top_k", remedy="use 1 or more, or remove it")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p {top_p} is not a probability above 0", remedy="write for example 0.9")
+        what = f"expected top_p above 0 and at most 1, got {top_p}"
+        raise ConfigError(what, where="top_p", remedy="use, for example, 0.9")
 
 
 def _check_length(model: LanguageModel, input_ids: Tensor, max_new_tokens: int) -> None:
     prompt = input_ids.shape[1]
-    room = max(model.max_length - prompt + 1, 0)  # the last new token is never read: it needs no position
+    room = max(model.max_length - prompt + 1, 0)  # + 1: the model never reads the last new token
     if prompt == 0:
-        raise DataError("the prompt is empty", remedy="start it with at least one token")
+        raise DataError("the prompt is empty", remedy="begin it with at least one token")
     if max_new_tokens > room:
         raise DataError(
-            f"a prompt of {prompt} tokens and {max_new_tokens} new ones do not fit"
+            f"a prompt of {prompt} tokens and {max_new_tokens} new tokens do not fit into"
             f" the {model.max_length} positions of the model",
-            remedy=f"ask for at most {room} new tokens, or shorten the prompt",
+            remedy=f"request at most {room} new tokens, or shorten the prompt",
         )

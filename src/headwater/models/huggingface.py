@@ -22,16 +22,16 @@ IGNORED = -100
 
 
 class HuggingFaceModel(nn.Module):
-    """A model of the transformers library. `forward` returns the library's own loss.
+    """A model of the transformers library. `forward` returns the loss that the library computes.
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect; the loss is the library's own.
+        fused_loss: has no effect: the library computes the loss.
         seed: seed of random initial weights.
 
     Attributes:
         hf: the library's model.
-        scored: what is counted in eval mode, by name.
+        scored: metrics that are updated in eval mode, by name.
     """
 
     def __init__(self, config: HuggingFaceConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
@@ -55,10 +55,10 @@ class HuggingFaceModel(nn.Module):
         return not (balanced or of_batch)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the library's loss of a batch as the data pipelines make it, a scalar.
+        """Return the library's loss of a batch of our data pipelines, a scalar.
 
         Raises:
-            DataError: if several texts lie in one sequence, which these models cannot tell apart.
+            DataError: if several texts are packed into a sequence, which these models cannot keep apart.
         """
         arguments = library_arguments(self.task, batch)
         output = self.hf(**{key: value for key, value in arguments.items() if key in self._accepted})
@@ -69,7 +69,7 @@ class HuggingFaceModel(nn.Module):
 
     @property
     def max_length(self) -> int:
-        """Longest sequence in tokens."""
+        """Maximum length of a sequence in tokens."""
         return self.config.max_position_embeddings
 
     def new_cache(self, max_length: int) -> Context:
@@ -90,11 +90,11 @@ class HuggingFaceModel(nn.Module):
 
 
 class Context:
-    """The tokens that a model has read, and the library's state of a model that keeps one.
+    """The tokens that a model has read, and the library's cache if the model uses one.
 
     Attributes:
         tokens: all tokens so far, [batch, seq]; `None` before the first.
-        state: the library's cache of keys and values, if the model takes one.
+        state: the library's cache of keys and values, if the model accepts one.
     """
 
     def __init__(self) -> None:
@@ -107,15 +107,15 @@ class Context:
 
 
 def library_arguments(task: Task, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments with which the library's model returns the loss of `batch`.
+    """Return the arguments of the library's model for a batch of our data pipelines.
 
     Raises:
-        DataError: if several texts lie in one sequence.
+        DataError: if several texts are packed into a sequence.
     """
     if "attention_span" in batch:
         raise DataError(
-            "several texts lie in one sequence, and this model cannot keep them apart",
-            remedy="prepare the data without --use_vsl, or write use_vsl: false in the data section",
+            "several texts are packed into a sequence, but this model cannot keep them apart",
+            remedy="prepare the data without --use_vsl, or set use_vsl: false in the data section",
         )
     if task == "causal_lm":
         return {
@@ -141,28 +141,28 @@ _WRITTEN = ("decoder_input_ids", "decoder_attention_mask")
 
 
 def _shifted_back(batch: Mapping[str, Tensor]) -> Tensor:
-    """The labels as the library wants them: each is the token at its own place, [batch, seq].
+    """Return labels without a shift, as the library expects them, [batch, seq].
 
-    The data give each token the label that follows it. The library shifts labels by itself, so that the last
-    label of a sample, whose token the model does not read, is left out.
+    In our data the label of a token is the next token. The library shifts the labels itself. The last label
+    of a sample is lost, because the model does not read its token.
     """
     labels = batch["labels"].long().masked_fill(batch["attention_mask"] == 0, IGNORED)
     return torch.cat([torch.full_like(labels[:, :1], IGNORED), labels[:, :-1]], 1)
 
 
 def _masked_labels(batch: Mapping[str, Tensor]) -> Tensor:
-    """The hidden tokens at their places, and `IGNORED` elsewhere, [batch, seq]."""
+    """Return the original ids at masked positions, and `IGNORED` elsewhere, [batch, seq]."""
     tokens = batch["input_ids"].long()
     count = tokens.shape[1]
     counted = batch["masked_lm_weights"] > 0
     places = batch["masked_lm_positions"].long().masked_fill(~counted, count)
-    # One more place takes the predictions that do not count.
+    # One extra position takes the predictions that do not count, and is cut off again.
     labels = tokens.new_full((len(tokens), count + 1), IGNORED)
     return labels.scatter(1, places, batch["masked_lm_ids"].long())[:, :count].contiguous()
 
 
 def num_labels(config: HuggingFaceConfig, batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the labels over which the loss of a batch is a mean; `None` if it is a mean over samples."""
+    """Return the number of labels over which the loss of a batch is a mean; `None`: a mean over samples."""
     if config.kind == "causal_lm":
         return (_shifted_back(batch) != IGNORED).sum()
     if config.kind == "masked_lm":
@@ -173,37 +173,41 @@ def num_labels(config: HuggingFaceConfig, batch: Mapping[str, Tensor]) -> Tensor
 
 
 def _built(config: HuggingFaceConfig) -> Any:
-    """The library's model in fp32, its parameters without values."""
+    """Return the library's model in fp32; its parameters have no values.
+
+    Raises:
+        ConfigError: if the library cannot build the model for the task.
+    """
     task, library_config = config.kind, copy.deepcopy(config.architecture)
     try:
         return auto_class(task).from_config(library_config, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # the constructors of models raise exceptions of any class
+    except Exception as error:  # constructors of the library's models raise exceptions of any class
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
             f"the transformers library cannot build this model for the task {task}: {lines[0][:300]}",
             where=str(config.hf / CONFIG_FILE),
-            remedy="correct config.json, or write another task",
+            remedy="correct config.json, or set another task",
         ) from error
 
 
 @functools.lru_cache(maxsize=1)
 def _outline(config: HuggingFaceConfig) -> HuggingFaceModel:
-    """The model without values."""
+    """Return the model on the meta device."""
     with torch.device("meta"):
         return HuggingFaceModel(config)
 
 
 def init_parameter(name: str, shape: Sequence[int], config: HuggingFaceConfig, seed: int) -> Tensor:
-    """Return a random initial value of the parameter called `name`, fp32 on the CPU, as the library draws it.
+    """Return the random initial value of parameter `name`, fp32 on the CPU, as the library draws it.
 
     Raises:
-        ConfigError: if the library gives the parameter its value outside of its rules for initial weights.
+        ConfigError: if the library's rules for initial weights do not cover the parameter.
     """
     model = _outline(config)
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     outline, real = owner._parameters[leaf], nn.Parameter(torch.full(tuple(shape), torch.nan, device="cpu"))
-    # Only this parameter has values for a moment; what the rules do to the others has no effect.
+    # Only this parameter has memory for now: the rules have no effect on the others, which stay on meta.
     owner._parameters[leaf] = real
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -215,7 +219,7 @@ def init_parameter(name: str, shape: Sequence[int], config: HuggingFaceConfig, s
         raise ConfigError(
             f"the transformers library has no rule for the initial value of {name}",
             where="trainer.init.model.weights",
-            remedy="name a folder with weights: save the model with save_pretrained",
+            remedy="save the model with save_pretrained, and set weights to that folder",
         )
     return real.detach()
 

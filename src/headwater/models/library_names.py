@@ -8,15 +8,21 @@ from collections.abc import Sequence
 from headwater.config.models import DecoderConfig
 
 _Layers = tuple[str, dict[str, tuple[str, ...]]]
-"""What the names of a block begin with, and for each linear layer of our block the layers that hold it."""
+"""Prefix of the names of blocks, and the library's layers that each linear layer of our block stacks."""
 
 _SPLIT = ("q_proj", "k_proj", "v_proj")
 
 
 def _layers(block: str, qkv: Sequence[str], output: str, *feed_forward: str) -> _Layers:
-    """The layers of a family; `feed_forward` is input and output, with the gate before them if there is one.
+    """Return the layers of a family.
 
-    Experts are not linear layers: of a mixture of experts the feed-forward part is left out.
+    Args:
+        block: prefix of the names of blocks.
+        qkv: the projections of queries, keys and values, or one layer that has all three.
+        output: the output projection of the attention.
+        feed_forward: gate (if there is one), input and output of the feed-forward layer; empty for a mixture
+            of
+            experts, because the library's experts are not linear layers.
     """
     ours = ("ffn.gate", "ffn.input", "ffn.output")[-len(feed_forward) :] if feed_forward else ()
     return block, {
@@ -42,7 +48,7 @@ _FALCON = _layers(
     "mlp.dense_h_to_4h",
     "mlp.dense_4h_to_h",
 )
-_JAIS = _layers(  # c_fc2 goes through the nonlinearity
+_JAIS = _layers(  # c_fc2 is the gate: the nonlinearity is applied to its output
     "transformer.h", ["attn.c_attn"], "attn.c_proj", "mlp.c_fc2", "mlp.c_fc", "mlp.c_proj"
 )
 
@@ -72,15 +78,15 @@ LIBRARY_LAYERS: dict[str, _Layers] = {
     "btlm": _JAIS,
     "jais": _JAIS,
 }
-"""The layers of each family. Where several hold one of ours, they are stacked in it in this order."""
+"""The layers of each family. Several layers for one of ours are stacked in it in this order."""
 
 
 def library_parts(name: str, config: DecoderConfig) -> tuple[tuple[str, int], ...]:
-    """Return what the transformers library calls the matrices in a linear layer of ours.
+    """Return the transformers library's names of the matrices that are stacked in a linear layer of ours.
 
     Args:
-        name: the name of the layer's weight.
-        config: the model.
+        name: name of the layer's weight.
+        config: the model section of a params file.
 
     Returns:
         Each name with its rows (-1: all); empty if the library's class has no such linear layer.

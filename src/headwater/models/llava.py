@@ -1,4 +1,4 @@
-"""LLaVA: a language model that reads features of images in place of some of its tokens."""
+"""LLaVA: a language model in which features of images replace the embeddings of some tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Projector(nn.Module):
     """Linear layers with nonlinearities: [..., input] -> [..., output] (arXiv:2310.03744, section 3.2).
 
     Args:
-        config: the layers.
+        config: section of the projector.
     """
 
     def __init__(self, config: ProjectorConfig) -> None:
@@ -41,15 +41,16 @@ class Projector(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """Features of images by one encoder: [images, channels, h, w] -> [images, tokens, width].
+    """An image encoder and its projector: [images, channels, h, w] -> [images, tokens, width].
 
-    What comes after the layer of the features never learns, and is kept as it is.
+    The features are the output of block `num_blocks`. Later blocks do not run; their weights are frozen, and
+    are kept for checkpoints.
 
     Args:
-        config: the encoder.
-        num_blocks: of its blocks those that run.
-        projection: what its features go through.
-        class_token: give the feature of the class token, too.
+        config: section of the encoder.
+        num_blocks: number of blocks that run.
+        projection: section of the projector of the features; `None`: no projector.
+        class_token: also return the feature of the class token.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class ImageTower(nn.Module):
 
 
 class ImageTowers(nn.Module):
-    """Features of images by several encoders, one after the other: -> [images, all tokens, width].
+    """Several image encoders with concatenated outputs: [images, channels, h, w] -> [images, tokens, width].
 
     Args:
         config: the model section of a params file.
@@ -93,7 +94,7 @@ class ImageTowers(nn.Module):
 
 
 class Llava(nn.Module):
-    """A language model that reads images (arXiv:2304.08485). `forward` gives the training loss.
+    """A language model that reads images (arXiv:2304.08485). `forward` returns the training loss.
 
     Args:
         config: the model section of a params file.
@@ -110,17 +111,17 @@ class Llava(nn.Module):
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Training loss, a scalar in fp32.
+        """Return the training loss, a scalar in fp32.
 
         Args:
-            batch: `images` [batch, images, channels, h, w]; `image_places` [batch, images, tokens], where in
-                its sequence each feature is, beyond the end where there is no image; and `input_ids`,
-                `labels` and `attention_mask` [batch, seq] as a decoder takes them.
+            batch: `images` [batch, images, channels, h, w]; `image_places` [batch, images, tokens], the
+                position of each feature in its sequence, or a position beyond the end if the image is
+                missing; and `input_ids`, `labels` and `attention_mask` [batch, seq] as for `Decoder`.
         """
         return self.text_model(batch, self._inserted(batch))  # type: ignore[no-any-return]
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [batch, seq, vocab] of the token after each."""
+        """Return the logits [batch, seq, vocab] of the token after each token."""
         hidden = self.text_model.hidden(batch["input_ids"], inserted=self._inserted(batch))
         return self.text_model.head(hidden)  # type: ignore[no-any-return]
 
@@ -134,12 +135,12 @@ _TEXT = "text_model."
 
 
 def num_labels(config: MultimodalSection, batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Labels over which the loss of a batch is a mean; `None` where it is one over the samples."""
+    """Return the number of labels over which the loss of a batch is a mean; `None`: a mean over samples."""
     return decoder.num_labels(config.decoder, batch)
 
 
 def init_parameter(name: str, shape: Sequence[int], config: MultimodalSection, seed: int) -> Tensor:
-    """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone."""
+    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
     if name.startswith(_TEXT):
         return decoder.init_parameter(name.removeprefix(_TEXT), shape, config.decoder, seed)
     if ".encoder." in name:
@@ -150,7 +151,7 @@ def init_parameter(name: str, shape: Sequence[int], config: MultimodalSection, s
 
 
 def learning_rate_scale(name: str, config: MultimodalSection) -> float:
-    """Factor on the learning rate of the parameter called `name`: 1 without muP."""
+    """Return the factor on the learning rate of parameter `name`; 1 without muP."""
     if not name.startswith(_TEXT):
         return 1.0
     return decoder.learning_rate_scale(name.removeprefix(_TEXT), config.decoder)

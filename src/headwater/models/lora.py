@@ -1,4 +1,4 @@
-"""Low-rank adapters put into a model, and merged into its weights (arXiv:2106.09685)."""
+"""LoRA (arXiv:2106.09685): adds low-rank adapters to a model, and merges them into its weights."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from headwater.models.layers.linear import Linear
 from headwater.models.layers.lora import LoRALinear, merged
 
 Parts = Sequence[tuple[str, int]]
-"""The matrices in a parameter, by the names of another library, each with its rows (-1: all)."""
+"""The matrices that are stacked in a parameter: their names in another library, and their rows (-1: all)."""
 
 Namings = Callable[[str], Sequence[Parts]]
-"""The parts of the parameter of that name, once for each library whose names are accepted."""
+"""Function from the name of a parameter to its parts, once for each library whose names are accepted."""
 
 
 def add_adapters(model: nn.Module, config: LoRAConfig, namings: Namings) -> None:
-    """Give the linear layers that `config` names adapters, and freeze all else.
+    """Add adapters to the linear layers that `config` names, and freeze all other parameters.
+
+    Args:
+        model: model to change in place.
+        config: section of the adapters, with the patterns of names.
+        namings: names of the layers in other libraries, which patterns may use.
 
     Raises:
-        ConfigError: if a pattern names no layer.
+        ConfigError: if a pattern matches no layer.
     """
     model.requires_grad_(False)
     linears = [(name, layer) for name, layer in model.named_modules() if type(layer) is Linear]
@@ -49,7 +54,11 @@ def add_adapters(model: nn.Module, config: LoRAConfig, namings: Namings) -> None
 
 
 def _check_patterns(linears: Sequence[str], config: LoRAConfig, namings: Namings) -> None:
-    """Raise if a pattern matches no name of a linear layer."""
+    """Check that each pattern matches a linear layer.
+
+    Raises:
+        ConfigError: if a pattern matches none.
+    """
     others = [
         part.removesuffix(".weight")
         for linear in linears
@@ -61,14 +70,14 @@ def _check_patterns(linears: Sequence[str], config: LoRAConfig, namings: Namings
         if not any(_matches(name, pattern) for name in names):
             short = dict.fromkeys(name.rpartition(".")[2] for name in others)
             raise ConfigError(
-                f"no linear layer of this model is called {pattern}",
+                f"{pattern} matches no linear layer of this model",
                 where="model.lora_params.target_modules",
-                remedy=f"write some of {', '.join(short)}, or patterns of our names such as {linears[0]}",
+                remedy=f"use some of {', '.join(short)}, or a pattern of names such as {linears[0]}",
             )
 
 
 def _target_rows(name: str, outputs: int, config: LoRAConfig, namings: Namings) -> list[slice]:
-    """The rows of a layer that get adapters; none if the layer is not a target."""
+    """Return the rows of each matrix of a layer that gets an adapter; empty if the layer is not a target."""
     if _is_meant(name, config):
         return [slice(0, outputs)]
     found: set[tuple[int, int]] = set()
@@ -79,7 +88,7 @@ def _target_rows(name: str, outputs: int, config: LoRAConfig, namings: Namings) 
             if _is_meant(other.removesuffix(".weight"), config):
                 found.add((start, stop))
             start = stop
-    # A layer that is named as a whole has one adapter, whatever parts of it are named besides.
+    # If a pattern matches the whole layer, the layer has one adapter, even if patterns also match its parts.
     whole = {(0, outputs)} & found
     return [slice(start, stop) for start, stop in sorted(whole or found)]
 
@@ -94,12 +103,12 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name is one of an adapter."""
+    """True if a parameter with this name belongs to an adapter."""
     return name.endswith((".lora_a", ".lora_b"))
 
 
 def init_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Initial value of an adapter's parameter: A uniform within ± one over the root of its inputs, B zero."""
+    """Return the initial value of an adapter's parameter: A is uniform in ±1/√inputs, B is zero."""
     value = torch.zeros(*shape, device="cpu", dtype=torch.float32)
     if name.endswith(".lora_a"):
         generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
@@ -110,13 +119,14 @@ def init_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
 def merge_adapters(
     weights: Iterable[tuple[str, Tensor]], config: LoRAConfig, namings: Namings, layers: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model without adapters that computes the same.
+    """Yield the weights of the equivalent model without adapters.
 
     Args:
-        weights: of the model with adapters, by name; the three of a layer follow each other closely.
-        config: of the adapters.
+        weights: names and weights of the model with adapters. The three weights of a layer should be close to
+            each other, because they are held in memory until all have arrived.
+        config: section of the adapters.
         namings: see `Namings`.
-        layers: names of those that have adapters.
+        layers: names of the layers that have adapters.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
@@ -134,4 +144,4 @@ def merge_adapters(
                 )
         else:
             yield name, tensor
-    assert not waiting, f"adapters of {', '.join(waiting)} are not whole"
+    assert not waiting, f"adapters of {', '.join(waiting)} are incomplete"

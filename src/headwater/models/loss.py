@@ -16,24 +16,26 @@ from headwater.core.dry_run import counts_costs
 from headwater.models.workspace import WorkspacePool, is_plain
 
 WORKSPACES = WorkspacePool()
-"""Memory of the logits of one chunk, between calls."""
+"""Pool that keeps the memory of the logits of one chunk between calls."""
 
 _CHUNK_BYTES = 64 << 20
 """Target size of the logits of one chunk. Every chunk reads and writes the whole gradient of the weight, so
-a much smaller one is bound by memory; a much larger one leaves the cache."""
+that much smaller chunks are limited by memory bandwidth; much larger ones do not fit into the cache."""
 
 _MAX_HALF_CHUNKS = 16
-"""Most chunks of a 16-bit product. The gradient of the weight is rounded to 16 bits after each of them, which
-at 16 costs about as much accuracy as the products themselves (relative error 0.005 against 0.003), at 64
-three times as much; summing in fp32 would make that product three times slower on a CPU."""
+"""Maximum number of chunks with 16-bit weights. The gradient of the weight is rounded to 16 bits after each
+chunk. With 16 chunks this costs about as much accuracy as the products themselves (relative error 0.005 and
+0.003), with 64 chunks three times as much. A sum in fp32 would make the product three times slower on a
+CPU."""
 
 _BLOCK_BYTES = 16 << 20
-"""Target size of the fp32 rows whose softmax is taken at once on the CPU: small enough to stay in cache from
-pass to pass, large enough that few passes wait for a compute thread that another process has displaced."""
+"""Target size of the fp32 rows whose softmax is computed at once on the CPU: small enough to stay in the
+cache from pass to pass, large enough that few passes wait for a compute thread that another process has
+displaced."""
 
 _ROW_ALIGNMENT = 64
-"""Elements to which rows of logits are padded: with rows that start on a cache line the matrix product is
-up to 1.4 times faster (50,257 is odd)."""
+"""Rows of logits are padded to a multiple of this number of elements. If every row starts on a cache line,
+the matrix product is up to 1.4 times faster (a vocabulary may be odd, such as 50,257)."""
 
 
 def linear_cross_entropy(
@@ -46,20 +48,20 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """Weighted sum of the cross-entropies of `softmax(hidden @ weight.T + bias)` against `targets`.
+    """Return the weighted sum of the cross-entropies of `softmax(hidden @ weight.T + bias)` and `targets`.
 
-    The logits of more than `chunk_rows` rows are never held: the gradients are computed together with the
-    loss, chunk by chunk, as in Liger Kernel (arXiv:2410.10989), and only scaled in the backward. Matrix
-    products run in the dtype of `weight` (or of autocast), the softmax in fp32 (fp64 for fp64).
+    Logits of at most `chunk_rows` rows are in memory. The gradients are computed together with the loss,
+    chunk by chunk, as in Liger Kernel (arXiv:2410.10989); the backward only scales them. Matrix products run
+    in the dtype of `weight` (or of autocast), the softmax in fp32 (fp64 for fp64).
 
     Args:
-        hidden: [rows, width].
-        weight: [vocab, width].
-        bias: [vocab], or `None`.
-        targets: [rows], class indices; not looked at where the row's weight is 0.
-        row_weights: [rows], the factor of each row in the sum, already normalised.
-        softcap: logits `z` become `c·tanh(z/c)` (arXiv:2408.00118, section 2).
-        chunk_rows: rows whose logits are held at once; derived from their size where `None`.
+        hidden: hidden states, [rows, width].
+        weight: weight of the output projection, [vocab, width].
+        bias: bias of the output projection, [vocab], or `None`.
+        targets: class indices, [rows]; ignored where the row's weight is 0.
+        row_weights: factor of each row in the sum, already normalised, [rows].
+        softcap: the constant c: logits `z` become `c·tanh(z/c)` (arXiv:2408.00118, section 2).
+        chunk_rows: rows whose logits are in memory at once; `None`: chosen from their size.
 
     Returns:
         The loss, a scalar in fp32 (fp64 for fp64).
@@ -82,13 +84,13 @@ def linear_cross_entropy(
 def row_cross_entropies(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, softcap: float | None = None
 ) -> Tensor:
-    """The cross-entropy of each row, without gradients and without the logits of all rows.
+    """Return the cross-entropy of each row, without gradients and without all logits in memory.
 
     Args:
-        hidden: [rows, width].
-        weight: [vocab, width].
-        bias: [vocab], or `None`.
-        targets: [rows], class indices.
+        hidden: hidden states, [rows, width].
+        weight: weight of the output projection, [vocab, width].
+        bias: bias of the output projection, [vocab], or `None`.
+        targets: class indices, [rows].
         softcap: see `linear_cross_entropy`.
 
     Returns:
@@ -115,7 +117,7 @@ def plain_cross_entropy(
     *,
     softcap: float | None = None,
 ) -> Tensor:
-    """The same loss by PyTorch's own operators, with the logits of all rows in memory."""
+    """Return the same loss as `linear_cross_entropy`, computed by PyTorch with all logits in memory."""
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(_softmax_dtype(logits.dtype))
     if softcap is not None:
@@ -126,7 +128,13 @@ def plain_cross_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How the rows are cut: `chunk` rows of logits at once, softmax over `block` of them at once."""
+    """Layout of the computation.
+
+    Attributes:
+        chunk: rows whose logits are in memory at once.
+        block: rows of a chunk whose softmax is computed at once.
+        row_stride: elements from the start of a row of logits to the start of the next.
+    """
 
     chunk: int
     block: int
@@ -149,7 +157,10 @@ def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss and gradients in one pass; the backward only scales. Saves gradients, never the weight."""
+    """Autograd function that computes loss and gradients in one pass; its backward only scales the gradients.
+
+    It saves the gradients for the backward, not the weight.
+    """
 
     @staticmethod
     def forward(
@@ -167,7 +178,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         row_weights = row_weights.to(_softmax_dtype(weight.dtype))
         ctx.unit = None
         if weight.dtype == torch.float16 and any(wanted):
-            # A probability times 1 / tokens underflows in fp16: the backward applies the factor instead.
+            # A probability times 1 / tokens would underflow in fp16. The backward applies the factor instead.
             ctx.unit = row_weights.abs().amax().clamp_min(torch.finfo(row_weights.dtype).tiny)
             row_weights = row_weights / ctx.unit
         pass_ = _Pass(hidden, weight, bias, softcap, layout, wanted)
@@ -179,7 +190,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad_loss if ctx.unit is None else grad_loss * ctx.unit
-        # Only a plain CPU tensor can be looked at for free: CUDA would wait, a fake tensor has no value.
+        # Only the value of a plain CPU tensor is free to read: CUDA would synchronize, a fake tensor has
+        # none.
         if type(scale) is Tensor and scale.device.type == "cpu" and scale.item() == 1:
             gradients = ctx.saved_tensors
         else:
@@ -190,21 +202,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _block_starts(rows: int, block: int) -> Sequence[int]:
     """Return the first row of each block.
 
-    A dry run that counts costs takes the first and the last block: no operator of a block has FLOPs, and all
-    blocks between these two are equal. With long sequences and large vocabularies there are thousands.
+    A dry run that counts costs only visits the first and the last block. The operators of a block have no
+    FLOPs, all blocks between these two are equal, and there can be thousands of them.
     """
     starts = range(0, rows, block)
     return (starts[0], starts[-1]) if counts_costs() and len(starts) > 2 else starts
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    if gradient.device.type == "cpu":  # multiplies by the unrounded scalar
+    if gradient.device.type == "cpu":  # the CPU kernel does not round the scalar to the gradient's dtype
         return gradient * scale
     return (gradient.to(scale.dtype) * scale).to(gradient.dtype)
 
 
 class _Pass:
-    """One pass over the rows: the loss, and the gradients that are wanted."""
+    """One pass over all rows, which computes the loss and the requested gradients."""
 
     def __init__(
         self,
@@ -228,7 +240,7 @@ class _Pass:
             self.grad_bias = torch.zeros_like(bias, dtype=_softmax_dtype(bias.dtype))
 
     def run(self, targets: Tensor, row_weights: Tensor, row_losses: Tensor | None = None) -> Tensor:
-        """The loss; afterwards the gradients are filled, and the loss of each row without its weight."""
+        """Return the loss, and fill the gradients and (if given) the unweighted loss of each row."""
         rows, vocab, layout = len(self.hidden), len(self.weight), self.layout
         compute = row_weights.dtype
         same = compute == self.weight.dtype
@@ -258,7 +270,7 @@ class _Pass:
         return loss
 
     def _softmax(self, logits: Tensor, targets: Tensor, row_weights: Tensor) -> Tensor:
-        """Losses [rows, 1] of a block [rows, vocab]; its logits become the gradient of the loss by them."""
+        """Return the losses [rows, 1] of a block of logits [rows, vocab]; overwrite it with its gradient."""
         if self.bias is not None:
             logits += self.bias
         slope = self._cap(logits)
@@ -275,7 +287,7 @@ class _Pass:
         return losses
 
     def _cap(self, logits: Tensor) -> Tensor | None:
-        """Apply the soft cap in place; its derivative [rows, vocab], `None` where there is no cap."""
+        """Apply the soft cap in place, and return its derivative [rows, vocab]; `None` without a cap."""
         if self.softcap is None:
             return None
         logits.div_(self.softcap).tanh_()

@@ -1,4 +1,4 @@
-"""Handwritten digits by fully connected layers."""
+"""Fully connected network that classifies handwritten digits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CLASSES = 10
 
 
 class FCMnist(nn.Module):
-    """Ten classes of images. `forward` gives the training loss.
+    """A classifier of handwritten digits. `forward` returns the training loss.
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect: there are ten classes.
+        fused_loss: has no effect: there are few classes.
         seed: seed of the initial weights.
     """
 
@@ -40,14 +40,14 @@ class FCMnist(nn.Module):
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Training loss, a scalar in fp32, of `inputs` [batch, 1, 28, 28] and `labels` [batch]."""
+        """Return the training loss, a scalar in fp32, of `inputs` [batch, 1, 28, 28] and `labels` [batch]."""
         logits, labels = self.logits(batch), batch["labels"].long()
         if not self.training and self.scored:
             self.scored["accuracy"].add(logits.argmax(-1) == labels)
         return F.cross_entropy(logits, labels)
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [batch, 10], fp32."""
+        """Return the logits [batch, 10], fp32."""
         x = batch["inputs"].flatten(1)
         for layer in self.hidden:
             x = self.dropout(self.nonlinearity(layer(x)))
@@ -55,7 +55,7 @@ class FCMnist(nn.Module):
 
 
 def init_parameter(name: str, shape: Sequence[int], config: FCMnistConfig, seed: int) -> Tensor:
-    """Initial value of the parameter called `name`: He's (arXiv:1502.01852, equation 10), biases 0."""
+    """Return the initial value of parameter `name`: He's (arXiv:1502.01852, equation 10) or 0 for a bias."""
     if name.endswith("bias"):
         return torch.zeros(*shape)
     return draw(name, shape, InitializerConfig(name="normal", std=(2 / shape[1]) ** 0.5), seed)

@@ -1,4 +1,4 @@
-"""Answers that are a stretch of a text."""
+"""Extractive question answering: an answer is a span of the context."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from headwater.models.layers.linear import Linear
 
 
 class QuestionAnswering(EncoderModel):
-    """Where an answer begins and ends (arXiv:1810.04805, section 4.2).
+    """An encoder that predicts the first and last token of an answer (arXiv:1810.04805, section 4.2).
 
-    `start_positions` and `end_positions` [batch] are its first and last token, 0 where the text does not hold
-    it. Of the answers that are there, `accuracy` is the share found to the token, and `f1` tells how well the
-    tokens of all together are found.
+    A batch has the arguments of `Encoder`, and `start_positions` and `end_positions` [batch]: the first and
+    last token of the answer, or 0 if the context does not contain it. The metrics count only answers that the
+    context
+    contains: `accuracy` is the fraction of exactly predicted spans, `f1` the F1 score of their tokens.
     """
 
     config: QuestionAnsweringConfig
@@ -47,29 +48,31 @@ class QuestionAnswering(EncoderModel):
         return (F.cross_entropy(starts, begin) + F.cross_entropy(ends, end)) / 2
 
     def logits(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits of begin and end, [batch, seq] each, fp32."""
+        """Return the logits of the first and of the last token, [batch, seq] each, fp32."""
         begin, end = self.output(self.encode(batch)).float().unbind(-1)
         return begin, end
 
     def answers(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The best answers: their scores, first and last tokens, [batch] each; see `best_spans`."""
+        """Return the scores, first and last tokens of the best answers, [batch] each; see `best_spans`."""
         return best_spans(*self.logits(batch), answerable(batch), self.config.max_answer_length)
 
 
 def answerable(batch: Mapping[str, Tensor]) -> Tensor:
-    """Which tokens may be an answer's [batch, seq]: those of the second text but the last, a separator."""
+    """Return a mask [batch, seq] of the tokens that may be in an answer: the context without separator."""
     after = F.pad(batch["attention_mask"][:, 1:], (0, 1))
     return batch["token_type_ids"].bool() & after.bool()
 
 
 def best_spans(starts: Tensor, ends: Tensor, allowed: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The stretches with the highest sum of the logits of begin and end (arXiv:1810.04805, section 4.2).
+    """Find the spans with the highest sum of the logits of first and last token.
+
+    See arXiv:1810.04805, section 4.2.
 
     Args:
-        starts: logits of the first token [batch, seq].
-        ends: logits of the last token [batch, seq].
-        allowed: tokens that may be either [batch, seq].
-        longest: tokens of a stretch at most.
+        starts: logits of the first token, [batch, seq].
+        ends: logits of the last token, [batch, seq].
+        allowed: True for a token that may be in an answer, [batch, seq].
+        longest: maximum length of a span in tokens.
 
     Returns:
         Sums of logits, first and last tokens, [batch] each.

@@ -1,4 +1,4 @@
-"""Models by the name that a params file gives them."""
+"""Registry of the models, by their names in params files."""
 
 from __future__ import annotations
 
@@ -37,22 +37,25 @@ from headwater.models.examples import Example
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the package knows about a kind of model.
+    """The functions that define a kind of model.
 
     Attributes:
-        model: makes the module from config, `fused_loss` and `seed`. Its `forward(batch)` gives the loss.
-        init_parameter: initial value of one parameter from name, shape, config and seed.
-        learning_rate_scale: factor on the learning rate of one parameter from name and config.
-        batch: a batch without values from config, samples, and tokens of a sample (its longest if `None`).
-        divisible: whether the mean of the losses of the parts of a batch, weighted with `labels`, is the loss
-            of the batch.
-        labels: what a batch counts for in such a mean, from config and batch; its samples if not given.
-        pretrained_names: names under which a parameter may be found in a checkpoint that a run starts from,
-            the best first, from its own name and config; `MAY_BE_MISSING` last where it need not be there.
-        public_parts: what the public Model Zoo calls the parameters that are stacked in one of ours, each
-            with its rows (-1: all), from name and config; empty where it has none such.
-        averages: parameters that are moving averages of other ones, from config: what the names of those that
-            are followed begin with, those of the averages, and the share that stays after a step.
+        model: makes the module from config, `fused_loss` and `seed`. Its `forward(batch)` returns the loss.
+        init_parameter: returns the initial value of a parameter from name, shape, config and seed.
+        learning_rate_scale: returns the factor on the learning rate of a parameter from name and config.
+        batch: returns a batch without values from config, samples, and tokens per sample (`None`: maximum).
+        divisible: True if the mean of the losses of micro-batches, weighted with `labels`, is the loss of the
+            batch.
+        labels: returns the weight of a batch in this mean from config and batch; `None`: its samples.
+        pretrained_names: returns the names that a parameter may have in a checkpoint from which a run starts,
+            in
+            order of preference, from name and config; `MAY_BE_MISSING` is last if it may be missing.
+        public_parts: returns the Model Zoo's names of the parameters that are stacked in one of ours, each
+            with
+            its rows (-1: all), from name and config; empty if the Model Zoo has no such parameter.
+        averages: returns the parameters that are moving averages of others, from config: the prefix of the
+            followed parameters, the prefix of the averages, and a function from the step to the fraction of
+            an average that is kept.
     """
 
     model: Callable[..., nn.Module]
@@ -119,15 +122,15 @@ FAMILIES: dict[str, Family] = {
     "bert/qa": _encoder(
         question_answering.QuestionAnswering, examples.labelled_texts("start_positions", "end_positions")
     ),
-    # The passages of a batch are told from each other.
+    # Not divisible: every passage of the batch is a candidate for every question.
     "dpr": dataclasses.replace(_encoder(bert.DPR, examples.questions), divisible=False),
     "fc_mnist": Family(mnist.FCMnist, mnist.init_parameter, lambda name, config: 1.0, examples.digits),
     "vision_transformer": Family(vit.ViT, vit.init_parameter, lambda name, config: 1.0, examples.images),
-    # Batch norm and Dice's loss are of the whole batch.
+    # Not divisible: batch norm and Dice loss depend on the whole batch.
     "unet": Family(
         unet.UNet, unet.init_parameter, lambda name, config: 1.0, examples.segmented_images, divisible=False
     ),
-    # The center follows the mean over a batch.
+    # Not divisible: the center of the teacher's scores follows the mean over the batch.
     "dino": Family(
         dino.Dino,
         dino.init_parameter,
@@ -149,7 +152,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
 }
-"""Families by the `name` of the model section."""
+"""Families by the key `name` of the model section."""
 
 assert FAMILIES.keys() == MODELS.keys(), "every schema has a model"
 
@@ -157,16 +160,17 @@ assert FAMILIES.keys() == MODELS.keys(), "every schema has a model"
 def build_model(
     config: ModelConfig, *, device: str = "cpu", fused_loss: bool = True, seed: int = 0
 ) -> nn.Module:
-    """The module that `config` describes.
+    """Return the module that `config` describes.
 
     Args:
         config: the model section of a params file.
-        device: where its parameters are made; on `meta` they take no memory and have no values.
-        fused_loss: compute a loss over a vocabulary in chunks, without the logits of the whole batch.
+        device: device of the parameters; on `meta` they take no memory and have no values.
+        fused_loss: compute a loss over a vocabulary in chunks, without the logits of the whole batch in
+            memory.
         seed: seed of the initial weights.
 
     Raises:
-        ConfigError: if `freeze` names no parameter of the model.
+        ConfigError: if a pattern in `freeze` is invalid or matches no parameter of the model.
     """
     with torch.device(device):
         model = FAMILIES[config.name].model(config, fused_loss=fused_loss, seed=seed)
@@ -175,41 +179,47 @@ def build_model(
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Leave the parameters whose names one of the patterns matches out of training."""
+    """Freeze the parameters whose names match one of the patterns.
+
+    Raises:
+        ConfigError: if a pattern is invalid or matches no parameter.
+    """
     for pattern in patterns:
         try:
             frozen = [value for name, value in model.named_parameters() if re.search(pattern, name)]
         except re.error as error:
             raise ConfigError(
-                f"{pattern!r} is no regular expression: {error}", where="model.freeze", remedy="correct it"
+                f"{pattern!r} is not a valid regular expression: {error}",
+                where="model.freeze",
+                remedy="correct the pattern",
             ) from error
         if not frozen:
             parts = ", ".join(name for name, _ in model.named_children())
             raise ConfigError(
-                f"no parameter's name matches {pattern!r}",
+                f"{pattern!r} matches no parameter of the model",
                 where="model.freeze",
-                remedy=f"the names begin with {parts}",
+                remedy=f"use a pattern of names, which begin with {parts}",
             )
         for parameter in frozen:
             parameter.requires_grad_(False)
 
 
 def meta_batch(config: ModelConfig, size: int, length: int | None = None) -> Example:
-    """A batch without values for the model that `config` describes, on the meta device.
+    """Return a batch without values, on the meta device, for the model that `config` describes.
 
     Args:
         config: the model section of a params file.
-        size: samples.
-        length: tokens of a sample; the most that the model takes if not given.
+        size: number of samples.
+        length: tokens per sample; by default the model's maximum.
     """
     return FAMILIES[config.name].batch(config, size, length)
 
 
 def init_parameter(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
-    """Initial value of one parameter of the model that `config` describes, fp32 on the CPU."""
+    """Return the initial value of a parameter of the model that `config` describes, fp32 on the CPU."""
     return FAMILIES[config.name].init_parameter(name, shape, config, seed)
 
 
 def learning_rate_scale(name: str, config: ModelConfig) -> float:
-    """Factor on the learning rate of one parameter of the model that `config` describes."""
+    """Return the factor on the learning rate of a parameter of the model that `config` describes."""
     return FAMILIES[config.name].learning_rate_scale(name, config)

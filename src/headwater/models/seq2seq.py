@@ -1,4 +1,4 @@
-"""Encoder-decoders: one model for T5 and for the first transformer, put together as its config says."""
+"""Encoder-decoders: one class for T5 and the original transformer, whose parts are chosen by its config."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from headwater.models.layers.relative_positions import RelativePositionBias
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
 
 IGNORED = -100
-"""The label of what does not count."""
+"""Label of a position that does not count in the loss."""
 
 _ROWS = 1024
-"""Rows of logits that are held at once where only the best token is wanted."""
+"""Rows whose logits are in memory at once if only the best token is needed."""
 
 
 def _norm(config: Seq2SeqConfig) -> nn.Module:
@@ -37,11 +37,13 @@ def _norm(config: Seq2SeqConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Self-attention, in the decoder cross-attention, and feed-forward part: [batch, seq, hidden] -> same.
+    """A transformer block: self-attention, in the decoder also cross-attention, and feed-forward layer.
+
+    [batch, seq, hidden] -> same shape.
 
     Args:
-        config: the model.
-        stack: what the block belongs to.
+        config: the model section of a params file.
+        stack: stack of the block.
     """
 
     def __init__(self, config: Seq2SeqConfig, stack: StackName) -> None:
@@ -90,18 +92,18 @@ class Block(nn.Module):
         return self._add(self.ffn_norm, self.ffn, x)
 
     def _add(self, norm: nn.Module, part: nn.Module, x: Tensor, *more: object) -> Tensor:
-        """The residual stream after a part of the block."""
+        """Return the residual stream after one layer of the block, with its norm before or after it."""
         if self.norm_first:
             return x + part(norm(x), *more)  # type: ignore[no-any-return]
         return norm(x + part(x, *more))  # type: ignore[no-any-return]
 
 
 class Stack(nn.Module):
-    """Encoder or decoder, without the embedding of tokens: [batch, seq, hidden] -> same.
+    """The encoder or the decoder, without token embeddings: [batch, seq, hidden] -> same shape.
 
     Args:
-        config: the model.
-        stack: which of the two.
+        config: the model section of a params file.
+        stack: "encoder" or "decoder".
     """
 
     def __init__(self, config: Seq2SeqConfig, stack: StackName) -> None:
@@ -128,12 +130,12 @@ class Stack(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate if config.use_dropout_outside_residual_path else 0.0)
 
     def forward(self, x: Tensor, text: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Hidden states.
+        """Return the hidden states [batch, seq, hidden].
 
         Args:
-            x: embeddings [batch, seq, hidden].
-            text: bool, which tokens the encoder sees: of its own [batch, seq], or in the decoder of `memory`.
-            memory: in the decoder, what the encoder has given: [batch, source, hidden].
+            x: embeddings, [batch, seq, hidden].
+            text: True for a token of the source that is not padding, bool [batch, source].
+            memory: in the decoder, the output of the encoder, [batch, source, hidden].
 
         Raises:
             DataError: if there are more tokens than the model has positions.
@@ -157,8 +159,8 @@ class Stack(nn.Module):
         if self.relative_bias is None and len(positions) > self.max_length:
             key = "src" if self.stack == "encoder" else "tgt"
             raise DataError(
-                f"a sequence of {len(positions)} tokens is longer than the {self.max_length} positions "
-                f"of the {self.stack}",
+                f"expected a sequence of at most {self.max_length} tokens in the {self.stack}, "
+                f"got {len(positions)}",
                 where=f"model.{key}_max_position_embeddings",
                 remedy="use shorter sequences, or train a model with more positions",
             )
@@ -169,7 +171,7 @@ class Stack(nn.Module):
         return x
 
     def _biased(self, positions: Tensor, seen: Tensor) -> Tensor:
-        """What `Seen` calls `mask`, from which keys are seen."""
+        """Return `Seen.mask` for a mask of visible keys; it includes the relative bias if there is one."""
         if self.relative_bias is None:
             return seen
         bias: Tensor = self.relative_bias(positions)
@@ -177,7 +179,7 @@ class Stack(nn.Module):
 
 
 class Head(Linear):
-    """The language-model head: logits of hidden states, or the loss without ever holding all logits."""
+    """The language-model head: logits of hidden states, or the loss without all logits in memory."""
 
     def __init__(self, config: Seq2SeqConfig, *, fused_loss: bool) -> None:
         super().__init__(config.d_model, config.target_tokens, bias=False)
@@ -193,13 +195,17 @@ class Head(Linear):
         *,
         best: bool = False,
     ) -> Tensor:
-        """Logits [..., vocab] of `hidden` [..., width].
+        """Return logits, best tokens or the loss.
 
         Args:
-            hidden: hidden states.
-            targets: [...]; with these the loss.
-            row_weights: [...], factor of each target's cross-entropy in the loss.
-            best: the token with the highest logit [...] in place of the logits.
+            hidden: hidden states, [..., width].
+            targets: token ids, [...].
+            row_weights: factor of each target's cross-entropy in the loss, [...].
+            best: return the best tokens.
+
+        Returns:
+            The logits [..., vocab]; with `best` the tokens with the highest logits [...]; with `targets` and
+            `row_weights` the loss, a scalar.
         """
         hidden = hidden * self.scale
         rows = hidden.flatten(0, -2)
@@ -216,10 +222,9 @@ class Head(Linear):
         return loss
 
     def _over_mean(self, rows: Tensor, targets: Tensor, row_weights: Tensor) -> Tensor:
-        """How far the logits of the targets are above the mean over all tokens, summed with the weights.
+        """Return the weighted sum of (logit of the target - mean logit of all tokens).
 
-        With labels of which a share `s` is spread over all tokens (arXiv:1512.00567, section 7), a
-        cross-entropy grows by `s` times this.
+        With label smoothing `s` (arXiv:1512.00567, section 7) the cross-entropy grows by `s` times this sum.
         """
         at_target = F.embedding(targets.long().masked_fill(row_weights == 0, 0), self.weight)
         above = (rows.float() * (at_target - self.weight.mean(0)).float()).sum(-1)
@@ -227,7 +232,7 @@ class Head(Linear):
 
 
 class Seq2Seq(nn.Module):
-    """An encoder-decoder. `forward` gives the training loss, `logits` the predictions.
+    """An encoder-decoder. `forward` returns the training loss, `logits` the predictions.
 
     Args:
         config: the model section of a params file.
@@ -253,13 +258,13 @@ class Seq2Seq(nn.Module):
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Training loss, a scalar in fp32.
+        """Return the training loss, a scalar in fp32.
 
         Args:
-            batch: `input_ids` and `attention_mask` [batch, source], the mask 0 where a token is padding that
-                nobody sees; `decoder_input_ids` and `labels` [batch, target], and `decoder_attention_mask`
-                of the same shape, 0 where the label does not count, nor does a label `IGNORED`;
-                `loss_weight` [batch, 1], where the samples have weights of their own.
+            batch: `input_ids` and `attention_mask` [batch, source], 0 for padding, to which no token attends;
+                `decoder_input_ids`, `labels` and `decoder_attention_mask` [batch, target], 0 where the label
+                does not count; and optionally `loss_weight` [batch, 1], a weight per sample. A label
+                `IGNORED` does not count either.
 
         Raises:
             DataError: if there are more tokens than the model has positions.
@@ -271,20 +276,20 @@ class Seq2Seq(nn.Module):
         return self.head(hidden, labels, self._label_weights(counted, batch))  # type: ignore[no-any-return]
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [batch, target, vocab] of the token after each of `decoder_input_ids`; see `forward`."""
+        """Return the logits [batch, target, vocab] of the token after each decoder input; see `forward`."""
         return self.head(self._hidden(batch))  # type: ignore[no-any-return]
 
     def encode(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Hidden states [batch, source, hidden] of the text to read; see `forward`."""
+        """Return the hidden states [batch, source, hidden] of the source; see `forward`."""
         return self.encoder(self._embed(self.embedding, batch["input_ids"]), _text(batch))  # type: ignore[no-any-return]
 
     def decode(self, decoder_input_ids: Tensor, memory: Tensor, text: Tensor) -> Tensor:
-        """Hidden states [batch, target, hidden] of what is written.
+        """Return the hidden states [batch, target, hidden] of the decoder.
 
         Args:
-            decoder_input_ids: [batch, target].
-            memory: what `encode` gave.
-            text: bool [batch, source], which of it is seen.
+            decoder_input_ids: token ids, [batch, target].
+            memory: result of `encode`, [batch, source, hidden].
+            text: True for a token of the source that is not padding, bool [batch, source].
         """
         embedding = self.embedding if self.target_embedding is None else self.target_embedding
         return self.decoder(self._embed(embedding, decoder_input_ids), text, memory)  # type: ignore[no-any-return]
@@ -296,7 +301,7 @@ class Seq2Seq(nn.Module):
         return embedding(tokens) * self.config.embeddings_scale  # type: ignore[no-any-return]
 
     def _label_weights(self, counted: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Factor of each label's cross-entropy in the loss. A batch without any label has loss 0."""
+        """Return the factor of each label's cross-entropy in the loss. A batch without labels has loss 0."""
         config, weights = self.config, counted.float()
         if config.mlm_loss_scaling == "num_masked":
             return weights / weights.sum().clamp_min(1)
@@ -306,29 +311,32 @@ class Seq2Seq(nn.Module):
 
 
 def _counted(batch: Mapping[str, Tensor]) -> Tensor:
-    """Which labels count: bool [batch, target]."""
+    """Return a mask of the labels that count in the loss, bool [batch, target]."""
     counted = batch["labels"] != IGNORED
     mask = batch.get("decoder_attention_mask")
     return counted if mask is None else counted & mask.bool()
 
 
 def _text(batch: Mapping[str, Tensor]) -> Tensor:
-    """Which tokens to read are no padding: bool [batch, source]."""
+    """Return a mask of the source tokens that are not padding, bool [batch, source]."""
     mask = batch.get("attention_mask")
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
 
 
 @torch.no_grad()
 def write_greedily(model: Seq2Seq, batch: Mapping[str, Tensor], *, end: int, max_tokens: int) -> Tensor:
-    """What the model writes if it takes the likeliest token each time: [batch, up to `max_tokens`].
+    """Generate a target for each source with greedy decoding.
 
-    The encoder runs once, the decoder anew for each token. After `end` comes nothing but `end`.
+    The encoder runs once; the decoder runs over the whole target again for each token.
 
     Args:
-        model: in eval mode.
+        model: the model, in eval mode.
         batch: `input_ids` and `attention_mask` [batch, source].
-        end: token after which a text ends.
-        max_tokens: tokens after which it ends in any case.
+        end: id of the end token; a text that has ended is padded with it.
+        max_tokens: maximum tokens of a target.
+
+    Returns:
+        Token ids, [batch, up to max_tokens].
     """
     memory, text = model.encode(batch), _text(batch)
     written = batch["input_ids"].new_full((len(memory), 1), model.config.start_token_id)
@@ -343,14 +351,15 @@ def write_greedily(model: Seq2Seq, batch: Mapping[str, Tensor], *, end: int, max
 
 
 def num_labels(config: Seq2SeqConfig, batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Labels over which the loss of a batch is a mean; `None` where it is one over the samples."""
+    """Return the number of labels over which the loss of a batch is a mean; `None`: a mean over samples."""
     return _counted(batch).sum() if config.mlm_loss_scaling == "num_masked" else None
 
 
 def init_parameter(name: str, shape: Sequence[int], config: Seq2SeqConfig, seed: int) -> Tensor:
-    """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone."""
+    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
     if name.endswith("attention.qkv.weight"):
-        # Queries have a spread of their own.
+        # Queries may have another initializer than keys and values, so that the two parts are drawn
+        # separately.
         inner = config.inner_size
         query = draw(f"{name}/query", (inner, shape[1]), config.query_init, seed)
         key_value = draw(
@@ -381,11 +390,11 @@ def _initializer(name: str, config: Seq2SeqConfig) -> InitializerConfig:
 
 
 def learning_rate_scale(name: str, config: Seq2SeqConfig) -> float:
-    """Factor on the learning rate of the parameter called `name`: 1 without muP.
+    """Return the factor on the learning rate of parameter `name`; 1 without muP.
 
-    Under Adam a matrix whose inputs grow with the model learns more slowly by as much (arXiv:2203.03466,
-    table 8). What the model's width is on one side of only, as embeddings and the attention of heads that do
-    not grow, learns more slowly by the root.
+    Under Adam, the learning rate of a matrix is divided by the growth of its input width (arXiv:2203.03466,
+    table 8). It is divided by the square root of the growth if only one side of the matrix grows with the
+    model: embeddings, and attention with heads of constant size.
     """
     if not config.is_mup:
         return 1.0

@@ -1,4 +1,4 @@
-"""The U-Net: a class for each pixel of an image, by convolutions at several resolutions."""
+"""The U-Net: classifies each pixel of an image with convolutions at several resolutions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Convolution(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, config: UNetConfig) -> None:
         super().__init__()
-        # A normalization takes off whatever a bias adds.
+        # Without a bias if a normalization follows: it would subtract the bias again.
         self.convolution = Conv2d(inputs, outputs, 3, padding=1, bias=config.norm_layer is None)
         self.norm = _norm(outputs, config)
         self.nonlinearity = NONLINEARITIES[config.nonlinearity]
@@ -42,7 +42,7 @@ class Convolution(nn.Module):
 
 
 class ConvolutionBlock(nn.Sequential):
-    """The convolutions at one resolution: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
+    """Convolutions at one resolution: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
 
     def __init__(self, inputs: int, outputs: int, config: UNetConfig) -> None:
         widths = [inputs, *[outputs] * config.convs_per_block]
@@ -50,11 +50,11 @@ class ConvolutionBlock(nn.Sequential):
 
 
 class UpBlock(nn.Module):
-    """One resolution up: what comes from below and what was there on the way down, through convolutions.
+    """A step up to the next resolution: upsampling, then convolutions together with the skip connection.
 
     Args:
-        inputs: channels below.
-        outputs: channels here.
+        inputs: channels of the lower resolution.
+        outputs: channels of this resolution.
         config: the model section of a params file.
     """
 
@@ -68,15 +68,15 @@ class UpBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """A class for each pixel (arXiv:1505.04597). `forward` gives the training loss.
+    """A U-Net, which classifies each pixel (arXiv:1505.04597). `forward` returns the training loss.
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect: the classes are few.
+        fused_loss: has no effect: there are few classes.
         seed: seed of the initial weights.
 
     Attributes:
-        scored: what is counted in eval mode, by name.
+        scored: metrics that are updated in eval mode, by name.
     """
 
     def __init__(self, config: UNetConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
@@ -100,7 +100,11 @@ class UNet(nn.Module):
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Training loss, a scalar in fp32, of `inputs` [batch, channels, h, w] and `labels` [batch, h, w]."""
+        """Return the training loss, a scalar in fp32.
+
+        Args:
+            batch: `inputs` [batch, channels, h, w] and `labels` [batch, h, w].
+        """
         logits, labels = self.logits(batch), batch["labels"].long()
         if not self.training:
             self._score(logits, labels)
@@ -114,18 +118,18 @@ class UNet(nn.Module):
                 return F.cross_entropy(logits, labels) + self.config.dice_weight * dice
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [batch, classes, h, w], fp32.
+        """Return the logits [batch, classes, h, w], fp32.
 
         Raises:
-            DataError: if the images cannot be halved as often as the model does it.
+            DataError: if height or width is not a multiple of the model's stride.
         """
         x, stride = batch["inputs"], self.config.stride
         if x.shape[2] % stride or x.shape[3] % stride:
             raise DataError(
-                f"images of {x.shape[2]} x {x.shape[3]} pixels cannot be halved "
-                f"{len(self.config.encoder_filters) - 1} times",
+                f"expected images whose height and width are multiples of {stride}, "
+                f"got {x.shape[2]} x {x.shape[3]} pixels",
                 where="model.encoder_filters",
-                remedy=f"crop the images to multiples of {stride}",
+                remedy=f"crop the images to multiples of {stride}, or use fewer encoder_filters",
             )
         passed = [x := self.down[0](x)]
         for block in self.down[1:]:
@@ -136,7 +140,7 @@ class UNet(nn.Module):
         return self.output(x).float()  # type: ignore[no-any-return]
 
     def _one_hot(self, labels: Tensor) -> Tensor:
-        """Classes [batch, h, w] as [batch, classes, h, w], fp32."""
+        """Return classes [batch, h, w] as a one-hot tensor [batch, classes, h, w], fp32."""
         if self.config.num_classes == 1:
             return labels.unsqueeze(1).float()
         classes = torch.arange(self.config.num_classes, device=labels.device)
@@ -152,11 +156,11 @@ class UNet(nn.Module):
 
 
 def dice_loss(probabilities: Tensor, targets: Tensor) -> Tensor:
-    """One minus the soft Dice coefficient, the mean over the classes (arXiv:1606.04797, section 3).
+    """Return 1 - soft Dice coefficient, the mean over the classes (arXiv:1606.04797, section 3).
 
     Args:
-        probabilities: [batch, classes, h, w].
-        targets: of the same shape, 1 for the class of a pixel.
+        probabilities: predicted probabilities, [batch, classes, h, w].
+        targets: 1 for the class of a pixel, else 0, of the same shape.
     """
     over = (0, 2, 3)
     sizes = probabilities.square().sum(over) + targets.square().sum(over)
@@ -165,10 +169,10 @@ def dice_loss(probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def init_parameter(name: str, shape: Sequence[int], config: UNetConfig, seed: int) -> Tensor:
-    """Initial value of the parameter called `name`: He's (arXiv:1502.01852, equation 10) for convolutions.
+    """Return the initial value of parameter `name`: He's (arXiv:1502.01852, equation 10) for convolutions.
 
-    An output pixel of a transposed convolution has as many inputs as there are channels below, no more: its
-    kernel is as wide as its stride.
+    The fan-in of a transposed convolution is its number of input channels, because its kernel is as wide as
+    its stride.
     """
     if name.endswith("bias"):
         return torch.zeros(*shape)

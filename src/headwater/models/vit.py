@@ -1,4 +1,4 @@
-"""The vision transformer: a class for each image, by attention over its patches."""
+"""The vision transformer (ViT): classifies images with attention over their patches."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from headwater.models.layers.positions import sinusoidal_positions
 
 
 class PatchEmbedding(Linear):
-    """A vector for each patch (arXiv:2010.11929, section 3.1): [batch, channels, h, w] -> [batch, n, hidden].
+    """Linear embedding of patches: [batch, channels, h, w] -> [batch, n, hidden].
 
-    A patch's pixels are multiplied channel by channel, and row by row in each.
+    See arXiv:2010.11929, section 3.1. The inputs of the layer are the pixels of a patch in the order channel,
+    row, column.
 
     Args:
-        channels: of the images.
+        channels: channels of the images.
         patch_size: height and width of a patch.
-        width: elements of a vector.
-        bias: whether one is added.
+        width: elements of an embedding.
+        bias: add a bias.
     """
 
     def __init__(self, channels: int, patch_size: tuple[int, int], width: int, *, bias: bool) -> None:
@@ -46,7 +47,7 @@ class PatchEmbedding(Linear):
 
 
 class ClassToken(nn.Module):
-    """Puts a trained vector before all others: [batch, n, hidden] -> [batch, 1 + n, hidden]."""
+    """Prepends a trained vector: [batch, n, hidden] -> [batch, 1 + n, hidden]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class ClassToken(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Adds a trained vector for each place: [batch, n, hidden] -> same."""
+    """Adds a trained vector for each position: [batch, n, hidden] -> same shape."""
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
@@ -68,17 +69,17 @@ class LearnedPositions(nn.Module):
 
 
 class FixedPositions(nn.Module):
-    """Adds the sines and cosines of each place: [batch, n, hidden] -> same."""
+    """Adds sinusoidal position embeddings: [batch, n, hidden] -> same shape."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + sinusoidal_positions(x.shape[1], x.shape[2], device=x.device).to(x.dtype)
 
 
 class ImageEncoder(nn.Module):
-    """Hidden states of an image's patches: [batch, channels, h, w] -> [batch, tokens, hidden].
+    """An encoder of image patches: [batch, channels, h, w] -> [batch, tokens, hidden].
 
     Args:
-        config: the encoder.
+        config: section of the encoder.
     """
 
     def __init__(self, config: ImageEncoderSection) -> None:
@@ -105,20 +106,19 @@ class ImageEncoder(nn.Module):
         self.norm = LayerNorm(width, epsilon) if config.norm_first else None
 
     def forward(self, images: Tensor, num_blocks: int | None = None) -> Tensor:
-        """Hidden states [batch, tokens, hidden], the class token's first.
+        """Return the hidden states [batch, tokens, hidden]; the class token is the first.
 
         Args:
-            images: [batch, channels, h, w].
-            num_blocks: give what the first so many blocks make of them, without the last normalization; run
-                all if not given.
+            images: images, [batch, channels, h, w].
+            num_blocks: run only this number of blocks, without the last normalization; by default run all.
 
         Raises:
-            DataError: if the images are not as large as the model's.
+            DataError: if the images do not have the model's channels and size.
         """
         expected = [self.config.num_channels, *self.config.image_size]
         if list(images.shape[1:]) != expected:
             raise DataError(
-                f"images have shape {list(images.shape[1:])}, the model takes {expected}",
+                f"expected images of shape {expected}, got {list(images.shape[1:])}",
                 where="model.image_size",
                 remedy="resize or crop the images, or train a model of their size",
             )
@@ -143,15 +143,15 @@ class ImageEncoder(nn.Module):
 
 
 class ViT(nn.Module):
-    """A class for each image (arXiv:2010.11929). `forward` gives the training loss.
+    """A vision transformer, which classifies images (arXiv:2010.11929). `forward` returns the training loss.
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect: the classes are few.
+        fused_loss: has no effect: there are few classes.
         seed: seed of the initial weights.
 
     Attributes:
-        scored: what is counted in eval mode, by name.
+        scored: metrics that are updated in eval mode, by name.
     """
 
     def __init__(self, config: ViTConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
@@ -166,18 +166,22 @@ class ViT(nn.Module):
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Training loss, a scalar in fp32, of `inputs` [batch, channels, h, w] and `labels` [batch]."""
+        """Return the training loss, a scalar in fp32.
+
+        Args:
+            batch: `inputs` [batch, channels, h, w] and `labels` [batch].
+        """
         logits, labels = self.logits(batch), batch["labels"].long()
         if not self.training and self.scored:
             self.scored["accuracy"].add(logits.argmax(-1) == labels)
         return F.cross_entropy(logits, labels)
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [batch, classes], fp32."""
+        """Return the logits [batch, classes], fp32."""
         return self.classifier(self._features(self.vit_model(batch["inputs"]))).float()  # type: ignore[no-any-return]
 
     def _features(self, hidden: Tensor) -> Tensor:
-        """What the class is read off, [batch, features], of hidden states [batch, tokens, hidden]."""
+        """Return the classifier's inputs [batch, features] for hidden states [batch, tokens, hidden]."""
         if self.config.use_dinov2_classifier:
             return torch.cat((hidden[:, 0], hidden[:, 1:].mean(1)), dim=-1)
         if self.pooler is not None:
@@ -186,7 +190,7 @@ class ViT(nn.Module):
 
 
 def init_parameter(name: str, shape: Sequence[int], config: ImageEncoderSection, seed: int) -> Tensor:
-    """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone."""
+    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
     kinds = (
         (r".*\bbias", InitializerConfig(name="zeros")),
         (r".*norm\.weight", InitializerConfig(name="ones")),

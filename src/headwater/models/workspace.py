@@ -1,4 +1,4 @@
-"""Scratch memory for large temporaries on the CPU, kept between calls."""
+"""Pool of scratch memory for large temporary CPU tensors."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from headwater.core.buffers import large_zeros, pools_keep
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the memory of the CPU, and is not one that only stands for another."""
+    """True if a tensor is in CPU memory and is neither a fake tensor nor another subclass."""
     return tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
 
 
 class WorkspacePool:
-    """Lends flat tensors and keeps the largest one of each dtype for the next call.
+    """A pool that lends flat tensors and keeps the largest one of each dtype for the next call.
 
-    On the CPU a large fresh tensor costs a page fault for every 4 KiB touched, which is more than most
-    arithmetic on it; CUDA's caching allocator has no such cost, and fake tensors must not outlive their
-    mode, so neither is pooled. Where memory is short nothing is kept (`pools_keep`). Threads that borrow at
-    the same time get separate memory.
+    A large new CPU tensor costs a page fault per 4 KiB, which takes longer than most arithmetic on it. Only
+    plain
+    CPU tensors are pooled: CUDA's caching allocator has no such cost, and fake tensors must not outlive their
+    mode. If memory is short, the pool keeps nothing (`pools_keep`). Threads that borrow at the same time get
+    separate memory.
     """
 
     def __init__(self) -> None:
@@ -32,9 +33,12 @@ class WorkspacePool:
 
     @contextlib.contextmanager
     def borrow(self, like: Tensor, dtype: torch.dtype, numel: int) -> Iterator[Tensor]:
-        """An uninitialised flat tensor of `numel` elements on the device of `like`.
+        """Lend an uninitialised flat tensor of `numel` elements for the duration of the context.
 
-        It must not be used after the context ends.
+        Args:
+            like: tensor whose device is used.
+            dtype: dtype of the tensor.
+            numel: number of elements.
         """
         pooled = is_plain(like)
         buffer = self._take(dtype, numel) if pooled else None
@@ -47,13 +51,13 @@ class WorkspacePool:
                 self._give_back(buffer)
 
     def clear(self) -> None:
-        """Return all idle memory to the system."""
+        """Free all idle memory."""
         with self._lock:
             self._idle.clear()
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes held for the next call."""
+        """Bytes kept for the next call."""
         with self._lock:
             return sum(buffer.nbytes for buffer in self._idle.values())
 

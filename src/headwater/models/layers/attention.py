@@ -14,10 +14,10 @@ from headwater.models.layers.positions import RotaryStyle, rotate
 
 
 class LayerCache:
-    """Keys and values that one attention layer has seen.
+    """Cache of the keys and values of one attention layer.
 
     Args:
-        max_length: tokens it can hold; memory is taken at the first token.
+        max_length: maximum tokens in the cache; memory is allocated at the first token.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -27,7 +27,7 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values so far, the new ones [batch, heads, seq, head_size] appended."""
+        """Append keys and values [batch, heads, seq, head_size], and return all of them so far."""
         start, self.length = self.length, self.length + key.shape[2]
         assert self.length <= self.max_length, f"cache of {self.max_length} tokens is full"
         if self._keys is None or self._values is None:
@@ -39,11 +39,11 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """The caches of all layers of a model.
+    """Caches of all attention layers of a model.
 
     Args:
         num_layers: attention layers of the model.
-        max_length: tokens each can hold.
+        max_length: maximum tokens in the cache.
     """
 
     def __init__(self, num_layers: int, max_length: int) -> None:
@@ -51,20 +51,20 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """Tokens seen so far."""
+        """Tokens in the cache."""
         return self.layers[0].length
 
 
 class Seen(NamedTuple):
-    """What the queries of a call see, the same for every layer that is alike.
+    """Mask and rotations of the attention in one forward pass, which several layers use.
 
     Attributes:
-        mask: what is added to the scores, or which keys are seen (bool): broadcasts to
-            [batch, heads, queries, keys]. `None`: each query sees all keys up to its own, or there is one
-            query, which sees all.
-        rotations: cosines and sines of the new positions, see `positions.rotations`; `None` where positions
-            are not rotated.
-        causal: where there is no mask; otherwise each query sees all keys.
+        mask: added to the scores (float), or True for visible keys (bool); broadcasts to
+            [batch, heads, queries, keys]. `None`: see `causal`.
+        rotations: cosines and sines of the positions of the queries, see `positions.rotations`; `None`:
+            without
+            rotary embeddings.
+        causal: if there is no mask, each query sees the keys up to its own; False: each query sees all keys.
     """
 
     mask: Tensor | None = None
@@ -78,15 +78,15 @@ _EVERYTHING_BEFORE = Seen()
 def visible(
     queries: Tensor, keys: Tensor, *, window: int | None = None, sinks: int = 0, causal: bool = True
 ) -> Tensor:
-    """Which keys each query sees: bool [queries, keys].
+    """Return the mask of the keys that each query sees, bool [queries, keys].
 
     Args:
-        queries: positions of the queries.
-        keys: positions of the keys.
-        window: keys that a query sees at most, itself included (arXiv:2004.05150, section 3.1); all if not
-            given.
-        sinks: first positions that every query sees beside its window (arXiv:2309.17453).
-        causal: no query sees what comes after it.
+        queries: positions of the queries, [queries].
+        keys: positions of the keys, [keys].
+        window: maximum number of keys that a query sees, itself included (arXiv:2004.05150, section 3.1);
+            `None`: no limit.
+        sinks: number of first positions that every query sees in addition to its window (arXiv:2309.17453).
+        causal: a query sees no later keys.
     """
     distance = queries[:, None] - keys[None, :]
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -96,24 +96,25 @@ def visible(
 
 
 class SelfAttention(nn.Module):
-    """Self-attention of many heads: [batch, seq, hidden] -> [batch, seq, hidden].
+    """Multi-head self-attention: [batch, seq, hidden] -> [batch, seq, hidden].
 
-    Query, key and value come from one product, their weights stacked in this order.
+    One product computes queries, keys and values; their weights are stacked in this order.
 
     Args:
         hidden_size: width of input and output.
-        num_heads: heads.
-        head_size: width of a head; `hidden_size / num_heads` if not given.
-        num_kv_heads: heads of keys and values, each for equally many heads in a row (arXiv:2305.13245); as
-            many as heads if not given.
+        num_heads: number of heads.
+        head_size: width of a head; by default `hidden_size / num_heads`.
+        num_kv_heads: number of heads of keys and values, each shared by a group of adjacent query heads
+            (grouped-query attention, arXiv:2305.13245); by default `num_heads`.
         scale: factor on the product of query and key.
-        softcap: scores `s` become `c·tanh(s/c)` (arXiv:2408.00118, section 2).
-        rotary_style: which elements are rotated together, where `Seen.rotations` are given.
-        projection_bias: bias of the query, key and value projections.
-        output_bias: bias of the output projection.
-        attention_dropout: rate on the attention weights.
-        output_dropout: rate on the output.
-        projections: of keys and values along the sequence, for queries that see all keys but padding.
+        softcap: the constant c: scores `s` become `c·tanh(s/c)` (arXiv:2408.00118, section 2).
+        rotary_style: pairs of elements that are rotated together, if `Seen.rotations` is given.
+        projection_bias: add a bias to the query, key and value projections.
+        output_bias: add a bias to the output projection.
+        attention_dropout: dropout rate of the attention weights.
+        output_dropout: dropout rate of the output.
+        projections: projections of keys and values along the sequence (Linformer). Queries then see all keys
+            except padding.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class SelfAttention(nn.Module):
 
 
 def _mask_after(past: int, query: Tensor) -> Tensor | None:
-    """Which of `past` + new keys each new query may see; `None` where a kernel's own masking serves."""
+    """Return the mask of the `past` + new keys that each new query sees; `None` if the kernel needs none."""
     new = query.shape[2]
     if past == 0 or new == 1:
         return None

@@ -1,4 +1,4 @@
-"""Convolutions and their normalizations, whose weights a model initialises by name."""
+"""Convolutions and batch normalization, whose weights the model initialises by name."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ class Conv2d(nn.Conv2d):
     """`nn.Conv2d` that draws no random numbers when it is made: its memory is uninitialised."""
 
     def reset_parameters(self) -> None:
-        """Nothing: see `headwater.models.layers.initializers`."""
+        """Do nothing: `headwater.models.layers.initializers` sets the weights."""
 
 
 class ConvTranspose2d(nn.ConvTranspose2d):
     """`nn.ConvTranspose2d` that draws no random numbers when it is made: its memory is uninitialised."""
 
     def reset_parameters(self) -> None:
-        """Nothing: see `headwater.models.layers.initializers`."""
+        """Do nothing: `headwater.models.layers.initializers` sets the weights."""
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` whose statistics have values even where its weights are on the meta device.
+    """`nn.BatchNorm2d` whose statistics have values even if its weights are on the meta device.
 
     Args:
-        channels: of what is normalized.
-        epsilon: added to the variance.
+        channels: channels of the input.
+        epsilon: number that is added to the variance.
     """
 
     def __init__(self, channels: int, epsilon: float) -> None:

@@ -1,4 +1,4 @@
-"""Attention of one text to another."""
+"""Cross-attention: attention of one sequence to another."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from headwater.models.layers.linear import Linear
 
 
 class CrossAttention(nn.Module):
-    """Attention to another text: [batch, queries, hidden], [batch, keys, hidden] -> as the first.
+    """Multi-head attention of one sequence [batch, queries, hidden] to another [batch, keys, hidden].
 
-    Key and value come from one product, their weights stacked in this order.
+    The output is [batch, queries, hidden]. One product computes keys and values; their weights are stacked in
+    this order.
 
     Args:
         hidden_size: width of both inputs and of the output.
-        num_heads: heads.
+        num_heads: number of heads.
         head_size: width of a head.
         scale: factor on the product of query and key.
-        projection_bias: bias of the query, key and value projections.
-        output_bias: bias of the output projection.
-        attention_dropout: rate on the attention weights.
-        output_dropout: rate on the output.
+        projection_bias: add a bias to the query, key and value projections.
+        output_bias: add a bias to the output projection.
+        attention_dropout: dropout rate of the attention weights.
+        output_dropout: dropout rate of the output.
     """
 
     def __init__(
@@ -47,12 +48,12 @@ class CrossAttention(nn.Module):
         self.dropout = nn.Dropout(output_dropout)
 
     def forward(self, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
-        """What `x` reads in `memory`.
+        """Return the attention of `x` to `memory`, [batch, queries, hidden].
 
         Args:
-            x: [batch, queries, hidden].
-            memory: [batch, keys, hidden].
-            seen: bool, broadcasts to [batch, heads, queries, keys]: which of `memory` is seen.
+            x: sequence of the queries, [batch, queries, hidden].
+            memory: sequence of the keys and values, [batch, keys, hidden].
+            seen: True for visible keys; bool, broadcasts to [batch, heads, queries, keys].
         """
         key, value = (self._split_heads(part) for part in self.key_value(memory).chunk(2, dim=-1))
         attended = F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""A mixture of experts: feed-forward parts among which each token chooses a few."""
+"""Mixture of experts: a router sends each token to a few feed-forward layers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from headwater.models.layers.linear import Linear
 
 
 class StackedLinear(nn.Module):
-    """One linear layer for each expert, their weights below each other: [experts · outputs, inputs].
+    """One linear layer per expert; their weights are stacked: [experts · outputs, inputs].
 
     Args:
-        num_experts: how many.
-        inputs: width of what comes in.
-        outputs: width of what goes out.
-        bias: whether each adds a bias.
+        num_experts: number of experts.
+        inputs: input width of an expert.
+        outputs: output width of an expert.
+        bias: add a bias.
     """
 
     def __init__(self, num_experts: int, inputs: int, outputs: int, *, bias: bool) -> None:
@@ -31,29 +31,29 @@ class StackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_experts * outputs)) if bias else None
 
     def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """One part, [tokens, inputs], for each expert -> [tokens, outputs]."""
+        """Apply each expert's layer to its part of the tokens: [tokens, inputs] -> [tokens, outputs]."""
         weights = self.weight.chunk(self.num_experts)
         biases = [None] * self.num_experts if self.bias is None else self.bias.chunk(self.num_experts)
         return [F.linear(*three) for three in zip(parts, weights, biases, strict=True)]
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward part whose weights depend on the token: [..., hidden] -> [..., hidden].
+    """A feed-forward layer with several experts: [..., hidden] -> [..., hidden].
 
-    A router gives each expert a probability. A token goes to the `top_k` most probable and gets the mean of
-    what they give, weighted by their probabilities (arXiv:2401.04088, section 2.1); with `top_k` 1 what the
-    one gives, times its probability (arXiv:2101.03961, equation 2).
+    A router assigns a probability to each expert. The output of a token is the mean of the outputs of its
+    `top_k` most probable experts, weighted by their probabilities (arXiv:2401.04088, section 2.1). With
+    `top_k` 1 it is the output of the expert times its probability (arXiv:2101.03961, equation 2).
 
     Args:
         hidden_size: width of input and output.
         filter_size: inner width of an expert.
-        nonlinearity: of the experts.
-        num_experts: experts among which a token chooses.
-        top_k: how many it goes to.
-        num_shared_experts: experts that every token goes to besides.
-        null_expert_bias: with `top_k` 1: logit of one more expert, which gives nothing.
-        bias: of every layer of the experts.
-        dropout: rate on the output.
+        nonlinearity: nonlinearity of the experts.
+        num_experts: number of experts to choose from.
+        top_k: experts per token.
+        num_shared_experts: number of additional experts that every token uses.
+        null_expert_bias: with `top_k` 1: logit of an additional expert whose output is 0.
+        bias: add a bias to every layer of the experts.
+        dropout: dropout rate of the output.
     """
 
     def __init__(
@@ -86,10 +86,11 @@ class MixtureOfExperts(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the experts give, and the load-balancing loss: a scalar, 1 where all get equally much.
+        """Return the output [..., hidden], and the load-balancing loss, a scalar.
 
-        The loss is `experts · Σ fᵢ·Pᵢ`, with `fᵢ` the share of choices that fall on an expert and `Pᵢ` its
-        mean probability (arXiv:2101.03961, equations 4 to 6).
+        The loss is `experts · Σ fᵢ·Pᵢ`, where `fᵢ` is the fraction of the choices that fall on expert i and
+        `Pᵢ` its mean probability (arXiv:2101.03961, equations 4 to 6). It is 1 if all experts are used
+        equally.
         """
         tokens = x.flatten(0, -2)
         probabilities = self._probabilities(tokens)
@@ -106,8 +107,9 @@ class MixtureOfExperts(nn.Module):
         return self.dropout(output.view_as(x)), balance
 
     def _probabilities(self, tokens: Tensor) -> Tensor:
-        """Of each expert for each token, fp32: [tokens, experts]."""
-        with torch.autocast(tokens.device.type, enabled=False):  # small differences decide
+        """Return the probability of each expert for each token, fp32 [tokens, experts]."""
+        # Without autocast: in 16 bits, rounding could change the choice of experts.
+        with torch.autocast(tokens.device.type, enabled=False):
             logits = self.router(tokens.to(self.router.weight.dtype)).float()
         if self.null_expert_bias is None:
             return F.softmax(logits, dim=-1)
@@ -116,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         return probabilities.narrow(-1, 0, self.num_experts)
 
     def _give(self, tokens: Tensor, chosen: Tensor, choices: Tensor) -> Tensor:
-        """What the chosen experts make of each token: [tokens, top_k, hidden]."""
+        """Return the outputs of the chosen experts for each token, [tokens, top_k, hidden]."""
         order = chosen.flatten().argsort(stable=True)
         parts = tokens[order // self.top_k].split(_sizes(choices, len(order)))
         inner = self.input(parts)
@@ -130,7 +132,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def _sizes(choices: Tensor, total: int) -> list[int]:
-    """How many rows go to each expert; where that cannot be known, in a dry run, equally many."""
+    """Return the number of rows of each expert; in a dry run, where it is unknown, about equal numbers."""
     if choices.is_meta or isinstance(choices, FakeTensor):
         even, more = divmod(total, len(choices))
         return [even + (expert < more) for expert in range(len(choices))]

@@ -1,4 +1,4 @@
-"""The position-wise feed-forward part of a transformer block."""
+"""The position-wise feed-forward layer of a transformer block."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ NONLINEARITIES: dict[Nonlinearity, Callable[[Tensor], Tensor]] = {
     "geglu_new": _gelu_tanh,
     "reglu": F.relu,
 }
-"""Elementwise functions by their name in a params file; `…_new` are with the tanh approximation of GPT-2."""
+"""Elementwise functions by their names in params files; `…_new` use the tanh approximation of GPT-2."""
 
 GATED: frozenset[Nonlinearity] = frozenset({"swiglu", "geglu", "geglu_new", "reglu"})
-"""Those that are taken of a second product, the gate, and multiply the first (arXiv:2002.05202)."""
+"""Gated nonlinearities (arXiv:2002.05202): a function of a second product, the gate, times the first."""
 
 
 class FeedForward(nn.Module):
@@ -48,11 +48,11 @@ class FeedForward(nn.Module):
 
     Args:
         hidden_size: width of input and output.
-        filter_size: width between the layers.
-        nonlinearity: one of `NONLINEARITIES`; a gated one adds a layer, `gate`.
-        bias: of every layer.
-        dropout: rate on the output.
-        inner_dropout: rate after the nonlinearity.
+        filter_size: width between the two linear layers.
+        nonlinearity: one of `NONLINEARITIES`; a gated one adds a third linear layer, `gate`.
+        bias: add a bias to every linear layer.
+        dropout: dropout rate of the output.
+        inner_dropout: dropout rate after the nonlinearity.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Initial values of weights, each from a random stream of its own."""
+"""Initial values of weights; each parameter has its own random stream."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from headwater.config.models import InitializerConfig, InitializerName
 from headwater.core.seeding import derive_seed
 
 _TRUNCATED_STD = 0.87962566103423978
-"""Standard deviation of a standard normal distribution that is cut at -2 and 2."""
+"""Standard deviation of a standard normal distribution truncated at -2 and 2."""
 
 _Fill = Callable[[Tensor, InitializerConfig, torch.Generator], Tensor]
 
 
 def _truncated_normal(value: Tensor, initializer: InitializerConfig, generator: torch.Generator) -> Tensor:
-    """By the inverse of the distribution function: one draw an element, where `nn.init.trunc_normal_` draws
-    the whole tensor again until no element is out of bounds (15 times slower)."""
+    """Fill `value` by inverting the distribution function, with one draw per element.
+
+    `nn.init.trunc_normal_` is 15 times slower: it draws the whole tensor again until no element is out of
+    bounds.
+    """
     mean, std, (low, high) = initializer.mean, initializer.std, initializer.bounds
     if std == 0:
         return value.fill_(min(max(mean, low), high))
@@ -29,7 +32,7 @@ def _truncated_normal(value: Tensor, initializer: InitializerConfig, generator: 
 
 
 def _variance_scaling(value: Tensor, initializer: InitializerConfig, generator: torch.Generator) -> Tensor:
-    """As in Keras' `VarianceScaling`."""
+    """Fill `value` like the `VarianceScaling` initializer of Keras."""
     fan_in, fan_out = nn.init._calculate_fan_in_and_fan_out(value)
     fans = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}
     std = math.sqrt(initializer.scale / max(1.0, fans[initializer.mode]))
@@ -60,17 +63,18 @@ _FILLS: dict[InitializerName, _Fill] = {
 def draw(
     name: str, shape: Sequence[int], initializer: InitializerConfig, seed: int, *, rows: Sequence[int] = ()
 ) -> Tensor:
-    """The initial value of one parameter, fp32 on the CPU.
+    """Return the initial value of a parameter, fp32 on the CPU.
 
-    It depends on the arguments alone: not on other parameters, and not on the order in which they are drawn.
+    It depends only on the arguments, not on other parameters or on the order in which they are drawn.
 
     Args:
-        name: qualified name of the parameter; keys its random stream.
-        shape: its shape.
-        initializer: the distribution.
+        name: qualified name of the parameter; selects its random stream.
+        shape: shape of the parameter.
+        initializer: distribution of the values.
         seed: seed of the run.
-        rows: rows of each of the matrices that are stacked along the first dimension: each has fans of its
-            own. All rows are one matrix if not given.
+        rows: rows of each matrix, if several are stacked along the first dimension; fan-in and fan-out are
+            those
+            of each matrix. By default all rows are one matrix.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
     value = torch.empty(*shape, device="cpu", dtype=torch.float32)
@@ -81,11 +85,11 @@ def draw(
 
 @torch.no_grad()
 def initialize(model: nn.Module, initial: Callable[[str, torch.Size], Tensor]) -> None:
-    """Fill in the parameters of `model`, but for those on the meta device, which have no values.
+    """Set the parameters of `model` to their initial values; skip those on the meta device.
 
     Args:
-        model: its weights are overwritten.
-        initial: the value of a parameter by its name and shape.
+        model: model whose weights are overwritten.
+        initial: returns the value of a parameter from its name and shape.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:

@@ -1,4 +1,4 @@
-"""Linear and embedding layers whose weights a model initialises by name."""
+"""Linear and embedding layers, whose weights the model initialises by name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Linear(nn.Linear):
     """`nn.Linear` that draws no random numbers when it is made: its memory is uninitialised."""
 
     def reset_parameters(self) -> None:
-        """Nothing: see `headwater.models.layers.initializers`."""
+        """Do nothing: `headwater.models.layers.initializers` sets the weights."""
 
 
 class Embedding(nn.Embedding):
     """`nn.Embedding` that draws no random numbers when it is made: its memory is uninitialised."""
 
     def reset_parameters(self) -> None:
-        """Nothing: see `headwater.models.layers.initializers`."""
+        """Do nothing: `headwater.models.layers.initializers` sets the weights."""
 
     def forward(self, input: Tensor) -> Tensor:
         if is_plain(self.weight) and not torch.compiler.is_compiling():
@@ -32,7 +32,7 @@ class Embedding(nn.Embedding):
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table. Its gradient has the bits of torch's, and lies where large tensors do best."""
+    """Embedding lookup whose gradient is bit-identical to torch's, and is allocated by `large_zeros`."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, table: Tensor) -> Tensor:

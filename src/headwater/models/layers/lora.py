@@ -12,18 +12,19 @@ from headwater.models.layers.linear import Linear
 
 
 class LoRALinear(Linear):
-    """`x·Wᵀ + b`, and `scale · x·Aᵀ·Bᵀ` added to some of the outputs: [..., inputs] -> [..., outputs].
+    """A linear layer with adapters: `x·Wᵀ + b`, plus `scale · x·Aᵀ·Bᵀ` on some outputs.
 
-    Where several matrices are stacked in `W` each has an A and a B of its own, stacked likewise.
+    [..., inputs] -> [..., outputs]. If several matrices are stacked in `W`, each has its own A and B, stacked
+    in the same order.
 
     Args:
-        inputs: width of what comes in.
-        outputs: width of what goes out.
+        inputs: width of the input.
+        outputs: width of the output.
         rank: rows of each A.
-        scale: factor on what is added.
-        dropout: rate on what A reads.
-        rows: the outputs of each matrix that has adapters.
-        bias: whether there is a bias.
+        scale: factor on the adapters' outputs.
+        dropout: dropout rate of the adapters' input.
+        rows: outputs of each matrix that has an adapter.
+        bias: add a bias.
     """
 
     def __init__(
@@ -60,7 +61,15 @@ class LoRALinear(Linear):
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, rows: Sequence[slice], scale: float) -> Tensor:
-    """The one matrix that acts like `LoRALinear` without dropout."""
+    """Return the weight [outputs, inputs] of the linear layer that is equivalent to a `LoRALinear`.
+
+    Args:
+        weight: the weight W, [outputs, inputs].
+        a: all A, stacked.
+        b: all B, stacked.
+        rows: outputs of each matrix that has an adapter.
+        scale: factor on the adapters' outputs.
+    """
     result = weight.clone()
     sizes = [part.stop - part.start for part in rows]
     for part, low, high in zip(rows, a.chunk(len(rows)), b.split(sizes), strict=True):

@@ -8,28 +8,28 @@ from torch.nn import functional as F
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` whose weights may be wider than its input: fp32 weights on a bf16 stream.
+    """`nn.LayerNorm` whose weights may have a wider dtype than its input, for example fp32 and bf16.
 
-    Statistics and affine part are computed in the dtype of the weights, the output has that of the input.
-    Without an affine part, statistics are computed in fp32 at least.
+    Statistics and affine transform are computed in the dtype of the weights; the output has the dtype of the
+    input. Without weights, statistics are computed at least in fp32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         if input.device.type == "cpu" or not self.elementwise_affine or input.dtype == self.weight.dtype:
-            # The CPU kernel takes mixed dtypes without a copy of the input.
+            # The CPU kernel supports mixed dtypes without a copy of the input.
             return super().forward(input).to(input.dtype)
         return super().forward(input.to(self.weight.dtype)).to(input.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Division by the root of the mean square, then a factor for each element (arXiv:1910.07467).
+    """RMS normalization with a factor per element (arXiv:1910.07467): [..., width] -> same shape.
 
-    Computed in fp32 at least, the output has the dtype of the input: [..., width] -> same.
+    It is computed at least in fp32; the output has the dtype of the input.
 
     Args:
         width: elements that are normalized together.
-        epsilon: added to the mean square.
-        unit_offset: the factor is one more than the weight (Gemma).
+        epsilon: number that is added to the mean square.
+        unit_offset: the factor is 1 + weight (Gemma).
     """
 
     def __init__(self, width: int, epsilon: float, *, unit_offset: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Positions of tokens: sinusoidal tables, rotations of queries and keys, biases by distance."""
+"""Position embeddings: sinusoidal, rotary, and attention biases by distance (ALiBi)."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ import torch
 from torch import Tensor
 
 RotaryStyle = Literal["interleaved", "half"]
-"""Which elements are rotated together: neighbours (GPT-J), or one of each half (GPT-NeoX)."""
+"""Pairs of elements that are rotated together: neighbours (GPT-J), or one of each half (GPT-NeoX)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RotaryScaling:
-    """How rotations are slowed down for sequences longer than those of pre-training.
+    """Scaling of rotary frequencies for sequences longer than those of pretraining.
 
     Attributes:
-        kind: `linear` divides every position by the factor (arXiv:2306.15595). `ntk` raises the base by so
-            much that the slowest rotation is divided by it and the fastest stays (arXiv:2309.00071, section
-            3.1). `yarn` divides rotations by how often they turn within the original length (same, sections
-            3.2 and 3.4). `llama3` likewise, by the wavelength (arXiv:2407.21783, section 3.2, and the code
-            published with it).
-        factor: by how much the length grows.
-        original_length: tokens of a sequence in pre-training; for `yarn` and `llama3`.
-        low_freq_factor: `llama3`: wavelengths above `original_length` over this are divided by the factor.
-        high_freq_factor: `llama3`: those below `original_length` over this stay.
-        beta_fast: `yarn`: rotations that turn more often than this in the original length stay.
-        beta_slow: `yarn`: those that turn less often are divided by the factor.
-        attention_factor: `yarn`: factor on rotated queries and keys each; from `factor` where absent.
+        kind: `linear`: every position is divided by the factor (arXiv:2306.15595). `ntk`: the base is
+            increased
+            so that the lowest frequency is divided by the factor and the highest does not change
+            (arXiv:2309.00071, section 3.1). `yarn`: each frequency is scaled according to its number of turns
+            within the original length (same paper, sections 3.2 and 3.4). `llama3`: each frequency is scaled
+            according to its wavelength (arXiv:2407.21783, section 3.2, and the code published with it).
+        factor: factor by which the length grows.
+        original_length: tokens of a sequence in pretraining; for `yarn` and `llama3`.
+        low_freq_factor: `llama3`: frequencies with wavelengths above `original_length / low_freq_factor` are
+            divided by the factor.
+        high_freq_factor: `llama3`: frequencies with wavelengths below `original_length / high_freq_factor` do
+            not change.
+        beta_fast: `yarn`: frequencies with more turns than this in the original length do not change.
+        beta_slow: `yarn`: frequencies with fewer turns than this are divided by the factor.
+        attention_factor: `yarn`: factor on rotated queries, and on rotated keys; by default derived from
+            `factor`.
     """
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]
@@ -45,13 +49,15 @@ class RotaryScaling:
 def rotary_frequencies(
     size: int, theta: float, scaling: RotaryScaling | None = None, *, device: torch.device | None = None
 ) -> Tensor:
-    """Radians a position for each pair of rotated elements, [size / 2] (arXiv:2104.09864, section 3.2).
+    """Return the frequency of each pair of rotated elements in radians per position, fp32 [size / 2].
+
+    See arXiv:2104.09864, section 3.2.
 
     Args:
         size: rotated elements of a head, even.
         theta: base of the wavelengths.
-        scaling: how they are slowed down.
-        device: where the result is computed.
+        scaling: scaling for longer sequences.
+        device: device of the result.
     """
     if scaling is not None and scaling.kind == "ntk":
         theta *= scaling.factor ** (size / (size - 2))
@@ -69,7 +75,7 @@ def rotary_frequencies(
 
 def _yarn(frequencies: Tensor, size: int, theta: float, scaling: RotaryScaling) -> Tensor:
     def pair_that_turns(times: float) -> float:
-        """Which pair turns so often within the original length."""
+        """Return the index (not rounded) of the pair with this number of turns in the original length."""
         return size * math.log(scaling.original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
@@ -87,7 +93,7 @@ def _llama3(frequencies: Tensor, scaling: RotaryScaling) -> Tensor:
 
 
 def rotary_magnitude(scaling: RotaryScaling | None) -> float:
-    """Factor on every rotated query and key: 1 but for YaRN (arXiv:2309.00071, equation 15)."""
+    """Return the factor on every rotated query and key; 1 except for YaRN (arXiv:2309.00071, equation 15)."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -96,11 +102,11 @@ def rotary_magnitude(scaling: RotaryScaling | None) -> float:
 
 
 def rotations(positions: Tensor, frequencies: Tensor, *, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines by which `rotate` turns: two of [*positions, size / 2], fp32.
+    """Return the cosines and sines for `rotate`, each fp32 [*positions, size / 2].
 
     Args:
-        positions: of tokens, of any shape.
-        frequencies: see `rotary_frequencies`.
+        positions: positions of tokens, of any shape.
+        frequencies: see `rotary_frequencies`, [size / 2].
         magnitude: see `rotary_magnitude`.
     """
     angles = positions.float().unsqueeze(-1) * frequencies
@@ -108,13 +114,13 @@ def rotations(positions: Tensor, frequencies: Tensor, *, magnitude: float = 1.0)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, style: RotaryStyle) -> Tensor:
-    """Queries or keys turned by their positions, in their own dtype.
+    """Return queries or keys rotated by their positions, in their dtype.
 
     Args:
-        x: [..., seq, head size]; only as many elements of a head are turned as there are rotations.
-        cosines: [..., seq, size / 2], see `rotations`.
-        sines: likewise.
-        style: which elements make a pair.
+        x: queries or keys, [..., seq, head size]; only the first `size` elements of a head are rotated.
+        cosines: see `rotations`, [..., seq, size / 2].
+        sines: see `rotations`, [..., seq, size / 2].
+        style: pairs of elements that are rotated together.
     """
     size = 2 * cosines.shape[-1]
     turned, rest = x[..., :size].float(), x[..., size:]
@@ -129,10 +135,10 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, style: RotaryStyle) -> Ten
 
 
 def alibi_slopes(num_heads: int, *, device: torch.device | None = None) -> Tensor:
-    """What each head takes off a score for each token of distance, [heads] (arXiv:2108.12409, section 3).
+    """Return the ALiBi slope of each head, fp32 [heads] (arXiv:2108.12409, section 3).
 
-    Powers of 2 where their number is one, `2^(-8/n), 2^(-16/n), …`; else those of the power of 2 below, and
-    of the one above every other.
+    If the number n of heads is a power of 2, the slopes are `2^(-8/n), 2^(-16/n), …`. Otherwise they are
+    those of the next lower power of 2, followed by every second slope of the next higher power of 2.
     """
     floor = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8 * (i + 1) / floor) for i in range(floor)]
@@ -141,24 +147,26 @@ def alibi_slopes(num_heads: int, *, device: torch.device | None = None) -> Tenso
 
 
 def alibi_bias(slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """What is added to attention scores: [heads, queries, keys], fp32.
+    """Return the ALiBi biases that are added to attention scores, fp32 [heads, queries, keys].
 
     Args:
-        slopes: [heads].
-        queries: positions of the queries.
-        keys: positions of the keys.
+        slopes: slope of each head, [heads].
+        queries: positions of the queries, [queries].
+        keys: positions of the keys, [keys].
     """
     distance = (queries[:, None] - keys[None, :]).abs()
     return -slopes[:, None, None] * distance
 
 
 def sinusoidal_positions(length: int, width: int, *, device: torch.device | None = None) -> Tensor:
-    """Sines at even and cosines at odd elements (arXiv:1706.03762, section 3.5): [length, width], fp32.
+    """Return sinusoidal position embeddings (arXiv:1706.03762, section 3.5), fp32 [length, width].
+
+    Sines are at even elements, cosines at odd elements.
 
     Args:
-        length: positions.
-        width: elements of each, even.
-        device: where the result is computed.
+        length: number of positions.
+        width: elements of an embedding, even.
+        device: device of the result.
     """
     positions = torch.arange(length, device=device)
     cosines, sines = rotations(positions, rotary_frequencies(width, 10000.0, device=device))
@@ -166,19 +174,19 @@ def sinusoidal_positions(length: int, width: int, *, device: torch.device | None
 
 
 def sinusoidal_grid(rows: int, columns: int, width: int, *, device: torch.device | None = None) -> Tensor:
-    """Sines and cosines of column and row (arXiv:2212.09748, the code published with it), fp32.
+    """Return sinusoidal position embeddings of a grid, as in the code published with arXiv:2212.09748.
 
-    Of each place, row by row: sines of its column, then cosines; sines of its row, then cosines, a quarter of
-    the elements each.
+    An embedding has four parts of equal size: sines of the column, cosines of the column, sines of the row,
+    cosines of the row.
 
     Args:
-        rows: rows of places.
-        columns: places in each.
-        width: elements of each place, a multiple of 4.
-        device: where the result is computed.
+        rows: rows of the grid.
+        columns: columns of the grid.
+        width: elements of an embedding, a multiple of 4.
+        device: device of the result.
 
     Returns:
-        [rows * columns, width].
+        Embeddings in row-major order, fp32 [rows * columns, width].
     """
     frequencies = rotary_frequencies(width // 2, 10000.0, device=device)
 
