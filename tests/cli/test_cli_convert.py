@@ -67,14 +67,14 @@ def test_halves(tmp_path, llama):
         (
             ("hf", "headwater", "hf", "out"),
             {"model": "gptj"},
-            "the config is of a LlamaForCausalLM, and not of a GPTJForCausalLM",
+            "expected the config of a GPTJForCausalLM, got that of a LlamaForCausalLM",
         ),
         (("hf", "headwater", "hf", "out"), {"model": "lama"}, "write llama; models are"),
         (("hf", "hf", "hf", "out"), {}, "both formats are hf"),
         (("hf", "headwater", "none", "out"), {}, "no such folder"),
         (("headwater", "hf", "own", "out"), {"model": "gpt2"}, "the model is a llama"),
         (("hf", "headwater", "hf", "own"), {}, "not empty"),
-        (("headwater", "hf", "hf", "out"), {}, "cannot read the model's section"),
+        (("headwater", "hf", "hf", "out"), {}, "the model section cannot be read"),
         (("cs2", "headwater", "hf", "out"), {}, "expected hf, headwater or cs-X.Y, found 'cs2'"),
         (("cs-2.3", "headwater", "hf", "out"), {}, "cs-2.3 and headwater are the same format here"),
         (("hf", "headwater", "hf", "out"), {"model": "lama-headless"}, "write llama-headless; models are"),
@@ -96,8 +96,8 @@ def test_a_tensor_without_a_place_is_named_with_the_nearest(tmp_path, llama, cap
     save_file(tensors, path)
     assert convert("hf", "headwater", llama, tmp_path / "own") == 2
     message = capsys.readouterr().err
-    assert "model.layers.1.mlp.up_projj.weight has no place" in message
-    assert "nearest known names are model.layers.1.mlp.up_proj.weight" in message
+    assert "model.layers.1.mlp.up_projj.weight does not belong to this model" in message
+    assert "most similar names are model.layers.1.mlp.up_proj.weight" in message
     assert not (tmp_path / "own").exists()
 
 

@@ -178,14 +178,18 @@ def test_what_a_config_leaves_out_means_what_transformers_means(format):
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("falcon", {"alibi": True}, "alibi is True"),
-        ("mpt", {"n_heads": 6, "d_model": 48}, "no power of 2"),
-        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv is 6.0"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "scaled by 'longrope'"),
+        ("falcon", {"alibi": True}, "expected alibi to be False, got True"),
+        ("mpt", {"n_heads": 6, "d_model": 48}, "n_heads to be a power of 2, got 6"),
+        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "expected clip_qkv to be None, got 6.0"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}},
+            "rotary scaling 'longrope'",
+        ),
         ("llama", {"hidden_act": "mish"}, "nonlinearity"),
         ("llama", {"vocab_size": None}, "vocab_size"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ("albert", {}, "no converter for models of the type 'albert'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention to be None, got True"),
+        ("albert", {}, "no converter for the model_type 'albert'"),
     ],
 )
 def test_import_refuses_what_there_is_not(tmp_path, model_type, changes, message):
@@ -264,7 +268,9 @@ def test_with_and_without_a_head_are_told_apart(tmp_path):
     theirs = their_model("llama")
     theirs.save_pretrained(tmp_path / "whole")
     theirs.model.save_pretrained(tmp_path / "headless")
-    with pytest.raises(ConfigError, match=r"(?s)LlamaForCausalLM, and not of a LlamaModel.*--model llama"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)config of a LlamaModel, got that of a LlamaForCausalLM.*--model llama"
+    ):
         import_hf(tmp_path / "whole", format=CONVERTERS["llama-headless"][0])
     torch.manual_seed(0)
     bert = transformers.BertConfig(
@@ -272,8 +278,11 @@ def test_with_and_without_a_head_are_told_apart(tmp_path):
     )
     transformers.BertModel(bert).save_pretrained(tmp_path / "bert")
     with pytest.raises(
-        CheckpointError, match=r"(?s)no head: classifier\.weight.*--model bert-sequence-classifier-headless"
+        CheckpointError,
+        match=r"(?s)no head: it lacks classifier\.weight.*--model bert-sequence-classifier-headless",
     ):
         dict(import_hf(tmp_path / "bert", format=CONVERTERS["bert-sequence-classifier"][0])[1])
-    with pytest.raises(CheckpointError, match=r"(?s)no head: lm_head\.weight.*--model llama-headless"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)no head: it lacks lm_head\.weight.*--model llama-headless"
+    ):
         dict(import_hf(tmp_path / "headless")[1])

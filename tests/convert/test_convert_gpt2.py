@@ -127,9 +127,9 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path):
     model = model_of()
     parameters = dict(model.named_parameters())
     parameters["blocks.0.ffn.inptu.weight"] = parameters.pop("blocks.0.ffn.input.weight")
-    with pytest.raises(CheckpointError, match=r"nearest.*blocks\.0\.ffn\.input\.weight"):
+    with pytest.raises(CheckpointError, match=r"similar.*blocks\.0\.ffn\.input\.weight"):
         export_hf(parameters, model.config, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="the folder cannot be written"):
+    with pytest.raises(CheckpointError, match="the output folder cannot be written"):
         export_hf(
             model.named_parameters(), model.config, tmp_path / "out", tokenizer_files=[tmp_path / "absent"]
         )
@@ -142,7 +142,7 @@ def test_export_refuses_a_folder_with_content_and_wrong_shapes(tmp_path):
     with pytest.raises(CheckpointError, match="not empty"):
         export_hf(model.named_parameters(), model.config, tmp_path)
     wider = model.config.model_copy(update={"vocab_size": 62})
-    with pytest.raises(CheckpointError, match=r"shape \(61, 24\).*\(62, 24\)"):
+    with pytest.raises(CheckpointError, match=r"shape \(62, 24\).*\(61, 24\)"):
         export_hf(model.named_parameters(), wider, tmp_path / "out")
 
 
@@ -157,7 +157,7 @@ def test_export_refuses_a_folder_with_content_and_wrong_shapes(tmp_path):
     ],
 )
 def test_models_that_the_format_cannot_express_are_refused(changes):
-    with pytest.raises(ConfigError, match="the format of GPT2LMHeadModel has no models with"):
+    with pytest.raises(ConfigError, match="the format of GPT2LMHeadModel cannot express"):
         GPT2.config_to_hf(DecoderConfig.model_validate({**SMALL, **changes}))
 
 
@@ -200,7 +200,7 @@ def test_damaged_checkpoints(tmp_path):
         list(import_hf(out)[1])
     tensors["transformer.ln_f.bias"] = torch.zeros(7)
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"ln_f\.bias has shape \(7,\)"):
+    with pytest.raises(CheckpointError, match=r"ln_f\.bias of shape \(24,\).*got \(7,\)"):
         list(import_hf(out)[1])
     file.unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
@@ -265,6 +265,6 @@ def test_factors_of_mup_that_are_powers_of_two_keep_every_bit(tmp_path):
 
 def test_plain_converter_names_the_key_of_mup_and_the_converter_that_absorbs_it(tmp_path):
     model = model_of(embeddings_scale=8.0)
-    with pytest.raises(ConfigError, match="embeddings_scale = 8") as error:
+    with pytest.raises(ConfigError, match="embeddings_scale: 8") as error:
         export_hf(model.named_parameters(), model.config, tmp_path / "out", format=GPT2)
     assert "--model gpt2-mup" in error.value.remedy

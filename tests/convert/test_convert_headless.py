@@ -73,7 +73,7 @@ def test_encoder_of_a_summarizer_there_and_back(tmp_path):
 
 def test_bare_encoder_is_answered_with_the_converter_that_takes_it(tmp_path):
     BARE["bert"]().save_pretrained(tmp_path / "bare")
-    with pytest.raises(CheckpointError, match="--model bert-headless, which draws one"):
+    with pytest.raises(CheckpointError, match="--model bert-headless, which gives the head random"):
         dict(import_hf(tmp_path / "bare", format=CONVERTERS["bert"][0])[1])
 
 
@@ -128,6 +128,6 @@ def test_encoder_as_it_is_published_is_imported_trained_and_exported(tmp_path, c
 
 def test_model_of_an_unknown_type_is_answered_with_the_section_that_trains_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv", "vocab_size": 61}))
-    with pytest.raises(ConfigError, match="no converter for models of the type 'rwkv'") as error:
+    with pytest.raises(ConfigError, match="no converter for the model_type 'rwkv'") as error:
         import_hf(tmp_path)
     assert "model: {hf: FOLDER}" in error.value.remedy

@@ -129,5 +129,5 @@ def test_same_logits_and_the_same_bits_back(name, tmp_path):
 def test_other_variants_are_refused(wrong, tmp_path):
     config = {"model_type": "jais", **CONFIG, **wrong}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is"):
+    with pytest.raises(ConfigError, match=f"expected {next(iter(wrong))} to be"):
         import_hf(tmp_path)

@@ -236,13 +236,19 @@ ONES = torch.ones(3, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: AccuracyMetric()(ONES, ONES[:2]), r"predictions have shape \[2\], the labels \[3\]"),
-        (lambda: AccuracyMetric()(ONES, ONES, ONES[:, None]), r"weights have shape \[3, 1\]"),
-        (lambda: PerplexityMetric()(ONES, torch.ones(2)), "losses have shape"),
-        (lambda: MeanIOUMetric(1)(ONES, ONES), r"classes lie between 1 and 1, not in range\(1\)"),
-        (lambda: AUCMetric()(ONES, 2.0 * ONES), "scores lie between 0 and 1"),
-        (lambda: AUCMetric()(2 * ONES, 0.5 * ONES), "labels are 0 or 1"),
-        (lambda: RecallAtKMetric(2)(ONES, torch.ones(2, 4)), r"labels have shape \[3, 1\]"),
+        (lambda: AccuracyMetric()(ONES, ONES[:2]), r"predictions of shape \[3\], like the labels; got \[2\]"),
+        (
+            lambda: AccuracyMetric()(ONES, ONES, ONES[:, None]),
+            r"weights of shape \[3\], like the labels; got \[3, 1\]",
+        ),
+        (lambda: PerplexityMetric()(ONES, torch.ones(2)), "expected losses of shape"),
+        (lambda: MeanIOUMetric(1)(ONES, ONES), r"classes in range\(1\), got classes from 1 to 1"),
+        (
+            lambda: AUCMetric()(ONES, 2.0 * ONES),
+            r"scores in \[0, 1\], got labels from 1 to 1 and scores from 2 to 2",
+        ),
+        (lambda: AUCMetric()(2 * ONES, 0.5 * ONES), "got labels from 2 to 2 and scores from 0.5 to 0.5"),
+        (lambda: RecallAtKMetric(2)(ONES, torch.ones(2, 4)), r"got shapes \[3, 1\] and \[2, 4\]"),
     ],
 )
 def test_what_does_not_go_together(call, message):
@@ -262,7 +268,7 @@ def test_what_does_not_go_together(call, message):
     ],
 )
 def test_arguments_out_of_range(make):
-    with pytest.raises(ConfigError, match="is "):
+    with pytest.raises(ConfigError, match=r"expected .* got "):
         make()
 
 

@@ -157,7 +157,7 @@ def test_what_does_not_go_together(changes, message):
 
 def test_several_texts_in_a_sequence_are_refused():
     ids = torch.zeros(1, 8, dtype=torch.long)
-    with pytest.raises(DataError, match="several texts"):
+    with pytest.raises(DataError, match="packed texts"):
         build_model(config()).encoder(ids, torch.ones_like(ids), attention_span=torch.ones_like(ids))
 
 

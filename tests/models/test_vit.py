@@ -133,7 +133,7 @@ def test_accuracy_is_counted_in_eval_mode():
 
 
 def test_images_of_another_size_are_an_error():
-    with pytest.raises(DataError, match=r"\[3, 8, 8\].*\[3, 8, 12\]"):
+    with pytest.raises(DataError, match=r"\[3, 8, 12\].*\[3, 8, 8\]"):
         vit().logits({"inputs": torch.zeros(1, 3, 8, 8)})
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the models here in formats of the transformers library, both ways, a tensor at a time."""
+"""Export and import of checkpoints in formats of the transformers library, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from headwater.models.registry import build_model, init_parameter
 CONFIG_FILE = "config.json"
 
 _SHARED = ("head.weight", "mlm.output.weight", "text_model.head.weight")
-"""Second names of weights that are shared."""
+"""Second names of shared weights."""
 
 
 def export_hf(
@@ -51,19 +51,19 @@ def export_hf(
     tokenizer_files: Sequence[Path] = (),
     end_of_text: int | None = None,
 ) -> None:
-    """Write a checkpoint as `save_pretrained` of the transformers library does.
+    """Write a checkpoint in the layout of `save_pretrained` of the transformers library.
 
-    One tensor is in memory at a time. The folder appears when everything is in it.
+    One tensor is in memory at a time. The folder appears when it is complete.
 
     Args:
         source: all parameters by name, in any order; read one at a time.
-        config: the model they belong to.
-        out_dir: a folder that does not exist yet, or is empty.
-        format: which; the one for this model if not given.
+        config: the model section of the parameters.
+        out_dir: output folder, which must be new or empty.
+        format: format of the checkpoint; by default that of the model.
         dtype: dtype in the files: fp32, bf16 or fp16.
-        max_shard_bytes: size at which a further weight file begins.
-        tokenizer_files: files to copy beside the weights.
-        end_of_text: token that ends a text, if there is one.
+        max_shard_bytes: maximum size of a weight file; a larger tensor is alone in its file.
+        tokenizer_files: files to copy to the output folder.
+        end_of_text: id of the end-of-text token, if there is one.
 
     Raises:
         ConfigError: if no format of the transformers library can express the model.
@@ -88,7 +88,7 @@ def export_hf(
 def _what_is_used(
     config: ModelConfig, pairs: Iterable[tuple[str, Tensor]]
 ) -> tuple[ModelConfig, Iterable[tuple[str, Tensor]]]:
-    """The model without what only its training needs: a reference, and adapters, which are merged."""
+    """Return the model without parts that only training needs: drop DPO's reference, merge adapters."""
     if isinstance(config, DPOConfig):
         config = config.policy_model
         policy = (
@@ -106,7 +106,7 @@ def _what_is_used(
 def import_hf(
     folder: Path, *, config_file: Path | None = None, format: Format | None = None
 ) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
-    """The model section and, one at a time, all parameters by this package's names; see `open_hf`."""
+    """Return the model section, and an iterator over names and values of parameters; see `open_hf`."""
     found = open_hf(folder, config_file=config_file, format=format)
     return found.config, found.tensors()
 
@@ -115,10 +115,10 @@ def open_hf(folder: Path, *, config_file: Path | None = None, format: Format | N
     """Read the config of a checkpoint in Hugging Face's format; its tensors are read later.
 
     Args:
-        folder: what `save_pretrained` has written.
+        folder: folder written by `save_pretrained`.
         config_file: the model's config, if it is not `config.json` in the folder.
-        format: what the checkpoint is to be. If not given, what its config says; an encoder that its config
-            names without a head gets one that is drawn.
+        format: format to import. By default it follows from the config; if the config names an encoder class
+            without a head, the head gets random initial values.
 
     Raises:
         ConfigError: if the config is missing or damaged, or describes another kind of model.
@@ -128,7 +128,7 @@ def open_hf(folder: Path, *, config_file: Path | None = None, format: Format | N
     found = format_of_hf(hf, where=str(path))
     if format is not None and not _is_of(hf, format, found):
         raise ConfigError(
-            f"the config is of a {found.architecture}, and not of a {format.architecture}",
+            f"expected the config of a {format.architecture}, got that of a {found.architecture}",
             where=str(path),
             remedy=f"convert it with --model {converter_of(found)}",
         )
@@ -141,13 +141,13 @@ def open_hf(folder: Path, *, config_file: Path | None = None, format: Format | N
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """A checkpoint in Hugging Face's format, read as a model here.
+    """A checkpoint in Hugging Face's format, opened for import.
 
     Attributes:
-        config: the model's section.
-        format: how it is stored.
-        mapped: every parameter here, with the tensors that hold it.
-        folder: where it is.
+        config: the model section.
+        format: format of the checkpoint.
+        mapped: every parameter of the model by name, with the stored tensors that hold it.
+        folder: folder of the checkpoint.
     """
 
     config: ModelConfig
@@ -157,21 +157,22 @@ class Imported:
 
     @property
     def drawn(self) -> list[str]:
-        """Names of the parameters that the folder does not hold, which get initial values."""
+        """Names of the parameters that are not in the checkpoint and get random initial values."""
         return [each.name for each in self.mapped.values() if not each.theirs]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all parameters by this package's names.
+        """Yield our names and the values of all parameters.
 
         Raises:
-            CheckpointError: if a file is damaged, or a tensor is missing, unknown or misshapen.
+            CheckpointError: if a file is damaged, or a tensor is missing, unknown or has an unexpected shape.
         """
         return _read_weights(self.config, self.format, self.folder, self.mapped)
 
     def stored(self) -> dict[str, Callable[[], Tensor]]:
-        """Return what reads each parameter that the folder holds, by this package's names.
+        """Return a function that reads each parameter in the checkpoint, by our names.
 
-        Tensors in which nothing of the model lies are left out, and so are parameters that the folder lacks.
+        Parameters that the checkpoint lacks are left out. Tensors that belong to no parameter are included
+        under their own names, unless the format says that they hold no weights.
 
         Raises:
             CheckpointError: if a file is damaged.
@@ -189,12 +190,12 @@ class Imported:
 
 @contextmanager
 def _sound(path: Path) -> Iterator[None]:
-    """Raise a ConfigError for whatever values of the wrong kind in a `config.json` lead to."""
+    """Turn any exception caused by a wrong value in a `config.json` into a `ConfigError`."""
     try:
         yield
     except _WRONG_VALUES as error:
         raise ConfigError(
-            f"a value in the model's config is missing or of the wrong kind: {type(error).__name__}: {error}",
+            f"a value in the model's config is missing or wrong: {type(error).__name__}: {error}",
             where=str(path),
             remedy="copy the file again",
         ) from error
@@ -206,25 +207,23 @@ _WRONG_VALUES = (
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    remedy = "name a folder that save_pretrained has written"
+    remedy = "name a folder that was written by save_pretrained"
     try:
         hf = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"cannot read the model's config: {error}", where=str(path), remedy=remedy
+            f"the model's config cannot be read: {error}", where=str(path), remedy=remedy
         ) from error
     if not isinstance(hf, dict):
-        raise ConfigError(
-            f"expected a mapping of keys, found {type(hf).__name__}", where=str(path), remedy=remedy
-        )
+        raise ConfigError(f"expected a JSON object, got {type(hf).__name__}", where=str(path), remedy=remedy)
     return hf
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's `config.json`; of a model in several folders, that of all together.
+    """Return the content of a folder's `config.json`; for a model in several folders, all of them merged.
 
     Raises:
-        ConfigError: if it is missing or is not a mapping.
+        ConfigError: if the file is missing or does not hold a JSON object.
     """
     for format in FORMATS:
         files = {name: folder / name / CONFIG_FILE for name in format.folders}
@@ -235,7 +234,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_of(hf: Mapping[str, Any], format: Format, found: Format) -> bool:
-    """Whether a config can be read as `format`, where `found` is what it says by itself."""
+    """True if a config can be read as `format`; `found` is the format that the config itself names."""
     names_it = found.architecture in (hf.get("architectures") or ())
     return format.model_type == found.model_type and (
         not names_it or format.architecture == found.architecture
@@ -265,7 +264,7 @@ def _write_weights(
         for part, shards in planned.items()
         for shard in shards
     ]
-    # A state_dict names a shared weight twice; the second name holds nothing new.
+    # A state_dict has a shared weight under two names; the second one is skipped.
     own = (pair for pair in pairs if pair[0] in mapped or pair[0] not in _SHARED)
     with ShardWriter(folder, below) as writer:
         for each, tensor in _checked(own, mapped):
@@ -278,13 +277,19 @@ def _write_weights(
 def _checked(
     pairs: Iterable[tuple[str, Tensor]], mapped: Mapping[str, Mapped]
 ) -> Iterator[tuple[Mapped, Tensor]]:
-    """The parameters as they come, each that the model has once, and no others."""
+    """Yield the parameters in their order; check that each parameter of the model arrives exactly once.
+
+    Raises:
+        CheckpointError: if a tensor is unknown, repeated or missing, or has an unexpected shape.
+    """
     where, absent = "the exported parameters", set(mapped)
     for name, tensor in pairs:
         if name not in mapped:
             raise unexpected(name, mapped, where)
         if name not in absent:
-            raise CheckpointError(f"tensor {name} comes twice", where=where)
+            raise CheckpointError(
+                f"tensor {name} occurs twice", where=where, remedy="pass each parameter once"
+            )
         if tuple(tensor.shape) != mapped[name].shape:
             raise _misshapen(name, tensor.shape, mapped[name].shape, where)
         absent.remove(name)
@@ -308,9 +313,9 @@ def _read_weights(
             name.startswith((f"{format.head}.", *format.others)) for name in absent
         ):
             raise CheckpointError(
-                f"the checkpoint has no head: {', '.join(absent)} is missing",
+                f"the checkpoint has no head: it lacks {', '.join(absent)}",
                 where=where,
-                remedy=f"convert it with --model {headless}, which draws one",
+                remedy=f"convert it with --model {headless}, which gives the head random initial values",
             )
         raise missing(absent, where)
     for each in mapped.values():
@@ -321,7 +326,11 @@ def _read_weights(
 
 
 def _joined(each: Mapped, places: Mapping[str, StoredTensor], where: str) -> Tensor:
-    """A parameter out of the tensors that hold it."""
+    """Return a parameter, joined from the stored tensors that hold it.
+
+    Raises:
+        CheckpointError: if a tensor has an unexpected shape.
+    """
     tensors = []
     for name, shape in zip(each.theirs, each.their_shapes(), strict=True):
         stored = places[name]
@@ -334,7 +343,7 @@ def _joined(each: Mapped, places: Mapping[str, StoredTensor], where: str) -> Ten
 def _places(
     config: ModelConfig, format: Format, folder: Path, expected: Collection[str]
 ) -> dict[str, StoredTensor]:
-    """Where each tensor lies, by its full name: without what is not expected and carries no weight."""
+    """Return all stored tensors by full name, except unexpected ones that hold no weights."""
     head, tied = f"{format.head}.weight", getattr(config, "share_embedding_weights", False)
     places = {}
     for stored in (each for part in format.folders or ("",) for each in stored_tensors(folder / part)):
@@ -348,7 +357,7 @@ def _places(
 
 
 def _modern(name: str) -> str:
-    """The name with what the first checkpoints called the weight and bias of a norm, and CLIP's encoder."""
+    """Return the current name of a tensor; old checkpoints have other names for norms and CLIP's encoder."""
     name = name.replace("vision_tower.vision_model.", "vision_tower.")
     return re.sub(
         r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
@@ -357,14 +366,14 @@ def _modern(name: str) -> str:
 
 def _misshapen(name: str, shape: Sequence[int], expected: Sequence[int], where: str) -> CheckpointError:
     return CheckpointError(
-        f"tensor {name} has shape {tuple(shape)}, the model's config says {tuple(expected)}",
+        f"expected tensor {name} of shape {tuple(expected)}, as in the model's config; got {tuple(shape)}",
         where=where,
         remedy="check that the model's config belongs to the checkpoint",
     )
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of a model; shared ones once, by their first name."""
+    """Return the shapes of a model's parameters by name; shared parameters only under their first name."""
     model = build_model(config, device="meta")
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 

@@ -1,4 +1,4 @@
-"""Checkpoints in this package's own names: safetensors files with the model's section beside them."""
+"""Checkpoints with this package's names: safetensors files and a file with the model section."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headwater.convert.shards import ShardWriter, plan_shards, read_tensors, wri
 from headwater.core.errors import ConfigError
 
 MODEL_FILE = "model.yaml"
-"""Holds the model's section."""
+"""Name of the file with the model section."""
 
 
 def write_folder(
@@ -30,19 +30,19 @@ def write_folder(
     max_shard_bytes: int = 5 * 10**9,
     beside: Sequence[Path] = (),
 ) -> None:
-    """Write a folder that a params file can name as `ckpt_path`; it appears when everything is in it.
+    """Write a folder that a params file can name as `ckpt_path`; it appears when it is complete.
 
     Args:
         tensors: names and tensors, in any order; read one at a time.
-        shapes: shapes of all of them.
-        config: the model.
-        out_dir: a folder that does not exist yet, or is empty.
+        shapes: shapes of all tensors by name.
+        config: the model section.
+        out_dir: output folder, which must be new or empty.
         dtype: dtype in the files.
-        max_shard_bytes: size at which a further file begins.
-        beside: files to copy beside the weights.
+        max_shard_bytes: maximum size of a weight file; a larger tensor is alone in its file.
+        beside: files to copy to the output folder.
 
     Raises:
-        CheckpointError: if the folder is not empty, or a tensor is not as `shapes` says.
+        CheckpointError: if the folder is not empty, or a tensor does not have the shape in `shapes`.
     """
     shards = plan_shards({name: (dtype, shape) for name, shape in shapes.items()}, max_shard_bytes)
     with new_folder(out_dir) as partial:
@@ -57,26 +57,28 @@ def write_folder(
 
 
 def read_folder(folder: Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
-    """The model's section and, one at a time, the tensors of what `write_folder` has written.
+    """Return the model section, and an iterator over the tensors, of a folder written by `write_folder`.
 
     Raises:
-        ConfigError: if the section is missing or wrong.
+        ConfigError: if the section is missing or invalid.
         CheckpointError: while iterating, if a file is damaged.
     """
     return read_model_section(folder / MODEL_FILE), read_tensors(folder)
 
 
 def read_model_section(path: Path) -> ModelConfig:
-    """The model's section in a file of its own, or in a params file.
+    """Return the model section of a file that holds only the section, or of a params file.
 
     Raises:
-        ConfigError: if it is missing or wrong.
+        ConfigError: if the section is missing or invalid.
     """
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(
-            f"cannot read the model's section: {error}", where=str(path), remedy="name a folder that has one"
+            f"the model section cannot be read: {error}",
+            where=str(path),
+            remedy="name a folder that holds a model.yaml, or a params file",
         ) from error
     section = content
     for key in ("trainer", "init", "model"):
@@ -88,6 +90,6 @@ def read_model_section(path: Path) -> ModelConfig:
         raise ConfigError(
             f"{'.'.join(map(str, details['loc']))}: {details['msg']}",
             where=str(path),
-            remedy="correct the model's section",
+            remedy="correct the model section",
         ) from error
     return model

@@ -1,4 +1,4 @@
-"""The folder of a converted or exported checkpoint: it appears when everything is in it."""
+"""Output folder of a converted or exported checkpoint, which appears when it is complete."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from headwater.core.errors import CheckpointError
 
 @contextmanager
 def new_folder(out_dir: Path) -> Iterator[Path]:
-    """Give a folder to fill, which becomes `out_dir` at the end; an error leaves nothing behind.
+    """Yield a folder to fill, which is renamed to `out_dir` at the end; after an error it is removed.
 
     Raises:
-        CheckpointError: if `out_dir` is not empty, or the system refuses to write.
+        CheckpointError: if `out_dir` is not empty, or cannot be written.
     """
     try:
         if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-            raise CheckpointError("the folder is not empty", where=str(out_dir), remedy="name a new folder")
+            what = "the output folder is not empty"
+            raise CheckpointError(what, where=str(out_dir), remedy="name a new folder")
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
             partial = Path(scratch) / out_dir.name
@@ -28,7 +29,7 @@ def new_folder(out_dir: Path) -> Iterator[Path]:
             partial.replace(out_dir)
     except OSError as error:
         raise CheckpointError(
-            f"the folder cannot be written: {error.strerror or error}",
+            f"the output folder cannot be written: {error.strerror or error}",
             where=str(out_dir),
-            remedy="make room or name another folder; nothing was left behind",
+            remedy="free disk space or name another folder; partial files were removed",
         ) from error

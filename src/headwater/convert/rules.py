@@ -1,4 +1,7 @@
-"""Rules between the parameters of a model here and the tensors of another format, the same both ways."""
+"""Rules that convert between our parameters and the tensors of another format, in both directions.
+
+"Ours" are the parameters of this package, "theirs" the tensors of the other format.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ def _only(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One kind of parameter here, and the tensors there that hold it.
+    """A rule for one kind of parameter and the tensors that hold it in the other format.
 
     Attributes:
-        ours: its name here; `{}` stands for the number of a layer.
-        theirs: names there, each with as many `{}`; none of a parameter that is not stored there.
-        split: from the parameter to the tensors; on the meta device it gives their shapes.
-        join: back, to the same bits.
+        ours: name of our parameter; `{}` stands for the index of a layer.
+        theirs: names of their tensors, each with the same number of `{}`; empty if they do not store it.
+        split: converts our parameter to their tensors; also works on the meta device, for shapes.
+        join: converts their tensors to our parameter; it inverts `split`.
     """
 
     ours: str
@@ -44,41 +47,41 @@ class Rule:
         assert all(name.count("{}") == layers for name in self.theirs), f"{self} loses a layer number"
 
     def names(self, ours: str) -> tuple[str, ...] | None:
-        """What the parameter called `ours` is called there; `None` if this is no rule for it."""
+        """Return their names for our parameter `ours`, or `None` if the rule is not for it."""
         pattern = re.escape(self.ours).replace(r"\{\}", r"(\d+)")
         match = re.fullmatch(pattern, ours)
         return None if match is None else tuple(name.format(*match.groups()) for name in self.theirs)
 
 
 def same(ours: str, theirs: str) -> Rule:
-    """The same values under another name."""
+    """Return a rule for a tensor with the same values under another name."""
     return Rule(ours, (theirs,))
 
 
 def transposed(ours: str, theirs: str) -> Rule:
-    """A matrix that is transposed there."""
+    """Return a rule for a matrix that they store transposed."""
     return Rule(ours, (theirs,), lambda tensor: [tensor.t()], lambda tensors: _only(tensors).t())
 
 
 def stacked(ours: str, theirs: Sequence[str], rows: Sequence[int]) -> Rule:
-    """Tensors of `rows` rows each, below each other here."""
+    """Return a rule for their tensors, with `rows` rows each, that are stacked in our parameter."""
     return Rule(
         ours, tuple(theirs), lambda tensor: tensor.split(list(rows)), lambda parts: torch.cat(list(parts))
     )
 
 
 def repeated(ours: str, theirs: Sequence[str]) -> Rule:
-    """A tensor that is stored several times there; of these the first counts."""
+    """Return a rule for a tensor that they store several times; an import reads the first copy."""
     return Rule(ours, tuple(theirs), lambda tensor: [tensor] * len(theirs), lambda copies: copies[0])
 
 
 def permuted(ours: str, theirs: str, order: Tensor) -> Rule:
-    """Row `i` there is row `order[i]` here."""
+    """Return a rule for a tensor with permuted rows: their row `i` is our row `order[i]`."""
     return reordered(same(ours, theirs), order)
 
 
 def reordered(rule: Rule, order: Tensor, *, dim: int = 0) -> Rule:
-    """The same rule with the elements of a dimension in another order: `i` there is `order[i]` here."""
+    """Return `rule` with a permuted dimension: their index `i` is our index `order[i]`."""
     back = order.argsort()
     return dataclasses.replace(
         rule,
@@ -88,12 +91,12 @@ def reordered(rule: Rule, order: Tensor, *, dim: int = 0) -> Rule:
 
 
 def with_constant(rule: Rule, theirs: str, value: Callable[[], Tensor]) -> Rule:
-    """The same rule where one more tensor lies there, whose values are always the same.
+    """Return `rule` with one more tensor of theirs, which must have constant values.
 
     Args:
-        rule: where the parameter lies there.
-        theirs: the name of the tensor there.
-        value: returns its values. A tensor with other values cannot be read.
+        rule: rule of the parameter.
+        theirs: name of the additional tensor.
+        value: returns the constant values. An import of a tensor with other values raises `CheckpointError`.
     """
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
@@ -101,7 +104,7 @@ def with_constant(rule: Rule, theirs: str, value: Callable[[], Tensor]) -> Rule:
         tolerance = 1e-5 if found.dtype == torch.float32 else 1e-2
         if not torch.allclose(found.float(), value(), rtol=0, atol=tolerance):
             raise CheckpointError(
-                f"tensor {theirs.replace('{}', '*')} has values that no model here computes with",
+                f"tensor {theirs.replace('{}', '*')} has values that our model cannot represent",
                 where=rule.ours.replace("{}", "*"),
                 remedy="import another model",
             )
@@ -116,11 +119,11 @@ def with_constant(rule: Rule, theirs: str, value: Callable[[], Tensor]) -> Rule:
 
 
 def scaled(rule: Rule, *factors: Tensor | float) -> Rule:
-    """The same rule for tensors that hold the parameter times a factor; a factor of 1 keeps every bit.
+    """Return `rule` for tensors of theirs that hold our parameter times a factor; a factor of 1 is exact.
 
     Args:
-        rule: where the parameter lies there.
-        factors: one for each tensor there; it is broadcast to the parameter's shape here.
+        rule: rule of the parameter.
+        factors: one factor per tensor of theirs, broadcast to the shape of our parameter.
     """
     assert len(factors) == len(rule.theirs), f"{len(factors)} factors for {rule.theirs}"
 
@@ -141,13 +144,13 @@ def _on(factor: Tensor | float, like: Tensor) -> Tensor | float:
 def both(
     rule: Callable[..., Rule], ours: str, theirs: str | Sequence[str], *args: object
 ) -> tuple[Rule, Rule]:
-    """A rule for the weight of a module and one for its bias.
+    """Return a rule for the weight of a module and one for its bias.
 
     Args:
-        rule: makes either.
-        ours: the module here.
-        theirs: the module there, or modules.
-        args: what `rule` needs besides.
+        rule: function that makes a rule.
+        ours: name of our module.
+        theirs: name of their module, or names of several modules.
+        args: further arguments of `rule`.
     """
 
     def of(kind: str) -> Rule:
@@ -158,19 +161,19 @@ def both(
 
 
 def linear_transposed(ours: str, theirs: str) -> tuple[Rule, Rule]:
-    """A linear layer whose weight, and only that, is transposed there."""
+    """Return the rules of a linear layer whose weight they store transposed."""
     return transposed(f"{ours}.weight", f"{theirs}.weight"), same(f"{ours}.bias", f"{theirs}.bias")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """A parameter here with its rule.
+    """A parameter of ours with its rule.
 
     Attributes:
-        name: the parameter.
-        shape: its shape.
-        theirs: the tensors there.
-        rule: how to go from one to the other.
+        name: name of our parameter.
+        shape: shape of our parameter.
+        theirs: names of their tensors.
+        rule: rule that converts between them.
     """
 
     name: str
@@ -179,12 +182,12 @@ class Mapped:
     rule: Rule
 
     def their_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the tensors there."""
+        """Return the shapes of their tensors."""
         return [tuple(part.shape) for part in self.rule.split(torch.empty(self.shape, device="meta"))]
 
 
 def map_parameters(shapes: Mapping[str, tuple[int, ...]], rules: Iterable[Rule]) -> dict[str, Mapped]:
-    """For each parameter the one rule that is for it."""
+    """Return each parameter of ours with its rule; every parameter must have exactly one."""
     rules, mapped = tuple(rules), {}
     for name, shape in shapes.items():
         found = [(theirs, rule) for rule in rules if (theirs := rule.names(name)) is not None]
@@ -194,18 +197,18 @@ def map_parameters(shapes: Mapping[str, tuple[int, ...]], rules: Iterable[Rule])
 
 
 def unexpected(name: str, expected: Iterable[str], where: str) -> CheckpointError:
-    """The error for a tensor that has no place: it names the nearest that has."""
+    """Return the error for an unknown tensor; it names the most similar known tensors."""
     near = difflib.get_close_matches(name, list(expected), n=2)
-    hint = f"the nearest known names are {' and '.join(near)}" if near else "no known name is near to it"
+    hint = f"the most similar names are {' and '.join(near)}" if near else "the model has no similar name"
     return CheckpointError(
-        f"tensor {name} has no place in this model",
+        f"tensor {name} does not belong to this model",
         where=where,
         remedy=f"{hint}; check that the model's config belongs to the checkpoint",
     )
 
 
 def missing(names: Iterable[str], where: str) -> CheckpointError:
-    """The error for tensors that a checkpoint lacks."""
+    """Return the error for tensors that a checkpoint lacks."""
     names = sorted(names)
     return CheckpointError(
         f"{counted(len(names), 'missing tensor', 'missing tensors')}: {', '.join(names[:5])}",

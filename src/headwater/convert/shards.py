@@ -1,4 +1,4 @@
-"""Safetensors checkpoints in shards: written one tensor at a time, read one tensor at a time."""
+"""Sharded safetensors checkpoints, written and read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One safetensors file before anything is written.
+    """A planned safetensors file.
 
     Attributes:
-        file: its name.
-        tensors: what it holds.
+        file: name of the file.
+        tensors: dtype and shape of each tensor in it.
     """
 
     file: str
@@ -34,9 +34,9 @@ class Shard:
 
 
 def plan_shards(tensors: Layout, max_shard_bytes: int) -> list[Shard]:
-    """Cut tensors, in order, into files of up to `max_shard_bytes`; a larger tensor has one of its own.
+    """Distribute tensors, in order, over files of at most `max_shard_bytes`; a larger tensor is alone.
 
-    The cuts are those of the transformers library.
+    The result is the same as in the transformers library.
     """
     groups: list[Layout] = []
     group: dict[str, TensorKind] = {}
@@ -62,7 +62,7 @@ def plan_shards(tensors: Layout, max_shard_bytes: int) -> list[Shard]:
 
 
 def write_index(folder: Path, shards: list[Shard]) -> None:
-    """Write beside several shards the file that says which of them holds which tensor."""
+    """Write the index of a sharded checkpoint: the file of each tensor. A single shard needs no index."""
     if len(shards) == 1:
         return
     tensors = [tensor for shard in shards for tensor in shard.tensors.values()]
@@ -76,14 +76,14 @@ def write_index(folder: Path, shards: list[Shard]) -> None:
 
 
 class ShardWriter:
-    """Writes the tensors of planned shards in any order, holding none of them.
+    """A writer of planned shards that takes tensors in any order and keeps none in memory.
 
     Args:
-        folder: where the files are made.
-        shards: what goes where.
+        folder: folder of the files.
+        shards: planned files.
 
     Raises:
-        DiskFullError: if there is no room.
+        DiskFullError: if the disk is full.
     """
 
     def __init__(self, folder: Path, shards: list[Shard]) -> None:
@@ -93,12 +93,16 @@ class ShardWriter:
         self._open = ExitStack()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor at its place, in the dtype that was planned."""
+        """Write one tensor to its planned place, in the planned dtype.
+
+        Raises:
+            CheckpointError: if the tensor does not have the planned shape.
+        """
         file = self._file_of[name]
         dtype, shape = self._tensors[name]
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
-                f"tensor {name} has shape {tuple(tensor.shape)}, the model's config says {shape}",
+                f"expected tensor {name} of shape {shape} (model's config), got {tuple(tensor.shape)}",
                 where=str(file.path),
                 remedy="check that the model's config belongs to the checkpoint",
             )
@@ -116,7 +120,7 @@ class ShardWriter:
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, one at a time, shard by shard.
+    """Yield the name and value of every tensor of a checkpoint, shard by shard.
 
     Raises:
         CheckpointError: if a file is missing or is not a safetensors file.
@@ -128,15 +132,15 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def has_weights(folder: Path, single: str = WEIGHTS_FILE) -> bool:
-    """Whether a folder holds a checkpoint: the file called `single`, or an index of its shards."""
+    """True if a folder holds a checkpoint: the file `single`, or the index of its shards."""
     return any((folder / name).is_file() for name in (single, f"{single}.index.json"))
 
 
 def weight_files(folder: Path, single: str = WEIGHTS_FILE) -> list[Path]:
-    """The files of a checkpoint in Hugging Face's format: the one called `single`, or those in its index.
+    """Return the files of a checkpoint in Hugging Face's format: `single`, or the shards in its index.
 
     Raises:
-        CheckpointError: if there are none, or the index is damaged.
+        CheckpointError: if neither exists, or the index is damaged.
     """
     if (folder / single).is_file():
         return [folder / single]
@@ -151,10 +155,10 @@ def weight_files(folder: Path, single: str = WEIGHTS_FILE) -> list[Path]:
         names = dict.fromkeys(json.loads(index.read_bytes())["weight_map"].values())
         outside = next((name for name in names if Path(name).name != name), None)
         if outside is not None:
-            raise ValueError(f"{outside} is not the name of a file in the folder")
+            raise ValueError(f"expected names of files in the folder, got {outside}")
         paths = [folder / name for name in names]
         for path in paths:
-            path.exists()  # raises for a name that no file can have
+            path.exists()  # raises for an invalid file name, for example one with a null byte
         return paths
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint in Hugging Face's format, each read when it is wanted."""
+"""Tensors of a checkpoint in Hugging Face's format, each read on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater.core.pickles import load_pickled
 from headwater.core.safetensors import TensorFile
 
 PICKLED_FILE = "pytorch_model.bin"
-"""What older checkpoints call their weights; read without running code."""
+"""Weight file of older checkpoints; it is read without running code from it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,10 @@ class StoredTensor:
     """A tensor in a file.
 
     Attributes:
-        name: its name there.
-        shape: its shape.
-        dtype: its dtype.
-        read: returns its values.
+        name: name in the file.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        read: reads the values.
     """
 
     name: str
@@ -37,7 +37,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
+        """Size of the values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -45,7 +45,7 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
     """Yield the tensors of a folder: of its safetensors files, or else of its `pytorch_model.bin`.
 
     Raises:
-        CheckpointError: if weights are missing, or a file is damaged or holds more than tensors.
+        CheckpointError: if there are no weights, or a file is damaged or holds other objects than tensors.
     """
     if has_weights(folder, PICKLED_FILE) and not has_weights(folder):
         for path in weight_files(folder, PICKLED_FILE):
@@ -62,19 +62,19 @@ def in_file(file: TensorFile) -> Iterator[StoredTensor]:
 
 
 def pickled_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file of `torch.save` by name.
+    """Return the tensors of a file written by `torch.save`, by name.
 
     Raises:
-        CheckpointError: if the file is damaged or holds anything else.
+        CheckpointError: if the file is damaged or holds other objects than tensors by name.
     """
     state = load_pickled(path)
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     ):
         raise CheckpointError(
-            "the file does not hold tensors by name",
+            "expected a file that holds tensors by name, such as a state_dict",
             where=str(path),
-            remedy="headwater.load reads it; save its state_dict by save_pretrained",
+            remedy="load it with headwater.load, and write its state_dict with save_pretrained",
         )
     return state
 

@@ -1,1 +1,1 @@
-"""The streaming engine inside other trainers."""
+"""Integrations of the streaming engine with other trainers."""

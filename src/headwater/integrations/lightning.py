@@ -32,23 +32,23 @@ except ModuleNotFoundError as error:
 
 
 class StreamedStrategy(SingleDeviceStrategy):
-    """Weights live in a weight store; everything else is Lightning on one device.
+    """A Lightning strategy that keeps weights in a weight store; all else is Lightning on one device.
 
     Each module that `training_step` (or another step) calls is compiled for the backend at its first call:
     the `LightningModule` itself if the step calls `self(...)`, otherwise the parts that it calls, such as
-    `self.model`, or the generator and the discriminator. Each has a plan and a weight store of its own.
-    What no step calls is not streamed, nor is a copy of the module. After training the module stays streamed;
-    `headwater.release` of a compiled part ends that.
+    `self.model`, or the generator and the discriminator. Each compiled module has a separate plan and weight
+    store. Modules that no step calls, and copies of the module, are not streamed. After training the module
+    stays streamed; `headwater.release` of a compiled part ends that.
 
     Args:
-        backend: what `headwater.backend` gave, or its name.
+        backend: a backend made by `headwater.backend`, or its name.
         accelerator: as in other strategies.
-        checkpoint_io: as in other strategies; `FileCheckpointIO` if none is given here or to the Trainer.
+        checkpoint_io: as in other strategies; by default the one of the Trainer, or else `FileCheckpointIO`.
         precision_plugin: as in other strategies.
-        **options: of `headwater.backend`, if the backend is given by name.
+        **options: options of `headwater.backend`, if the backend is passed by name.
 
     Raises:
-        ConfigError: if there is no such backend or option.
+        ConfigError: if the backend or an option is unknown, or options are passed with an existing backend.
     """
 
     strategy_name = "streamed"
@@ -64,13 +64,14 @@ class StreamedStrategy(SingleDeviceStrategy):
     ) -> None:
         if isinstance(backend, Backend) and options:
             raise ConfigError(
-                f"a backend that is made already takes no option {min(options)!r}",
+                f"option {min(options)!r} cannot be set on an existing backend",
                 where="StreamedStrategy",
-                remedy="give the options to headwater.backend",
+                remedy="pass the options to headwater.backend, or pass the backend by name",
             )
         self._backend = make_backend(backend, **options) if isinstance(backend, str) else backend
         super().__init__(self._backend.torch_device, accelerator, checkpoint_io, precision_plugin)
-        self._waiting: dict[nn.Module, Callable[[], None]] = {}  # for a first call; ends the wait
+        # Modules that were not called yet, each with a function that removes the hook on its first call.
+        self._waiting: dict[nn.Module, Callable[[], None]] = {}
         self._streamed: set[nn.Parameter] = set()
 
     def connect(self, model: LightningModule) -> None:
@@ -79,8 +80,8 @@ class StreamedStrategy(SingleDeviceStrategy):
             self._checkpoint_io = FileCheckpointIO()
 
     def model_to_device(self) -> None:
-        """Leave the weights on the host, and wait for the steps to call modules."""
-        assert self.model is not None, "Lightning connects the model first"
+        """Keep the weights on the host, and add hooks that compile each module at its first call."""
+        assert self.model is not None, "Lightning calls connect first"
         if self._backend.kind != "CSX":
             super().model_to_device()
             return
@@ -95,44 +96,44 @@ class StreamedStrategy(SingleDeviceStrategy):
         self._bring_own(self.model)
 
     def _at_first_call_of(self, module: nn.Module) -> Layer:
-        """Return a layer that compiles the module unless a module around it is compiled."""
+        """Return a hook that compiles the module at its first call, unless its parent is compiled."""
 
         def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self._streamed.isdisjoint(module.parameters()):
-                self._bring_own(module)  # a part of what is streamed, or one that shares weights with it
+                self._bring_own(module)  # part of a streamed module, or shares weights with one
                 return call(*args, **kwargs)
             compile(module, self._backend)
             self._take(module)
-            return module(*args, **kwargs)  # this call began outside of the layers that it has now
+            return module(*args, **kwargs)  # not `call`: it would bypass the hooks that `compile` has added
 
         return layer
 
     def _take(self, module: nn.Module) -> None:
-        """Note that a module is streamed with all its parts."""
+        """Record that a module is streamed, and remove the hooks on its parts."""
         self._streamed.update(module.parameters())
         for part in module.modules():
             if part in self._waiting:
                 self._waiting.pop(part)()
 
     def _bring_own(self, module: nn.Module) -> None:
-        """Bring to the device what the module holds itself and nothing streams."""
+        """Move the module's own buffers, and its own parameters that are not streamed, to the device."""
         params = [param for param in module.parameters(recurse=False) if param not in self._streamed]
         for tensor in (*params, *module.buffers(recurse=False)):
             tensor.data = tensor.data.to(self.root_device)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Within it the model is built: on the host, or in files on the backend's disk."""
+        """Build the model inside this context on the host, or in files on the backend's disk."""
         with super().tensor_init_context(empty_init), torch.device("cpu"), self._backend.device:
             yield
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load it to where the parameters are: on the host, until they are streamed."""
+        """Load the optimizer states without moving them to the device: parameters are on the host."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        """What other strategies do, but for moving weights to the host: there they are."""
+        """Tear down like other strategies, but without moving the weights: they already are on the host."""
         if self._backend.kind != "CSX":
             super().teardown()
             return
@@ -141,18 +142,18 @@ class StreamedStrategy(SingleDeviceStrategy):
         self._waiting.clear()
         self._streamed.clear()
         self.precision_plugin.teardown()
-        assert self.accelerator is not None, "Lightning gives every strategy one"
+        assert self.accelerator is not None, "Lightning sets an accelerator on every strategy"
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoints in local files, written and read without being whole in memory."""
+    """A checkpoint plugin for local files that never holds a whole checkpoint in memory."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint; it has its name when it is complete."""
+        """Write a checkpoint; the file appears when it is complete."""
         if _is_remote(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -160,7 +161,7 @@ class FileCheckpointIO(TorchCheckpointIO):
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".partial")
         try:
-            with BuildInFiles(path.parent):  # the tensors that `torch.save` makes of lazy ones
+            with BuildInFiles(path.parent):  # `torch.save` materializes lazy tensors: in files, not in memory
                 torch.save(checkpoint, unfinished)
             unfinished.replace(path)
         finally:
@@ -172,7 +173,7 @@ class FileCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; its tensors are mapped into memory."""
+        """Read a checkpoint; its tensors are memory-mapped."""
         if _is_remote(path):
             return super().load_checkpoint(path, map_location, weights_only)
         checkpoint: dict[str, Any] = torch.load(

@@ -28,19 +28,20 @@ except ModuleNotFoundError as error:
 
 
 class StreamedTrainer(Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` with the weights of its model in a weight store.
+    """A `transformers.Trainer` that keeps the weights of its model in a weight store.
 
-    Data, optimizer, schedule, evaluation, callbacks and logs are the Trainer's. Each resumes the checkpoints
-    of the other; ours are written and read without weights or optimizer state being whole in memory.
+    Data, optimizer, schedule, evaluation, callbacks and logs are those of `Trainer`. Both classes can resume
+    each other's checkpoints. This class never holds all weights or the whole optimizer state in memory.
 
     Args:
-        *args: those of `Trainer`.
-        backend: what `headwater.backend` gave, or its name. The model is compiled for it, unless it is
-            compiled already.
-        **kwargs: those of `Trainer`.
+        *args: arguments of `Trainer`.
+        backend: a backend made by `headwater.backend`, or its name. The model is compiled for it, unless it
+            is
+            already compiled.
+        **kwargs: keyword arguments of `Trainer`.
 
     Raises:
-        ConfigError: if an argument asks for what streaming does not do, or names another device.
+        ConfigError: if a training argument is not supported with streaming, or selects another device.
     """
 
     def __init__(self, *args: Any, backend: Backend | str = "CSX", **kwargs: Any) -> None:
@@ -48,7 +49,7 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self._backend.kind == "CSX":
             self._refuse_what_is_not_streamed()
-            self.accelerator.device_placement = False  # of the model; batches are moved all the same
+            self.accelerator.device_placement = False  # keeps the model in place; batches are still moved
         self._stream(self.model)
 
     def _refuse_what_is_not_streamed(self) -> None:
@@ -56,19 +57,23 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         refused = [
             (
                 args.n_gpu > 1 or self.accelerator.distributed_type != DistributedType.NO,
-                "the Trainer spreads the model over several devices or processes itself",
-                "show one GPU to one process, with CUDA_VISIBLE_DEVICES and without a launcher",
+                "the Trainer would distribute the model over several devices or processes",
+                "run one process without a launcher, and show it one GPU with CUDA_VISIBLE_DEVICES",
             ),
             (
                 args.device.type != device,
-                f"the Trainer computes on {args.device.type}, and the backend on {device}",
+                f"the Trainer computes on {args.device.type}, but the backend on {device}",
                 f"set use_cpu={device == 'cpu'}",
             ),
-            (args.torch_compile, "torch_compile wraps the model", "use backend(compile=True)"),
+            (
+                args.torch_compile,
+                "torch_compile is not supported, because it wraps the model",
+                "use headwater.backend(compile=True)",
+            ),
             (
                 args.bf16_full_eval or args.fp16_full_eval,
-                "evaluation in full half precision would round the weights in the store",
-                "set bf16=True or fp16=True, which hold for evaluation too",
+                "bf16_full_eval and fp16_full_eval would round the weights in the store",
+                "set bf16=True or fp16=True, which also apply to evaluation",
             ),
         ]
         for is_asked_for, what, remedy in refused:
@@ -79,17 +84,17 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         if not is_compiled(model):
             compile(model, self._backend)
         stream = streamed(model)
-        if stream is not None:  # Accelerate begins autocast within the model's forward: no one sees it before
+        if stream is not None:  # Accelerate enters autocast inside forward, after the stream has begun
             name = self.accelerator.mixed_precision
             stream.precision = Precision("fp32" if name == "no" else name)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Where the Trainer would bring a model of its own, or one that `model_init` made, to the device."""
+        """Stream the model, instead of moving it to the device as `Trainer` does."""
         self._stream(model)
 
     @property
     def _streams_checkpoints(self) -> bool:
-        """Whether they hold the whole model; those of adapters are small."""
+        """True if checkpoints hold the whole streamed model; those of adapters are small and not streamed."""
         whole = isinstance(self.model, PreTrainedModel) and not getattr(
             self.model, "_hf_peft_config_loaded", False
         )
@@ -99,7 +104,7 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         if not self._streams_checkpoints:
             super()._save(output_dir, state_dict)
             return
-        super()._save(output_dir, {})  # everything but the weights
+        super()._save(output_dir, {})  # saves everything except the weights
         save_pretrained(self.model, output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -109,7 +114,9 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         load_pretrained(self.model, resume_from_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with BuildInFiles(Path(output_dir)):  # the tensors that `torch.save` makes of lazy ones
+        with BuildInFiles(
+            Path(output_dir)
+        ):  # `torch.save` materializes lazy tensors: in files, not in memory
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

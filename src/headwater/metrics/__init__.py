@@ -1,6 +1,6 @@
-"""Metrics that are gathered over the batches of an evaluation, on top of torchmetrics.
+"""Metrics over all batches of an evaluation, built on torchmetrics.
 
-Each is called with the tensors of a batch, gives its value so far, and starts anew with `reset`:
+A call with the tensors of a batch adds the batch and returns the value so far. `reset` starts again:
 
     accuracy = AccuracyMetric(name="eval/accuracy")
     for labels, predictions, mask in batches:

@@ -1,4 +1,4 @@
-"""The area under the curve of a binary classifier, from a histogram of its scores."""
+"""Area under the curve of a binary classifier, computed from a histogram of its scores."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from headwater.metrics.metric import Metric, check_shape, weights_like
 class AUCMetric(Metric):
     """The area under the ROC curve, or the average precision.
 
-    Scores fall into bins of equal width; those in one bin count as equal. The memory it takes does not grow.
+    Scores are counted in bins of equal width; scores in the same bin count as equal. The memory does not grow
+    with the number of batches.
 
     Args:
-        num_thresholds: bins.
-        curve: `ROC`, or `PR` for the average precision: the sum of precision times the gain in recall over
-            the thresholds.
-        name: under which it is reported.
+        num_thresholds: number of bins.
+        curve: `ROC`, or `PR` for the average precision: the sum over the thresholds of the precision times
+            the
+            increase in recall.
+        name: name in reports; by default the name of the class.
 
     Raises:
         ConfigError: if an argument is out of range.
@@ -33,10 +35,13 @@ class AUCMetric(Metric):
     ) -> None:
         if num_thresholds < 2:
             raise ConfigError(
-                f"num_thresholds is {num_thresholds}", where="AUCMetric", remedy="write 2 or more"
+                f"expected num_thresholds of at least 2, got {num_thresholds}",
+                where="AUCMetric",
+                remedy="use 2 or more",
             )
         if curve not in ("ROC", "PR"):
-            raise ConfigError(f"curve is {curve!r}", where="AUCMetric", remedy="write ROC or PR")
+            what = f"expected curve 'ROC' or 'PR', got {curve!r}"
+            raise ConfigError(what, where="AUCMetric", remedy="use ROC or PR")
         super().__init__(name)
         self.num_thresholds = num_thresholds
         self.curve = curve
@@ -47,11 +52,13 @@ class AUCMetric(Metric):
 
         Args:
             labels: 0 or 1, of any shape.
-            predictions: scores from 0 to 1, of the same shape.
-            weights: of the same shape, an attention mask for example; 0 leaves a label out, whatever it is.
+            predictions: scores in [0, 1], of the same shape.
+            weights: weight of each label, of the same shape, for example an attention mask; labels with
+                weight 0
+                are ignored and may have any value.
 
         Raises:
-            DataError: if the shapes differ, or a label or score that counts is out of range.
+            DataError: if the shapes differ, or a label or score with a weight other than 0 is out of range.
         """
         check_shape("predictions", predictions, labels)
         weights = weights_like(labels, weights)
@@ -59,9 +66,11 @@ class AUCMetric(Metric):
         labels, scores, weights = labels[counted], predictions[counted].double(), weights[counted]
         if bool((((labels != 0) & (labels != 1)) | ~((scores >= 0) & (scores <= 1))).any()):
             raise DataError(
-                "labels are 0 or 1 and scores lie between 0 and 1",
+                "expected labels in {0, 1} and scores in [0, 1], got "
+                f"labels from {labels.min().item():g} to {labels.max().item():g} and "
+                f"scores from {scores.min().item():g} to {scores.max().item():g}",
                 where=self.name,
-                remedy="apply a sigmoid to logits, and give weights of 0 to what is not to be counted",
+                remedy="apply a sigmoid to logits, and use weight 0 for labels that do not count",
             )
         bins = (scores * self.num_thresholds).long().clamp_max(self.num_thresholds - 1)
         cells = labels.long() * self.num_thresholds + bins
@@ -69,7 +78,7 @@ class AUCMetric(Metric):
         self.histogram += counts.view_as(self.histogram)
 
     def compute(self) -> Tensor:
-        """The area, a scalar; NaN if one of the classes does not occur."""
+        """Return the area, a scalar; NaN if one of the two classes does not occur."""
         # Negatives and positives at or above each threshold, from the highest threshold down to the lowest.
         false, true = self.histogram.flip(1).cumsum(1).unbind()
         if self.curve == "ROC":
@@ -78,5 +87,5 @@ class AUCMetric(Metric):
             area: Tensor = torch.trapezoid(true, false)
             return area.float()
         gains = torch.diff(true, prepend=true.new_zeros(1)) / true[-1]
-        precision = (true / (true + false)).nan_to_num()  # of thresholds that nothing reaches
+        precision = (true / (true + false)).nan_to_num()  # NaN at thresholds above all scores
         return (precision * gains).sum().float()

@@ -1,4 +1,4 @@
-"""Metrics that follow from a confusion matrix: F-beta, mean IoU, Dice, mean accuracy of the classes."""
+"""Metrics that are computed from a confusion matrix: F-beta, mean IoU, Dice, mean accuracy per class."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from headwater.metrics.metric import Metric, check_shape, weights_like
 
 
 class _ConfusionMetric(Metric, abc.ABC):
-    """A value that follows from how often each class was taken for each other.
+    """Base of the metrics that are computed from a confusion matrix.
 
     Args:
-        num_classes: labels and predictions lie in `range(num_classes)`.
-        name: under which it is reported.
+        num_classes: number of classes; labels and predictions are in `range(num_classes)`.
+        name: name in reports; by default the name of the class.
 
     Raises:
-        ConfigError: if there is no class.
+        ConfigError: if `num_classes` is below 1.
     """
 
     matrix: Tensor
@@ -30,7 +30,9 @@ class _ConfusionMetric(Metric, abc.ABC):
     def __init__(self, num_classes: int, name: str | None = None) -> None:
         if num_classes < 1:
             raise ConfigError(
-                f"num_classes is {num_classes}", where=type(self).__name__, remedy="write 1 or more"
+                f"expected num_classes of at least 1, got {num_classes}",
+                where=type(self).__name__,
+                remedy="use 1 or more",
             )
         super().__init__(name)
         self.num_classes = num_classes
@@ -47,13 +49,15 @@ class _ConfusionMetric(Metric, abc.ABC):
         """Add a batch.
 
         Args:
-            labels: classes, of any shape.
-            predictions: classes, of the same shape.
-            weights: of the same shape, an attention mask for example; 0 leaves a label out, whatever it is.
-            dtype: of the value; fp32 if not given.
+            labels: right classes, of any shape.
+            predictions: predicted classes, of the same shape.
+            weights: weight of each label, of the same shape, for example an attention mask; labels with
+                weight 0
+                are ignored and may have any value.
+            dtype: dtype of the result of `compute`; by default fp32.
 
         Raises:
-            DataError: if the shapes differ, or a class that counts is out of range.
+            DataError: if the shapes differ, or a class with a weight other than 0 is out of range.
         """
         self._dtype = dtype or torch.float32
         check_shape("predictions", predictions, labels)
@@ -62,31 +66,37 @@ class _ConfusionMetric(Metric, abc.ABC):
         pairs = torch.stack((labels[counted], predictions[counted])).long()
         if pairs.numel() and not 0 <= int(pairs.min()) <= int(pairs.max()) < self.num_classes:
             raise DataError(
-                f"classes lie between {int(pairs.min())} and {int(pairs.max())}, not in "
-                f"range({self.num_classes})",
+                f"expected classes in range({self.num_classes}), got classes from {int(pairs.min())} to "
+                f"{int(pairs.max())}",
                 where=self.name,
-                remedy="give weights of 0 to what is not to be counted, or a larger num_classes",
+                remedy="use weight 0 for labels that do not count, or a larger num_classes",
             )
         cells = pairs[0] * self.num_classes + pairs[1]
         counts = torch.bincount(cells, weights[counted], minlength=self.matrix.numel())
         self.matrix += counts.view_as(self.matrix)
 
     def compute(self) -> Tensor:
-        """The value, a scalar."""
+        """Return the metric over all batches, a scalar."""
         hits = self.matrix.diagonal()
         return self._value(hits, self.matrix.sum(1), self.matrix.sum(0)).to(self._dtype)
 
     @abc.abstractmethod
     def _value(self, hits: Tensor, labelled: Tensor, predicted: Tensor) -> Tensor:
-        """The value from how often each class was found, is right and was predicted, each [num_classes]."""
+        """Return the metric from the weighted counts of each class, each [num_classes].
+
+        Args:
+            hits: labels of the class that were predicted correctly.
+            labelled: labels of the class.
+            predicted: predictions of the class.
+        """
 
 
 class MeanIOUMetric(_ConfusionMetric):
-    """Intersection over union, the mean over the classes that occur in labels or predictions.
+    """Mean intersection over union of the classes that occur in labels or predictions.
 
     Args:
-        num_classes: labels and predictions lie in `range(num_classes)`.
-        name: under which it is reported.
+        num_classes: number of classes; labels and predictions are in `range(num_classes)`.
+        name: name in reports; by default the name of the class.
     """
 
     def _value(self, hits: Tensor, labelled: Tensor, predicted: Tensor) -> Tensor:
@@ -94,11 +104,13 @@ class MeanIOUMetric(_ConfusionMetric):
 
 
 class DiceCoefficientMetric(_ConfusionMetric):
-    """Twice the intersection over the sum of sizes, the mean over the classes that occur.
+    """Mean Dice coefficient of the classes that occur in labels or predictions.
+
+    The coefficient is twice the intersection divided by the sum of the sizes.
 
     Args:
-        num_classes: labels and predictions lie in `range(num_classes)`.
-        name: under which it is reported.
+        num_classes: number of classes; labels and predictions are in `range(num_classes)`.
+        name: name in reports; by default the name of the class.
     """
 
     def _value(self, hits: Tensor, labelled: Tensor, predicted: Tensor) -> Tensor:
@@ -106,11 +118,11 @@ class DiceCoefficientMetric(_ConfusionMetric):
 
 
 class MeanPerClassAccuracyMetric(_ConfusionMetric):
-    """The share of each class's labels that were found, the mean over the classes that occur in labels.
+    """Mean recall of the classes that occur in labels.
 
     Args:
-        num_classes: labels and predictions lie in `range(num_classes)`.
-        name: under which it is reported.
+        num_classes: number of classes; labels and predictions are in `range(num_classes)`.
+        name: name in reports; by default the name of the class.
     """
 
     def _value(self, hits: Tensor, labelled: Tensor, predicted: Tensor) -> Tensor:
@@ -118,15 +130,16 @@ class MeanPerClassAccuracyMetric(_ConfusionMetric):
 
 
 class FBetaScoreMetric(_ConfusionMetric):
-    """`(1 + beta²) · precision · recall / (beta² · precision + recall)`.
+    """F-beta score: `(1 + beta²) · precision · recall / (beta² · precision + recall)`.
 
     Args:
-        num_classes: labels and predictions lie in `range(num_classes)`.
-        beta: how much more recall counts than precision.
-        average_type: `micro` counts all classes together, `macro` takes the mean over them; a class that
-            does not occur counts as 0.
-        ignore_labels: classes whose hits and misses are not counted.
-        name: under which it is reported.
+        num_classes: number of classes; labels and predictions are in `range(num_classes)`.
+        beta: weight of recall relative to precision.
+        average_type: `micro`: add up the counts of all classes; `macro`: mean of the scores of the classes,
+            in
+            which a class that does not occur has score 0.
+        ignore_labels: classes that are left out.
+        name: name in reports; by default the name of the class.
 
     Raises:
         ConfigError: if an argument is out of range.
@@ -141,10 +154,14 @@ class FBetaScoreMetric(_ConfusionMetric):
         name: str | None = None,
     ) -> None:
         if beta <= 0:
-            raise ConfigError(f"beta is {beta}", where="FBetaScoreMetric", remedy="write a number above 0")
+            raise ConfigError(
+                f"expected beta above 0, got {beta}", where="FBetaScoreMetric", remedy="use a positive number"
+            )
         if average_type not in ("micro", "macro"):
             raise ConfigError(
-                f"average_type is {average_type!r}", where="FBetaScoreMetric", remedy="write micro or macro"
+                f"expected average_type 'micro' or 'macro', got {average_type!r}",
+                where="FBetaScoreMetric",
+                remedy="use micro or macro",
             )
         super().__init__(num_classes, name)
         self.beta = beta

@@ -10,10 +10,10 @@ from headwater.metrics.metric import Metric, check_shape, weights_like
 
 
 class _WeightedMean(Metric):
-    """A weighted mean; NaN before the first value.
+    """Base of the metrics that are a weighted mean; NaN before the first value.
 
     Args:
-        name: under which it is reported.
+        name: name in reports; by default the name of the class.
     """
 
     total: Tensor
@@ -26,12 +26,12 @@ class _WeightedMean(Metric):
         self._dtype = torch.float32
 
     def _add(self, values: Tensor, weights: Tensor) -> None:
-        # What is left out may be anything, NaN too.
+        # A value with weight 0 may be NaN, so that its product is replaced by 0.
         self.total += (values.to(torch.float64) * weights).where(weights != 0, 0).sum()
         self.weight += weights.sum()
 
     def compute(self) -> Tensor:
-        """The mean, a scalar."""
+        """Return the mean, a scalar."""
         return (self.total / self.weight).to(self._dtype)
 
 
@@ -39,15 +39,15 @@ class MeanMetric(_WeightedMean):
     """The mean of values.
 
     Args:
-        name: under which it is reported.
+        name: name in reports; by default the name of the class.
     """
 
     def update(self, values: Tensor | float, weights: Tensor | None = None) -> None:
         """Add values.
 
         Args:
-            values: of any shape.
-            weights: of the same shape; 0 leaves a value out.
+            values: values of any shape.
+            weights: weight of each value, of the same shape; values with weight 0 are ignored.
 
         Raises:
             DataError: if the shapes differ.
@@ -57,10 +57,10 @@ class MeanMetric(_WeightedMean):
 
 
 class AccuracyMetric(_WeightedMean):
-    """The share of predictions that equal their label.
+    """Accuracy: the fraction of predictions that equal their label.
 
     Args:
-        name: under which it is reported.
+        name: name in reports; by default the name of the class.
     """
 
     def update(
@@ -73,10 +73,12 @@ class AccuracyMetric(_WeightedMean):
         """Add a batch.
 
         Args:
-            labels: of any shape.
-            predictions: of the same shape and kind.
-            weights: of the same shape, an attention mask for example; 0 leaves a label out.
-            dtype: of the value; fp32 if not given.
+            labels: right classes, of any shape.
+            predictions: predicted classes, of the same shape.
+            weights: weight of each label, of the same shape, for example an attention mask; labels with
+                weight 0
+                are ignored.
+            dtype: dtype of the result of `compute`; by default fp32.
 
         Raises:
             DataError: if the shapes differ.
@@ -87,10 +89,10 @@ class AccuracyMetric(_WeightedMean):
 
 
 class PerplexityMetric(_WeightedMean):
-    """The exponential of the mean cross-entropy of a token.
+    """Perplexity: the exponential of the mean cross-entropy of a token.
 
     Args:
-        name: under which it is reported.
+        name: name in reports; by default the name of the class.
     """
 
     def update(
@@ -103,11 +105,14 @@ class PerplexityMetric(_WeightedMean):
         """Add a batch.
 
         Args:
-            labels: the tokens, of any shape.
-            loss: their cross-entropy in nats: of each, in the shape of `labels`, or as a scalar the sum over
-                those that count, weighted like them.
-            weights: of the shape of `labels`, an attention mask for example; 0 leaves a token out.
-            dtype: of the value; fp32 if not given.
+            labels: right tokens, of any shape.
+            loss: cross-entropy in nats: of each token, in the shape of `labels`; or a scalar, the sum over
+                all
+                tokens, weighted with `weights`.
+            weights: weight of each token, in the shape of `labels`, for example an attention mask; tokens
+                with
+                weight 0 are ignored.
+            dtype: dtype of the result of `compute`; by default fp32.
 
         Raises:
             DataError: if the shapes differ.
@@ -121,57 +126,59 @@ class PerplexityMetric(_WeightedMean):
             self.weight += weights.sum()
 
     def compute(self) -> Tensor:
-        """The perplexity, a scalar."""
+        """Return the perplexity, a scalar."""
         return (self.total / self.weight).exp().to(self._dtype)
 
 
 class _AtKMetric(_WeightedMean):
-    """What the `k` classes with the highest scores have in common with the labels.
+    """Base of the metrics that compare the labels with the `k` classes with the highest scores.
 
     Args:
-        k: classes that count.
-        name: under which it is reported.
+        k: number of classes with the highest scores.
+        name: name in reports; by default the name of the class.
 
     Raises:
-        ConfigError: if `k` is less than 1.
+        ConfigError: if `k` is below 1.
     """
 
     def __init__(self, k: int, name: str | None = None) -> None:
         if k < 1:
-            raise ConfigError(f"k is {k}", where=type(self).__name__, remedy="write 1 or more")
+            what = f"expected k of at least 1, got {k}"
+            raise ConfigError(what, where=type(self).__name__, remedy="use 1 or more")
         super().__init__(name)
         self.k = k
 
     def _hits(self, labels: Tensor, predictions: Tensor) -> Tensor:
-        """Whether each label [batch, num_labels] is among the top k of its row of scores."""
+        """Return a mask [batch, num_labels], True for a label among the top k classes of its sample."""
         if predictions.dim() != 2 or labels.dim() != 2 or len(labels) != len(predictions):
             raise DataError(
-                f"labels have shape {list(labels.shape)}, predictions {list(predictions.shape)}",
+                "expected labels [batch] or [batch, num_labels] and predictions [batch, num_classes], "
+                f"got shapes {list(labels.shape)} and {list(predictions.shape)}",
                 where=type(self).__name__,
-                remedy="give labels [batch] or [batch, num_labels] and predictions [batch, num_classes]",
+                remedy="pass scores of all classes as predictions, and one row of labels per sample",
             )
         top = predictions.topk(min(self.k, predictions.shape[1]), dim=1).indices
         return (labels.unsqueeze(2) == top.unsqueeze(1)).any(2)
 
 
 class PrecisionAtKMetric(_AtKMetric):
-    """Of the `k` classes with the highest scores, the share that are labels.
+    """Precision at k: the fraction of the `k` classes with the highest scores that are labels.
 
     Args:
-        k: classes that count.
-        name: under which it is reported.
+        k: number of classes with the highest scores.
+        name: name in reports; by default the name of the class.
     """
 
     def update(self, labels: Tensor, predictions: Tensor, weights: Tensor | None = None) -> None:
         """Add a batch.
 
         Args:
-            labels: class of each sample [batch], or several [batch, num_labels]; negative: none.
-            predictions: scores [batch, num_classes].
-            weights: of the samples [batch]; 0 leaves one out.
+            labels: class of each sample [batch], or several classes [batch, num_labels]; negative: no class.
+            predictions: scores of all classes, [batch, num_classes].
+            weights: weight of each sample, [batch]; samples with weight 0 are ignored.
 
         Raises:
-            DataError: if the shapes do not go together.
+            DataError: if the shapes do not match.
         """
         labels = labels.reshape(len(labels), -1)
         hits = self._hits(labels, predictions).sum(1)
@@ -179,23 +186,23 @@ class PrecisionAtKMetric(_AtKMetric):
 
 
 class RecallAtKMetric(_AtKMetric):
-    """Of the labels, the share that are among the `k` classes with the highest scores.
+    """Recall at k: the fraction of the labels that are among the `k` classes with the highest scores.
 
     Args:
-        k: classes that count.
-        name: under which it is reported.
+        k: number of classes with the highest scores.
+        name: name in reports; by default the name of the class.
     """
 
     def update(self, labels: Tensor, predictions: Tensor, weights: Tensor | None = None) -> None:
         """Add a batch.
 
         Args:
-            labels: class of each sample [batch], or several [batch, num_labels]; negative: none.
-            predictions: scores [batch, num_classes].
-            weights: of the samples [batch]; 0 leaves one out.
+            labels: class of each sample [batch], or several classes [batch, num_labels]; negative: no class.
+            predictions: scores of all classes, [batch, num_classes].
+            weights: weight of each sample, [batch]; samples with weight 0 are ignored.
 
         Raises:
-            DataError: if the shapes do not go together.
+            DataError: if the shapes do not match.
         """
         labels = labels.reshape(len(labels), -1)
         hits = self._hits(labels, predictions)

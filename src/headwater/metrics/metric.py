@@ -1,4 +1,4 @@
-"""The base class of metrics: a name, states that add up over batches and ranks, and what weights mean."""
+"""Base class of metrics: a name, states that are summed over batches and ranks, and weights of labels."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from headwater.core.errors import DataError
 
 
 class Metric(torchmetrics.Metric):
-    """A value that is gathered batch by batch.
+    """Base of metrics over several batches.
 
-    A subclass has `update`, which adds a batch to its states, and `compute`, which gives the value. It makes
-    its states with `register_state`, in `__init__` or in a `reset` of its own.
+    A subclass implements `update`, which adds a batch to its states, and `compute`, which returns the value.
+    It creates its states with `register_state`, in `__init__` or in an overridden `reset`.
 
-    Everything that torchmetrics offers works: `persistent(True)` puts the states into the `state_dict`, and
-    `compute` sums them over the processes of torch.distributed.
+    All features of torchmetrics work: `persistent(True)` includes the states in the `state_dict`, and
+        `compute` sums them over the processes of torch.distributed.
 
     Args:
-        name: under which the value is reported; the name of the class if not given.
+        name: name in reports; by default the name of the class.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -30,12 +30,12 @@ class Metric(torchmetrics.Metric):
         self.reset()
 
     def register_state(self, name: str, tensor: Tensor, persistent: bool = False) -> None:
-        """Let the attribute `name` be a state that starts as `tensor`.
+        """Create a state of the metric, which is summed over processes.
 
         Args:
-            name: of the attribute.
-            tensor: its value before the first batch.
-            persistent: whether it belongs in the `state_dict`.
+            name: name of the attribute that holds the state.
+            tensor: value of the state before the first batch.
+            persistent: include the state in the `state_dict`.
         """
         self.add_state(name, tensor, dist_reduce_fx="sum", persistent=persistent)
         self._update_count, self._computed = 0, None
@@ -46,31 +46,36 @@ class Metric(torchmetrics.Metric):
         return self.update_count
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Add a batch; gives the value of all batches so far."""
+        """Add a batch, and return the value over all batches so far."""
         self.update(*args, **kwargs)
         return self.compute()
 
 
 def check_shape(name: str, tensor: Tensor, labels: Tensor) -> Tensor:
-    """`tensor`, which has the shape of `labels`.
+    """Return `tensor` if it has the shape of `labels`.
+
+    Args:
+        name: name of the tensor, for the error message.
+        tensor: tensor to check.
+        labels: tensor with the expected shape.
 
     Raises:
-        DataError: if it has not.
+        DataError: if the shapes differ.
     """
     if tensor.shape != labels.shape:
         raise DataError(
-            f"{name} have shape {list(tensor.shape)}, the labels {list(labels.shape)}",
+            f"expected {name} of shape {list(labels.shape)}, like the labels; got {list(tensor.shape)}",
             where=name,
-            remedy=f"give {name} one entry for each label",
+            remedy=f"pass {name} with one entry per label",
         )
     return tensor
 
 
 def weights_like(labels: Tensor, weights: Tensor | None) -> Tensor:
-    """`weights` in fp64, one for each label: ones where there are none; 0 leaves a label out.
+    """Return the weights of labels in fp64; ones by default.
 
     Raises:
-        DataError: if their shape is another one.
+        DataError: if the weights do not have the shape of `labels`.
     """
     if weights is None:
         return torch.ones_like(labels, dtype=torch.float64)

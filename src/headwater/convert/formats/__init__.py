@@ -1,4 +1,4 @@
-"""Formats of the transformers library that the models here can be stored in."""
+"""Formats of the transformers library in which our models can be stored."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMATS: tuple[Format, ...] = (
     BTLM, JAIS,
     BERT, BERT_CLASSIFIER, BERT_TOKEN_CLASSIFIER, BERT_QA, ROBERTA, ESM, DPR, T5, PEGASUS, VIT, DINOV2, LLAVA,
 )  # fmt: skip
-"""All of them; of several for one type the first is meant where a `config.json` names no class."""
+"""All formats. The first of several with the same `model_type` is used if a `config.json` names no class."""
 
 
 _MARK = "-headless"
@@ -74,16 +74,20 @@ _HEADLESS = {
     if format in _WITH_HEADS
 }
 CONVERTERS: dict[str, tuple[Format, str]] = dict(sorted({**_NAMES, **_HEADLESS}.items()))
-"""Formats by the names that users give models, with the name of the model here."""
+"""Converters by the names that users pass: the format, and the name of our model."""
 
 
 def converter_of(format: Format) -> str:
-    """The first name that users give a format."""
+    """Return the first name that users can pass for a format."""
     return next(name for name, (other, _) in {**_NAMES, **_HEADLESS}.items() if other is format)
 
 
 def nearest_converter(name: str) -> str | None:
-    """Return the known name most like `name`: of the same family first, then with or without `-headless`."""
+    """Return the converter whose name is most similar to `name`, or `None`.
+
+    The family is matched first. `-headless` is appended if `name` has a similar ending and the family has
+    such a converter.
+    """
     family, mark, _ = name.lower().partition(_MARK.removesuffix("less"))
     families = {known.lower(): known for known in _NAMES}
     found = difflib.get_close_matches(family, families, n=1)
@@ -94,24 +98,28 @@ def nearest_converter(name: str) -> str | None:
 
 
 def format_of_hf(hf: Mapping[str, Any], *, where: str) -> Format:
-    """The format that the content of a `config.json` names.
+    """Return the format that the content of a `config.json` names.
+
+    Args:
+        hf: content of `config.json`.
+        where: path of the file, for error messages.
 
     Raises:
-        ConfigError: if there is none here.
+        ConfigError: if no format has this `model_type`.
     """
     of_type = [format for format in FORMATS if format.model_type == hf.get("model_type")]
     if not of_type:
         known = sorted({format.model_type for format in FORMATS})
         raise ConfigError(
-            f"there is no converter for models of the type {hf.get('model_type')!r}",
+            f"no converter for the model_type {hf.get('model_type')!r}",
             where=where,
-            remedy="to train the library's own model, write `model: {hf: FOLDER}` in the params; "
+            remedy="to train the library's model unconverted, use `model: {hf: FOLDER}` in the params; "
             f"types that can be converted: {', '.join(known)}",
         )
     names = hf.get("architectures") or ()
     if not isinstance(names, list | tuple):
         raise ConfigError(
-            f"expected architectures to be a list of names, found {names!r}",
+            f"expected a list of names in architectures, got {names!r}",
             where=where,
             remedy="copy the file again",
         )
@@ -119,7 +127,7 @@ def format_of_hf(hf: Mapping[str, Any], *, where: str) -> Format:
 
 
 def encoder_alone(hf: Mapping[str, Any], format: Format) -> Format:
-    """Return the format without a head if `config.json` names an encoder alone, else `format`."""
+    """Return the headless format if `config.json` names the encoder class without a head, else `format`."""
     alone = _HEADLESS_FORMATS.get(format.architecture)
     if alone is None or format.schema is DecoderConfig:
         return format
@@ -127,10 +135,10 @@ def encoder_alone(hf: Mapping[str, Any], format: Format) -> Format:
 
 
 def format_of_config(config: ModelConfig) -> Format:
-    """The format in which the model of a params file is stored.
+    """Return the format in which the model of a params file is stored.
 
     Raises:
-        ConfigError: if the transformers library has no such models.
+        ConfigError: if the transformers library has no such model.
     """
     if isinstance(config, DecoderConfig) and config.name in GPT2_MUP.models and has_scales(config):
         return GPT2_MUP
@@ -142,8 +150,8 @@ def format_of_config(config: ModelConfig) -> Format:
     if format is None:
         known = sorted({model for format in FORMATS for model in format.models})
         raise ConfigError(
-            f"there is no format for {config.name} in the transformers library",
+            f"the transformers library has no format for {config.name}",
             where="model.name",
-            remedy=f"models that have one: {', '.join(known)}",
+            remedy=f"models that can be exported: {', '.join(known)}",
         )
     return format

@@ -1,4 +1,4 @@
-"""BLOOM and MPT: decoders whose attention is biased by distance."""
+"""BLOOM and MPT: decoders with ALiBi, attention biases by distance."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def _mpt_section(hf: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in only.items():
         if attention.get(key, value) != value:
             raise ConfigError(
-                f"{key} is {attention[key]!r}, and only {value!r} can be imported",
+                f"expected {key} to be {value!r}, got {attention[key]!r}",
                 where="config.json, attn_config",
                 remedy="import another model",
             )
     heads = hf["n_heads"]
     if heads & (heads - 1):
         raise ConfigError(
-            f"n_heads is {heads}: where it is no power of 2 the format has slopes of its own",
+            f"expected n_heads to be a power of 2, got {heads}: MPT has other ALiBi slopes then",
             where="config.json",
             remedy="import another model",
         )

@@ -1,4 +1,7 @@
-"""What a format of Hugging Face's is: its config, its names, and how both are read and written."""
+"""Base of the formats: the `config.json` and the tensor names of a model class of the transformers library.
+
+"Ours" are the keys and names of this package, "theirs" those of the transformers library.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ from headwater.convert.rules import Rule
 from headwater.core.errors import ConfigError
 
 REQUIRED = object()
-"""Default of a key that must be there."""
+"""Default of a key without which a config is invalid."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A value of `config.json`.
+    """A key of `config.json`.
 
     Attributes:
-        name: its key there.
-        default: what it means where it is left out; without one it must be there.
-        value: attribute of the model section with the value in force; the section's key if not given.
+        name: name of the key.
+        default: value if the key is missing; `REQUIRED`: the key must not be missing.
+        value: attribute of the model section that is exported; by default the section's key.
     """
 
     name: str
@@ -37,26 +40,30 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How one model class of the transformers library is stored.
+    """The storage format of one model class of the transformers library.
 
     Attributes:
         model_type: `model_type` in `config.json`.
-        architecture: the class with the language-model head.
-        models: names of the models here that are stored so; an imported one gets the first. None of a part.
-        keys: values that mean the same on both sides, by their key in the model section.
-        rules: the tensors of a model.
-        section: what else the model section says for a `config.json`.
-        config: what else `config.json` says for a model section.
-        schema: of the model section.
-        meaning: what decides about a model's function and the names of its weights, by key of the section.
-        refused: keys of `config.json` with the only value that can be imported.
-        prefix: of the tensors of the model without its head: checkpoints of that alone leave it out.
-        others: what names of further tensors begin with.
-        head: name of the head's weight, which is stored again in some checkpoints where it is shared.
-        ignored: what the names of tensors that hold no weight end in.
-        folders: where the model lies in several: their names, with which the names of their tensors begin,
-            and under which the content of each one's `config.json` is here.
-        elsewhere: keys of the model section that the weights of another converter express, with its name.
+        architecture: name of the class, with its head.
+        models: names of our models in this format; an import uses the first. Empty for a part of a model.
+        keys: keys with the same meaning on both sides, by their key in the model section.
+        rules: returns the rules of the tensors of a model.
+        section: returns further keys of the model section for a `config.json`.
+        config: returns further keys of `config.json` for a model section.
+        schema: class of the model section.
+        meaning: returns the settings that decide the model's function and the names of its weights, by key of
+            the
+            section.
+        refused: keys of `config.json`, each with the only value that can be imported.
+        prefix: prefix of the tensors of the model without its head; checkpoints without a head omit it.
+        others: prefixes of further tensors.
+        head: name of the head; some checkpoints also store its weight if it is shared with the embedding.
+        ignored: suffixes of tensors that hold no weights.
+        folders: names of the folders of a model that is stored in several. They are prefixes of the tensors'
+            names, and keys under which the contents of the `config.json` files are merged.
+        elsewhere: keys of the model section that the weights of another converter can express, with the name
+            of
+            the converter.
     """
 
     model_type: str
@@ -78,23 +85,27 @@ class Format:
 
     @property
     def has_initializer(self) -> bool:
-        """Whether the model section says how matrices begin; where it does not, its parts do."""
+        """True if the model section has an initializer; otherwise the sections of its parts have one."""
         return "initializer" in self.schema.model_fields
 
     def by_folder(self, hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """The content of each `config.json`, by the folder below the model's that it lies in."""
+        """Return the content of each `config.json` by its folder, relative to the model's folder."""
         return {name: hf[name] for name in self.folders} or {"": hf}
 
     def config_from_hf(self, hf: Mapping[str, Any], *, where: str) -> Any:
-        """The model section for the content of a `config.json`.
+        """Return the model section for the content of a `config.json`.
+
+        Args:
+            hf: content of `config.json`.
+            where: path of the file, for error messages.
 
         Raises:
-            ConfigError: if the models here cannot express it.
+            ConfigError: if a value is missing or wrong, or our models cannot express it.
         """
         for name, only in self.refused.items():
             if hf.get(name) not in (None, only):
                 raise ConfigError(
-                    f"{name} is {hf[name]!r}, and only {only!r} can be imported",
+                    f"expected {name} to be {only!r}, got {hf[name]!r}",
                     where=where,
                     remedy="import another model",
                 )
@@ -119,11 +130,11 @@ class Format:
             ) from error
 
     def config_to_hf(self, config: Any, *, end_of_text: int | None = None) -> dict[str, Any]:
-        """Content of `config.json` for a model section.
+        """Return the content of `config.json` for a model section.
 
         Args:
             config: the model section.
-            end_of_text: token that ends a text, if there is one.
+            end_of_text: id of the end-of-text token, if there is one.
 
         Raises:
             ConfigError: if the format cannot express the model.
@@ -138,34 +149,38 @@ class Format:
             "model_type": self.model_type,
             **self.config(config),
         }
-        # What the format cannot say comes back otherwise.
+        # A setting that the format cannot express has another value when the result is imported again.
         back, given = (self.meaning(each) for each in (self.config_from_hf(hf, where="the export"), config))
         for key, value in given.items():
             if not _equal(value, back[key]):
                 other = self.elsewhere.get(key)
                 raise ConfigError(
-                    f"the format of {self.architecture} has no models with {key} = {value}",
+                    f"the format of {self.architecture} cannot express {key}: {value}",
                     where=f"model.{key}",
-                    remedy=f"convert it with --model {other}, whose weights absorb the factor"
+                    remedy=f"convert it with --model {other}, which multiplies the factor into the weights"
                     if other
-                    else f"only a model with {key} = {back[key]} can be exported",
+                    else f"export a model with {key}: {back[key]}",
                 )
         return hf
 
 
 _LARGEST = {"layer": 10_000, "expert": 100_000, "": 1 << 40}
-"""The largest number that a key may have whose name contains the word; no model comes near it."""
+"""Maximum value of a key whose name contains the word; the limits are far above those of real models."""
 
 
 def check_sizes(hf: Mapping[str, Any], *, where: str) -> None:
-    """Raise a ConfigError for a number that no model has, before a model of that size is outlined."""
+    """Check that no number is absurdly large, before a model of that size is built on the meta device.
+
+    Raises:
+        ConfigError: if a number is above its limit.
+    """
     for key, value in hf.items():
         if not isinstance(value, int | float) or not isinstance(key, str):
             continue
         largest = next(limit for word, limit in _LARGEST.items() if word in key)
         if not -largest <= value <= largest:
             raise ConfigError(
-                f"{key} is {value:.6g}, and at most {largest} can be imported",
+                f"expected {key} of at most {largest}, got {value:.6g}",
                 where=where,
                 remedy="correct the value",
             )
@@ -175,13 +190,13 @@ _HEADS = (
     "ForCausalLM", "LMHeadModel", "ForPreTraining", "ForMaskedLM", "ForSequenceClassification",
     "ForTokenClassification", "ForQuestionAnswering", "ForImageClassification",
 )  # fmt: skip
-"""What the names of classes with a head end in."""
+"""Suffixes of the names of classes with a head."""
 
 
 def headless(format: Format) -> Format:
-    """The same model without its head: the class below it, whose tensors have no prefix.
+    """Return the format of the model without its head: the base class, whose tensors have no prefix.
 
-    An import draws the head's weights as a run would that begins with none.
+    An import gives the head random initial values, the same as in a run without a checkpoint.
     """
     heads = (f"{format.head}.", *format.others)
 
@@ -201,7 +216,7 @@ def headless(format: Format) -> Format:
 
 
 def decoder_meaning(config: DecoderConfig) -> dict[str, Any]:
-    """What decides about the model's function and the names of its weights, by key of the model section."""
+    """Return the settings that decide the model's function and the names of its weights, by key."""
     layers = range(config.num_hidden_layers)
     meaning = {
         key: getattr(config, key)
@@ -248,7 +263,7 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# Parts of sections and configs that several formats have in common.
+# Parts of sections and configs that several formats share.
 
 _FUNCTIONS = {
     "gelu": "gelu",
@@ -262,7 +277,7 @@ _FUNCTIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-"""Names of functions there, and what they are called here."""
+"""Our names of nonlinearities, by their names."""
 
 _GATED = {
     "silu": "swiglu",
@@ -271,24 +286,27 @@ _GATED = {
     "gelu_new": "geglu_new",
     "relu": "reglu",
 }
-"""Names there of functions that gate, and what the whole is called here."""
+"""Our names of gated nonlinearities, by their names of the gate's function."""
 
 
 def function(hf: Mapping[str, Any], key: str, default: str, *, gated: bool = False) -> str:
-    """The nonlinearity that `config.json` names under `key`; as it is there if it is not known here."""
+    """Return our name of the nonlinearity at `key` of `config.json`; unknown names are not changed."""
     name: str = hf.get(key, default)
     return (_GATED if gated else _FUNCTIONS).get(name, name)
 
 
 def their_function(nonlinearity: str, *, gated: bool = False) -> str:
-    """What a nonlinearity is called in `config.json`; some other one where it has no name there."""
+    """Return their name of a nonlinearity; any other name if they do not have it.
+
+    `Format.config_to_hf` then finds the difference and raises an error.
+    """
     names = _GATED if gated else _FUNCTIONS
     theirs = (there for there, here in names.items() if here == nonlinearity)
     return next(theirs, next(iter(names)))
 
 
 def grouped(num_kv_heads: int | None, num_heads: int) -> dict[str, Any]:
-    """Keys of the model section that say how many heads share keys and values."""
+    """Return the keys of the model section for the number of heads of keys and values."""
     if num_kv_heads in (None, num_heads):
         return {"attention_module": "aiayn_attention"}
     return {
@@ -298,14 +316,16 @@ def grouped(num_kv_heads: int | None, num_heads: int) -> dict[str, Any]:
 
 
 _SCALINGS = ("linear", "yarn", "llama3")
-"""Ways of scaling rotary positions that have the same name there."""
+"""Kinds of rotary scaling that have the same name on both sides."""
 
 
 def rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Base and scaling of rotary positions, in the form of transformers 5 or an older one.
+    """Return the keys of the model section for the rotary positions of a `config.json`.
+
+    It reads the format of transformers 5 and the older one.
 
     Raises:
-        ConfigError: if the scaling is of a kind that there is not here.
+        ConfigError: if the kind of scaling is not supported.
     """
     old = {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_scaling") or {})}
     rope = hf.get("rope_parameters") or old
@@ -315,9 +335,9 @@ def rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
         return section
     if kind not in _SCALINGS:
         raise ConfigError(
-            f"rotary positions are scaled by {kind!r}",
+            f"the kind of rotary scaling {kind!r} is not supported",
             where="config.json, rope_parameters",
-            remedy=f"import a model with one of {', '.join(_SCALINGS)}, or none",
+            remedy=f"import a model without scaling, or with one of {', '.join(_SCALINGS)}",
         )
     extra = (
         "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
@@ -334,7 +354,7 @@ def rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_parameters(config: DecoderConfig) -> dict[str, Any]:
-    """Base and scaling of rotary positions as `config.json` of transformers 5 has them."""
+    """Return the rotary positions in the format of transformers 5, as keys of `config.json`."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.pos_scaling_type in _SCALINGS:
         rope |= {"rope_type": config.pos_scaling_type, "factor": config.pos_scaling_factor}
@@ -343,10 +363,13 @@ def rope_parameters(config: DecoderConfig) -> dict[str, Any]:
 
 
 def interleaved_heads(config: DecoderConfig) -> Tensor:
-    """Order of rows where each key head follows the query heads that share it, and its value head follows.
+    """Return the order of rows for formats that interleave the heads of queries, keys and values.
+
+    Their rows come in groups: the query heads that share a key head, then this key head, then its value head.
+        In our rows all queries come first, then all keys, then all values.
 
     Returns:
-        For each row there the row here, where all queries come first, then all keys, then all values.
+        For each row of theirs, the index of our row.
     """
     head, groups = config.head_size, config.num_kv_heads
     query = torch.arange(config.inner_size).view(groups, -1, head)
@@ -355,6 +378,6 @@ def interleaved_heads(config: DecoderConfig) -> Tensor:
 
 
 def qkv_rows(config: DecoderConfig) -> tuple[int, int, int]:
-    """Rows of query, key and value."""
+    """Return the number of rows of queries, keys and values."""
     kv_size = config.num_kv_heads * config.head_size
     return config.inner_size, kv_size, kv_size

@@ -1,4 +1,4 @@
-"""BERT and its fine-tunings, RoBERTa, ESM-2 and the two encoders of DPR."""
+"""BERT and its fine-tuned variants, RoBERTa, ESM-2, and the two encoders of DPR."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _their_function(config: Any) -> dict[str, Any]:
 
 
 def _meaning(config: EncoderSection) -> dict[str, Any]:
-    """What decides about the function of an encoder and the names of its weights."""
+    """Return the settings that decide the function of an encoder and the names of its weights."""
     keys = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "filter_size", "encoder_nonlinearity",
         "position_embedding_type", "mask_padding_in_positional_embed", "max_position_embeddings",
@@ -207,12 +207,12 @@ BERT_SUMMARIZATION = headless(
         ignored=("embeddings.position_ids",),
     )
 )
-"""The transformers library has no class with this head, so the encoder alone is stored."""
+"""Only the encoder is stored, because the transformers library has no class with this head."""
 
 
 def _token_head(config: BertConfig) -> tuple[Rule, ...]:
     bias = same("mlm.output.bias", "lm_head.bias")
-    if not config.share_embedding_weights:  # there are two copies then, and the one in the decoder counts
+    if not config.share_embedding_weights:  # there are two copies then; the decoder's counts
         bias = repeated("mlm.output.bias", ["lm_head.decoder.bias", "lm_head.bias"])
     return (
         *both(same, "mlm.dense", "lm_head.dense"),
@@ -288,7 +288,7 @@ ESM = Format(
 
 
 def _tower(architecture: str) -> Format:
-    """One of DPR's encoders, for its config alone."""
+    """Return the format of one encoder of DPR; it is used only for its config."""
     return Format(
         model_type="dpr",
         architecture=architecture,
@@ -307,15 +307,15 @@ _TOWERS = {
     "question_encoder": ("q_encoder", "questions", _tower("DPRQuestionEncoder")),
     "ctx_encoder": ("ctx_encoder", "contexts", _tower("DPRContextEncoder")),
 }
-"""Of each encoder of DPR, by its name there: key of the model section, module here, format of its config."""
+"""The encoders of DPR, by their names: key of the model section, name of our module, format of its config."""
 
 
 def _towers_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     if not hf.keys() >= _TOWERS.keys():
         raise ConfigError(
-            "the config is of one encoder, and the model has two",
+            "expected the configs of two encoders, got one",
             where="config.json",
-            remedy=f"put both into one folder, called {' and '.join(_TOWERS)}, and name that",
+            remedy=f"put both encoders into one folder, as {' and '.join(_TOWERS)}, and name that folder",
         )
     return {
         ours: format.config_from_hf(hf[theirs], where=f"{theirs}/config.json")

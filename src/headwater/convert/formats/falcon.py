@@ -1,4 +1,4 @@
-"""Falcon, with one norm a block (7B) or two (40B, 180B)."""
+"""Falcon, with one norm per block (7B) or two (40B, 180B)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-3 style models in the format of `GPT2LMHeadModel`; rules and keys of related formats."""
+"""GPT-2 and GPT-3 style models in the format of `GPT2LMHeadModel`; keys and rules for related formats."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ GPT2_KEYS = {
     "layer_norm_epsilon": Key("layer_norm_epsilon", 1e-5),
     "share_embedding_weights": Key("tie_word_embeddings", True),
 }
-"""Keys of GPT-2 and of the formats that come from it."""
+"""Keys of GPT-2 and of the formats derived from it."""
 
 SCALE_BY_LAYER = {"scale_qk_dot_by_layer_idx": Key("scale_attn_by_inverse_layer_idx", False)}
-"""A key that only some of them have."""
+"""A key that only some of these formats have."""
 
 GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
-"""Ends of the names of tensors that hold no weight."""
+"""Suffixes of tensors that hold no weights."""
 
 QKV = ("blocks.{}.attention.qkv", "transformer.h.{}.attn.c_attn")
-"""The projections of queries, keys and values, here and there."""
+"""Our name and their name of the projection of queries, keys and values."""
 
 
 def gpt2_rules(
@@ -44,8 +44,8 @@ def gpt2_rules(
     """Return the rules for a decoder whose tensors have the names of GPT-2.
 
     Args:
-        qkv: the rules of the projections of queries, keys and values.
-        linear: makes the rules of every other linear layer.
+        qkv: rules of the projection of queries, keys and values.
+        linear: makes the rules of every other linear layer from our name and their name.
     """
     there = "transformer.h.{}"
     return (
@@ -63,17 +63,17 @@ def gpt2_rules(
 
 
 def scores(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the model section that say whether attention scores are scaled."""
+    """Return the keys of the model section for the scaling of attention scores."""
     return {"attention_type": "scaled_dot_product" if hf.get("scale_attn_weights", True) else "dot_product"}
 
 
 def their_scores(config: DecoderConfig) -> dict[str, Any]:
-    """Return the key of `config.json` that says whether attention scores are scaled."""
+    """Return the keys of `config.json` for the scaling of attention scores."""
     return {"scale_attn_weights": config.attention_type == "scaled_dot_product"}
 
 
 _ABSORBED = ("embeddings_scale", "output_logits_scale", "attention_type", "share_embedding_weights")
-"""Keys of a model section that the weights of `GPT2_MUP` express."""
+"""Keys of a model section whose factors `GPT2_MUP` multiplies into the weights."""
 
 
 GPT2 = Format(
@@ -104,7 +104,7 @@ def has_scales(config: DecoderConfig) -> bool:
 
 
 def _absorbing_rules(config: DecoderConfig) -> tuple[Rule, ...]:
-    """The rules of GPT-2 with muP's factors multiplied into embeddings, queries and head."""
+    """Return the rules of GPT-2 with muP's factors multiplied into embeddings, queries and head."""
     if not has_scales(config):
         return gpt2_rules(linear_transposed(*QKV))
     by_embedding, by_head = config.embeddings_scale, config.logits_scale
@@ -141,4 +141,5 @@ GPT2_MUP = dataclasses.replace(
         key: value for key, value in decoder_meaning(config).items() if key not in _ABSORBED
     },
 )
-"""GPT-2 with muP, whose factors the weights absorb: `GPT2LMHeadModel` has none. Imports are plain."""
+"""GPT-2 with muP. An export multiplies muP's factors into the weights, because `GPT2LMHeadModel` has no such
+factors. An import is therefore a model without them."""

@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen: rotary decoders whose attention and feed-forward part read the same norm."""
+"""GPT-J and CodeGen: rotary decoders whose attention and feed-forward layer read the same norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headwater.convert.formats.base import Format, Key, function, qkv_rows, thei
 from headwater.convert.rules import Rule, both, permuted, same, stacked
 
 _CORES = 4
-"""CodeGen's query, value and key (in this order) are cut in as many parts, which follow each other."""
+"""Groups of rows in CodeGen's projection; each group has queries, values and keys, in this order."""
 
 _KEYS = {
     "vocab_size": Key("vocab_size", 50400),

@@ -1,4 +1,4 @@
-"""Jais and BTLM: decoders with ALiBi, SwiGLU and muP, whose classes transformers does not have."""
+"""Jais and BTLM: decoders with ALiBi, SwiGLU and muP, which are not part of the transformers library."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def _rules(config: DecoderConfig) -> tuple[Rule, ...]:
 
 
 _ONLY = {"position_embedding_type": "alibi", "activation_function": "swiglu"}
-"""What a config must say, since its absence means something else there."""
+"""Values that a config must have. If the key is missing, its value is a different one."""
 
 
 def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
     for key, only in _ONLY.items():
         if hf.get(key) != only:
             raise ConfigError(
-                f"{key} is {hf.get(key)!r}, and only {only!r} can be imported",
+                f"expected {key} to be {only!r}, got {hf.get(key)!r}",
                 where="config.json",
                 remedy="import another model",
             )
-    # The first releases leave the common prefix of these keys out.
+    # In the first releases these keys do not have the prefix "mup_".
     width, alpha, embeddings = (
         float(hf.get(f"mup_{key}", hf.get(key, 1.0)))
         for key in ("width_scale", "output_alpha", "embeddings_scale")

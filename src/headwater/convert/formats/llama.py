@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral and Gemma 2: rotary decoders with RMSNorm and gated feed-forward parts."""
+"""Llama, Mistral, Mixtral and Gemma 2: rotary decoders with RMSNorm and gated feed-forward layers."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ MISTRAL = Format(
 
 
 def _mixtral_rules(config: DecoderConfig) -> tuple[Rule, ...]:
-    assert config.moe is not None, "the format is checked before"
+    assert config.moe is not None, "the format was checked before"
     experts, there = config.moe.num_experts, "model.layers.{}.block_sparse_moe"
     sizes = {
         "gate": ("w1", config.ffn_size),

@@ -1,4 +1,4 @@
-"""LLaVA: CLIP's image encoder, a projector, and a Llama or Mistral."""
+"""LLaVA: CLIP's image encoder, a projector, and a Llama or Mistral decoder."""
 
 from __future__ import annotations
 
@@ -88,16 +88,16 @@ _TEXTS = {
     "llama": (LLAMA, {**_SMALLEST, "vocab_size": 32000, "intermediate_size": 11008}),
     "mistral": (MISTRAL, {**_SMALLEST, "vocab_size": 32000, "intermediate_size": 14336}),
 }
-"""Formats of language models by their type, and the sizes that published checkpoints leave out."""
+"""Formats of language models by `model_type`, with the sizes that published checkpoints omit."""
 
 
 def _text_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     kind = hf.get("model_type", "llama")
     if kind not in _TEXTS:
         raise ConfigError(
-            f"the language model is a {kind}",
+            f"expected a language model of type {' or '.join(_TEXTS)}, got {kind}",
             where="config.json, text_config",
-            remedy=f"language models that can be imported: {', '.join(_TEXTS)}",
+            remedy="import another model",
         )
     format, sizes = _TEXTS[kind]
     section: DecoderConfig = format.config_from_hf({**sizes, **hf}, where="config.json, text_config")
@@ -108,9 +108,9 @@ def _text_format(config: DecoderConfig) -> Format:
     format = next((format for format, _ in _TEXTS.values() if config.name in format.models), None)
     if format is None:
         raise ConfigError(
-            f"LLaVA has no {config.name} as its language model in the transformers library",
+            f"expected a LLaVA with the language model {' or '.join(_TEXTS)}, got {config.name}",
             where="model.text_model.name",
-            remedy=f"models that it has: {', '.join(_TEXTS)}",
+            remedy="export another model; the converter does not support this one",
         )
     return format
 
@@ -119,9 +119,9 @@ def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
     layer = hf.get("vision_feature_layer", -2)
     if not isinstance(layer, int):
         raise ConfigError(
-            f"features are taken after the layers {layer}, side by side",
+            f"expected features of a single layer, got several: {layer}",
             where="config.json, vision_feature_layer",
-            remedy="import a model that takes them after one",
+            remedy="import a model that uses the features of one layer",
         )
     vision = _CLIP.config_from_hf(hf.get("vision_config") or {}, where="config.json, vision_config")
     text = _text_from_hf(hf.get("text_config") or {})
@@ -138,7 +138,7 @@ def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
         "projector": {"image_model": projector},
         "image_feature_select_layer_idx": layer,
         "image_feature_select_mode": "patch" if mode == "default" else "cls_patch",
-        "initializer": None,  # the parts have theirs
+        "initializer": None,  # the sections of the parts have initializers
     }
 
 
@@ -186,7 +186,7 @@ def _rules(config: MultimodalSection) -> tuple[Rule, ...]:
 
 
 def _below(rule: Rule, ours: str, theirs: str) -> Rule:
-    """The rule for a part of a model, whose names begin so."""
+    """Return the rule of a part of a model, with prefixes added to our name and to theirs."""
     names = tuple(f"{theirs}{name}" for name in rule.theirs)
     return dataclasses.replace(rule, ours=f"{ours}{rule.ours}", theirs=names)
 

@@ -1,8 +1,8 @@
-"""The first transformer, with norms before each part, in the format of `PegasusForConditionalGeneration`.
+"""The original transformer, with norms before each layer, in the format of `PegasusForConditionalGeneration`.
 
-This class of the transformers library computes the same function: positions are sines and cosines, and a norm
-follows the last block of each stack. The class puts all sines before all cosines. So the elements of hidden
-states have that order in every tensor.
+This class of the transformers library computes the same function: positions are sinusoidal, and a norm
+follows the last block of each stack. But it puts all sines before all cosines, while ours alternate. The
+hidden dimension is therefore permuted in every tensor.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _SHARED_SIZES = {
     "encoder_ffn_dim": "decoder_ffn_dim",
     "encoder_attention_heads": "decoder_attention_heads",
 }
-"""Keys of the encoder, and those of the decoder that must say the same."""
+"""Keys of the encoder, and the keys of the decoder that must have the same values."""
 
 
 def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
     for encoder, decoder in _SHARED_SIZES.items():
         if hf.get(encoder) != hf.get(decoder):
             raise ConfigError(
-                f"expected the same {encoder} and {decoder}, found {hf.get(encoder)} and {hf.get(decoder)}",
+                f"expected equal {encoder} and {decoder}, got {hf.get(encoder)} and {hf.get(decoder)}",
                 where="config.json",
                 remedy="import another model",
             )
@@ -64,7 +64,10 @@ def _config(config: Seq2SeqConfig) -> dict[str, Any]:
 
 
 def _meaning(config: Seq2SeqConfig) -> dict[str, Any]:
-    """Return the settings that decide the function. Weights express zero biases and logit scales."""
+    """Return the settings that decide the function, except missing biases and logit scales.
+
+    The weights express these two: as zero biases, and as a factor of the embedding.
+    """
     meaning = seq2seq_meaning(config)
     meaning["embeddings_alpha"] = config.embeddings_scale / config.logits_scale
     for absorbed in ("output_logits_alpha", "use_projection_bias_in_attention"):
@@ -88,7 +91,7 @@ def _rules(config: Seq2SeqConfig) -> tuple[Rule, ...]:
 
 
 def _order(width: int) -> Tensor:
-    """For each element there its place here, where sines and cosines take turns."""
+    """Return our index of each element of theirs: all sines, then all cosines; ours alternate."""
     return torch.arange(width).view(-1, 2).t().flatten()
 
 
@@ -100,7 +103,10 @@ def _stack_rules(config: Seq2SeqConfig, stack: StackName) -> list[Rule]:
         return [reordered(rule, order) for rule in both(same, here, there)]
 
     def reading(here: str, there: list[str], rows: int) -> list[Rule]:
-        """Layers that read hidden states, stacked here; without biases here those there are 0."""
+        """Return the rules of layers that read hidden states, stacked in ours.
+
+        If ours have no biases, theirs must be 0.
+        """
         rules = both(stacked, here, there, (rows,) * len(there))
         weight = reordered(rules[0], order, dim=1)
         if config.use_projection_bias_in_attention:
@@ -110,7 +116,7 @@ def _stack_rules(config: Seq2SeqConfig, stack: StackName) -> list[Rule]:
         return [weight]
 
     def projection(here: str, there: str) -> Rule:
-        """An attention's output, which has no bias here."""
+        """Return the rule of the output projection of an attention; ours has no bias, so theirs must be 0."""
         weight = reordered(same(f"{here}.weight", f"{there}.weight"), order)
         return with_constant(weight, f"{there}.bias", lambda: torch.zeros(width))
 

@@ -15,7 +15,8 @@ _PREFIX = "gated-"
 
 
 def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
-    # Logits are not scaled where the head has a weight of its own; the library has two ways to say so.
+    # If the head does not share the embedding's weight, logits are not scaled. The library has two keys for
+    # this.
     shared = hf.get("tie_word_embeddings") is not False and hf.get("scale_decoder_outputs") is not False
     return {
         "encoder_nonlinearity": _nonlinearity(hf.get("feed_forward_proj", "relu")),
@@ -25,7 +26,7 @@ def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nonlinearity(name: str) -> str:
-    if name == "gated-gelu":  # the one name that means the approximation there
+    if name == "gated-gelu":  # only this name means the tanh approximation in the library
         return "geglu_new"
     gated = name.startswith(_PREFIX)
     return function({"of": name.removeprefix(_PREFIX)}, "of", "relu", gated=gated)
@@ -46,7 +47,7 @@ def _config(config: Seq2SeqConfig) -> dict[str, Any]:
 
 
 def seq2seq_meaning(config: Seq2SeqConfig) -> dict[str, Any]:
-    """What decides about the model's function and the names of its weights."""
+    """Return the settings that decide the model's function and the names of its weights, by key."""
     keys = (
         "share_encoder_decoder_embedding", "share_embedding_weights", "d_model", "d_kv", "d_ff", "num_heads",
         "norm_type", "layer_norm_epsilon", "use_projection_bias_in_attention", "use_ffn_bias",
@@ -144,7 +145,7 @@ T5 = Format(
     prefix="",
     ignored=(
         "encoder.embed_tokens.weight", "decoder.embed_tokens.weight",
-        # in the first checkpoints, and read by nothing
+        # stored in the first checkpoints, but not used
         "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The vision transformer and DINOv2's, with the layer that tells classes apart."""
+"""The vision transformer (ViT) and DINOv2, each with its classifier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEYS = {
 
 
 def reshaped(ours: str, theirs: str, shape: Sequence[int]) -> Rule:
-    """The same numbers in the same order, in shape `[-1, *shape]` there; here all but the first are one."""
+    """Return a rule for a tensor of shape `[rows, *shape]` in theirs, `[rows, product(shape)]` in ours."""
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
         (tensor,) = tensors
@@ -34,24 +34,24 @@ def reshaped(ours: str, theirs: str, shape: Sequence[int]) -> Rule:
 
 
 def _vector(ours: str, theirs: str) -> Rule:
-    """A vector that is stored as [1, 1, width] there."""
+    """Return a rule for a vector that they store as [1, 1, width]."""
     return Rule(
         ours, (theirs,), lambda tensor: [tensor[None, None]], lambda tensors: tensors[0].squeeze(0).squeeze(0)
     )
 
 
 def _positions(ours: str, theirs: str) -> Rule:
-    """A matrix that is stored as [1, places, width] there."""
+    """Return a rule for a matrix that they store as [1, positions, width]."""
     return Rule(ours, (theirs,), lambda tensor: [tensor[None]], lambda tensors: tensors[0].squeeze(0))
 
 
 def _rules(config: ViTConfig, base: str, layer: Mapping[str, str]) -> tuple[Rule, ...]:
-    """The rules of a model.
+    """Return the rules of a model.
 
     Args:
         config: the model section.
-        base: what the names of the model without its last layer begin with there.
-        layer: names there of what a block has here.
+        base: prefix of their names of the model without its classifier.
+        layer: their names of the modules of a block, by our names.
     """
     there, embeddings = f"{base}.encoder.layer.{{}}", f"{base}.embeddings"
     patches = f"{embeddings}.patch_embeddings.projection"
@@ -95,7 +95,7 @@ _DINOV2_LAYER = {
 
 
 def both_sizes(value: Any) -> list[int]:
-    """Height and width, of which a config may say one number."""
+    """Return [height, width] of a size in a config, which may be one number."""
     return list(value) if isinstance(value, list | tuple) else [value, value]
 
 
@@ -121,14 +121,14 @@ def _config(config: ViTConfig) -> dict[str, Any]:
 
 
 def encoder_meaning(config: ImageEncoderSection) -> dict[str, Any]:
-    """What decides about the function of an image encoder and the names of its weights, by key."""
+    """Return the settings that decide an image encoder's function and the names of its weights, by key."""
     keys = (
         "image_size", "patch_size", "num_channels", "use_embed_proj_bias", "prepend_cls_token",
         "position_embedding_type", "use_post_embed_layer_norm", "hidden_size", "num_hidden_layers",
         "num_heads", "filter_size", "nonlinearity", "norm_first", "layer_norm_epsilon", "attention_type",
         "use_projection_bias_in_attention", "use_ffn_bias_in_attention", "use_ffn_bias",
     )  # fmt: skip
-    # The initial value of the factors does not matter once they are trained, whether there are any does.
+    # Only the presence of the factors matters for trained weights, not their initial value.
     scaled = None if config.layerscale_value is None else "a number"
     return {key: getattr(config, key) for key in keys} | {"layerscale_value": scaled}
 
@@ -169,7 +169,7 @@ def _dinov2_section(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _dinov2_config(config: ViTConfig) -> dict[str, Any]:
     ratio = config.filter_size / config.hidden_size
-    # The library's release truncates the product of both, which must give the width again.
+    # The library truncates ratio * hidden_size to an integer, so that the ratio must not be rounded down.
     ratio = int(ratio) if ratio.is_integer() else math.nextafter(ratio, math.inf)
     return {
         **_config(config),
