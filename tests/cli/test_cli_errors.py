@@ -66,7 +66,7 @@ def test_a_token_beyond_the_vocabulary(headwater, params, tmp_path):
         file["data"] = np.full((16, 3, 16), 300, dtype=np.int32)
     result = headwater("fit", params, f"trainer.fit.train_dataloader.data_dir={folder}")
     assert_refused(
-        result, "token id 300 is beyond the vocabulary", "samples.h5", "vocab_size to at least 301"
+        result, "expected token ids below vocab_size=", "got 300", "samples.h5", "vocab_size to at least 301"
     )
 
 

@@ -79,7 +79,10 @@ def test_pairs_have_two_segments(folder):
         ("a film", r"a sentence, a tab and the number of its class(.|\n)*train\.tsv, line 2"),
         ("\t1", r"line 2"),
         ("a film\tgood", r"line 2"),
-        ("a film\t2", r"class 2 is not below the model's num_labels, 2(.|\n)*line 2(.|\n)*to 3 or more"),
+        (
+            "a film\t2",
+            r"expected a class below the model's num_labels=2, got 2(.|\n)*line 2(.|\n)*to 3 or more",
+        ),
     ],
 )
 def test_a_damaged_line_is_named(folder, line, message):
@@ -98,7 +101,7 @@ def test_missing_files_and_tokens(folder):
     with pytest.raises(DataError, match=r"no dev\.tsv"):
         texts_of(folder, is_training=False)
     (folder / "vocab.txt").write_text("a\nb\n")
-    with pytest.raises(DataError, match=r"\[PAD\], \[UNK\], \[CLS\], \[SEP\] are missing"):
+    with pytest.raises(DataError, match=r"lacks the tokens \[PAD\], \[UNK\], \[CLS\], \[SEP\]"):
         texts_of(folder)
 
 

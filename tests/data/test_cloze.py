@@ -75,5 +75,5 @@ def test_files_hold_each_passage_once_and_none_that_is_held_out(tmp_path):
 
 
 def test_texts_without_sentences_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"(?s)no question.*25 words"):
+    with pytest.raises(DataError, match=r"(?s)no question.*25 or more words"):
         write_cloze_questions(["Short."], tmp_path / "cloze.json")

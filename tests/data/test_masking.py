@@ -89,12 +89,14 @@ def test_without_the_next_sentence_there_is_no_label(make):
 
 def test_what_is_wrong_is_named(make, tmp_path):
     error = make([[1, 2]]).__getitems__([0])
-    assert isinstance(error, DataError) and "no list of tokens" in str(error) and "line 2" in str(error)
+    assert (
+        isinstance(error, DataError) and "expected a list of tokens" in str(error) and "line 2" in str(error)
+    )
     with pytest.raises(DataError, match="expected at most 100 tokens, the model's vocab_size; got 205"):
         make([text(5)], vocab_size=100)
     make([text(5)])
     (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY[:4]))
-    with pytest.raises(DataError, match=r"\[MASK\] are missing"):
+    with pytest.raises(DataError, match=r"lacks the tokens \[MASK\]"):
         MaskedTexts(
             [CSVRecords(tmp_path / "texts.csv")], tmp_path / "vocab.txt", vocab_size=300, length=9,
             predictions=2, share=0.1, next_sentence=False, segments=0, seed=0,

@@ -38,7 +38,7 @@ def test_pixels_and_classes(tmp_path):
 
 
 def test_damaged_files(tmp_path):
-    with pytest.raises(DataError, match=r"no file train\*images"):
+    with pytest.raises(DataError, match=r"no file matches train\*images"):
         read_digits(config(tmp_path))
     images = np.zeros((5, 28, 28), dtype=np.uint8)
     write(tmp_path, images, np.zeros(4, dtype=np.uint8))

@@ -85,7 +85,9 @@ def test_data_with_something_wrong(folders, tmp_path):
     with pytest.raises(DataError, match="no images"):
         samples_of(latent_config(plain, split="val"), dit())
     found = samples_of(latent_config(plain), dit(size=(4, 4))).__getitems__([0])
-    assert isinstance(found, DataError) and "expected images of shape [4, 4, 4], got [4, 4, 6]" in found.what
+    assert (
+        isinstance(found, DataError) and "expected vae_output of shape [4, 4, 4], got [4, 4, 6]" in found.what
+    )
     (plain / "train" / "cat" / "0.npz").write_bytes(b"PK\x03\x04")
     found = samples_of(latent_config(plain), dit()).__getitems__([0])
     assert isinstance(found, DataError) and found.where.endswith("cat/0.npz")

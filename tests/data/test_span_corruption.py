@@ -144,7 +144,7 @@ def test_labels_of_long_texts_count_less(data):
     ("changes", "message"),
     [
         ({"extra_ids": 1}, "extra_ids"),
-        ({"extra_ids": 11}, "the model has 64"),
+        ({"extra_ids": 11}, "11 extra_ids do not fit into the model's 64"),
         ({"sos_token": "<go>"}, "sos_token is '<go>'"),
         ({"oov_token": "<what>"}, "oov_token"),
         ({"src_data_dir": "/nowhere"}, "does not exist"),

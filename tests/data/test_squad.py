@@ -94,7 +94,7 @@ def test_texts_that_are_held_out_are_not_learnt(folder):
     keys = {"held_out_dir": str(held_out)}
     assert [q.identifier for q in windows_of(folder, folder / "train", **keys).questions] == ["2"]
     assert len(windows_of(folder, folder / "train", is_training=False, **keys).questions) == 2
-    with pytest.raises(DataError, match="held out"):
+    with pytest.raises(DataError, match="held_out_dir"):
         windows_of(folder, held_out, **keys)
 
 

@@ -118,7 +118,7 @@ def test_raw_text_and_a_tokenizer(data):
             {"tgt_max_sequence_length": 4, "src_max_sequence_length": 4, "src_data_dir": "long"},
             "empty or too long",
         ),
-        ({"src_data_dir": "short"}, "1 line, and 5"),
+        ({"src_data_dir": "short"}, "1 line, but .* has 5"),
         ({"src_data_dir": "missing"}, "no text files"),
         ({"src_data_dir": ["train.en", "train.en"]}, "src_data_dir has 2 files, but tgt_data_dir has 1"),
         ({"pad_token": "[PAD]"}, "pad_token"),

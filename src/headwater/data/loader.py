@@ -145,7 +145,7 @@ class _LocalBatches(Sampler[list[int]]):
         position = self.start
         while (stop := self.order.next_position(position)) is not None:
             draws = self.order.local_draws(position, stop).tolist()
-            if draws:  # empty if the last batch has fewer samples than there are ranks
+            if draws:  # empty if the last batch is smaller than the number of ranks
                 yield draws
             position = stop
 

@@ -1,4 +1,4 @@
-"""Mode for BERT: pairs of texts, of which the second may follow the first, with masked tokens to predict."""
+"""Mode for BERT: pairs of texts with masked tokens to predict; the second text may follow the first."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def _kind(answer: Sequence[_Word], place: int) -> Kind:
         return "date"
     if any(text[0].isdigit() for text in texts):
         return "number"
-    # The first word of a sentence always has a capital letter, so this is no evidence of a name there.
+    # The first word of a sentence always has a capital letter, which does not show that it is a name.
     return "name" if place > 0 and all(text[0].isupper() for text in texts) else "other"
 
 

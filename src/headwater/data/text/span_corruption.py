@@ -59,7 +59,7 @@ def corrupt(tokens: Tokens, first_sentinel: int, generator: np.random.Generator)
         generator: source of the cuts.
 
     Returns:
-        The source: kept tokens with a sentinel in place of each span. The target: each sentinel, followed by
+        The source: kept tokens, with each span replaced by a sentinel. The target: each sentinel, followed by
         its span.
     """
     left_out, spans = span_counts(len(tokens))

@@ -80,7 +80,7 @@ class Scores:
 class Windows:
     """A data set of questions with their contexts: `[CLS] question [SEP] context [SEP]`.
 
-    A long context is split into several overlapping windows, each of which is one sample. A batch has
+    A long context is split into overlapping windows; each window is one sample. A batch has
     `input_ids`, `attention_mask` and `token_type_ids` (1 from the context on), int64 [batch, length]; and
     `start_positions` and `end_positions`, int64 [batch]: the first and last token of the answer, or 0 if the
     window does not contain the whole answer (arXiv:1810.04805, section 4.2).
