@@ -11,9 +11,10 @@ from headwater.core.buffers import aligned_empty
 from headwater.core.seeding import derive_seed
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
+from headwater.store.build import build_store
 from headwater.store.disk import DiskTier
-from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
+from headwater.store.ownership import Ownership
 from headwater.store.pieces import PieceState
 from headwater.store.rule import UpdateRule
 from headwater.store.store import Update, WeightStore
@@ -55,10 +56,10 @@ def make_store(
         for index, names in enumerate(stages)
     ]
 
-    def make_tier(layouts: list[StageLayout]) -> Tier:
-        return MemoryTier(layouts) if folder is None else DiskTier(layouts, folder)
+    def make_tier(own: Ownership) -> Tier:
+        return MemoryTier(own.layouts) if folder is None else DiskTier(own.layouts, folder)
 
-    store = WeightStore(specs, UpdateRule(optimizer), make_tier)
+    store = build_store(specs, UpdateRule(optimizer), make_tier, on_disk=folder is not None)
     for stage in specs:
         _initialize(store, stage)
     return store

@@ -27,7 +27,7 @@ def members() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     bases: dict[str, list[str]] = {}
     for folder in ("core", "plan", "store", "stream", "fabric"):
-        for file in sorted((SOURCE / folder).glob("*.py")):
+        for file in sorted((SOURCE / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef):
                     found.setdefault(node.name, set()).update(_defined(node))
@@ -52,7 +52,7 @@ def quoted(text: str) -> list[str]:
 @pytest.mark.parametrize("name", PAGES)
 def test_files_and_members_that_a_page_names_exist(name):
     for word in quoted(page(name)):
-        if re.fullmatch(r"[a-z_]+/[a-z_]+\.py", word):
+        if re.fullmatch(r"(?:[a-z_]+/)+[a-z_]+\.py", word):
             assert (SOURCE / word).is_file(), word
         elif word.startswith("tests/"):
             assert (ROOT / word).exists(), word

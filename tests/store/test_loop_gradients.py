@@ -11,9 +11,8 @@ from thread_fabric import ranks
 from torch.utils._pytree import tree_map_only
 
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.store.hosts_loop_gradients import HostsLoopGradientSum
-from headwater.store.loop_gradients import LoopGradientSum
-from headwater.store.sums import DiskSums, MemorySums
+from headwater.store.gradients.loop import LoopGradients
+from headwater.store.gradients.storage import DiskStorage, MemoryStorage, SumSizes
 
 SIZE = 3
 STAGES = [
@@ -35,7 +34,7 @@ def total(key, micro_batch=0):
 
 def backward(sums, rank, micro_batch=0, keys=KEYS):
     for key in reversed(keys):
-        sums.add(*key, gradient(rank, key, micro_batch), last=True)
+        sums.add(key, gradient(rank, key, micro_batch), last=True)
     sums.end_micro_batch()
 
 
@@ -46,14 +45,14 @@ def on_ranks(request, tmp_path):
     hosts, tier = request.param
 
     def make_sums(fabric):
+        sizes = SumSizes(STAGES, None)
         if tier == "memory":
-            return MemorySums(STAGES, None, fabric)
-        return DiskSums(STAGES, None, fabric, tmp_path, verify=True)
+            return MemoryStorage(sizes, fabric)
+        return DiskStorage(STAGES, sizes, fabric, tmp_path, verify=True)
 
     def start(program):
         def run(fabric):
-            kind = LoopGradientSum if fabric.num_hosts == 1 else HostsLoopGradientSum
-            sums = kind(STAGES, fabric, make_sums(fabric))
+            sums = LoopGradients(STAGES, fabric, make_sums(fabric))
             try:
                 return tree_map_only(torch.Tensor, torch.Tensor.numpy, program(sums, fabric.rank))
             finally:
@@ -67,12 +66,12 @@ def on_ranks(request, tmp_path):
 
 def test_every_rank_finds_the_sum_of_all_and_more_is_added_to_it(on_ranks):
     def program(sums, rank):
-        assert sums.expose(0, 0) is None
+        assert sums.borrow((0, 0)) is None
         backward(sums, rank)
-        first = [sums.expose(*key).clone() for key in KEYS]
+        first = [sums.borrow(key).clone() for key in KEYS]
         backward(sums, rank, 1)
         backward(sums, rank, 2, KEYS[:1])
-        return first, [sums.expose(*key).clone() for key in KEYS]
+        return first, [sums.borrow(key).clone() for key in KEYS]
 
     for first, second in on_ranks(program):
         for key, one, three in zip(KEYS, first, second, strict=True):
@@ -84,14 +83,14 @@ def test_every_rank_finds_the_sum_of_all_and_more_is_added_to_it(on_ranks):
 def test_what_ranks_change_alike_is_what_counts(on_ranks):
     def program(sums, rank):
         backward(sums, rank)
-        sums.expose(0, 0).mul_(0.5)
-        sums.replace(0, 1, torch.ones(4))
+        sums.borrow((0, 0)).mul_(0.5)
+        sums.replace((0, 1), torch.ones(4))
         backward(sums, rank, 1)
-        seen = [sums.expose(*key) for key in KEYS[:2]]
+        seen = [sums.borrow(key) for key in KEYS[:2]]
         seen[0].neg_()
         sums.complete()
         norm = sums.norm(KEYS)
-        sums.commit(KEYS)
+        sums.commit(KEYS, (0, 1))
         lent = seen[0].clone()
         taken = [sums.take(stage) for stage in range(2)]
         taken[0][0].zero_()  # as an update may do
@@ -109,17 +108,17 @@ def test_a_part_may_be_committed_and_the_rest_goes_on(on_ranks):
     def program(sums, rank):
         backward(sums, rank)
         sums.complete()
-        sums.commit(KEYS[:1])
-        sums.spend(KEYS[:1])
+        sums.commit(KEYS[:1], (0, 1))
+        sums.status.consume(KEYS[:1])
         assert sums.take(1) is None
         taken = sums.take(0)
         assert torch.equal(taken[0], total(KEYS[0])) and taken[1] is None
         backward(sums, rank, 1)  # lost where a step has used the sum, and nobody has forgotten it
-        assert sums.expose(*KEYS[0]) is None
-        sums.drop(*KEYS[0])
-        sums.drop(*KEYS[1])
+        assert sums.borrow(KEYS[0]) is None
+        sums.drop(KEYS[0])
+        sums.drop(KEYS[1])
         backward(sums, rank, 2)
-        return [sums.expose(*key).clone() for key in KEYS]
+        return [sums.borrow(key).clone() for key in KEYS]
 
     for found in on_ranks(program):
         assert torch.equal(found[0], total(KEYS[0], 2)) and torch.equal(found[1], total(KEYS[1], 2))
@@ -131,17 +130,17 @@ def test_a_step_that_is_undone_leaves_the_sums_of_before(on_ranks, looked):
     def program(sums, rank):
         backward(sums, rank, keys=KEYS[:2])
         if looked:
-            sums.expose(0, 0).mul_(2)
+            sums.borrow((0, 0)).mul_(2)
         sums.remember()
-        assert sums.remembered == {(0, 0), (0, 1)}
+        assert sums.status.remembered == {(0, 0), (0, 1)}
         backward(sums, rank, 1)
-        sums.add(1, 1, gradient(rank, (1, 1), 2), last=True)  # and is broken off
+        sums.add((1, 1), gradient(rank, (1, 1), 2), last=True)  # and is broken off
         sums.restore((), ())
-        before = [sums.expose(*key) for key in KEYS]
+        before = [sums.borrow(key) for key in KEYS]
         before = [None if each is None else each.clone() for each in before]
         backward(sums, rank, 3)
         sums.complete()
-        return before, [sums.expose(*key).clone() for key in KEYS]
+        return before, [sums.borrow(key).clone() for key in KEYS]
 
     factor = 2 if looked else 1
     for before, after in on_ranks(program):
@@ -154,10 +153,10 @@ def test_a_step_that_is_undone_leaves_the_sums_of_before(on_ranks, looked):
 def test_a_gradient_that_is_not_finite_is_found_by_all(on_ranks):
     def program(sums, rank):
         backward(sums, rank)
-        sums.add(1, 0, torch.full((4,), float("nan") if rank == 1 else 1.0), last=True)
+        sums.add((1, 0), torch.full((4,), float("nan") if rank == 1 else 1.0), last=True)
         sums.end_micro_batch()
         sums.complete()
-        return sums.first_bad, bool(sums.norm(KEYS).isfinite())
+        return sums.status.first_bad, bool(sums.norm(KEYS).isfinite())
 
     assert on_ranks(program) == [(1, False)] * SIZE
 
@@ -165,9 +164,9 @@ def test_a_gradient_that_is_not_finite_is_found_by_all(on_ranks):
 def test_what_one_rank_alone_has_is_found_by_all(on_ranks):
     def program(sums, rank):
         backward(sums, rank, keys=KEYS[:1] if rank == SIZE - 1 else [])
-        found = sums.expose(*KEYS[0]).clone()
+        found = sums.borrow(KEYS[0]).clone()
         backward(sums, rank, 1, keys=KEYS[:1] if rank == 0 else [])
-        return found, sums.expose(*KEYS[0]).clone(), sums.expose(*KEYS[1])
+        return found, sums.borrow(KEYS[0]).clone(), sums.borrow(KEYS[1])
 
     for first, both, other in on_ranks(program):
         assert torch.equal(first, gradient(SIZE - 1, KEYS[0]))

@@ -15,12 +15,12 @@ from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.errors import CorruptError, DiskFullError, StoreError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
+from headwater.store.build import build_store
 from headwater.store.disk import DiskTier, staging_bytes
 from headwater.store.files import BlockFile, open_files
-from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, StageLayout
+from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS
 from headwater.store.memory import MemoryTier
-from headwater.store.rule import UpdateRule
-from headwater.store.store import WeightStore, stage_layout
+from headwater.store.rule import UpdateRule, stage_layout
 from headwater.store.update import Update
 
 SHAPES = st.lists(st.lists(st.integers(1, 3000), min_size=0, max_size=2).map(tuple), min_size=1, max_size=6)
@@ -159,10 +159,10 @@ def test_many_threads_may_use_a_store_at_once(make_tier, tmp_path):
         StageSpec(i, f"s{i}", (ParamSpec("w", (1000, 50), torch.float32, torch.float32),)) for i in range(6)
     ]
 
-    def tier(layouts: list[StageLayout]):
-        return MemoryTier(layouts) if make_tier is MemoryTier else DiskTier(layouts, tmp_path)
+    def tier(own):
+        return MemoryTier(own.layouts) if make_tier is MemoryTier else DiskTier(own.layouts, tmp_path)
 
-    store = WeightStore(stages, rule, tier)
+    store = build_store(stages, rule, tier, on_disk=make_tier is DiskTier)
     for stage in range(6):
         store.write(stage, lambda piece: piece.master.zero_())
     wrong = []

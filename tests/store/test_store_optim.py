@@ -7,11 +7,11 @@ from headwater.core.buffers import aligned_empty
 from headwater.core.errors import NonFiniteError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
+from headwater.store.build import build_store
 from headwater.store.disk import DiskTier
-from headwater.store.hold import DiskHold
+from headwater.store.gradients import GradientOptions
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
-from headwater.store.store import WeightStore
 from headwater.store.update import Update
 
 # The third parameter is larger than what is updated at once, and is no multiple of it.
@@ -40,11 +40,14 @@ class Pair:
     def __init__(self, tier, folder, spec, wire=torch.float32, gradient_tier="memory"):
         generator = torch.Generator().manual_seed(0)
         stages = make_stages(wire)
-        hold = None if gradient_tier == "memory" else DiskHold(stages, folder, lambda dtype: dtype)
-        make_tier = MemoryTier if tier == "memory" else (lambda layouts: DiskTier(layouts, folder))
+        gradients = GradientOptions(folder=None if gradient_tier == "memory" else folder)
+
+        def make_tier(own):
+            return MemoryTier(own.layouts) if tier == "memory" else DiskTier(own.layouts, folder)
+
         self.params = [torch.nn.Parameter(torch.randn(SHAPES[s][p], generator=generator)) for s, p in PLACES]
         self.spec = spec
-        self.store = WeightStore(stages, UpdateRule(spec), make_tier, hold=hold)
+        self.store = build_store(stages, UpdateRule(spec), make_tier, gradients=gradients)
         for stage in range(len(SHAPES)):
             self.store.write(stage, lambda piece, stage=stage: self._fill(stage, piece))
         self.optimizer = spec.build(self.params)

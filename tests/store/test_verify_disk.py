@@ -9,11 +9,11 @@ from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.errors import CorruptError, StoreError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
+from headwater.store.build import build_store
 from headwater.store.disk import DiskTier
 from headwater.store.files import BlockFile, Checksums
-from headwater.store.hold import DiskHold
+from headwater.store.gradients import GradientOptions
 from headwater.store.rule import UpdateRule
-from headwater.store.store import WeightStore
 from headwater.store.update import Update
 
 STAGES = [
@@ -24,11 +24,14 @@ WIRE_BYTES = 45056  # 300 × 70 × 2, in whole pages
 
 
 def make_store(folder, *, verify):
-    def make_tier(layouts):
-        return DiskTier(layouts, folder, verify=verify)
+    def make_tier(own):
+        return DiskTier(own.layouts, folder, verify=verify)
 
-    hold = DiskHold(STAGES, folder, lambda wire: wire, verify=verify)
-    store = WeightStore(STAGES, UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1})), make_tier, hold=hold)
+    rule, gradients = (
+        UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1})),
+        GradientOptions(folder=folder, verify=verify),
+    )
+    store = build_store(STAGES, rule, make_tier, on_disk=True, gradients=gradients)
     for stage in range(len(STAGES)):
         store.write(stage, lambda piece: piece.master.fill_(1.0))
     return store
@@ -87,7 +90,7 @@ def test_changed_optimizer_state_is_found_by_the_update_which_is_then_torn(tmp_p
 def test_a_changed_gradient_is_found(tmp_path):
     store = make_store(tmp_path, verify=True)
     train(store)
-    flip(store.gradients._hold._files[1], 5000)
+    flip(store.gradients._sums._buffer._files[1], 5000)
     with pytest.raises(CorruptError, match=r"the gradients of stage 'blocks\.1'"):
         store.flush_stage(1)
     store.close()

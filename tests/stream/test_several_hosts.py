@@ -13,9 +13,9 @@ from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
 from headwater.optim.spec import OptimizerSpec
+from headwater.store.build import build_store
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
-from headwater.store.store import WeightStore
 from headwater.store.update import Update
 
 
@@ -74,7 +74,7 @@ STAGE = StageSpec(0, "matrix", (ParamSpec("weight", (8,), torch.float32, torch.f
 def descend(fabric):
     """One step of descent with two gradients of the same micro-batch."""
     rule = UpdateRule(OptimizerSpec("SGD", {"lr": 1.0}))
-    store = WeightStore([STAGE], rule, lambda layouts: MemoryTier(layouts, fabric=fabric), fabric=fabric)
+    store = build_store([STAGE], rule, lambda own: MemoryTier(own.layouts, fabric=fabric), fabric=fabric)
     store.write(0, lambda piece: piece.master.zero_())
     store.begin_step()
     for value in (1.0, 10.0):

@@ -180,7 +180,7 @@ def test_a_refused_step_changes_no_mask(tmp_path):
         before = {name: (start[name], sparsifier.mask_of(name)) for name in sparsifier.names}
 
         def spoil(update):
-            engine.store.gradients.expose(*keys_by_name(engine.store.stages)["0.weight"]).fill_(torch.nan)
+            engine.store.gradients.borrow(keys_by_name(engine.store.stages)["0.weight"]).fill_(torch.nan)
             sparse.before_update(update.step + 1)
 
         report = engine.train_step(job.batches(0), job.update(0, skip_non_finite=True), spoil)

@@ -21,10 +21,11 @@ from headwater.api.streamed import StreamedModel, owners
 from headwater.api.transaction import is_open
 from headwater.api.updaters import is_state_replaced
 from headwater.core.errors import StreamError
+from headwater.core.stage import ParamKey
 from headwater.fabric.membership import current
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.spec import group_options
-from headwater.store.gradients import ParamKey, spent_error
+from headwater.store.gradients.port import consumed_error
 from headwater.store.store import WeightStore
 from headwater.store.update import Update
 from headwater.stream.home import Home
@@ -165,7 +166,7 @@ def _commit(optimizer: Optimizer) -> None:
     _used.pop(optimizer, None)  # of a step that failed
     spent = next((home for home in _homes(optimizer) if home.gradient_is_spent), None)
     if spent is not None:
-        raise spent_error(spent.spec.name)
+        raise consumed_error(spent.spec.name)
     if _scaler_found_overflow(optimizer):
         for home in _homes(optimizer):
             home.set_gradient(None)
@@ -234,8 +235,8 @@ def _check_kinds(
         StreamError: if not.
     """
     name = type(optimizer).__name__
-    for key in store.gradients.present.intersection(parts):
-        is_sparse = key in store.gradients.sparse
+    for key in store.gradients.status.present.intersection(parts):
+        is_sparse = key in store.gradients.status.sparse
         if not (takes_sparse_gradients(name, parts[key]) if is_sparse else takes_dense_gradients(name)):
             raise StreamError(
                 f"{name} cannot use a {'sparse' if is_sparse else 'dense'} gradient with these options",
@@ -248,7 +249,7 @@ def _check_kinds(
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """After any optimizer's step: in plain PyTorch gradients are there until they are set to zero."""
     for param in _used.pop(optimizer, []):
-        param.home.store.gradients.spend([param.home.key])
+        param.home.store.gradients.status.consume([param.home.key])
 
 
 def _scaler_found_overflow(optimizer: Optimizer) -> bool:

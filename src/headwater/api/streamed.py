@@ -33,7 +33,7 @@ from headwater.core.empty import initial_values
 from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.precision import Precision
 from headwater.core.seeding import drawing_devices
-from headwater.core.stage import ParamSpec
+from headwater.core.stage import ParamKey, ParamSpec
 from headwater.core.trees import tensors_in
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.fabric.membership import current
@@ -41,7 +41,6 @@ from headwater.plan.partition import Partition, find_stages
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Plan, Trace
 from headwater.plan.writes import refuse_assignments_after_use
-from headwater.store.gradients import ParamKey
 from headwater.store.replicas import take_from_first_host
 from headwater.store.store import WeightStore
 from headwater.store.takeover import take_over

@@ -11,6 +11,9 @@ import torch
 SLAB_ALIGNMENT_BYTES = 64
 """Every parameter starts on a cache line, so that vector kernels treat it like a tensor of its own."""
 
+ParamKey = tuple[int, int]
+"""A parameter: the index of its stage, and its index in the stage."""
+
 MAY_BE_MISSING = ""
 """Among the names under which a parameter may be found in files: it need not be there."""
 

@@ -46,7 +46,7 @@ class DiskTier(Tier):
 
     def __init__(
         self,
-        layouts: list[StageLayout],
+        layouts: Sequence[StageLayout],
         folder: Path,
         *,
         direct: bool = True,
@@ -186,11 +186,11 @@ def file_sizes(
     }
 
 
-def largest_group_bytes(layouts: list[StageLayout]) -> int:
+def largest_group_bytes(layouts: Sequence[StageLayout]) -> int:
     """Bytes of the largest group of any stage."""
     return max((group.num_bytes for layout in layouts for group in layout.groups), default=0)
 
 
-def staging_bytes(layouts: list[StageLayout]) -> int:
+def staging_bytes(layouts: Sequence[StageLayout]) -> int:
     """Host memory that a disk tier of these layouts takes, whatever the size of the model."""
     return _STAGING_BUFFERS * largest_group_bytes(layouts)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from headwater.core.buffers import round_up
-from headwater.core.stage import SLAB_ALIGNMENT_BYTES
+from headwater.core.stage import SLAB_ALIGNMENT_BYTES, ParamKey
 from headwater.fabric.link import Link
-from headwater.store.gradients import ParamKey
 from headwater.store.store import WeightStore
 
 
@@ -27,7 +26,7 @@ class Gathering:
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._here = store.fabric.neighbours
-        self._run = functools.cache(store.sharing.host_run)  # by stage, parameter and host
+        self._run = functools.cache(store.ownership.host_run)  # by stage, parameter and host
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @functools.cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headwater.store.gradients import ParamKey
+from headwater.core.stage import ParamKey
 from headwater.store.update import Part, Pending
 
 

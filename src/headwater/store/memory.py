@@ -25,7 +25,7 @@ class MemoryTier(Tier):
 
     def __init__(
         self,
-        layouts: list[StageLayout],
+        layouts: Sequence[StageLayout],
         *,
         fabric: Fabric = ALONE,
         page_lock: Callable[[Sequence[torch.Tensor]], Callable[[], None]] = lambda memory: lambda: None,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headwater.core.stage import StageSpec
-from headwater.store.gradients import ParamKey
+from headwater.core.stage import ParamKey, StageSpec
 
 
 def keys_by_name(stages: Sequence[StageSpec]) -> dict[str, ParamKey]:

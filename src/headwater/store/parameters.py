@@ -7,7 +7,7 @@ from contextlib import closing
 import torch
 
 from headwater.core.errors import StoreError
-from headwater.store.gradients import ParamKey
+from headwater.core.stage import ParamKey
 from headwater.store.pieces import PieceState
 from headwater.store.store import WeightStore
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.store.layout import Encoding, Piece, StageLayout, encoding_of
+from headwater.store.layout import Encoding, Piece, encoding_of
 from headwater.store.masters import read_master, write_master
+from headwater.store.ownership import Ownership
 from headwater.store.rule import UpdateRule
-from headwater.store.sharing import Sharing
 from headwater.store.tier import Tier
 from headwater.store.update import Workspaces
 
@@ -55,19 +55,16 @@ class Pieces:
     """The pieces that a tier keeps. Whoever uses them has the stage to himself, up to date.
 
     Args:
-        layouts: of the stages.
         rule: how they are updated; it says which states there are.
         tier: keeps them.
-        sharing: whose they are.
+        ownership: which rank updates which of them.
     """
 
-    def __init__(
-        self, layouts: Sequence[StageLayout], rule: UpdateRule, tier: Tier, sharing: Sharing
-    ) -> None:
-        self._layouts = layouts
+    def __init__(self, rule: UpdateRule, tier: Tier, ownership: Ownership) -> None:
+        self._layouts = tier.layouts
         self._rule = rule
         self._tier = tier
-        self._sharing = sharing
+        self._ownership = ownership
         self._workspaces = Workspaces()
 
     def read(
@@ -89,9 +86,9 @@ class Pieces:
             mine: only the pieces that this rank updates.
         """
         wires = self._stage(stage).flat_views(image)
-        sharing = self._sharing
-        groups = sharing.own_groups(stage, params) if mine else sharing.host_groups(stage, params)
-        wanted = sharing.is_mine if mine else sharing.is_here
+        ownership = self._ownership
+        groups = ownership.own_groups(stage, params) if mine else ownership.host_groups(stage, params)
+        wanted = ownership.is_mine if mine else ownership.is_here
         for group, rest in self._tier.groups(stage, groups, write=False):
             for piece in group.pieces:
                 if (params is None or piece.param in params) and wanted(stage, piece):
@@ -112,11 +109,11 @@ class Pieces:
 
     def write(self, stage: int, image: torch.Tensor, fill: Callable[[PieceState], None]) -> None:
         """Replace all that this rank updates; `fill` writes the `master` and `states` of each piece."""
-        groups = self._sharing.own_groups(stage)
+        groups = self._ownership.own_groups(stage)
         wires = self._stage(stage).flat_views(image)
         for group, rest in self._tier.groups(stage, groups, read=False, write=True):
             for piece in group.pieces:
-                if self._sharing.is_mine(stage, piece):
+                if self._ownership.is_mine(stage, piece):
                     self._fill(stage, piece, wires[piece.param], rest, fill)
 
     def change(
@@ -131,10 +128,10 @@ class Pieces:
             change: called with each piece.
         """
         wires = self._stage(stage).flat_views(image)
-        groups = self._sharing.own_groups(stage, params)
+        groups = self._ownership.own_groups(stage, params)
         for group, rest in self._tier.groups(stage, groups, write=True):
             for piece in group.pieces:
-                if piece.param in params and self._sharing.is_mine(stage, piece):
+                if piece.param in params and self._ownership.is_mine(stage, piece):
                     self._fill(stage, piece, wires[piece.param], rest, change, keep=True)
 
     def _fill(
@@ -166,12 +163,6 @@ class Pieces:
             for name, value in state_rows.items():
                 _arranged(spec, states[name]).copy_(value)
         write_master(encoding, master, flat_wire, fields)
-
-    def elsewhere(self, stage: int) -> list[tuple[int, Piece]]:
-        """Every piece of a stage that is on another host: the host, and the piece."""
-        pieces = (piece for group in self._layouts[stage].groups for piece in group.pieces)
-        hosts = ((self._sharing.host_of(stage, piece), piece) for piece in pieces)
-        return [(host, piece) for host, piece in hosts if host != self._sharing.host]
 
     def empty(self, stage: int, piece: Piece) -> PieceState:
         """Memory for what another host has of a piece."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from headwater.core.errors import StreamError
-from headwater.core.stage import ParamSpec
+from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.spec import OptimizerSpec, numbers, state_signature
-from headwater.store.layout import StateLayout, StateTensor
+from headwater.store.layout import StageLayout, StateLayout, StateTensor
 
 Scalars = dict[str, Any]
 """The part of a parameter's optimizer state that is not worth a place on disk: step counts and the like."""
@@ -166,6 +166,12 @@ class SeveralRules(UpdateRule):
     def state_layout(self, param: ParamSpec) -> StateLayout:
         rule = self._rules.get(param.name)
         return {} if rule is None else rule.state_layout(param)
+
+
+def stage_layout(stage: StageSpec, rule: UpdateRule) -> StageLayout:
+    """Return where the bytes of a stage lie under an update rule."""
+    states = [rule.state_layout(param) for param in stage.params]
+    return StageLayout(stage, states, elementwise=rule.elementwise)
 
 
 def _is_stored(value: object) -> bool:

@@ -151,7 +151,7 @@ class Snapshot:
         return StageEntry(stage.name, weights.path.name, optimizer.path.name, list(entries))
 
     def _pieces_of_others(self, stage: int) -> Iterator[PieceState]:
-        return itertools.islice(self._received, len(self._store.pieces.elsewhere(stage)))
+        return itertools.islice(self._received, len(self._store.ownership.elsewhere(stage)))
 
     def _param_entry(self, param: ParamSpec, scalars: Scalars | None) -> ParamEntry:
         states = state_entries(self._store.rule, param)
@@ -195,7 +195,7 @@ def _receive_pieces(store: WeightStore) -> Iterator[PieceState]:
     link = store.snapshot_link
     if link is not None:
         for stage in store.stages:
-            for host, piece in store.pieces.elsewhere(stage.index):
+            for host, piece in store.ownership.elsewhere(stage.index):
                 state = store.pieces.empty(stage.index, piece)
                 for tensor in (state.master, *state.states.values()):
                     link.receive(tensor, host)

@@ -11,22 +11,16 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from headwater.core.buffers import aligned_empty
-from headwater.core.errors import HeadwaterError, NonFiniteError, StoreError
-from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.errors import HeadwaterError, NonFiniteError, StoreError, StreamError
+from headwater.core.stage import ParamKey, ParamSpec
 from headwater.fabric.fabric import ALONE, Board, Fabric
-from headwater.store.gradients import GradientSum, ParamKey
-from headwater.store.hold import GradientHold, MemoryHold
-from headwater.store.hosts_gradients import HostsGradientSum
-from headwater.store.hosts_loop_gradients import HostsLoopGradientSum
-from headwater.store.layout import StageLayout
+from headwater.store.gradients.port import EditableGradients, GradientSink
 from headwater.store.ledger import Ledger
-from headwater.store.loop_gradients import LoopGradientSum
+from headwater.store.ownership import Ownership
 from headwater.store.pieces import Pieces, PieceState
+from headwater.store.propagation import Propagation
 from headwater.store.rule import Scalars, UpdateRule
-from headwater.store.shared_gradients import SharedGradientSum
-from headwater.store.sharing import Sharing
 from headwater.store.sparse import check_kind
-from headwater.store.sums import MemorySums, Sums
 from headwater.store.tier import Tier
 from headwater.store.update import Part, Update, Updater
 
@@ -59,7 +53,8 @@ class WeightStore:
 
     Attributes:
         ledger: the updates that were committed.
-        sharing: which rank updates what.
+        ownership: which rank updates what.
+        propagation: when all ranks have updated a stage.
         pieces: what of each stage is kept here and elsewhere.
         snapshots: by stage, one more than the number of commits of which a snapshot has saved it.
         snapshot_link: by which hosts send what they have for a snapshot.
@@ -67,46 +62,34 @@ class WeightStore:
             what comes before it, by the thread that holds the stage; for snapshots.
 
     Args:
-        stages: the stages.
-        rule: how they are updated.
-        make_tier: gives the tier for the layouts.
-        hold: where gradients of one rank wait; in memory if not given.
-        sums: where those of several ranks do; in memory if not given.
-        mixed_sum_dtype: dtype in which gradients narrower than fp32 are summed over micro-batches.
+        rule: how parameters are updated.
+        tier: keeps the bytes of the stages.
+        ownership: which rank updates which pieces.
+        gradients: sums gradients until an update uses them.
         order: (stage, param) of every parameter in the model's order, in which norms are combined.
         fabric: the ranks that share the store; each updates its own pieces. All of them commit, fetch, write
             and flush the same in the same order.
-        own_loop: whether a loop of the user's own looks at gradients, changes them and keeps them over steps.
     """
 
     def __init__(
         self,
-        stages: Sequence[StageSpec],
         rule: UpdateRule,
-        make_tier: Callable[[list[StageLayout]], Tier],
+        tier: Tier,
+        ownership: Ownership,
+        gradients: GradientSink,
         *,
-        hold: GradientHold | None = None,
-        sums: Sums | None = None,
-        mixed_sum_dtype: torch.dtype | None = None,
-        order: Sequence[tuple[int, int]] | None = None,
+        order: Sequence[ParamKey] | None = None,
         fabric: Fabric = ALONE,
-        own_loop: bool = False,
     ) -> None:
-        self.stages = list(stages)
         self.rule = rule
-        self.layouts = [stage_layout(stage, rule) for stage in stages]
-        self.tier = make_tier(self.layouts)
-        # A loop of one's own reads and changes weights wherever it likes: each host has all of them.
-        self.fabric = fabric.neighbours if own_loop else fabric
-        self._has_others = fabric.size > 1
-        self.sharing = Sharing(self.fabric, self.layouts, self.tier)
-        self.gradients: GradientSum
-        if self._has_others:
-            sums = sums or MemorySums(self.stages, mixed_sum_dtype, self.fabric)
-            self.gradients = _gradient_sum(self.stages, sums, fabric, self.sharing, own_loop)
-        else:
-            self.gradients = GradientSum(self.stages, hold or MemoryHold(), mixed_sum_dtype)
-        self.pieces = Pieces(self.layouts, rule, self.tier, self.sharing)
+        self.layouts = tier.layouts
+        self.stages = stages = [layout.stage for layout in tier.layouts]
+        self.tier = tier
+        self.fabric = fabric
+        self.ownership = ownership
+        self.propagation = Propagation(fabric, ownership, tier)
+        self.gradients = gradients
+        self.pieces = Pieces(rule, tier, ownership)
         self.snapshots = Board(self.fabric, len(self.stages))
         self.snapshot_link = self.fabric.connect("a checkpoint")
         self.ledger = Ledger()
@@ -165,23 +148,34 @@ class WeightStore:
 
     def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
         """Take one parameter's gradient of one micro-batch; the tensor belongs to the store from now on."""
-        check_kind(gradient, self.spec((stage, param)), self._has_others)
+        check_kind(gradient, self.spec((stage, param)), self.gradients.is_shared)
         self.flush_stage(stage)  # not used since the last step: its older update comes first
-        if self.gradients.add(stage, param, gradient, last=last):
-            self.gradients.settle(stage)
-        if self.gradients.is_ahead:
+        if self.gradients.add((stage, param), gradient, last=last):
             self._update_all_ahead()
-            self.gradients.catch_up()
+            self.gradients.drain()
 
     def set_gradient(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         """Let this be the sum of one parameter; the tensor belongs to the store from now on."""
-        check_kind(gradient, self.spec((stage, param)), self._has_others)
+        check_kind(gradient, self.spec((stage, param)), self.gradients.is_shared)
         self.flush_stage(stage)
-        self.gradients.replace(stage, param, gradient)
+        self.editable_gradients.replace((stage, param), gradient)
+
+    @property
+    def editable_gradients(self) -> EditableGradients:
+        """The gradients, for a user's loop.
+
+        Raises:
+            StreamError: if they are those of several ranks in `train_step`.
+        """
+        if not isinstance(self.gradients, EditableGradients):
+            raise StreamError(
+                "gradients of several ranks cannot be looked at or changed", remedy="use one rank: num_csx 1"
+            )
+        return self.gradients
 
     def end_micro_batch(self) -> None:
         """Say that no more gradients of this micro-batch will come."""
-        if self._has_others:
+        if self.gradients.is_shared:
             self._update_all_ahead()
             self.use()  # others have what this rank has left to them
         self.gradients.end_micro_batch()
@@ -199,14 +193,14 @@ class WeightStore:
                 no trace.
         """
         self.gradients.complete()
-        present = self.gradients.present
+        present = self.gradients.status.present
         keys = [key for key in self._order if key in present and (parts is None or key in parts)]
         norm = self.gradients.norm(keys) / update.loss_scale
         if not bool(norm.isfinite()):
-            first = self.gradients.first_bad
-            for stage, param in keys:
-                self.gradients.drop(stage, param)
-            self.gradients.first_bad = None
+            first = self.gradients.status.first_bad
+            for key in keys:
+                self.gradients.drop(key)
+            self.gradients.status.first_bad = None
             if update.skip_non_finite:
                 return Committed(float(norm), applied=False)
             raise NonFiniteError(
@@ -217,7 +211,8 @@ class WeightStore:
             )
         self.ledger.num_commits += 1
         factor = update.factor(norm)
-        self.gradients.commit(keys)  # before another thread may see that there is an update
+        # Before another thread can see the update, which would otherwise find no gradients.
+        self.gradients.commit(keys, {stage for stage, _ in keys if self.ownership.updates(stage)})
         by_stage: dict[int, dict[int, Part]] = {}
         for stage, param in keys:
             options = update if parts is None else parts[stage, param]
@@ -226,7 +221,7 @@ class WeightStore:
         for stage, changes in by_stage.items():
             self._add_pending(stage, changes)
         stages = sorted(by_stage)
-        self.sharing.committed(stages, self.num_commits)
+        self.propagation.committed(stages, self.num_commits)
         if self.fabric.num_hosts > 1 or not self.fabric.computes:  # what others wait for comes at once
             for stage in stages:  # an error is told when the stage is used
                 self._updates.submit(self._update_ahead, stage)
@@ -234,11 +229,10 @@ class WeightStore:
 
     def _add_pending(self, stage: int, parts: Mapping[int, Part]) -> None:
         """The parts of a commit wait for a stage, here or where it is updated."""
-        if self.sharing.updates(stage):
+        if self.ownership.updates(stage):
             self.ledger.add(stage, parts)
         else:
-            self.sharing.leave(stage, self.num_commits)
-            self.gradients.leave(stage)
+            self.propagation.skipped(stage, self.num_commits)
         self._versions[stage] += 1  # at last: whoever sees it may fetch
 
     # steps that may have to be undone
@@ -250,11 +244,11 @@ class WeightStore:
             present: the gradients that it is to leave; all that are there if not given.
         """
         self.ledger.begin()
-        self.gradients.remember(present)
+        self.editable_gradients.remember(present)
 
     def end_transaction(self) -> None:
         """Keep what came."""
-        self.gradients.forget()
+        self.editable_gradients.forget()
 
     def roll_back(self) -> bool:
         """Undo commits and gradients since `begin_transaction`, but for commits that a stage was used with.
@@ -267,8 +261,8 @@ class WeightStore:
             with self._locks[stage]:
                 undone = self.ledger.undo(stage, last)
             if undone is not None:  # others may wait for it
-                self.sharing.updated(stage, undone)
-        self.gradients.restore(self.ledger.taken(last), self.ledger.waiting())
+                self.propagation.updated(stage, undone)
+        self.editable_gradients.restore(self.ledger.taken(last), self.ledger.waiting())
         return self.ledger.is_undone(last)
 
     # updates
@@ -308,7 +302,7 @@ class WeightStore:
         updated = self.ledger.due(stage, up_to) is not None
         if updated:
             self._update(stage, self._wire_buffer(stage) if buffer is None else buffer)
-        self.sharing.wait(stage, up_to)
+        self.propagation.wait(stage, up_to)
         return updated and self.fabric.num_hosts == 1
 
     def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
@@ -316,7 +310,7 @@ class WeightStore:
         assert pending is not None, f"no update waits for stage {stage}"
         self.before_update(stage, pending.number)
         if self.fabric.num_hosts > 1:
-            self.sharing.wait(stage)  # they may still be getting the update before
+            self.propagation.wait(stage)  # they may still be getting the update before
         with self._tearing(stage):
             self._apply(stage, buffer)
 
@@ -335,8 +329,8 @@ class WeightStore:
         pending = self.ledger.apply(stage)
         gradients = self.gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
-        with self.tier.wire(stage, buffer, write=True, part=self.sharing.own_bytes(stage)) as image:
-            groups = self.tier.groups(stage, self.sharing.own_groups(stage), write=True)
+        with self.tier.wire(stage, buffer, write=True, part=self.ownership.own_bytes(stage)) as image:
+            groups = self.tier.groups(stage, self.ownership.own_groups(stage), write=True)
             self._scalars[stage] = self._updater.apply(
                 self.stages[stage],
                 image,
@@ -344,18 +338,18 @@ class WeightStore:
                 gradients,
                 self._scalars[stage],
                 pending,
-                lambda piece: self.sharing.is_mine(stage, piece),
+                lambda piece: self.ownership.is_mine(stage, piece),
             )
         self.gradients.put_back(stage, gradients)
-        self.sharing.updated(stage, pending.number)
+        self.propagation.updated(stage, pending.number)
 
     def _wait_for_owners(self, stage: int, up_to: int | None = None) -> None:
         """Wait for an update of which no part is this rank's, before the stage is locked.
 
         Those who have one may wait for a snapshot, which this rank saves under that lock.
         """
-        if not self.sharing.updates(stage):
-            self.ledger.note_used(self.sharing.wait(stage, up_to))
+        if not self.ownership.updates(stage):
+            self.ledger.note_used(self.propagation.wait(stage, up_to))
 
     @contextmanager
     def _whole(self, stage: int) -> Iterator[None]:
@@ -397,14 +391,14 @@ class WeightStore:
             params: only these parameters, by index.
             mine: only the pieces that this rank updates.
         """
-        if not (self.sharing.updates(stage) if mine else self.tier.is_here):
+        if not (self.ownership.updates(stage) if mine else self.tier.is_here):
             return
         if up_to is None:
             self._wait_for_owners(stage)
         with self._whole(stage):
             buffer = self._wire_buffer(stage)
             self._bring_up_to_date(stage, buffer, up_to)
-            with self.tier.wire(stage, buffer, write=False, part=self.sharing.own_bytes(stage)) as image:
+            with self.tier.wire(stage, buffer, write=False, part=self.ownership.own_bytes(stage)) as image:
                 yield from self.pieces.read(stage, image, with_states=with_states, params=params, mine=mine)
 
     def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
@@ -412,14 +406,16 @@ class WeightStore:
         with self._locks[stage]:
             self._torn.pop(stage, None)
             self.ledger.forget(stage)
-            self.gradients.discard_stage(stage)
+            for param in range(len(self.stages[stage].params)):
+                self.gradients.drop((stage, param))
+            self.gradients.take(stage)  # and what a commit has taken
             self._versions[stage] += 1
             image = self.tier.resident_wire(stage)
             target = image if image is not None else aligned_empty(self.layouts[stage].wire_bytes)
             self.pieces.write(stage, target, fill)
-            if image is None and self.sharing.updates(stage):
-                self.tier.write_wire(stage, target, self.sharing.own_bytes(stage))
-            self.sharing.written(stage)
+            if image is None and self.ownership.updates(stage):
+                self.tier.write_wire(stage, target, self.ownership.own_bytes(stage))
+            self.propagation.written(stage)
 
     def change(self, stage: int, params: Collection[int], change: Callable[[PieceState], None]) -> None:
         """Change parameters of a stage in place; every rank asks for it, and changes what it updates of them.
@@ -431,17 +427,17 @@ class WeightStore:
         """
         self.fabric.neighbours.barrier("a stage to be changed")  # others may still read what it was
         self._wait_for_owners(stage)
-        updates = self.sharing.updates(stage)
+        updates = self.ownership.updates(stage)
         with self._whole(stage):
             buffer = self._wire_buffer(stage) if updates else None
             self._bring_up_to_date(stage, buffer)
             self.before_update(stage, self.num_commits + 1)
-            part = self.sharing.own_bytes(stage)
+            part = self.ownership.own_bytes(stage)
             if updates:
                 with self._tearing(stage), self.tier.wire(stage, buffer, write=True, part=part) as image:
                     self.pieces.change(stage, image, params, change)
         # Others may wait for updates of this rank before they come here, and these for the stage.
-        self.sharing.written(stage)
+        self.propagation.written(stage)
         self._versions[stage] += 1  # at last: whoever sees it may fetch
 
     def spec(self, key: ParamKey) -> ParamSpec:
@@ -458,7 +454,7 @@ class WeightStore:
             (stage.index, index): self._scalars[stage.index][index]
             for stage in self.stages
             for index in range(len(stage.params))
-            if self.sharing.is_first_of_mine(stage.index, index)
+            if self.ownership.is_first_of_mine(stage.index, index)
         }
         for scalars in self.fabric.gather_objects(mine, _SCALARS_BY_KEY):
             for (stage, param), value in scalars.items():
@@ -471,24 +467,6 @@ class WeightStore:
     def close(self) -> None:
         """Give back memory, threads and files."""
         self._updates.shutdown(wait=True, cancel_futures=True)
-        self.sharing.close()
+        self.propagation.close()
         self.gradients.close()
         self.tier.close()
-
-
-def _gradient_sum(
-    stages: Sequence[StageSpec], sums: Sums, fabric: Fabric, sharing: Sharing, own_loop: bool
-) -> GradientSum:
-    """What sums the gradients of several ranks."""
-    if own_loop:
-        kind = LoopGradientSum if fabric.num_hosts == 1 else HostsLoopGradientSum
-        return kind(stages, fabric, sums)
-    if fabric.num_hosts == 1:
-        return SharedGradientSum(stages, fabric, sums)
-    return HostsGradientSum(stages, fabric, sums, sharing)
-
-
-def stage_layout(stage: StageSpec, rule: UpdateRule) -> StageLayout:
-    """Where the bytes of a stage lie under an update rule."""
-    states = [rule.state_layout(param) for param in stage.params]
-    return StageLayout(stage, states, elementwise=rule.elementwise)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headwater.store.gradients import ParamKey
+from headwater.core.stage import ParamKey
 from headwater.store.named import keys_by_name
 from headwater.store.parameters import read_param, write_param
 from headwater.store.store import WeightStore
@@ -26,8 +26,8 @@ def take_over(store: WeightStore, before: WeightStore, old_names: Mapping[str, s
     }
     for key, there in pairs.items():
         _take_over_param(store, key, before, there)
-    remembered = before.gradients.remembered
-    present = store.gradients.present
+    remembered = before.gradients.status.remembered
+    present = store.gradients.status.present
     store.begin_transaction([key for key, there in pairs.items() if there in remembered and key in present])
     if before.ledger.has_commits:
         store.ledger.keep_all()
@@ -40,8 +40,8 @@ def _take_over_param(store: WeightStore, key: ParamKey, before: WeightStore, the
             write_param(store, key, read_param(before, there, name), name)
         scalars = store.scalars(key[0])
         scalars[key[1]] = before.scalars(there[0])[there[1]]
-    gradient = before.gradients.expose(*there)
+    gradient = before.gradients.borrow(there)
     if gradient is not None:
         store.set_gradient(*key, gradient)
-    if there in before.gradients.spent:
-        store.gradients.spend([key])
+    if there in before.gradients.status.consumed:
+        store.gradients.status.consume([key])

@@ -29,7 +29,7 @@ class Tier(abc.ABC):
     is_here = True
     writes_behind = True
 
-    def __init__(self, layouts: list[StageLayout]) -> None:
+    def __init__(self, layouts: Sequence[StageLayout]) -> None:
         self.layouts = layouts
 
     @abc.abstractmethod

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.store.hold import Gradients
+from headwater.store.gradients.port import Gradients
 from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.rule import Scalars, UpdateRule, needs_plain_kernel

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
-from headwater.core.stage import ParamSpec
+from headwater.core.stage import ParamKey, ParamSpec
 from headwater.plan.alive import has_storage
-from headwater.store.gradients import ParamKey
 from headwater.store.parameters import write_param
 from headwater.store.store import WeightStore
 from headwater.stream.activations import WeightHandle, changed_in_place
@@ -120,7 +119,7 @@ class Binder:
         param.__class__ = self._classes[stage][index]
         del param.home  # type: ignore[attr-defined]
         self.on_leave(key, param)
-        self._store.gradients.drop(stage, index)
+        self._store.gradients.drop((stage, index))
         self.departed[key] = param
 
     def release(self) -> None:

@@ -16,14 +16,13 @@ from torch.utils._pytree import tree_map_only
 from headwater.core.buffers import return_pages
 from headwater.core.errors import HeadwaterError, NonFiniteError, StreamError
 from headwater.core.seeding import derive_seed
-from headwater.core.stage import ParamSpec
+from headwater.core.stage import ParamKey, ParamSpec
 from headwater.core.whole_batch import part_of_batch
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import LossFunction, autocast, call_model
 from headwater.plan.types import Plan
 from headwater.plan.writes import refuse_assignments_after_use
-from headwater.store.gradients import ParamKey
 from headwater.store.named import keys_by_name
 from headwater.store.parameters import read_param
 from headwater.store.pieces import PieceState

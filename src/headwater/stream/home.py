@@ -8,8 +8,7 @@ from contextlib import closing
 
 import torch
 
-from headwater.core.stage import ParamSpec, dense_strides
-from headwater.store.gradients import ParamKey
+from headwater.core.stage import ParamKey, ParamSpec, dense_strides
 from headwater.store.parameters import read_param, write_param
 from headwater.store.store import WeightStore
 
@@ -76,21 +75,21 @@ class Home:
     @property
     def gradient_is_spent(self) -> bool:
         """Whether a step has used the gradient, and nobody has forgotten it since."""
-        return self.key in self.store.gradients.spent
+        return self.key in self.store.gradients.status.consumed
 
     def gradient(self) -> torch.Tensor | None:
         """The sum that no optimizer has used yet."""
-        return self.store.gradients.expose(*self.key)
+        return self.store.gradients.borrow(self.key)
 
     def zero_gradient(self) -> None:
         """Replace it by zeros; a sparse one by a sparse one without entries."""
         spec = self.spec
         zeros = torch.zeros(spec.shape, dtype=spec.wire_dtype)
-        self.set_gradient(zeros.to_sparse(1) if self.key in self.store.gradients.sparse else zeros)
+        self.set_gradient(zeros.to_sparse(1) if self.key in self.store.gradients.status.sparse else zeros)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Replace or drop it."""
         if gradient is None:
-            self.store.gradients.drop(*self.key)
+            self.store.gradients.drop(self.key)
         else:
             self.store.set_gradient(*self.key, gradient.to("cpu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headwater.store.gradients import ParamKey
+from headwater.core.stage import ParamKey
 from headwater.store.parameters import read_param
 from headwater.store.store import WeightStore
 from headwater.stream.at_rest import leave_store
@@ -25,7 +25,7 @@ def give_back(
     device = param.device
     param.data = read_param(store, key).to(device)
     leave_store(param)
-    gradient = store.gradients.expose(*key)
+    gradient = store.gradients.borrow(key)
     if gradient is not None:
         param.grad = gradient.to(device)
     if optimizer is not None:

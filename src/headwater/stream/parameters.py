@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from headwater.core.errors import StreamError
-from headwater.store.gradients import spent_error
+from headwater.store.gradients.port import consumed_error
 from headwater.stream.at_rest import (
     DATA,
     LAYOUT,
@@ -172,7 +172,7 @@ class SpentGradient(torch.Tensor):
                 return func(*args, **(kwargs or {}))
             spent = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SpentGradient)]
             if func not in _ZEROING:
-                raise spent_error(spent[0].home.spec.name)
+                raise consumed_error(spent[0].home.spec.name)
             for gradient in spent:
                 gradient.home.zero_gradient()
             if func is torch.Tensor.zero_:

@@ -9,15 +9,14 @@ import torch
 
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.types import Plan
+from headwater.store.build import build_store
 from headwater.store.disk import DiskTier, file_sizes
 from headwater.store.files import sums_bytes
-from headwater.store.hold import DiskHold, GradientHold
-from headwater.store.layout import StageLayout
+from headwater.store.gradients import GradientOptions
 from headwater.store.memory import MemoryTier
+from headwater.store.ownership import Ownership
 from headwater.store.rule import UpdateRule
-from headwater.store.shares import shares_of
 from headwater.store.store import WeightStore
-from headwater.store.sums import DiskSums, Sums
 from headwater.store.tier import ElsewhereTier, Tier
 from headwater.stream.borrowed import BorrowedWeights
 from headwater.stream.device import Device
@@ -44,34 +43,26 @@ def make_store(
         fabric: the ranks that train together.
         own_loop: whether a loop of the user's own trains.
     """
-    sharing = fabric.neighbours if own_loop else fabric
     one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
     sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
+    ranks = fabric.neighbours if own_loop else fabric
 
-    def make_tier(layouts: list[StageLayout]) -> Tier:
+    def make_tier(ownership: Ownership) -> Tier:
         if plan.tier == "memory":
-            return MemoryTier(layouts, fabric=sharing, page_lock=device.page_lock)
-        return _disk_tier(layouts, plan, verify_disk, sharing, own_loop)
+            return MemoryTier(ownership.layouts, fabric=ranks, page_lock=device.page_lock)
+        return _disk_tier(ownership, plan, verify_disk, ranks, own_loop)
 
-    hold: GradientHold | None = None
-    sums: Sums | None = None
-    if plan.gradient_tier == "disk":
-        _folder(plan).mkdir(parents=True, exist_ok=True)
-        if fabric.size == 1:
-            stages, folder = plan.trace.stages, _folder(plan)
-            hold = DiskHold(stages, folder, lambda wire: sum_dtype or wire, verify=verify_disk)
-        else:
-            sums = DiskSums(plan.trace.stages, sum_dtype, sharing, _folder(plan), verify=verify_disk)
-    return WeightStore(
+    folder = _folder(plan) if plan.gradient_tier == "disk" else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    return build_store(
         plan.trace.stages,
         rule,
         make_tier,
-        hold=hold,
-        sums=sums,
-        mixed_sum_dtype=sum_dtype,
+        on_disk=plan.tier != "memory",
+        gradients=GradientOptions(sum_dtype, folder, verify_disk, user_loop=own_loop),
         order=order,
         fabric=fabric,
-        own_loop=own_loop,
     )
 
 
@@ -85,14 +76,13 @@ def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric)
     return SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing)
 
 
-def _disk_tier(layouts: list[StageLayout], plan: Plan, verify: bool, fabric: Fabric, own_loop: bool) -> Tier:
+def _disk_tier(ownership: Ownership, plan: Plan, verify: bool, fabric: Fabric, own_loop: bool) -> Tier:
     """The disk tier of this host: its first rank makes the files, and those that update or read open them.
 
     In a loop of one's own each rank reads weights wherever it likes, and finds what is updated in the files.
     """
-    folder = _folder(plan)
-    shares = shares_of(layouts, fabric, on_disk=True)
-    kept = [each.groups_of_host(fabric.host) for each in shares]
+    folder, layouts = _folder(plan), ownership.layouts
+    kept = [ownership.host_groups(stage) for stage in range(len(layouts))]
     sizes = file_sizes(layouts, folder, kept).values()
     sums = [fabric.allocate(sums_bytes(size)) for size in sizes] if verify else None
     behind = not own_loop or fabric.local_size == 1
@@ -104,7 +94,7 @@ def _disk_tier(layouts: list[StageLayout], plan: Plan, verify: bool, fabric: Fab
     if tier is not None:
         return tier
     reads = own_loop or (fabric.computes and not plan.shares_slabs)
-    if reads or any(fabric.rank in each.owners for each in shares):
+    if reads or any(ownership.updates(stage) for stage in range(len(layouts))):
         return make(origins=every[fabric.rank - fabric.local_rank])
     return ElsewhereTier(layouts)
 

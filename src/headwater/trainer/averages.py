@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from headwater.core.errors import ConfigError
-from headwater.core.stage import ParamSpec
+from headwater.core.stage import ParamKey, ParamSpec
 from headwater.store.gathering import Gathering
-from headwater.store.gradients import ParamKey
 from headwater.store.named import keys_by_name
 from headwater.store.pieces import PieceState
 from headwater.store.store import WeightStore

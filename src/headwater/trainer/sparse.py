@@ -59,15 +59,15 @@ class SparseTraining:
         gradients.complete()
         changing = self._sparsifier.changing(step)
         if changing:
-            if not gradients.norm(sorted(gradients.present)).isfinite():
+            if not gradients.norm(sorted(gradients.status.present)).isfinite():
                 return  # the step will be refused, and leaves no trace
             self._change(changing, step)
         for name, key in self._keys.items():
-            gradients.multiply(*key, functools.partial(self._sparsifier.mask_of, name))
+            gradients.multiply(key, functools.partial(self._sparsifier.mask_of, name))
 
     def _change(self, changing: Iterable[str], step: int) -> None:
         """Change the masks of these parameters, as far as they have a gradient."""
-        present = self._store.gradients.present
+        present = self._store.gradients.status.present
         trained = [name for name in changing if self._keys[name] in present]
         for stage, names in self._by_stage(trained).items():
             kept = {}
@@ -90,7 +90,7 @@ class SparseTraining:
         return weight.view(self._store.spec((stage, index)).shape)
 
     def _gradient(self, stage: int, index: int) -> Tensor:
-        gradient = self._store.gradients.expose(stage, index)
+        gradient = self._store.gradients.borrow((stage, index))
         assert gradient is not None, "only what has a gradient is asked for it"
         return gradient
 

@@ -1,41 +1,40 @@
-"""Where gradients wait for the update of their stage: in memory, or on disk beside the weights."""
+"""The buffers in which one rank's gradients wait for the update of their stage: in memory, or on disk."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import final
 
 import torch
 
 from headwater.core.buffers import aligned_empty, round_up
 from headwater.core.stage import StageSpec
 from headwater.store.files import BlockFile, open_files
-
-Gradients = list[torch.Tensor | None]
-"""One per parameter of a stage; `None` where the parameter got none."""
+from headwater.store.gradients.port import Gradients
 
 
-class GradientHold(abc.ABC):
-    """Where summed gradients wait for the update.
+class GradientBuffer(abc.ABC):
+    """A place in which the summed gradients of each stage wait for the update.
 
     Attributes:
-        is_memory: whether what `look` gives is what is held, and not a copy.
+        is_memory: true if `look` returns the very tensors that are held, and not copies.
     """
 
     is_memory: bool
 
     @abc.abstractmethod
     def put(self, stage: int, gradients: Gradients) -> None:
-        """Hold what `take` will return."""
+        """Hold the gradients of a stage."""
 
     @abc.abstractmethod
     def take(self, stage: int) -> Gradients | None:
-        """Give back what is held, and hold it no longer."""
+        """Return the gradients of a stage and hold them no longer. `None` if there are none."""
 
     @abc.abstractmethod
     def look(self, stage: int) -> Gradients:
-        """What is held; it stays held."""
+        """Return the gradients of a stage, which stay held. An empty list if there are none."""
 
     @abc.abstractmethod
     def drop(self, stage: int, param: int) -> None:
@@ -43,23 +42,24 @@ class GradientHold(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, stage: int) -> None:
-        """Let `restore` bring back what is held of a stage now; until `forget` nobody changes it in place."""
+        """Save what is held of a stage, for `restore`. Until `forget` nobody may change it in place."""
 
     @abc.abstractmethod
     def restore(self, stage: int) -> None:
-        """Hold what was held at `keep`, in place of what is held now."""
+        """Hold again what was held at `keep`, instead of what is held now."""
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Nothing of what was kept need be restored any more."""
+        """Drop all that `keep` has saved."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back memory and files."""
+        """Release memory and files."""
 
 
-class MemoryHold(GradientHold):
-    """Holds the very tensors that autograd made: nothing is copied."""
+@final
+class MemoryBuffer(GradientBuffer):
+    """A buffer of the very tensors that autograd made: nothing is copied."""
 
     is_memory = True
 
@@ -97,15 +97,16 @@ class MemoryHold(GradientHold):
         self._kept.clear()
 
 
-class DiskHold(GradientHold):
-    """Writes each stage's gradients to a file beside its weights; one stage at a time is in memory.
+@final
+class DiskBuffer(GradientBuffer):
+    """A file for the gradients of each stage, beside its weights. One stage at a time is in memory.
 
-    Sparse gradients stay in memory.
+    Sparse gradients stay in memory: they have a few rows each.
 
     Args:
         stages: the stages.
-        folder: where the files go.
-        dtype_of: dtype in which the gradient of a parameter is held.
+        folder: where the files are created.
+        dtype_of: returns the dtype in which a gradient is held, from the parameter's wire dtype.
         direct: bypass the page cache.
         verify: compare what is read with checksums of what was written.
     """
@@ -128,9 +129,9 @@ class DiskHold(GradientHold):
         self._paths = {s.index: folder / f"gradient_{s.index:04d}.bin" for s in stages}
         self._files = self._open(range(len(stages)))
         self._present: dict[int, list[bool]] = {}
-        self._sparse: dict[int, dict[int, torch.Tensor]] = {}  # they stay in memory: a few rows each
+        self._sparse: dict[int, dict[int, torch.Tensor]] = {}
         self._kept: dict[int, tuple[BlockFile, list[bool], dict[int, torch.Tensor]]] = {}
-        self._spare: dict[int, BlockFile] = {}
+        self._spare: dict[int, BlockFile] = {}  # second files of stages, opened when a stage is first kept
 
     def _open(self, stages: Sequence[int]) -> list[BlockFile]:
         contents = [f"the gradients of stage {self._stages[stage].name!r}" for stage in stages]
@@ -141,6 +142,7 @@ class DiskHold(GradientHold):
         )
 
     def _views(self, stage: StageSpec, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the place of each parameter's gradient in a file's bytes."""
         views, offset = [], 0
         for param in stage.params:
             dtype = self._dtype_of(param.wire_dtype)
@@ -150,6 +152,7 @@ class DiskHold(GradientHold):
         return views
 
     def _span(self, stage: StageSpec) -> int:
+        """Return the bytes of a stage's file."""
         sizes = (param.numel * self._dtype_of(param.wire_dtype).itemsize for param in stage.params)
         return round_up(sum(round_up(size, 64) for size in sizes))
 
@@ -186,6 +189,7 @@ class DiskHold(GradientHold):
         return [sparse.get(i, view) if present[i] else None for i, view in enumerate(views)]
 
     def keep(self, stage: int) -> None:
+        # The file that was written becomes the saved one, and a copy in the other file is held from now on.
         held = self.look(stage)
         spare = self._spare.pop(stage, None) or self._open([stage])[0]
         present, sparse = list(self._present.get(stage, [])), dict(self._sparse.get(stage, {}))

@@ -9,7 +9,7 @@ from headwater.core.buffers import PAGE_BYTES
 from headwater.core.errors import CorruptError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
-from headwater.store.sums import DiskSums, MemorySums
+from headwater.store.gradients.storage import DiskStorage, MemoryStorage, SumSizes, clear
 
 SHAPES = [[(70, 50), (3,)], [(2048,), (1, 1), (33, 100)]]
 STAGES = [
@@ -24,22 +24,23 @@ KEYS = [(stage, param) for stage, shapes in enumerate(SHAPES) for param in range
 
 @pytest.fixture(params=[None, torch.float32], ids=["bf16", "fp32"])
 def both(request, tmp_path, monkeypatch):
-    monkeypatch.setattr("headwater.store.sums._BLOCK_BYTES", PAGE_BYTES)
-    disk = DiskSums(STAGES, request.param, ALONE, tmp_path, verify=True)
-    yield MemorySums(STAGES, request.param, ALONE), disk
+    monkeypatch.setattr("headwater.store.gradients.storage._BLOCK_BYTES", PAGE_BYTES)
+    sizes = SumSizes(STAGES, request.param)
+    disk = DiskStorage(STAGES, sizes, ALONE, tmp_path, verify=True)
+    yield MemoryStorage(sizes, ALONE), disk
     disk.close()
 
 
 def test_whole_sums_and_parts_of_them(both):
     torch.manual_seed(0)
     for key in KEYS:
-        numel = both[0].numel(key)
+        numel = both[0].sizes.numel(key)
         whole, more = torch.randn(numel), torch.randn(SHAPES[key[0]][key[1]], dtype=torch.bfloat16)
         cuts = sorted(torch.randint(0, numel + 1, (6,)).tolist())
         for sums in both:
             sums.write(key, whole)
             sums.add(key, more)
-            sums.rest(key[0])
+            sums.release_pages(key[0])
             for start, stop in zip(cuts[::2], cuts[1::2], strict=True):
                 sums.write(key, 2 * whole[start:stop], start)
         for start, stop in [(0, None), *itertools.pairwise(cuts)]:
@@ -47,7 +48,7 @@ def test_whole_sums_and_parts_of_them(both):
             assert found.dtype == expected.dtype
             assert torch.equal(found, expected)
     for sums in both:
-        sums.clear((1, 2))
+        clear(sums, (1, 2))
         assert not sums.read((1, 2)).any()
 
 
@@ -56,7 +57,7 @@ def test_a_byte_that_changes_on_disk_is_found(both):
     disk.write((0, 0), torch.ones(3500))
     file = disk._files[0]
     with file.origin.open("r+b") as opened:
-        opened.seek(2 * PAGE_BYTES - 100 if disk.dtypes[0, 0] == torch.float32 else 100)
+        opened.seek(2 * PAGE_BYTES - 100 if disk.sizes.dtypes[0, 0] == torch.float32 else 100)
         opened.write(b"x")
     with pytest.raises(CorruptError, match="gradients of stage 'stage0'"):
         disk.read((0, 0))

@@ -1,71 +1,74 @@
-"""Sums of gradients between hosts: what each sends the others, and how it is added up."""
+"""The exchange of gradient sums between hosts: what each host sends, and how the sums are added up."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import final
 
 import torch
 
+from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.link import PIECE_BYTES, Link
-from headwater.store.gradients import ParamKey
-from headwater.store.sums import Sums
+from headwater.store.gradients.storage import GradientStorage
 
 Runs = list[tuple[ParamKey, int, int]]
-"""Elements of parameters: first, and one past the last."""
+"""Runs of elements: the parameter, the first element, and one past the last."""
 
 
+@final
 class Exchange:
-    """Adds up what the hosts have in their sums; the leaders of all of them make the same calls.
+    """The addition of the sums of several hosts. The leaders of all hosts make the same calls.
 
-    What travels is in the wire's dtype, in pieces, and is added up in fp32 in the order of the hosts: so the
-    bits are the same each time.
+    Values travel in the wire's dtype, in pieces, and are added up in fp32 in the order of the hosts. So the
+    bits are the same in every run.
 
     Args:
-        link: by which the hosts send.
-        sums: of this host.
-        wire_dtypes: of the parameters.
+        link: the connection of the leaders.
+        storage: the sums of this host.
+        stages: the stages.
     """
 
-    def __init__(self, link: Link, sums: Sums, wire_dtypes: Mapping[ParamKey, torch.dtype]) -> None:
+    def __init__(self, link: Link, storage: GradientStorage, stages: Sequence[StageSpec]) -> None:
         self._link = link
-        self._sums = sums
-        self._wire_dtypes = wire_dtypes
+        self._storage = storage
+        self._dtypes = storage.sizes.dtypes
+        self._wire_dtypes = {key: stages[key[0]].params[key[1]].wire_dtype for key in self._dtypes}
 
     def reduce(self, runs: Sequence[Runs]) -> None:
-        """Let the sums of this host's runs be those of all hosts.
+        """Replace the sums of this host's runs by those of all hosts.
 
         Args:
-            runs: of each host, the same everywhere.
+            runs: by host, the same on every host.
         """
         parts = self._pieces(runs, self._wire_dtypes)
         started = [self._start_reducing(part) for part in parts[:1]]
         for part, following in itertools.zip_longest(parts, parts[1:]):
-            if following is not None:  # is on its way while this one is summed
+            if following is not None:  # it travels while this one is summed
                 started.append(self._start_reducing(following))
             self._add_up(part[self._link.host], started.pop(0)())
 
     def spread(self, runs: Sequence[Runs]) -> None:
-        """Let every host have what each has in its runs.
+        """Copy the values of each host's runs to all other hosts.
 
         Args:
-            runs: as for `reduce`.
+            runs: by host, the same on every host.
         """
-        for part in self._pieces(runs, self._sums.dtypes):
-            own = self._packed(part[self._link.host], self._sums.dtypes)
-            received = [torch.empty(_num_bytes(its, self._sums.dtypes), dtype=torch.uint8) for its in part]
+        for part in self._pieces(runs, self._dtypes):
+            own = self._packed(part[self._link.host], self._dtypes)
+            received = [torch.empty(_num_bytes(its, self._dtypes), dtype=torch.uint8) for its in part]
             self._link.exchange([own] * len(part), received)
             for host, (its, data) in enumerate(zip(part, received, strict=True)):
                 if host != self._link.host:
                     self._unpack(its, data)
 
     def _pieces(self, runs: Sequence[Runs], dtypes: Mapping[ParamKey, torch.dtype]) -> list[list[Runs]]:
-        """The runs of all hosts, a piece after the other."""
+        """Return the runs of all hosts, cut into pieces of at most about `PIECE_BYTES`."""
         count = -(-max(_num_bytes(its, dtypes) for its in runs) // PIECE_BYTES)
         return [[divide(its, piece, count) for its in runs] for piece in range(count)]
 
     def _start_reducing(self, runs: Sequence[Runs]) -> Callable[[], list[torch.Tensor]]:
-        """Send each host its runs; what is returned gives what each sends for the runs of this host."""
+        """Send each host its runs. The function that is returned waits for the values of this host's runs."""
         num_bytes = _num_bytes(runs[self._link.host], self._wire_dtypes)
         sent = [self._packed(its, self._wire_dtypes) for its in runs]
         received = [torch.empty(num_bytes, dtype=torch.uint8) for _ in runs]
@@ -79,33 +82,33 @@ class Exchange:
         return finished
 
     def _add_up(self, runs: Runs, received: Sequence[torch.Tensor]) -> None:
-        """Add up what the hosts have for the runs of this one."""
+        """Add up the hosts' values for the runs of this one."""
         position = 0
         for key, start, stop in runs:
-            own, dtype = self._sums.read(key, start, stop), self._wire_dtypes[key]
+            own, dtype = self._storage.read(key, start, stop), self._wire_dtypes[key]
             span = slice(position, position + own.numel() * dtype.itemsize)
             position = span.stop
             total = torch.zeros(own.numel(), dtype=torch.promote_types(own.dtype, torch.float32))
             for host, theirs in enumerate(received):
                 total += own if host == self._link.host else _typed(theirs[span], dtype)
-            self._sums.write(key, total, start)
+            self._storage.write(key, total, start)
 
     def _packed(self, runs: Runs, dtypes: Mapping[ParamKey, torch.dtype]) -> torch.Tensor:
-        own = (self._sums.read(key, start, stop).to(dtypes[key]) for key, start, stop in runs)
+        own = (self._storage.read(key, start, stop).to(dtypes[key]) for key, start, stop in runs)
         parts = [values.view(torch.uint8) for values in own]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
     def _unpack(self, runs: Runs, data: torch.Tensor) -> None:
         position = 0
         for key, start, stop in runs:
-            dtype = self._sums.dtypes[key]
+            dtype = self._dtypes[key]
             span = slice(position, position + (stop - start) * dtype.itemsize)
-            self._sums.write(key, _typed(data[span], dtype), start)
+            self._storage.write(key, _typed(data[span], dtype), start)
             position = span.stop
 
 
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as numbers; those that lie between the places of such numbers are moved."""
+    """Return bytes as numbers, from a copy if they are not aligned for such numbers."""
     return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
 
 
@@ -114,7 +117,7 @@ def _num_bytes(runs: Runs, dtypes: Mapping[ParamKey, torch.dtype]) -> int:
 
 
 def divide(runs: Runs, part: int, count: int) -> Runs:
-    """One of so many parts of runs that have about equally many elements."""
+    """Return part number `part` of `count` parts of the runs, with about equally many elements each."""
     total = sum(stop - start for _, start, stop in runs)
     first, last = total * part // count, total * (part + 1) // count
     found, before = [], 0

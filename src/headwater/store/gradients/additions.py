@@ -1,0 +1,56 @@
+"""The thread that adds gradients to sums beside the computation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import final
+
+
+@final
+class AdditionThread:
+    """Runs additions in the order of their submission, and counts the bytes of the gradients that wait.
+
+    Args:
+        limit_bytes: gradients beyond this count as a backlog.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-reduce")
+        self._waiting: deque[tuple[Future[None], int]] = deque()  # with the bytes of the gradient
+        self._waiting_bytes = 0
+
+    def submit(self, add: Callable[[], None], num_bytes: int) -> None:
+        """Run `add` on the thread, after all additions submitted before."""
+        self._waiting.append((self._thread.submit(add), num_bytes))
+        self._waiting_bytes += num_bytes
+
+    def is_backlogged(self) -> bool:
+        """True if more bytes than the limit wait to be added.
+
+        Raises what an addition that has ended has raised.
+        """
+        while self._waiting and self._waiting[0][0].done():
+            self._finish_first()
+        return self._waiting_bytes > self._limit_bytes
+
+    def drain(self) -> None:
+        """Block until `is_backlogged` is false."""
+        while self.is_backlogged():
+            self._finish_first()
+
+    def finish(self) -> None:
+        """Block until all additions have ended."""
+        while self._waiting:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        addition, num_bytes = self._waiting.popleft()
+        addition.result()
+        self._waiting_bytes -= num_bytes
+
+    def close(self) -> None:
+        """End the thread; additions that have not begun are left out."""
+        self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,121 @@
+"""The sums of ranks in a user's loop: each lasts, over steps, until it is given up."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from headwater.core.stage import ParamKey, StageSpec
+from headwater.fabric.fabric import Fabric
+from headwater.store.gradients.assembly import HostAssembly
+from headwater.store.gradients.rank_sums import Beginning, RankSums
+from headwater.store.gradients.storage import GradientStorage
+
+
+@final
+class LastingSums:
+    """The sums of ranks, each of which lasts until it is given up, and the copies that replace some of them.
+
+    Reading a sum makes a copy of it, which replaces the sum from then on. All ranks must make the same
+    changes to their copies. Before more is added to the sum, the first rank of the host puts its copy back.
+
+    Attributes:
+        shared: the sums of this host's ranks, without the copies.
+
+    Args:
+        stages: the stages.
+        fabric: the ranks of all hosts.
+        storage: where the sums of this host lie.
+    """
+
+    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, storage: GradientStorage) -> None:
+        # Together: otherwise a fast rank's next gradient could be in a sum that another rank still reads.
+        self.shared = RankSums(stages, fabric.neighbours, storage, self._begin, together=True)
+        self._clock = 1  # grows with every sum that is given up
+        self._generation = dict.fromkeys(self.shared.keys, self._clock)
+        self._copies: dict[ParamKey, torch.Tensor] = {}
+        self._lent: dict[ParamKey, torch.Tensor] = {}
+        self._assembly = HostAssembly(stages, fabric, self.shared) if fabric.num_hosts > 1 else None
+
+    def _begin(self, key: ParamKey) -> Beginning:
+        """Give up this rank's copy of a sum to which more is added. Called by `shared` for each addition."""
+        self._lent.pop(key, None)
+        copy, generation = self._copies.pop(key, None), self._generation[key]
+        put_back: Callable[[], None] | None = None
+        if copy is not None:
+            put_back = functools.partial(self._put_back, key, copy, generation)
+        if self._assembly is not None:
+            put_back = self._assembly.begin(key, generation, put_back)
+        return Beginning(generation, put_back)
+
+    def _put_back(self, key: ParamKey, copy: torch.Tensor, generation: int) -> None:
+        self.shared.storage.write(key, copy)
+        self.shared.note_written(key, generation)
+
+    def find(self) -> set[ParamKey]:
+        """Return the parameters with a sum. Blocks until all ranks have added; all ranks call it at once."""
+        return {*(key for key in self.shared.keys if self.has(key)), *self._copies}
+
+    def has(self, key: ParamKey) -> bool:
+        """True if any rank has added to a sum. Blocks until all ranks that were to add have done so."""
+        if self._assembly is not None:
+            self._assembly.before_reading(key, self._generation, self._has_here)
+        return self._has_here(key)
+
+    def _has_here(self, key: ParamKey) -> bool:
+        self.shared.finish()
+        self.shared.wait_for_all(key)
+        return self.shared.has(key, self._generation[key])
+
+    def is_copied(self, key: ParamKey) -> bool:
+        """True if a copy replaces the sum."""
+        return key in self._copies
+
+    def value(self, key: ParamKey) -> torch.Tensor:
+        """Return a sum, or the copy that replaces it."""
+        copy = self._copies.get(key)
+        return self.shared.whole(key) if copy is None else copy
+
+    def lend(self, key: ParamKey) -> torch.Tensor | None:
+        """Return a copy that replaces a sum and may be changed in place, or `None` if there is no sum."""
+        if key not in self._copies:
+            if key not in self.shared.slots or not self.has(key):
+                return None
+            self._copies[key] = self.shared.whole(key).clone()
+        return self._lent.setdefault(key, self._copies[key].detach())
+
+    def replace(self, key: ParamKey, value: torch.Tensor) -> None:
+        """Replace a sum by a value that is the same on all ranks."""
+        self._lent.pop(key, None)
+        self._copies[key] = value
+
+    def take(self, key: ParamKey) -> torch.Tensor | None:
+        """Give up a sum, and return the copy that replaces it, for an update that changes it in place."""
+        copy = self._copies.pop(key, None)
+        if copy is not None and key in self._lent:
+            lent = weakref.ref(self._lent.pop(key))
+            copy = copy if lent() is None else copy.clone()  # the user's loop still has the lent tensor
+        self.give_up(key)
+        return copy
+
+    def give_up(self, key: ParamKey) -> None:
+        """Give up what is in a sum: the next addition replaces it."""
+        self._lent.pop(key, None)
+        self._copies.pop(key, None)
+        self._clock += 1
+        self._generation[key] = self._clock
+
+    def give_up_all(self) -> None:
+        """Give up all sums."""
+        for key in {*self.shared.keys, *self._copies}:
+            self.give_up(key)
+
+    def close(self) -> None:
+        """Release the thread, memory, files and connections."""
+        self.shared.close()
+        if self._assembly is not None:
+            self._assembly.close()

@@ -1,0 +1,141 @@
+"""The gradients of a single rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import final
+
+import torch
+
+from headwater.core.stage import ParamKey, StageSpec
+from headwater.store.gradients.buffer import GradientBuffer
+from headwater.store.gradients.buffered import BufferedSums
+from headwater.store.gradients.norms import NARROW, global_norm, gradient_norm
+from headwater.store.gradients.port import EditableGradients, Gradients
+from headwater.store.gradients.status import GradientStatus
+from headwater.store.sparse import add
+
+
+@final
+class LocalGradients(EditableGradients):
+    """The gradients of a single rank: summed as they arrive, in the tensors that autograd made.
+
+    Args:
+        stages: the stages.
+        buffer: where sums wait.
+        sum_dtype: dtype of the sums. `None` keeps the gradient's own dtype until a second one is added,
+            which is exact if a step has one micro-batch.
+    """
+
+    is_shared = False
+
+    def __init__(
+        self, stages: Sequence[StageSpec], buffer: GradientBuffer, sum_dtype: torch.dtype | None
+    ) -> None:
+        self.status = GradientStatus()
+        self._stages = stages
+        self._sum_dtype = sum_dtype
+        self._sums = BufferedSums(stages, buffer)
+
+    def add(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> bool:
+        if key in self.status.consumed:
+            return False
+        stage, param = key
+        opened = self._sums.open(stage)
+        total = opened.gradients[param] = self._added(key, opened.gradients[param], gradient)
+        opened.received.add(param)
+        self.status.arrive(key, is_sparse=total.is_sparse)
+        if last:
+            self.status.measure(key, gradient_norm(total))
+        if len(opened.received) == sum(spec.requires_grad for spec in self._stages[stage].params):
+            self._sums.settle(stage)  # on disk this frees the memory of the stage's gradients
+        return False
+
+    def _added(self, key: ParamKey, total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+        if total is None:
+            wide = self._sum_dtype or gradient.dtype
+            return gradient.detach() if gradient.dtype == wide else gradient.to(wide)
+        if total.dtype in NARROW:
+            total = total.to(self._stages[key[0]].params[key[1]].dtype)
+        return add(total, gradient, in_place=not self._sums.is_saved(key[0]))
+
+    def drain(self) -> None:
+        pass
+
+    def end_micro_batch(self) -> None:
+        self._sums.settle_all()
+
+    def complete(self) -> None:
+        self._sums.settle_all()
+
+    def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
+        self._sums.settle_all()
+        missing = {key for key in keys if key not in self.status.norms or self._sums.is_lent(key)}
+        for stage in sorted({stage for stage, _ in missing}):
+            for param, total in enumerate(self._sums.look(stage)):
+                if total is not None and (stage, param) in missing:
+                    self.status.measure((stage, param), gradient_norm(total))
+        return global_norm([self.status.norms[key] for key in keys])
+
+    def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
+        for key in keys:
+            self._sums.save(key[0])
+            self._sums.end_loan(key)
+            self.status.leave(key)
+        self.status.first_bad = None
+
+    def take(self, stage: int) -> Gradients | None:
+        return self._sums.take(stage)
+
+    def put_back(self, stage: int, gradients: Gradients) -> None:
+        if any(gradient is not None for gradient in gradients):
+            self._sums.put(stage, gradients)
+
+    def drop(self, key: ParamKey) -> None:
+        self.status.consumed.discard(key)
+        if key in self.status.present:
+            self._sums.drop(key)
+            self.status.leave(key)
+
+    def discard(self) -> None:
+        for key in list(self.status.present):
+            self.drop(key)
+        self.status.consumed.clear()
+        self.status.first_bad = None
+
+    def borrow(self, key: ParamKey) -> torch.Tensor | None:
+        if key not in self.status.present:
+            return None
+        return self._sums.lend(key, self.status.present)
+
+    def multiply(self, key: ParamKey, factor: Callable[[], torch.Tensor]) -> None:
+        total = self.borrow(key)
+        if total is not None:
+            total.mul_(factor())
+
+    def replace(self, key: ParamKey, gradient: torch.Tensor) -> None:
+        stage, param = key
+        self._sums.open(stage).gradients[param] = gradient.detach()
+        self._sums.stop_lending(key)
+        self.status.arrive(key, is_sparse=gradient.is_sparse)
+        self.status.consumed.discard(key)
+
+    def remember(self, keys: Collection[ParamKey] | None = None) -> None:
+        self._sums.settle_all()
+        self.forget()
+        self.status.remember(keys)
+        self._sums.begin_undoable({stage for stage, _ in self.status.remembered})
+
+    def restore(self, taken: Collection[ParamKey], waiting: Collection[ParamKey]) -> None:
+        self._sums.settle_all()
+        before = self.status.remembered.difference(taken, waiting)
+        self._sums.restore(before.union(waiting))
+        self.status.restore({*taken, *waiting})
+        self.forget()
+
+    def forget(self) -> None:
+        self.status.forget()
+        self._sums.forget()
+
+    def close(self) -> None:
+        self._sums.close()

@@ -1,0 +1,135 @@
+"""The gradients of several ranks in a user's loop, which reads, changes and keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import final
+
+import torch
+
+from headwater.core.stage import ParamKey, StageSpec
+from headwater.fabric.fabric import Fabric
+from headwater.store.gradients.lasting import LastingSums
+from headwater.store.gradients.norms import global_norm, gradient_norm
+from headwater.store.gradients.port import EditableGradients, Gradients
+from headwater.store.gradients.status import GradientStatus
+from headwater.store.gradients.storage import GradientStorage
+
+
+@final
+class LoopGradients(EditableGradients):
+    """The gradients of several ranks in a user's loop, on one host or on several.
+
+    Args:
+        stages: the stages.
+        fabric: the ranks of all hosts.
+        storage: where the sums of this host lie.
+    """
+
+    is_shared = True
+
+    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, storage: GradientStorage) -> None:
+        self.status = GradientStatus()
+        self._stages = stages
+        self._host = fabric.neighbours
+        self._sums = LastingSums(stages, fabric, storage)
+        # Sums that commits have taken and updates have not: a copy, or `None` if the sum is in the storage.
+        self._taken: dict[ParamKey, torch.Tensor | None] = {}
+        self._before: dict[ParamKey, torch.Tensor] = {}  # copies of the remembered sums
+
+    def add(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> bool:
+        return key not in self.status.consumed and self._sums.shared.add(key, gradient)
+
+    def drain(self) -> None:
+        self._sums.shared.drain()
+
+    def end_micro_batch(self) -> None:
+        self._sums.shared.end_micro_batch()
+
+    def complete(self) -> None:
+        self.status.present = self._sums.find()
+        shared = self._sums.shared
+        for key in self.status.present:
+            if not self._sums.is_copied(key) and shared.is_mine(key):
+                shared.norms[shared.slots[key]] = gradient_norm(shared.whole(key))
+        self._host.barrier("the norms of the gradients")
+        for key in sorted(self.status.present):
+            if self._sums.is_copied(key):
+                norm = gradient_norm(self._sums.value(key))
+            else:
+                norm = shared.norms[shared.slots[key]].clone()
+            self.status.measure(key, norm)
+
+    def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
+        return global_norm([self.status.norms[key] for key in keys])
+
+    def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
+        for key in keys:
+            copy = self._sums.take(key)
+            if key[0] in stages:
+                self._taken[key] = copy
+            self.status.leave(key)
+        self.status.first_bad = None
+
+    def take(self, stage: int) -> Gradients | None:
+        found: Gradients = []
+        for param in range(len(self._stages[stage].params)):
+            key = (stage, param)
+            copy = self._taken.get(key)
+            is_in_storage = key in self._taken and copy is None
+            found.append(self._sums.shared.whole(key) if is_in_storage else copy)
+            self._taken.pop(key, None)
+        return found if any(each is not None for each in found) else None
+
+    def put_back(self, stage: int, gradients: Gradients) -> None:
+        for param, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._taken[stage, param] = gradient
+
+    def drop(self, key: ParamKey) -> None:
+        self.status.consumed.discard(key)
+        self.status.leave(key)
+        self._sums.give_up(key)
+
+    def discard(self) -> None:
+        self._sums.give_up_all()
+        self.status.leave_all()
+        self.status.consumed.clear()
+
+    def borrow(self, key: ParamKey) -> torch.Tensor | None:
+        return self._sums.lend(key)
+
+    def multiply(self, key: ParamKey, factor: Callable[[], torch.Tensor]) -> None:
+        total = self.borrow(key)
+        if total is not None:
+            total.mul_(factor())
+
+    def replace(self, key: ParamKey, gradient: torch.Tensor) -> None:
+        self._sums.replace(key, gradient.detach())
+        self.status.present.add(key)
+        self.status.consumed.discard(key)
+
+    def remember(self, keys: Collection[ParamKey] | None = None) -> None:
+        self.forget()
+        self.status.present = self._sums.find()
+        self.status.remember(keys)
+        self._before = {key: self._sums.value(key).clone() for key in self.status.remembered}
+
+    def restore(self, taken: Collection[ParamKey], waiting: Collection[ParamKey]) -> None:
+        # All ranks have given up the step at the same place, so they pass the rest of their turns alike.
+        if self._sums.shared.turns.has_begun:
+            self.end_micro_batch()
+        self.status.present = self._sums.find()
+        self._sums.give_up_all()
+        self._taken = {key: total for key, total in self._taken.items() if key in waiting}
+        self.status.restore({*taken, *waiting})
+        for key in self.status.present:
+            self._sums.replace(key, self._before[key])
+        self.forget()
+
+    def forget(self) -> None:
+        self.status.forget()
+        self._before = {}
+
+    def close(self) -> None:
+        self._sums.close()

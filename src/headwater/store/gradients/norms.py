@@ -1,0 +1,28 @@
+"""Norms of gradients, as `torch.nn.utils.get_total_norm` takes them."""
+
+from __future__ import annotations
+
+import torch
+
+from headwater.store.layout import PIECE_ELEMENTS
+from headwater.store.sparse import values_of
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes whose sums and norms are taken in a wider dtype."""
+
+
+def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the 2-norm, in fp32 or wider. A narrow gradient is widened piece by piece."""
+    gradient = values_of(gradient)
+    if gradient.dtype not in NARROW:
+        whole: torch.Tensor = torch.linalg.vector_norm(gradient)
+        return whole
+    pieces = gradient.reshape(-1).split(PIECE_ELEMENTS)
+    norms = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces])
+    combined: torch.Tensor = torch.linalg.vector_norm(norms)
+    return combined
+
+
+def global_norm(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all gradients from the norm of each. The order decides the last bits."""
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

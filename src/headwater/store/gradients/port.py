@@ -1,0 +1,147 @@
+"""The ports of the gradients: the operations of the weight store, and further ones of a user's loop."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from torch import Tensor
+
+from headwater.core.errors import StreamError
+from headwater.core.stage import ParamKey
+from headwater.store.gradients.status import GradientStatus
+
+Gradients = list[Tensor | None]
+"""One gradient per parameter of a stage; `None` for a parameter without one."""
+
+
+class GradientSink(abc.ABC):
+    """Sums the gradients of a step over micro-batches and ranks, and hands the sums to the updates.
+
+    Implementations are final; `make_gradients` chooses one. The weight store calls them, one thread at a time
+    for each stage. A sum is *present* until a commit takes it or it is dropped. A sum that a commit has taken
+    waits for the update of its stage.
+
+    Attributes:
+        status: the sums that are present, and their norms.
+        is_shared: true if other ranks add to the same sums.
+    """
+
+    status: GradientStatus
+    is_shared: bool
+
+    @abc.abstractmethod
+    def add(self, key: ParamKey, gradient: Tensor, *, last: bool) -> bool:
+        """Add the gradient of one parameter for one micro-batch.
+
+        Args:
+            key: the parameter.
+            gradient: it belongs to the sums from now on.
+            last: true if this is the step's last micro-batch, as far as is known.
+
+        Returns:
+            True if too many gradients wait to be added: the caller calls `drain` before it computes more.
+        """
+
+    @abc.abstractmethod
+    def drain(self) -> None:
+        """Block until no more gradients wait to be added than one stage has.
+
+        Additions may wait for ranks that wait for an update of this rank. So the caller first applies the
+        updates that this rank owes.
+        """
+
+    @abc.abstractmethod
+    def end_micro_batch(self) -> None:
+        """Note that this rank has no more gradients for this micro-batch."""
+
+    @abc.abstractmethod
+    def complete(self) -> None:
+        """Block until the gradients of all ranks are summed, so that `status.present` is known."""
+
+    @abc.abstractmethod
+    def norm(self, keys: Sequence[ParamKey]) -> Tensor:
+        """Return the global norm of these sums, after `complete`: fp32, combined in this order."""
+
+    @abc.abstractmethod
+    def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
+        """Take these sums out of `status.present`: they belong to an update from now on.
+
+        Args:
+            keys: the sums.
+            stages: the stages that this rank updates. Sums of other stages are not needed here any more.
+        """
+
+    @abc.abstractmethod
+    def take(self, stage: int) -> Gradients | None:
+        """Return all that waits for a stage, and keep it no longer. `None` if nothing does."""
+
+    @abc.abstractmethod
+    def put_back(self, stage: int, gradients: Gradients) -> None:
+        """Keep what an update did not use of the gradients that `take` has returned."""
+
+    @abc.abstractmethod
+    def drop(self, key: ParamKey) -> None:
+        """Drop the sum of one parameter, unless a commit has taken it already."""
+
+    @abc.abstractmethod
+    def discard(self) -> None:
+        """Drop every sum that no commit has taken: a step begins."""
+
+    @abc.abstractmethod
+    def borrow(self, key: ParamKey) -> Tensor | None:
+        """Return the sum of one parameter for reading, or `None` if it is not present.
+
+        With several ranks all ranks call it at once, after `complete`.
+        """
+
+    @abc.abstractmethod
+    def multiply(self, key: ParamKey, factor: Callable[[], Tensor]) -> None:
+        """Multiply the sum of one parameter, if it is present. All ranks call it, between two `complete`.
+
+        Args:
+            key: the parameter.
+            factor: returns a tensor of its shape; called only on a rank that needs it.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release memory, threads and files."""
+
+
+class EditableGradients(GradientSink):
+    """Sums that a user's loop reads, changes and keeps over several steps, as `Tensor.grad` in plain PyTorch.
+
+    Here a tensor that `borrow` has returned may be changed in place until the commit. With several ranks all
+    ranks must make the same changes.
+    """
+
+    @abc.abstractmethod
+    def replace(self, key: ParamKey, gradient: Tensor) -> None:
+        """Replace the sum of one parameter."""
+
+    @abc.abstractmethod
+    def remember(self, keys: Collection[ParamKey] | None = None) -> None:
+        """Remember the sums that are present, or those of `keys`, so that `restore` can bring them back."""
+
+    @abc.abstractmethod
+    def restore(self, taken: Collection[ParamKey], waiting: Collection[ParamKey]) -> None:
+        """Bring back the remembered sums, and drop all that has come since.
+
+        Args:
+            taken: sums that commits since then have taken, where the commits stay.
+            waiting: sums that belong to updates that have still to be applied.
+        """
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Forget what was remembered."""
+
+
+def consumed_error(name: str) -> StreamError:
+    """Return the error for a gradient that is used after a step has consumed it."""
+    return StreamError(
+        "this gradient was used up by optimizer.step(), and plain PyTorch would still have it",
+        where=name,
+        remedy="read it before optimizer.step(), and call zero_grad() before the next backward or step",
+    )

@@ -1,0 +1,164 @@
+"""The sums to which the ranks of one host add in turns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+import torch
+
+from headwater.core.stage import ParamKey, StageSpec
+from headwater.fabric.fabric import Board, Fabric
+from headwater.store.gradients.additions import AdditionThread
+from headwater.store.gradients.storage import GradientStorage
+from headwater.store.gradients.turns import Turn, TurnQueue
+
+
+class Beginning(NamedTuple):
+    """The state of a sum when this rank's addition to it is submitted.
+
+    Attributes:
+        generation: of the sum. The first addition of a generation replaces what is there.
+        prepare: run by the first rank of the host at the beginning of its turn.
+    """
+
+    generation: int
+    prepare: Callable[[], None] | None = None
+
+
+@final
+class RankSums:
+    """One sum for each trainable parameter, to which the ranks of a host add in turns.
+
+    Additions run on a thread beside the computation. A sum has something if any rank has written to it in its
+    current generation.
+
+    Attributes:
+        keys: the parameters.
+        slots: the number of each parameter's sum.
+        storage: where the sums lie.
+        turns: the order of additions.
+        norms: one per sum, fp32, in memory that the ranks of the host share.
+
+    Args:
+        stages: the stages.
+        fabric: the ranks.
+        storage: where the sums lie.
+        begin: called when an addition to a sum is submitted.
+        together: nobody adds before all ranks have begun the micro-batch; see `TurnQueue`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageSpec],
+        fabric: Fabric,
+        storage: GradientStorage,
+        begin: Callable[[ParamKey], Beginning],
+        *,
+        together: bool,
+    ) -> None:
+        self._stages = stages
+        self._fabric = fabric
+        self.storage = storage
+        self._begin = begin
+        self.keys = [(s.index, i) for s in stages for i, p in enumerate(s.params) if p.requires_grad]
+        self.slots = {key: slot for slot, key in enumerate(self.keys)}
+        count, rank, num_ranks = len(self.keys), fabric.local_rank, fabric.local_size
+        entered = Board(fabric, num_ranks) if together else None
+        self.turns = TurnQueue(count, rank, num_ranks, Board(fabric, count), entered)
+        self._written = Board(fabric, count)  # the generation in which a sum was last written
+        self.norms = fabric.allocate(4 * count)[: 4 * count].view(torch.float32)
+        self._second: dict[ParamKey, torch.Tensor] = {}  # further gradients of this micro-batch
+        self._additions = AdditionThread(storage.sizes.largest_gradient_bytes)
+        self._adding_to: int | None = None  # the stage to which the thread has last added
+
+    def add(self, key: ParamKey, gradient: torch.Tensor) -> bool:
+        """Submit a gradient; a second one for the parameter waits for the end of the micro-batch.
+
+        Returns:
+            True if too many gradients wait to be added.
+        """
+        turn = self.turns.first(self.slots[key])
+        if turn is None:
+            earlier = self._second.get(key)
+            self._second[key] = gradient if earlier is None else earlier + gradient
+        else:
+            self._submit(key, gradient, turn)
+        return self._additions.is_backlogged()
+
+    def end_micro_batch(self, *, add_second: bool = True) -> dict[ParamKey, torch.Tensor]:
+        """Submit second gradients, and let the turns pass for which this rank has no gradient.
+
+        Args:
+            add_second: false to return second gradients instead.
+
+        Returns:
+            The second gradients that are not added.
+        """
+        second, self._second = self._second, {}
+        for turn, is_second in self.turns.end_micro_batch():
+            key = self.keys[turn.slot]
+            self._submit(key, second.get(key) if is_second and add_second else None, turn)
+        return {} if add_second else second
+
+    def _submit(self, key: ParamKey, gradient: torch.Tensor | None, turn: Turn) -> None:
+        addition = functools.partial(self._use_turn, key, gradient, turn, self._begin(key))
+        self._additions.submit(addition, 0 if gradient is None else gradient.nbytes)
+
+    def _use_turn(
+        self, key: ParamKey, gradient: torch.Tensor | None, turn: Turn, beginning: Beginning
+    ) -> None:
+        self.turns.wait(turn, f"the gradient of {self._stages[key[0]].params[key[1]].name}")
+        if beginning.prepare is not None and self._fabric.local_rank == 0:
+            beginning.prepare()
+        if gradient is not None:
+            if self._adding_to != key[0]:
+                self._release_pages()
+            self._adding_to = key[0]
+            if self.has(key, beginning.generation):
+                self.storage.add(key, gradient)
+            else:
+                self.storage.write(key, gradient)
+                self.note_written(key, beginning.generation)
+        self.turns.pass_on(turn)  # at last: then the next rank reads what was written above
+
+    def _release_pages(self) -> None:
+        """Release the page cache of a stage, on the rank that adds to it last."""
+        if self._adding_to is not None and self._fabric.local_rank == self._fabric.local_size - 1:
+            self.storage.release_pages(self._adding_to)
+        self._adding_to = None
+
+    def drain(self) -> None:
+        """Block until no more gradients wait to be added than one stage has."""
+        self._additions.drain()
+
+    def finish(self) -> None:
+        """Block until this rank has used all its turns."""
+        self._additions.finish()
+        self._release_pages()
+
+    def wait_for_all(self, key: ParamKey) -> None:
+        """Block until all ranks have added their gradients to a sum."""
+        self.turns.wait_for_all(self.slots[key], "the gradients of all ranks")
+
+    def has(self, key: ParamKey, generation: int) -> bool:
+        """True if a rank of this host has written to a sum in this generation."""
+        return self._written.read(self.slots[key]) == generation
+
+    def note_written(self, key: ParamKey, generation: int) -> None:
+        """Note the generation in which a sum was written; 0 for a sum that counts as empty."""
+        self._written.post(self.slots[key], generation)
+
+    def whole(self, key: ParamKey) -> torch.Tensor:
+        """Return a sum in the parameter's shape: a view of it, or a copy."""
+        return self.storage.read(key).view(self._stages[key[0]].params[key[1]].shape)
+
+    def is_mine(self, key: ParamKey) -> bool:
+        """True on the rank of the host that measures and multiplies a sum."""
+        return self.slots[key] % self._fabric.local_size == self._fabric.local_rank
+
+    def close(self) -> None:
+        """Release the thread, memory and files."""
+        self._additions.close()
+        self.storage.close()

@@ -1,0 +1,105 @@
+"""The gradients of the ranks of one host, in memory or files that all of them reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import final
+
+import torch
+
+from headwater.core.stage import ParamKey, StageSpec
+from headwater.fabric.fabric import Fabric
+from headwater.store.gradients.norms import global_norm, gradient_norm
+from headwater.store.gradients.port import Gradients, GradientSink
+from headwater.store.gradients.rank_sums import Beginning, RankSums
+from headwater.store.gradients.status import GradientStatus
+from headwater.store.gradients.storage import GradientStorage
+
+
+@final
+class RankGradients(GradientSink):
+    """The gradients of ranks of one host. Sums stay where they lie, and are used from there.
+
+    Attributes:
+        sums: of all ranks of the host.
+        step: the number of the current step, which is the generation of the sums.
+
+    Args:
+        stages: the stages.
+        fabric: the ranks.
+        storage: where the sums lie.
+    """
+
+    is_shared = True
+
+    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, storage: GradientStorage) -> None:
+        self.status = GradientStatus()
+        self.step = 0
+        self.sums = RankSums(stages, fabric, storage, lambda _: Beginning(self.step), together=False)
+        self._stages = stages
+        self._fabric = fabric
+        self._committed: set[ParamKey] = set()
+
+    def add(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> bool:
+        return self.sums.add(key, gradient)
+
+    def drain(self) -> None:
+        self.sums.drain()
+
+    def end_micro_batch(self) -> None:
+        self.sums.end_micro_batch()
+
+    def complete(self) -> None:
+        self.wait_for_sums()
+        for key in self.sums.keys:
+            if self.sums.has(key, self.step) and self.sums.is_mine(key):
+                self.sums.norms[self.sums.slots[key]] = gradient_norm(self.sums.storage.read(key))
+        self._fabric.barrier("the norms of the gradients")
+        self.publish()
+
+    def wait_for_sums(self) -> None:
+        """Block until the gradients of all ranks of the host are summed."""
+        self.sums.finish()
+        for key in self.sums.keys:
+            self.sums.wait_for_all(key)
+
+    def publish(self) -> None:
+        """Set `status` from the norms that the ranks have measured."""
+        self.status.present = {key for key in self.sums.keys if self.sums.has(key, self.step)}
+        for key in self.sums.keys:
+            if key in self.status.present:
+                self.status.measure(key, self.sums.norms[self.sums.slots[key]].clone())
+
+    def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
+        return global_norm([self.status.norms[key] for key in keys])
+
+    def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
+        self._committed.update(keys)
+        self.status.leave_all()
+
+    def take(self, stage: int) -> Gradients | None:
+        keys = [(stage, param) for param in range(len(self._stages[stage].params))]
+        found = [self.sums.whole(key) if key in self._committed else None for key in keys]
+        self._committed.difference_update(keys)
+        return found if any(each is not None for each in found) else None
+
+    def put_back(self, stage: int, gradients: Gradients) -> None:
+        self._committed.update((stage, p) for p, each in enumerate(gradients) if each is not None)
+
+    def drop(self, key: ParamKey) -> None:
+        self.status.present.discard(key)
+
+    def discard(self) -> None:
+        self.status.leave_all()
+        self.step += 1  # the first addition of the step replaces what is in the sums
+
+    def borrow(self, key: ParamKey) -> torch.Tensor | None:
+        return self.sums.whole(key).clone() if key in self.status.present else None
+
+    def multiply(self, key: ParamKey, factor: Callable[[], torch.Tensor]) -> None:
+        if key in self.status.present and self.sums.is_mine(key):
+            with self.sums.storage.changing(key) as total:
+                total.mul_(factor().reshape(-1))
+
+    def close(self) -> None:
+        self.sums.close()

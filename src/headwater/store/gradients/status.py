@@ -1,0 +1,79 @@
+"""The status of gradient sums: which are present, which are consumed, and their norms."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import final
+
+from torch import Tensor
+
+from headwater.core.stage import ParamKey
+
+
+@final
+class GradientStatus:
+    """What is known of the sums of a model's gradients. It holds no gradient.
+
+    Attributes:
+        present: parameters with a sum that no commit has taken.
+        consumed: parameters whose sum an optimizer has used, and that nobody has dropped since. A gradient
+            that is added to a consumed sum is lost, because plain PyTorch would add it to the used one.
+        sparse: parameters whose newest sum is or was a sparse tensor.
+        norms: the 2-norms of sums that have been measured.
+        first_bad: the first stage whose gradient was not finite.
+        remembered: the sums that were present at the last `remember`, whether or not they still are.
+    """
+
+    def __init__(self) -> None:
+        self.present: set[ParamKey] = set()
+        self.consumed: set[ParamKey] = set()
+        self.sparse: set[ParamKey] = set()
+        self.norms: dict[ParamKey, Tensor] = {}
+        self.first_bad: int | None = None
+        self.remembered: frozenset[ParamKey] = frozenset()
+        self._consumed_before: frozenset[ParamKey] = frozenset()
+
+    def arrive(self, key: ParamKey, *, is_sparse: bool) -> None:
+        """Note that a sum is present and has changed, so that its norm is no longer known."""
+        self.present.add(key)
+        self.norms.pop(key, None)
+        if is_sparse:
+            self.sparse.add(key)
+        else:
+            self.sparse.discard(key)
+
+    def measure(self, key: ParamKey, norm: Tensor) -> None:
+        """Note the norm of a sum, and its stage if it is the first that is not finite."""
+        self.norms[key] = norm
+        if self.first_bad is None and not bool(norm.isfinite()):
+            self.first_bad = key[0]
+
+    def leave(self, key: ParamKey) -> None:
+        """Note that a sum is not present any more: a commit has taken it, or it was dropped."""
+        self.present.discard(key)
+        self.norms.pop(key, None)
+
+    def leave_all(self) -> None:
+        """Note that no sum is present any more."""
+        self.present.clear()
+        self.norms.clear()
+        self.first_bad = None
+
+    def consume(self, keys: Iterable[ParamKey]) -> None:
+        """Note that an optimizer has used these sums. Reading them is an error until they are dropped."""
+        self.consumed.update(keys)
+
+    def remember(self, keys: Collection[ParamKey] | None) -> None:
+        """Remember which sums are present, or which of `keys` are, for `restore`."""
+        self.remembered = frozenset(self.present if keys is None else self.present.intersection(keys))
+        self._consumed_before = frozenset(self.consumed)
+
+    def restore(self, gone: Iterable[ParamKey]) -> None:
+        """Return to what was remembered, but for these sums, and forget it."""
+        self.leave_all()
+        self.present, self.consumed = set(self.remembered.difference(gone)), set(self._consumed_before)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was remembered."""
+        self.remembered = self._consumed_before = frozenset()

@@ -1,0 +1,257 @@
+"""The storage of gradient sums that the ranks of a host share: in shared memory, or on disk."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import final
+
+import torch
+
+from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_up
+from headwater.core.stage import ParamKey, StageSpec
+from headwater.fabric.fabric import Fabric
+from headwater.store.files import BlockFile, open_files, sums_bytes
+
+_BLOCK_BYTES = 4 << 20
+_ALIGNMENT_BYTES = 64
+
+
+@final
+class SumSizes:
+    """The sizes of all sums: one for each trainable parameter, flat.
+
+    Attributes:
+        dtypes: of the sums.
+        largest_gradient_bytes: the most that one stage's gradients of a micro-batch take.
+
+    Args:
+        stages: the stages.
+        dtype: of the sums; `None` for the dtype in which the gradient arrives.
+    """
+
+    def __init__(self, stages: Sequence[StageSpec], dtype: torch.dtype | None) -> None:
+        specs = {
+            (stage.index, index): param
+            for stage in stages
+            for index, param in enumerate(stage.params)
+            if param.requires_grad
+        }
+        self._numel = {key: spec.numel for key, spec in specs.items()}
+        self.dtypes = {key: dtype or spec.wire_dtype for key, spec in specs.items()}
+        arriving = Counter[int]()
+        for (stage_index, _), spec in specs.items():
+            arriving[stage_index] += spec.numel * spec.wire_dtype.itemsize
+        self.largest_gradient_bytes = max(arriving.values(), default=0)
+
+    def numel(self, key: ParamKey) -> int:
+        """Return the elements of a sum."""
+        return self._numel[key]
+
+    def num_bytes(self, key: ParamKey) -> int:
+        """Return the bytes of a sum."""
+        return self._numel[key] * self.dtypes[key].itemsize
+
+
+class GradientStorage(abc.ABC):
+    """The place of sums that ranks share. The caller ensures that nobody else uses a sum at the same time.
+
+    Attributes:
+        sizes: of the sums.
+    """
+
+    sizes: SumSizes
+
+    @abc.abstractmethod
+    def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return these elements of a sum: a view of them, or a copy."""
+
+    @abc.abstractmethod
+    def write(self, key: ParamKey, values: torch.Tensor, start: int = 0) -> None:
+        """Replace elements of a sum by `values`, from `start` on."""
+
+    @abc.abstractmethod
+    def changing(
+        self, key: ParamKey, start: int = 0, stop: int | None = None
+    ) -> AbstractContextManager[torch.Tensor]:
+        """Return these elements in a context, in which they may be changed in place."""
+
+    @abc.abstractmethod
+    def add(self, key: ParamKey, gradient: torch.Tensor) -> None:
+        """Add a gradient to a whole sum."""
+
+    @abc.abstractmethod
+    def release_pages(self, stage: int) -> None:
+        """Release the page cache of a stage's sums, which will not be used for a while."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release memory or files."""
+
+
+def clear(storage: GradientStorage, key: ParamKey) -> None:
+    """Set a sum to zero."""
+    zero = torch.zeros((), dtype=storage.sizes.dtypes[key])
+    storage.write(key, zero.expand(storage.sizes.numel(key)))
+
+
+@final
+class MemoryStorage(GradientStorage):
+    """Sums in memory that the ranks of a host share.
+
+    Args:
+        sizes: of the sums.
+        fabric: the ranks.
+    """
+
+    def __init__(self, sizes: SumSizes, fabric: Fabric) -> None:
+        self.sizes = sizes
+        places, end = _places(sizes.dtypes, sizes, _ALIGNMENT_BYTES)
+        whole = fabric.allocate(end)
+        self._sums = {
+            key: whole[offset : offset + sizes.num_bytes(key)].view(sizes.dtypes[key])
+            for key, offset in places.items()
+        }
+
+    def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return self._sums[key][start:stop]
+
+    def write(self, key: ParamKey, values: torch.Tensor, start: int = 0) -> None:
+        self.read(key, start, start + values.numel()).copy_(values.reshape(-1))
+
+    @contextmanager
+    def changing(self, key: ParamKey, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        yield self.read(key, start, stop)
+
+    def add(self, key: ParamKey, gradient: torch.Tensor) -> None:
+        self._sums[key].add_(gradient.reshape(-1))
+
+    def release_pages(self, stage: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._sums.clear()
+
+
+@final
+class DiskStorage(GradientStorage):
+    """Sums in files, one for each stage. The page cache holds a stage's sums while ranks add to them.
+
+    Args:
+        stages: the stages.
+        sizes: of the sums.
+        fabric: the ranks; the first one of the host creates the files.
+        folder: where the files are created.
+        verify: compare all that is read with checksums of what was written.
+
+    Raises:
+        DiskFullError: if there is no room.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageSpec],
+        sizes: SumSizes,
+        fabric: Fabric,
+        folder: Path,
+        *,
+        verify: bool = False,
+    ) -> None:
+        self.sizes = sizes
+        self._offsets: dict[ParamKey, int] = {}
+        file_sizes = {}
+        for stage in stages:
+            keys = [key for key in sizes.dtypes if key[0] == stage.index]
+            places, end = _places(keys, sizes, PAGE_BYTES)
+            self._offsets.update(places)
+            file_sizes[folder / f"gradient_{stage.index:04d}.bin"] = end
+        self._files = _shared_files(file_sizes, stages, fabric, verify)
+
+    def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        stop = self.sizes.numel(key) if stop is None else stop
+        values = torch.empty(stop - start, dtype=self.sizes.dtypes[key])
+        for block, inside, part in self._blocks(key, start, stop):
+            values[part] = self._load(key, block)[inside]
+        return values
+
+    def write(self, key: ParamKey, values: torch.Tensor, start: int = 0) -> None:
+        values = values.reshape(-1)
+        for block, inside, part in self._blocks(key, start, start + len(values)):
+            count = self._span(key, block) // self.sizes.dtypes[key].itemsize
+            is_whole = inside.stop - inside.start == count
+            data = self._empty(key, block) if is_whole else self._load(key, block)
+            data[inside] = values[part]
+            self._save(key, block, data)
+
+    @contextmanager
+    def changing(self, key: ParamKey, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        values = self.read(key, start, stop)
+        yield values
+        self.write(key, values, start)
+
+    def add(self, key: ParamKey, gradient: torch.Tensor) -> None:
+        gradient = gradient.reshape(-1)
+        for block, inside, part in self._blocks(key, 0, len(gradient)):
+            data = self._load(key, block)
+            data[inside] += gradient[part]
+            self._save(key, block, data)
+
+    def release_pages(self, stage: int) -> None:
+        self._files[stage].leave_cache()
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _blocks(self, key: ParamKey, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+        """Yield the blocks that hold elements `start` to `stop`: offset, elements of the block, and of these.
+
+        Checksums are of whole blocks, so a sum is always read and written in the same blocks.
+        """
+        size = _BLOCK_BYTES // self.sizes.dtypes[key].itemsize
+        for first in range(start - start % size, stop, size):
+            begin, end = max(first, start), min(first + size, stop)
+            block = self._offsets[key] + first * self.sizes.dtypes[key].itemsize
+            yield block, slice(begin - first, end - first), slice(begin - start, end - start)
+
+    def _span(self, key: ParamKey, block: int) -> int:
+        """Return the bytes of a block that belong to the sum."""
+        return min(_BLOCK_BYTES, self._offsets[key] + self.sizes.num_bytes(key) - block)
+
+    def _empty(self, key: ParamKey, block: int) -> torch.Tensor:
+        """Return memory for a block, in whole pages."""
+        return aligned_empty(self._span(key, block)).view(self.sizes.dtypes[key])
+
+    def _load(self, key: ParamKey, block: int) -> torch.Tensor:
+        data = self._empty(key, block)
+        self._files[key[0]].read(block, data.view(torch.uint8))
+        return data
+
+    def _save(self, key: ParamKey, block: int, data: torch.Tensor) -> None:
+        self._files[key[0]].write(block, data.view(torch.uint8))
+
+
+def _places(keys: Iterable[ParamKey], sizes: SumSizes, alignment: int) -> tuple[dict[ParamKey, int], int]:
+    """Return the offset of each sum, one after the other, and the end of the last one."""
+    places, end = {}, 0
+    for key in keys:
+        places[key] = end
+        end += round_up(sizes.num_bytes(key), alignment)
+    return places, end
+
+
+def _shared_files(
+    sizes: Mapping[Path, int], stages: Sequence[StageSpec], fabric: Fabric, verify: bool
+) -> list[BlockFile]:
+    """Open files that the ranks of a host share; the first rank creates them."""
+    sums = [fabric.allocate(sums_bytes(size)) for size in sizes.values()] if verify else None
+    contents = [f"the gradients of stage {stage.name!r}" for stage in stages] if verify else None
+    # Through the page cache, because the next rank reads what this one has just written.
+    make = functools.partial(open_files, sizes, direct=False, contents=contents, sums=sums)
+    files = make() if fabric.local_rank == 0 else None
+    every = fabric.gather_objects([] if files is None else [file.origin for file in files], list[Path])
+    return make(origins=every[fabric.rank - fabric.local_rank]) if files is None else files

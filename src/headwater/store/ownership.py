@@ -1,0 +1,164 @@
+"""Ownership: which rank updates which pieces of each stage, and what of a stage a host keeps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import final
+
+from headwater.core.placement import Placement
+from headwater.store.layout import Group, Piece, StageLayout
+
+
+@final
+class StageOwnership:
+    """The owner of each piece of a stage: about equally many elements for each owner, in their order.
+
+    Attributes:
+        owners: the ranks that update pieces of the stage.
+
+    Args:
+        layout: of the stage.
+        owners: their equal parts of the elements follow each other; a rank may be there several times.
+        hosts: the host of each rank.
+    """
+
+    def __init__(self, layout: StageLayout, owners: Sequence[int], hosts: Sequence[int]) -> None:
+        self.owners = frozenset(owners)
+        self._layout = layout
+        self._hosts = hosts
+        self._owner: dict[tuple[int, int], int] = {}
+        total = max(sum(param.numel for param in layout.stage.params), 1)
+        before = 0
+        for piece in self.pieces():
+            middle = before + (piece.stop - piece.start) // 2
+            before += piece.stop - piece.start
+            part = min(middle * len(owners) // total, len(owners) - 1)
+            self._owner[piece.param, piece.start] = owners[part]
+
+    def pieces(self) -> list[Piece]:
+        """Return all pieces of the stage, in order."""
+        return [piece for group in self._layout.groups for piece in group.pieces]
+
+    def owner(self, piece: Piece) -> int:
+        """Return the rank that updates a piece."""
+        return self._owner[piece.param, piece.start]
+
+    def first_owner(self, param: int) -> int:
+        """Return the rank that updates the first piece of a parameter."""
+        return self._owner[param, 0]
+
+    def host(self, piece: Piece) -> int:
+        """Return the host that updates a piece. It keeps the piece's bytes beside the wire image."""
+        return self._hosts[self.owner(piece)]
+
+    def groups(self, wanted: Callable[[Piece], bool], params: Collection[int] | None) -> list[Group]:
+        """Return the groups with wanted pieces, or with wanted pieces of these parameters."""
+        return [
+            group
+            for group in self._layout.groups
+            if any(wanted(piece) and (params is None or piece.param in params) for piece in group.pieces)
+        ]
+
+    def wire_ranges(self) -> list[slice]:
+        """Return the bytes of the wire image that each host updates; they follow each other."""
+        stage = self._layout.stage
+        ends = [0] * (self._hosts[-1] + 1)
+        for piece in self.pieces():
+            end = stage.offsets[piece.param] + piece.stop * stage.params[piece.param].wire_dtype.itemsize
+            ends[self.host(piece)] = max(ends[self.host(piece)], end)
+        starts = [max(ends[:host], default=0) for host in range(len(ends))]
+        return [slice(start, max(start, end)) for start, end in zip(starts, ends, strict=True)]
+
+
+@final
+class Ownership:
+    """The ownership of all stages, as one rank sees it.
+
+    On disk one rank of a host updates all that the host has of a stage, so that nobody else writes in the
+    stage's file: the first rank, which fills slabs, or one store rank after the other.
+
+    Attributes:
+        layouts: of the stages.
+        rank: this rank.
+        host: its host.
+
+    Args:
+        layouts: of the stages.
+        rank: this rank.
+        placement: which ranks update.
+        hosts: the host of each rank.
+        on_disk: true if the stages are in files.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[StageLayout],
+        rank: int,
+        placement: Placement,
+        hosts: Sequence[int],
+        *,
+        on_disk: bool,
+    ) -> None:
+        self.layouts = layouts
+        self.rank = rank
+        self.host = hosts[rank]
+
+        def updating(owner: int, stage: int) -> int:
+            there = [other for other in placement.owners if hosts[other] == hosts[owner]]
+            return there[stage % len(there) if placement.num_memx else 0]
+
+        self._stages = [
+            StageOwnership(
+                layout, [updating(owner, stage) if on_disk else owner for owner in placement.owners], hosts
+            )
+            for stage, layout in enumerate(layouts)
+        ]
+        self._wire_ranges = [stage.wire_ranges() for stage in self._stages]
+
+    def owners(self, stage: int) -> frozenset[int]:
+        """Return the ranks that update pieces of a stage."""
+        return self._stages[stage].owners
+
+    def updates(self, stage: int) -> bool:
+        """True if this rank updates a piece of a stage."""
+        return self.rank in self._stages[stage].owners
+
+    def is_mine(self, stage: int, piece: Piece) -> bool:
+        """True if this rank updates a piece."""
+        return self._stages[stage].owner(piece) == self.rank
+
+    def is_first_of_mine(self, stage: int, param: int) -> bool:
+        """True if this rank updates the first piece of a parameter."""
+        return self._stages[stage].first_owner(param) == self.rank
+
+    def is_here(self, stage: int, piece: Piece) -> bool:
+        """True if a rank of this host updates a piece."""
+        return self._stages[stage].host(piece) == self.host
+
+    def own_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
+        """Return the groups with pieces that this rank updates, or with such pieces of these parameters."""
+        return self._stages[stage].groups(lambda piece: self.is_mine(stage, piece), params)
+
+    def host_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
+        """Return the groups with pieces that this host updates, or with such pieces of these parameters."""
+        return self._stages[stage].groups(lambda piece: self.is_here(stage, piece), params)
+
+    def own_bytes(self, stage: int) -> slice:
+        """Return the bytes of the wire image that this host updates."""
+        return self._wire_ranges[stage][self.host]
+
+    def wire_ranges(self, stage: int) -> list[slice]:
+        """Return the bytes of the wire image that each host updates."""
+        return self._wire_ranges[stage]
+
+    def host_run(self, stage: int, param: int, host: int) -> range:
+        """Return the elements of a parameter that a host updates."""
+        there = self._stages[stage]
+        own = [piece for piece in there.pieces() if piece.param == param and there.host(piece) == host]
+        return range(own[0].start, own[-1].stop) if own else range(0)
+
+    def elsewhere(self, stage: int) -> list[tuple[int, Piece]]:
+        """Return every piece of a stage that another host updates: the host, and the piece."""
+        there = self._stages[stage]
+        pieces = [(there.host(piece), piece) for piece in there.pieces()]
+        return [(host, piece) for host, piece in pieces if host != self.host]

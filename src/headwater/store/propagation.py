@@ -1,0 +1,142 @@
+"""Propagation of updates: which updates a rank waits for, and how hosts send theirs to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import final
+
+import torch
+
+from headwater.core.buffers import aligned_empty
+from headwater.fabric.fabric import Board, Fabric
+from headwater.store.ownership import Ownership
+from headwater.store.tier import Tier
+
+
+@final
+class Propagation:
+    """The propagation of updates between ranks. All ranks commit, and write whole stages, in the same order.
+
+    Ranks of a host see each other's updates at once, in memory or files that they share. Between hosts the
+    leaders send what their host has updated, stage after stage in the order of the commits, on a thread
+    beside the computation.
+
+    Args:
+        fabric: the ranks.
+        ownership: which rank updates which pieces.
+        tier: where the wire images lie.
+    """
+
+    def __init__(self, fabric: Fabric, ownership: Ownership, tier: Tier) -> None:
+        self._fabric = fabric
+        self._ownership = ownership
+        self._tier = tier
+        count = len(tier.layouts)
+        self._updated = Board(fabric, count * fabric.local_size)  # by stage and rank, the last commit applied
+        self._last = [0] * count  # by stage, the last commit of which this rank has applied its part
+        self._spread = Board(fabric, count)  # by stage, the last commit that has come from all hosts
+        self._link = fabric.connect("weights")
+        self._buffer: torch.Tensor | None = None  # for a wire image on its way between disk and other hosts
+        self._closing = False
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-broadcast")
+        self._failure: BaseException | None = None  # of the sender
+
+    def committed(self, stages: Iterable[int], number: int) -> None:
+        """Queue the stages that a commit updates, so that all hosts send them in this order."""
+        for stage in stages if self._link is not None else ():
+            self._sender.submit(self._send_updated, stage, number).add_done_callback(self._note_failure)
+
+    def _note_failure(self, sent: Future[None]) -> None:
+        if not sent.cancelled():
+            self._failure = self._failure or sent.exception()
+
+    def skipped(self, stage: int, number: int) -> None:
+        """Note that a commit updates a stage, and that this rank has no part in it; `wait` waits for it."""
+        self._last[stage] = number
+
+    def updated(self, stage: int, number: int) -> None:
+        """Note that this rank has applied, or undone, its part of the update of a stage by this commit."""
+        self._updated.post(stage * self._fabric.local_size + self._fabric.local_rank, number)
+        self._last[stage] = number
+
+    def wait(self, stage: int, up_to: int | None = None) -> int:
+        """Block until all ranks have applied the last update of a stage that this rank has applied or left.
+
+        Return at once if that update was committed after number `up_to`: older ones were waited for before.
+
+        Returns:
+            The commit that was waited for, or 0.
+        """
+        number = self._last[stage]
+        if up_to is not None and number > up_to:
+            return 0
+        if self._fabric.num_hosts == 1:
+            self._wait_for_host(stage, number)
+        else:
+            self._fabric.wait_until(
+                lambda: self._has_come(stage, number), f"stage {self._name(stage)!r} of all hosts"
+            )
+        return number
+
+    def _has_come(self, stage: int, number: int) -> bool:
+        """True if an update of a stage has come from all hosts. Raises the error of the sender."""
+        has_come = self._spread.read(stage) >= number
+        if not has_come and self._failure is not None:
+            raise self._failure
+        return has_come
+
+    def _wait_for_host(self, stage: int, number: int) -> None:
+        """Block until all ranks of this host that update a stage have done so."""
+        first, size = self._fabric.rank - self._fabric.local_rank, self._fabric.local_size
+        for rank in range(first, first + size):
+            if rank in self._ownership.owners(stage):
+                slot = stage * size + rank - first
+                self._fabric.wait_until(
+                    lambda slot=slot: self._closing or self._updated.read(slot) >= number,  # type: ignore[misc]
+                    f"rank {rank} to update stage {self._name(stage)!r}",
+                )
+
+    def _send_updated(self, stage: int, number: int) -> None:
+        self._wait_for_host(stage, number)
+        if self._closing:  # the updates that were waited for may never come
+            return
+        self._send(stage)
+        self._spread.post(stage, number)
+
+    def _send(self, stage: int) -> None:
+        """Send what this host has updated of a stage, and store what other hosts send."""
+        assert self._link is not None, "leaders send"
+        image = self._tier.resident_wire(stage)
+        if image is not None:
+            self._exchange(stage, image)
+            return
+        if self._buffer is None:
+            self._buffer = aligned_empty(max(layout.wire_bytes for layout in self._tier.layouts))
+        self._tier.read_wire(stage, self._buffer, self._ownership.own_bytes(stage))
+        self._exchange(stage, self._buffer)
+        for host, part in enumerate(self._ownership.wire_ranges(stage)):
+            if host != self._fabric.host:
+                self._tier.write_wire(stage, self._buffer, part)
+
+    def _exchange(self, stage: int, image: torch.Tensor) -> None:
+        assert self._link is not None, "leaders send"
+        parts = [image[part] for part in self._ownership.wire_ranges(stage)]
+        self._link.exchange([parts[self._fabric.host]] * len(parts), parts)
+
+    def written(self, stage: int) -> None:
+        """Note that this rank has replaced its pieces of a stage. Block until all ranks have."""
+        what = f"stage {self._name(stage)!r} to be written"
+        self._fabric.neighbours.barrier(what)
+        if self._link is not None:
+            self._sender.submit(self._send, stage).result()
+        if self._fabric.num_hosts > 1:
+            self._fabric.neighbours.barrier(what)
+
+    def _name(self, stage: int) -> str:
+        return self._tier.layouts[stage].stage.name
+
+    def close(self) -> None:
+        """End the sender; waits for other ranks end too."""
+        self._closing = True
+        self._sender.shutdown(wait=True, cancel_futures=True)

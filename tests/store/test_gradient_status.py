@@ -1,0 +1,48 @@
+"""What is known of sums: present, consumed, sparse, measured."""
+
+import torch
+
+from headwater.store.gradients.status import GradientStatus
+
+A, B = (0, 0), (1, 0)
+
+
+def test_a_sum_that_changes_has_no_norm_until_it_is_measured_again():
+    status = GradientStatus()
+    status.arrive(A, is_sparse=False)
+    status.measure(A, torch.tensor(2.0))
+    assert status.present == {A} and status.norms[A] == 2
+    status.arrive(A, is_sparse=True)
+    assert A not in status.norms and status.sparse == {A}
+    status.arrive(A, is_sparse=False)
+    assert not status.sparse
+
+
+def test_the_first_stage_that_is_not_finite_is_noted():
+    status = GradientStatus()
+    for key, norm in (((2, 0), 1.0), (B, float("nan")), (A, float("inf"))):
+        status.measure(key, torch.tensor(norm))
+    assert status.first_bad == 1
+    status.leave_all()
+    assert status.first_bad is None
+
+
+def test_restoring_brings_back_what_was_present_and_consumed():
+    status = GradientStatus()
+    status.arrive(A, is_sparse=False)
+    status.arrive(B, is_sparse=False)
+    status.consume([(5, 5)])
+    status.remember(None)
+    status.leave(A)
+    status.consume([B])
+    status.restore([B])
+    assert status.present == {A} and status.consumed == {(5, 5)} and not status.remembered
+
+
+def test_only_named_sums_that_are_present_are_remembered():
+    status = GradientStatus()
+    status.arrive(A, is_sparse=False)
+    status.remember([A, B])
+    assert status.remembered == {A}
+    status.forget()
+    assert not status.remembered
