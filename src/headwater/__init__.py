@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.core.version import __version__
 
-# Threads of one operation that wait for each other spin for about 20 µs and then give their core away. By
-# default they spin 30 times as long, and beside other work keep the core that the one they wait for needs: a
-# small model can become 20 times slower. Read when torch is first imported; a user's own setting holds.
+# OpenMP threads that wait for each other spin before they yield their core. With this setting they spin for
+# about 20 µs. The default is 30 times longer: on a busy machine the waiting threads then occupy the cores
+# that the working thread needs, and a small model can become 20 times slower. OpenMP reads the variable when
+# torch is first imported, so it is set here. A value that the user has set is kept.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if "HEADWATER_SCRIPT" in os.environ:
     importlib.import_module("headwater.fabric.script").begin()
 
-_HOMES = {
+_MODULE_OF_NAME = {
     "backend": "headwater.api.backend",
     "current_backend": "headwater.api.backend",
     "compile": "headwater.api.compile",
@@ -90,8 +91,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULE_OF_NAME:
+        return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'headwater' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m headwater`: the command line."""
+"""The command line as a module: `python -m headwater`."""
 
 from headwater.cli.main import main
 

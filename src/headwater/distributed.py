@@ -1,4 +1,4 @@
-"""How many processes and compute ranks take part, and which share of the data each has."""
+"""The number of processes and compute ranks of a run, and this process's share of the data."""
 
 from __future__ import annotations
 
@@ -30,41 +30,45 @@ _reading: ContextVar[bool] = ContextVar("_reading", default=False)
 
 
 def num_tasks() -> int:
-    """How many processes read the data of this run: each its own share. 1 without `torch.distributed`."""
+    """Return the number of processes that each read a share of the data; 1 without `torch.distributed`."""
     return torch.distributed.get_world_size() if _is_distributed() else 1
 
 
 def task_id() -> int:
-    """Which of them this process is, from 0 to `num_tasks() - 1`."""
+    """Return the index of this process among them, from 0 to `num_tasks() - 1`."""
     return torch.distributed.get_rank() if _is_distributed() else 0
 
 
 def get_ordinal() -> int:
-    """The number of this process in its run: the same as `task_id`, for every process here reads data."""
+    """Return the index of this process in its run: `task_id()`, because every process reads data."""
     return task_id()
 
 
 def is_streamer() -> bool:
-    """Whether this code reads data: in the input function of a loader, or in a worker process of torch's."""
+    """True inside the input function of a loader, and inside a worker process of a torch `DataLoader`."""
     return _reading.get() or get_worker_info() is not None
 
 
 def num_available() -> int:
-    """How many CSXs (compute ranks with their device) a run can have on this machine: one for each core."""
+    """Return the largest number of CSXs (compute ranks) of a run on this machine: one for each CPU core."""
     return num_cores()
 
 
 def check_num_csx(num_csx: int, *, where: str) -> None:
-    """Raise `ConfigError` unless that many compute ranks are there."""
+    """Check that `num_csx` is an integer >= 1, and that this machine has a core for each rank.
+
+    Raises:
+        ConfigError: otherwise, with `where` as the place.
+    """
     if type(num_csx) is not int or num_csx < 1:
-        raise ConfigError(f"num_csx is a whole number from 1, found {num_csx!r}", where=where)
-    if not is_rank():  # otherwise some of them may be on other machines
+        raise ConfigError(f"expected num_csx to be an integer >= 1, got {num_csx!r}", where=where)
+    if not is_rank():  # a started rank may have others on other machines, whose cores are not counted here
         check_cores(num_csx, where=where)
 
 
 @contextmanager
 def reading_input() -> Iterator[None]:
-    """Marks what runs within it as reading data."""
+    """Make `is_streamer` return true inside the context."""
     token = _reading.set(True)
     try:
         yield

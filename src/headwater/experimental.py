@@ -1,4 +1,4 @@
-"""The older spelling of the whole package: `import headwater.experimental as cstorch`."""
+"""An alias of the whole package, for scripts written as `import headwater.experimental as cstorch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The documents' way to run: `run` for a model of one's own, `python -m headwater.run` for the package's.
+"""Runs in the form of the Cerebras Model Zoo.
+
+`run` trains the user's model; `python -m headwater.run` trains a built-in one. Both take the same options:
 
 --params P --mode train|eval|train_and_eval [--num_csx N] [--num_steps N] [--model_dir DIR]
 [--checkpoint_path PATH] [--compile_only | --validate_only] [--key VALUE …]
@@ -41,20 +43,21 @@ def run(
     *,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Train or evaluate a model of one's own as a params file and the command line say.
+    """Train or evaluate the user's model, as the params file and the command line say.
 
-    A run goes on from the newest checkpoint in its model_dir, to the same bits as if it had never stopped.
+    A run resumes from the newest checkpoint in its model_dir. The results are bit-identical to those of a run
+    that never stopped.
 
     Args:
-        model_class: a class derived from `PyTorchBaseModel`; made with all sections of the params file.
-        get_train_dataloader: makes a DataLoader, or anything that gives batches whenever it is iterated
-            over, from these sections. Batches are tensors [batch, …] in any nesting.
-        get_eval_dataloader: likewise for evaluations.
-        argv: the command line; that of the process if not given.
+        model_class: a subclass of `PyTorchBaseModel`. It is constructed with all sections of the params file.
+        get_train_dataloader: called with the same sections. Returns a DataLoader or another iterable of
+            batches that can be iterated over more than once. A batch is tensors [batch, …] in any nesting.
+        get_eval_dataloader: the same for evaluation data; needed unless the mode is `train`.
+        argv: the command line; `sys.argv[1:]` if `None`.
 
     Raises:
-        SystemExit: if the run fails or is interrupted, with the exit code of `headwater.cli.main.main`; what
-            is wrong has been printed then.
+        SystemExit: if the run fails or is interrupted. The error has then been printed, and the exit code is
+            that of `headwater.cli.main.main`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
 
@@ -63,7 +66,7 @@ def run(
         config = _read_user_params(args)
         if early.asked_for(config):
             return early.check(config, *user_example(config, model_class, get_train_dataloader))
-        evaluations = None if args.mode == "train" else _given(get_eval_dataloader, args.mode)
+        evaluations = None if args.mode == "train" else _require_eval_data(get_eval_dataloader, args.mode)
         fabric = ALONE if args.mode == "eval" else _ranks(config)
         console = open_console(config)
         if evaluations is not None and args.mode == "eval":
@@ -77,7 +80,11 @@ def run(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line in the documents' spelling; exit codes are those of `headwater.cli.main.main`."""
+    """Run a command line in the Model Zoo's form and return the exit code, as `headwater.cli.main.main` does.
+
+    Args:
+        argv: the command line; `sys.argv[1:]` if `None`.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
 
     def start() -> int:
@@ -90,11 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
-    """The command line; values over those of the params file are in `overrides`."""
-    parser = Parser(prog=prog, description="Train or evaluate as a params file says.")
+    """Parse the command line. Values that replace those of the params file are in `overrides`."""
+    parser = Parser(prog=prog, description="Train or evaluate a model as a params file says.")
     parser.add_argument("--params", required=True, metavar="PARAMS", help="params file")
     parser.add_argument(
-        "--mode", required=True, choices=MODES, help="train_and_eval evaluates in between too"
+        "--mode", required=True, choices=MODES, help="train_and_eval also evaluates during training"
     )
     early.add_early_options(parser)
     add_override_options(parser)
@@ -106,18 +113,18 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     return args
 
 
-def _given(get_eval_dataloader: DataFunction | None, mode: str) -> DataFunction:
+def _require_eval_data(get_eval_dataloader: DataFunction | None, mode: str) -> DataFunction:
     if get_eval_dataloader is None:
         raise ConfigError(
-            f"mode {mode} needs data to evaluate on",
+            f"mode {mode} needs evaluation data, but get_eval_dataloader is None",
             where="run",
-            remedy="give run a get_eval_dataloader, or write --mode train",
+            remedy="pass get_eval_dataloader to run, or write --mode train",
         )
     return get_eval_dataloader
 
 
 def _ranks(config: UserConfig) -> Fabric:
-    """The ranks that the params ask for; without a launcher the script is started anew as each of them."""
+    """Return the ranks that the params ask for. Without a launcher, start the script once for each rank."""
     cluster, section = config.init.backend.cluster_config, "trainer.init.backend.cluster_config"
     refuse_restarts(cluster, where=f"{section}.max_restarts")
     if cluster.num_csx > 1:

@@ -216,12 +216,15 @@ def test_batches_go_to_the_device_of_the_backend(monkeypatch):
 
 
 BAD_BATCHES = {
-    "an empty list": ({"text": []}, "holds no tensor"),
-    "a string": ({"x": torch.ones(2), "text": ["a"]}, r"batch\['text'\]\[0\] is a str.*collate"),
-    "a number": ((torch.ones(2), 3), r"batch\[1\] is a int"),
-    "of transformers": (UserDict(ids=torch.ones(2), names="ab"), r"batch\['names'\] is a str"),
-    "nothing": ((), "holds no tensor"),
-    "none": (None, "holds no tensor"),
+    "an empty list": ({"text": []}, "contains no tensors"),
+    "a string": (
+        {"x": torch.ones(2), "text": ["a"]},
+        r"batch\['text'\]\[0\] to be a tensor, got str.*collate",
+    ),
+    "a number": ((torch.ones(2), 3), r"batch\[1\] to be a tensor, got int"),
+    "of transformers": (UserDict(ids=torch.ones(2), names="ab"), r"batch\['names'\] to be a tensor, got str"),
+    "nothing": ((), "contains no tensors"),
+    "none": (None, "contains no tensors"),
     "ragged list": ([torch.ones(2), torch.ones(3)], r"batch\[0\] has 2, batch\[1\] has 3"),
     "ragged mapping": (
         {"ids": torch.ones(8, 4), "labels": torch.ones(7), "mask": torch.ones(8)},
@@ -231,7 +234,7 @@ BAD_BATCHES = {
 
 
 @pytest.mark.parametrize("name", BAD_BATCHES)
-def test_what_is_no_batch_is_named(name):
+def test_error_names_the_part_of_a_batch_that_is_not_a_tensor(name):
     batch, message = BAD_BATCHES[name]
     good = torch.ones(2)
     with pytest.raises(DataError, match=r"(?s)" + message) as caught:
@@ -252,17 +255,29 @@ def test_a_smaller_last_batch_is_fine_and_ragged_ones_can_be_asked_for():
 
 
 BAD_LOADERS = {
-    "a function that returns batches is wanted, found list": (ConfigError, lambda: DataLoader([1])),
-    "'nothing' returned nothing": (DataError, lambda: list(DataLoader(nothing))),
-    "returned a int, which cannot be iterated": (DataError, lambda: list(DataLoader(lambda: 3))),
-    "the executor was given nothing": (DataError, lambda: DataExecutor(None)),
-    "gave no batch": (DataError, lambda: list(DataExecutor([]))),
-    "gave no batch\n.*drop_last": (DataError, lambda: list(DataExecutor(DataLoader(lambda: iter([])), 3))),
+    "expected a function that returns batches, got list": (ConfigError, lambda: DataLoader([1])),
+    "'nothing' returned None": (DataError, lambda: list(DataLoader(nothing))),
+    "returned a int, which is not iterable": (DataError, lambda: list(DataLoader(lambda: 3))),
+    "the executor was given None": (DataError, lambda: DataExecutor(None)),
+    "yielded no batches": (DataError, lambda: list(DataExecutor([]))),
+    "yielded no batches\n.*drop_last": (
+        DataError,
+        lambda: list(DataExecutor(DataLoader(lambda: iter([])), 3)),
+    ),
     "ended after 2 of 5 batches": (DataError, lambda: list(DataExecutor(iter(numbers(2)), 5))),
-    "num_steps is a whole number from 1, found 0": (ConfigError, lambda: DataExecutor([], num_steps=0)),
-    "num_steps is a whole number from 1, found 1.5": (ConfigError, lambda: DataExecutor([], num_steps=1.5)),
-    "checkpoint_steps is a whole number": (ConfigError, lambda: DataExecutor([], checkpoint_steps=-1)),
-    "activation_steps is a whole number": (ConfigError, lambda: DataExecutor([], activation_steps=True)),
+    "expected num_steps to be an integer >= 1, got 0": (ConfigError, lambda: DataExecutor([], num_steps=0)),
+    "expected num_steps to be an integer >= 1, got 1.5": (
+        ConfigError,
+        lambda: DataExecutor([], num_steps=1.5),
+    ),
+    "expected checkpoint_steps to be an integer": (
+        ConfigError,
+        lambda: DataExecutor([], checkpoint_steps=-1),
+    ),
+    "expected activation_steps to be an integer": (
+        ConfigError,
+        lambda: DataExecutor([], activation_steps=True),
+    ),
 }
 
 
@@ -271,27 +286,27 @@ def nothing():
 
 
 @pytest.mark.parametrize("message", BAD_LOADERS)
-def test_what_gives_no_batches_is_named(message):
+def test_error_says_why_a_loader_has_no_batches(message):
     error, make = BAD_LOADERS[message]
     with pytest.raises(error, match=message):
         make()
 
 
-def test_more_ranks_than_there_are_is_refused_with_what_there_is():
+def test_more_ranks_than_cores_are_refused():
     assert CSConfig().num_csx == CSConfig(num_csx=1).num_csx == 1
     with pytest.raises(ConfigError, match=r"(?s)4096 CSXs are asked for.*write at most"):
         CSConfig(num_csx=4096)
     for wrong in (0, "1", True):
-        with pytest.raises(ConfigError, match="num_csx is a whole number"):
+        with pytest.raises(ConfigError, match="expected num_csx to be an integer"):
             CSConfig(num_csx=wrong)
 
 
-def test_options_of_a_cluster_are_accepted_and_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(CSConfig, "_has_told", False)
+def test_cluster_options_are_ignored_with_one_warning(monkeypatch, caplog):
+    monkeypatch.setattr(CSConfig, "_has_warned", False)
     CSConfig(num_csx=1, max_wgt_servers=2, num_workers_per_csx=3)
     CSConfig(mount_dirs=["/data"])
     assert [record.getMessage() for record in caplog.records] == [
-        "CSConfig: no effect here, the plan decides: max_wgt_servers, num_workers_per_csx"
+        "CSConfig: ignored options (the plan decides): max_wgt_servers, num_workers_per_csx"
     ]
     with pytest.raises(ConfigError, match=r"(?s)'num_worker_per_csx'.*write 'num_workers_per_csx'"):
         CSConfig(num_worker_per_csx=1)

@@ -74,9 +74,9 @@ def test_loaders_and_functions_become_the_same():
 
 def test_wrong_use_is_named(monkeypatch):
     monkeypatch.setattr(cbtorch, "_backend", None)
-    with pytest.raises(StreamError, match=r"call initialize\(\) first"):
+    with pytest.raises(StreamError, match=r"initialize\(\) has not been called"):
         cbtorch.module(make_model())
-    with pytest.raises(ConfigError, match="found Linear"):
+    with pytest.raises(ConfigError, match="got Linear"):
         cbtorch.optimizer(nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=r"modes\.TRAIN or modes\.EVAL"):
         cbtorch.Session([], "training")

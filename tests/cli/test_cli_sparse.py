@@ -71,7 +71,7 @@ def test_ranks_change_masks_alike(headwater, sparse_params, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["--trainer.init.sparsity.param_filter=[nothing]"], "no trainable parameter is called like nothing"),
+        (["--trainer.init.sparsity.param_filter=[nothing]"], "no trainable parameter matches nothing"),
         (["--trainer.init.sparsity.algorithm=rigel"], "algorithm"),
         (["--trainer.init.sparsity.update=null"], "rigl needs update"),
         (["--trainer.init.optimizer={Adafactor: {}}"], "Adafactor does not update each weight by itself"),

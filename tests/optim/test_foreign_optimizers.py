@@ -131,14 +131,14 @@ class MyAdamW(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Coupled, "depends on others"),
-        (ClipsTogether, "depends on others"),
-        (CountsItself, "depends on others, or on more than its state"),
-        (CountsInGroup, "depends on others, or on more than its state"),
+        (Coupled, "depends on other parameters"),
+        (ClipsTogether, "depends on other parameters"),
+        (CountsItself, "depends on other parameters, or on data outside `optimizer.state`"),
+        (CountsInGroup, "depends on other parameters, or on data outside `optimizer.state`"),
         (StateAtBirth, "fails .KeyError"),
-        (OddState, "its state 'history' is a list"),
+        (OddState, "expected its state 'history' to be a tensor or a number, got list"),
         (lambda p: Wrapping(p, Plain(p)), "its argument 'base' is not among its defaults"),
-        (lambda p: Renaming(p, 0.5), "its option 'betas' is no argument of that name"),
+        (lambda p: Renaming(p, 0.5), "its option 'betas' is not an argument of the same name"),
         (torch.optim.LBFGS, "LBFGS cannot be used here: it calls the model several times"),
     ],
 )

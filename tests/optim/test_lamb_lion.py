@@ -148,10 +148,10 @@ def test_a_parameter_without_a_gradient_is_left_alone(kind):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr is -1.0"),
-        ({"lr": float("nan")}, "lr is nan"),
-        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
-        ({"betas": (0.9, 1.0)}, "betas are"),
+        ({"lr": -1.0}, "lr >= 0, got -1.0"),
+        ({"lr": float("nan")}, "lr >= 0, got nan"),
+        ({"weight_decay": -0.1}, "weight_decay >= 0, got -0.1"),
+        ({"betas": (0.9, 1.0)}, "expected betas >= 0 and < 1"),
     ],
 )
 def test_arguments_out_of_range(kind, options, message):

@@ -289,13 +289,16 @@ def test_schedules_are_values():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MultiStep(1.0, 0.1, (5, 3)), "not in order"),
-        (lambda: PiecewiseConstant((1.0, 2.0), (1, 2)), "2 milestones separate 3 parts, and there are 2"),
+        (lambda: MultiStep(1.0, 0.1, (5, 3)), "ascending order"),
+        (
+            lambda: PiecewiseConstant((1.0, 2.0), (1, 2)),
+            "expected one milestone fewer than the 2 parts, got 2 milestones",
+        ),
         (lambda: Sequential((Constant(1.0), Constant(2.0)), ()), "0 milestones separate 1 parts"),
         (lambda: Sequential.of((Constant(1.0), Constant(2.0))), "Constant has no end"),
         (lambda: Chained((Constant(1.0), Linear(0.0, 1.0, 5))), "Linear begins at 0"),
-        (lambda: Chained(()), "no schedules"),
-        (lambda: Cyclic(0.1, 1.0, mode="exp_range", scale_mode="cycle"), "does not go with mode 'exp_range'"),
+        (lambda: Chained(()), "at least one schedule"),
+        (lambda: Cyclic(0.1, 1.0, mode="exp_range", scale_mode="cycle"), "with mode 'exp_range'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(make, message):

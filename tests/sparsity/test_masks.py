@@ -70,7 +70,7 @@ def test_schedules():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"sparsity": 1.5}, "share of the weights"),
+        ({"sparsity": 1.5}, "expected a sparsity >= 0 and < 1, got 1.5"),
         ({"sparsity": 0.5, "algorithm": "rigl"}, "needs update"),
         ({"sparsity": 0.5, "algorithm": "set", "update": {"freq": 5}}, "needs drop_fraction"),
         ({"sparsity": 0.5, "init_method": "magic"}, "init_method"),

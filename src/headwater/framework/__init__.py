@@ -1,1 +1,1 @@
-"""The session form of the API."""
+"""The older, session-based form of the API (`cbtorch`)."""

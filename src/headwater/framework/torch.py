@@ -1,4 +1,4 @@
-"""The older session form: `import headwater.framework.torch as cbtorch`."""
+"""The older API, built around a `Session`: `import headwater.framework.torch as cbtorch`."""
 
 from __future__ import annotations
 
@@ -26,67 +26,71 @@ _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class modes(enum.Enum):
-    """What a session does with the models."""
+    """Modes of a session: training or evaluation."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 def initialize(backend_type: str = "CSX", *, cs_ip: str | None = None, **options: Any) -> None:
-    """Choose where models run, before anything else is called.
+    """Choose the device on which models run. Call it before the other functions of this module.
 
     Args:
         backend_type: `CSX`, `CPU` or `GPU`.
-        cs_ip: the address of a wafer-scale system; accepted, without effect.
-        options: as `headwater.backend` takes them.
+        cs_ip: the address of a Cerebras system; accepted for compatibility and ignored.
+        options: further arguments of `headwater.backend`.
     """
     global _backend
     _backend = backend(backend_type, **options)
 
 
 def module(model: M) -> M:
-    """Compile a model for the backend; sessions set its mode.
+    """Compile a model for the backend and return it; sessions set its mode.
 
     Raises:
-        StreamError: before `initialize`.
+        StreamError: if `initialize` has not been called.
     """
     if _backend is None:
-        raise StreamError("there is no backend yet", where="module", remedy="call initialize() first")
+        raise StreamError("initialize() has not been called", where="module", remedy="call it first")
     compiled = compile_model(model, _backend)
     _models.add(compiled)
     return compiled
 
 
 def dataloader(source: Callable[[], Iterable[Any]] | Iterable[Any]) -> DataExecutor:
-    """The batches of a loader, or of what an input function returns, one pass at a time, on the device."""
+    """Return an iterable of batches on the device; each iteration is one pass over the data.
+
+    Args:
+        source: a loader, or an input function that returns one.
+    """
     return DataExecutor(source if isinstance(source, Iterable) else DataLoader(source))
 
 
 def optimizer(torch_optimizer: Opt) -> Opt:
-    """The optimizer as it is: one over the parameters of a compiled model streams already.
+    """Return the optimizer unchanged: the optimizer of a compiled model's parameters already streams.
 
     Raises:
-        ConfigError: if it is no torch optimizer.
+        ConfigError: if it is not a torch optimizer.
     """
     if not isinstance(torch_optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"a torch.optim.Optimizer is wanted, found {type(torch_optimizer).__name__}", where="optimizer"
+            f"expected a torch.optim.Optimizer, got {type(torch_optimizer).__name__}", where="optimizer"
         )
     return torch_optimizer
 
 
 class Session:
-    """Within it all models are in one mode: `with Session(dataloader, modes.TRAIN) as batches: …`.
+    """A context that puts all models in one mode: `with Session(dataloader, modes.TRAIN) as batches: …`.
 
-    Training and evaluation modes are as torch's, with gradients in training alone; both are as before
-    afterwards.
+    `modes.TRAIN` means `model.train()` with gradients, `modes.EVAL` means `model.eval()` without gradients.
+    On exit every module's mode and torch's gradient mode are restored.
 
     Args:
-        dataloader: what `dataloader` gave. Iterating over the session iterates over it.
+        dataloader: a return value of `dataloader`. Iterating over the session iterates over it.
         mode: `modes.TRAIN` or `modes.EVAL`.
 
     Raises:
-        ConfigError: for another mode.
+        ConfigError: if `mode` is not one of these.
     """
 
     def __init__(self, dataloader: Iterable[Any], mode: modes) -> None:

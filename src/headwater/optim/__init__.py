@@ -1,4 +1,4 @@
-"""Optimizers and schedules: plain data, and the classes that a training script uses."""
+"""Optimizers, learning-rate and weight-decay schedulers, and parameter groups."""
 
 from torch.optim import (
     ASGD,

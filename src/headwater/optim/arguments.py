@@ -1,4 +1,4 @@
-"""Arguments that a user wrote, matched with what a schedule takes."""
+"""Validation of the arguments that a user gave for a schedule or an optimizer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def make_schedule(
     names: Mapping[str, str],
     owner: str,
 ) -> S:
-    """A schedule of `kind`, a dataclass.
+    """Construct a schedule from the user's arguments.
 
     Args:
-        kind: which.
-        args: what the user gave, in the order of the fields.
-        kwargs: what the user gave, under the names that the user knows.
-        names: how fields of `kind` are called there, where that differs.
-        owner: what takes the arguments, for errors.
+        kind: class of the schedule, a dataclass.
+        args: the user's positional arguments, in the order of the fields.
+        kwargs: the user's keyword arguments, under their public names.
+        names: public names of fields of `kind`, where they differ from the field names.
+        owner: name of the class or function that the user called, for errors.
 
     Raises:
         ConfigError: if an argument is unknown, missing, given twice or out of its range.
@@ -48,7 +48,7 @@ def make_schedule(
         key = str(first["loc"][0])
         raise ConfigError(
             f"{names.get(key, key)} of {owner} is {first['input']!r}: {first['msg'].lower()}",
-            remedy=f"correct {names.get(key, key)}",
+            remedy=f"change {names.get(key, key)}",
         ) from error
     return schedule
 
@@ -65,10 +65,15 @@ def _by_name(args: Sequence[Any], kwargs: Mapping[str, Any], names: list[str], o
 
 
 def check_names(given: Iterable[str], valid: Iterable[str], owner: str) -> None:
-    """Check that every name is one that `owner` takes.
+    """Check that every name is an argument of `owner`.
+
+    Args:
+        given: names that the user wrote.
+        valid: names of the arguments of `owner`.
+        owner: name of a class or function, for the error.
 
     Raises:
-        ConfigError: if not, with the nearest valid name.
+        ConfigError: if a name is unknown, with the nearest valid name.
     """
     valid = list(valid)
     for name in given:
@@ -79,7 +84,7 @@ def check_names(given: Iterable[str], valid: Iterable[str], owner: str) -> None:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name that `name` was probably meant to be; case does not count."""
+    """Return the valid name that is most similar to `name`, ignoring case, or `None` if none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in valid}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None

@@ -1,4 +1,4 @@
-"""The optimizers that are known by name, and what is known of them."""
+"""The catalog of optimizers: those available by name, and their properties."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ _ELEMENTWISE = frozenset({
 _REFUSED = {
     "LBFGS": "it calls the model several times a step and needs all gradients at once",
 }
+"""Optimizers of torch that cannot stream, with the reason."""
 
 
 def is_elementwise(name: str) -> bool:
-    """Whether the update of an element depends on the gradient and state of that element alone.
+    """True if the update of an element depends only on the gradient and state of this element.
 
-    Such an update may be applied to any piece of a parameter, in any order.
+    Such an update may be applied to any slice of a parameter, in any order.
     """
     return name in _ELEMENTWISE
 
 
 def takes_sparse_gradients(name: str, options: Mapping[str, Any]) -> bool:
-    """True if the optimizer of a name updates parameters whose gradients are sparse.
+    """True if an optimizer can update parameters whose gradients are sparse tensors.
 
-    torch's own limits hold, and one more: SGD with momentum would keep a sparse state.
+    The limits are torch's, and one more: SGD with momentum is excluded, because its state would be sparse.
 
     Args:
-        name: of the optimizer.
-        options: of a parameter group.
+        name: class name of the optimizer.
+        options: options of a parameter group.
     """
     if name == "SGD":
         return not (options.get("momentum") or options.get("weight_decay"))
@@ -54,13 +55,13 @@ def takes_sparse_gradients(name: str, options: Mapping[str, Any]) -> bool:
 
 
 def takes_dense_gradients(name: str) -> bool:
-    """True if the optimizer of a name updates parameters whose gradients are ordinary tensors."""
+    """True if the optimizer called `name` can update parameters whose gradients are dense tensors."""
     return name != "SparseAdam"
 
 
 @cache
 def optimizers() -> dict[str, OptimizerClass]:
-    """The optimizers of torch and Headwater that can be used, by name."""
+    """Return the classes of all available optimizers of torch and Headwater, by name."""
     base = torch.optim.Optimizer
     found = {
         name: cls
@@ -71,29 +72,32 @@ def optimizers() -> dict[str, OptimizerClass]:
 
 
 def find_optimizer(name: str, *, exact_case: bool = True) -> OptimizerClass:
-    """The optimizer called `name`.
+    """Return the optimizer class called `name`.
 
     Args:
         name: class name.
-        exact_case: whether case counts.
+        exact_case: false to ignore case.
 
     Raises:
-        ConfigError: if there is none, or it cannot be streamed.
+        ConfigError: if the name is unknown, or the optimizer cannot stream.
     """
     candidates = [*optimizers(), *_REFUSED]
     found = next((c for c in candidates if c == name or (not exact_case and c.lower() == name.lower())), name)
     if found in _REFUSED:
         raise refusal(found, _REFUSED[found])
     if found not in optimizers():
-        known = f"there are: {', '.join(sorted(optimizers()))}"
+        known = f"available: {', '.join(sorted(optimizers()))}"
         close = nearest(name, optimizers())
         remedy = f"did you mean {close}? {known}" if close else known
-        raise ConfigError(f"torch.optim has no optimizer {name!r}, nor has headwater.optim", remedy=remedy)
+        raise ConfigError(f"unknown optimizer {name!r}", remedy=remedy)
     return optimizers()[found]
 
 
 def constructor_of(kind: OptimizerClass) -> dict[str, inspect.Parameter]:
-    """What the constructor takes, with what it passes on to that of its base class as `*args, **kwargs`."""
+    """Return the constructor's parameters by name.
+
+    If the constructor has `*args` or `**kwargs`, the parameters of its base class's constructor are included.
+    """
     taken: dict[str, inspect.Parameter] = {}
     for base in kind.__mro__:
         if "__init__" in vars(base):
@@ -107,7 +111,12 @@ def constructor_of(kind: OptimizerClass) -> dict[str, inspect.Parameter]:
 
 
 def refusal(name: str, why: str) -> ConfigError:
-    """The error for an optimizer that streamed parameters cannot have."""
+    """Return the error for an optimizer that cannot update streamed parameters.
+
+    Args:
+        name: of the optimizer.
+        why: the reason, a clause.
+    """
     return ConfigError(
         f"{name} cannot be used here: {why}",
         remedy="write for example: optimizer = headwater.optim.AdamW(model.parameters(), lr=1e-3)",

@@ -1,7 +1,7 @@
-"""Optimizers and schedulers from what a params file or a script says, in every public spelling.
+"""Construction of optimizers and schedulers from the settings in a params file or a script.
 
-A scheduler is spelled `{"scheduler": "Linear", "initial_learning_rate": 0.0, …}`, the older form, or
-`{"LinearLR": {"initial_learning_rate": 0.0, …}}`, the newer one.
+A scheduler has two forms: `{"scheduler": "Linear", "initial_learning_rate": 0.0, …}` (older), and
+`{"LinearLR": {"initial_learning_rate": 0.0, …}}` (newer).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ALIASES = {
     "values": ("learning_rates", "vals"),
     "boundaries": ("milestones",),
 }
-"""Older names of arguments of schedulers, and what each may stand for."""
+"""Older names of scheduler arguments, with the current names that each may mean."""
 
 
 def configure_optimizer(
@@ -45,25 +45,27 @@ def configure_optimizer(
     params: ParamsT,
     **kwargs: Any,
 ) -> torch.optim.Optimizer:
-    """An optimizer by name.
+    """Construct an optimizer by name.
 
     Args:
-        optimizer_type: its class name in `headwater.optim`; case does not count.
+        optimizer_type: class name in `headwater.optim`, in any case.
         params: parameters, named parameters or groups, as from `configure_param_groups`.
-        kwargs: its arguments. `learning_rate` may be written for `lr`; where it is a schedule, the optimizer
-            begins with its first value. `correct_bias` can only be true, and `adjust_learning_rate` is for
-            `configure_param_groups`; both change nothing here.
+        kwargs: arguments of the optimizer. `learning_rate` is accepted for `lr`; if it is a schedule, the
+            optimizer starts with its first value. `correct_bias` must be true, and `adjust_learning_rate` is
+            read by `configure_param_groups`; neither has an effect here.
 
     Raises:
-        ConfigError: if there is no such optimizer or argument, or a value is out of its range.
+        ConfigError: if the optimizer or an argument is unknown, or a value is out of its range.
     """
     name = find_optimizer(optimizer_type, exact_case=False).__name__
     if kwargs.pop("correct_bias", True) is not True:
-        raise ConfigError(f"{name} always corrects its bias", remedy="remove correct_bias, or set it to true")
+        raise ConfigError(
+            f"{name} does not support correct_bias: false", remedy="remove correct_bias, or set it to true"
+        )
     kwargs.pop("adjust_learning_rate", None)
     rate = kwargs.pop("learning_rate", None)
     if rate is not None and "lr" in kwargs:
-        raise ConfigError(f"{name} got lr and learning_rate", remedy="give one of them")
+        raise ConfigError(f"{name} got both lr and learning_rate", remedy="write only one of them")
     check_names(kwargs, [key for key in constructor_of(find_optimizer(name)) if key != "params"], name)
     arguments = {key: _number(value) for key, value in kwargs.items()}
     if isinstance(rate, float | int | str):
@@ -79,17 +81,20 @@ def configure_lr_scheduler(
     learning_rate: LearningRate | None,
     adjust_learning_rate: Mapping[str, float] | None = None,
 ) -> LRScheduler | None:
-    """A learning-rate scheduler; call its `step()` after each step of the optimizer.
+    """Construct a learning-rate scheduler. Call its `step()` after each step of the optimizer.
 
-    `amp.optimizer_step` does it for a loop that does not.
+    `amp.optimizer_step` calls it for loops that do not.
 
     Args:
-        optimizer: whose rate it sets, to that of step 0 at once.
-        learning_rate: a number, which stays; a scheduler in either spelling; or a list of schedulers, each of
-            which takes over when the one before it has ended, or that are multiplied if they say
-            `main_scheduler: chained`. `None` gives no scheduler.
-        adjust_learning_rate: what `configure_param_groups` made factors of; if there is any, each parameter
-            group's rate is scaled by its own.
+        optimizer: the optimizer whose learning rate is scheduled. The rate of step 0 is set at once.
+        learning_rate: a number (constant rate), a scheduler in either form, or a list of schedulers. Those
+            of a list run one after the other, or are multiplied if one of them has
+            `main_scheduler: chained`.
+        adjust_learning_rate: the mapping that `configure_param_groups` turned into factors. If it is not
+            empty, each parameter group's rate is multiplied by the group's factor.
+
+    Returns:
+        The scheduler, or `None` if `learning_rate` is `None`.
 
     Raises:
         ConfigError: if a scheduler or an argument is unknown, missing or out of its range.
@@ -114,7 +119,10 @@ _configured: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[LRSche
 
 
 def configured_lr_scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """What `configure_lr_scheduler` last made for this optimizer, while it lives."""
+    """Return the last scheduler that `configure_lr_scheduler` made for this optimizer, or `None`.
+
+    Only a weak reference is kept: `None` is also returned after the scheduler was deleted.
+    """
     scheduler = _configured.get(optimizer)
     return None if scheduler is None else scheduler()
 
@@ -122,12 +130,12 @@ def configured_lr_scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler | N
 def configure_scheduler(
     optimizer: torch.optim.Optimizer, scheduler: Mapping[str, Any], *, param_group_tags: Tags = None
 ) -> Scheduler:
-    """One scheduler, of learning rate or weight decay, as an entry of a params file's `schedulers` spells it.
+    """Construct a scheduler of learning rate or weight decay from an entry of a params file's `schedulers`.
 
     Args:
-        optimizer: whose parameter groups it changes.
-        scheduler: its name with its arguments; those that hold others spell them in the same way.
-        param_group_tags: which parameter groups, where `scheduler` does not say it.
+        optimizer: the optimizer whose parameter groups the scheduler changes.
+        scheduler: name and arguments, in either form; nested schedulers are written in the same way.
+        param_group_tags: tags of the parameter groups to change, unless `scheduler` has its own.
 
     Raises:
         ConfigError: if a scheduler or an argument is unknown, missing or out of its range.
@@ -136,13 +144,18 @@ def configure_scheduler(
 
 
 def _combined(optimizer: torch.optim.Optimizer, entries: Sequence[Mapping[str, Any]]) -> LRScheduler:
-    """Several schedulers one after the other, or chained."""
+    """Construct a sequence of schedulers, or their product if they are chained."""
     if not entries:
-        raise ConfigError("learning_rate is an empty list", remedy="give at least one scheduler, or a number")
+        raise ConfigError(
+            "learning_rate is an empty list", remedy="write a number, or at least one scheduler"
+        )
     parts = [_build(optimizer, entry, LRScheduler, None) for entry in entries]
     ways = {str(entry["main_scheduler"]).lower() for entry in entries if "main_scheduler" in entry}
     if not ways <= {"sequential", "sequentiallr", "chained", "chainedlr"} or len(ways) > 1:
-        raise ConfigError(f"main_scheduler is {' and '.join(ways)}", remedy="write sequential or chained")
+        raise ConfigError(
+            f"expected main_scheduler to be sequential or chained, got {' and '.join(ways)}",
+            remedy="write one of them in the first entry",
+        )
     if len(parts) == 1:
         return parts[0]
     return ChainedLR(parts) if ways & {"chained", "chainedlr"} else SequentialLR(optimizer, parts)
@@ -154,7 +167,7 @@ def _build(optimizer: torch.optim.Optimizer, entry: Mapping[str, Any], family: t
     arguments = {"param_group_tags": tags, **{_canonical(key, kind): value for key, value in given.items()}}
     if issubclass(kind, Wrapper):
         arguments = _with_parts(optimizer, kind, arguments, family)
-    if not issubclass(kind, ChainedScheduler):  # which has that of its parts
+    if not issubclass(kind, ChainedScheduler):  # it takes the optimizer from its parts
         arguments["optimizer"] = optimizer
     return kind(**arguments)
 
@@ -162,22 +175,22 @@ def _build(optimizer: torch.optim.Optimizer, entry: Mapping[str, Any], family: t
 def _with_parts(
     optimizer: torch.optim.Optimizer, kind: type[Wrapper], arguments: dict[str, Any], family: type[S]
 ) -> dict[str, Any]:
-    """The arguments of a scheduler made of others, which are built."""
+    """Return the arguments of a scheduler made of others, with these others constructed."""
     check_names(arguments, kind.argument_names(), kind.__name__)
     single = issubclass(kind, ScalePerParamScheduler)
     key = "scheduler" if single else "schedulers"
     if not arguments.get(key):
-        raise ConfigError(f"{kind.__name__} needs {key}", remedy="give what it is made of")
+        raise ConfigError(f"{kind.__name__} needs the argument {key}", remedy=f"add {key}: …")
     entries = [arguments[key]] if single else arguments[key]
     parts = [_build(optimizer, entry, family, arguments["param_group_tags"]) for entry in entries]
     return {**arguments, key: parts[0] if single else parts}
 
 
 def _read(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a scheduler in either spelling."""
+    """Return name and arguments of a scheduler in either form."""
     if not isinstance(entry, Mapping) or not entry:
         raise ConfigError(
-            f"a scheduler is a mapping, found {entry!r}",
+            f"expected a scheduler to be a mapping, got {entry!r}",
             remedy="write for example {scheduler: Linear, initial_learning_rate: 0.0, "
             "end_learning_rate: 0.001, total_iters: 100}",
         )
@@ -187,7 +200,7 @@ def _read(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         }
     if len(entry) > 1:
         raise ConfigError(
-            f"a scheduler has one name, found {', '.join(entry)}",
+            f"expected one name of a scheduler, got {', '.join(entry)}",
             remedy="write {scheduler: NAME, …} or {NAME: {…}}",
         )
     name, arguments = next(iter(entry.items()))
@@ -195,7 +208,7 @@ def _read(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _find(name: str, family: type[S]) -> type[S]:
-    """The scheduler called `name`, with or without its suffix; case does not count."""
+    """Return the scheduler class called `name`, in any case, with or without the suffix `LR`."""
     known = {
         key.lower(): value
         for module in (lr_scheduler, weight_decay_scheduler)
@@ -206,21 +219,21 @@ def _find(name: str, family: type[S]) -> type[S]:
     if found is None:
         names = sorted({value.__name__ for value in known.values()})
         close = nearest(name, [*names, *(key.removesuffix("LR") for key in names)])
-        listed = f"there are: {', '.join(names)}"
+        listed = f"available: {', '.join(names)}"
         raise ConfigError(
-            f"there is no scheduler {name!r}", remedy=f"did you mean {close}? {listed}" if close else listed
+            f"unknown scheduler {name!r}", remedy=f"did you mean {close}? {listed}" if close else listed
         )
     return found
 
 
 def _canonical(key: str, kind: type[Scheduler]) -> str:
-    """The name of an argument of `kind` that `key` is, or is an older name of."""
+    """Return the current name of the argument `key` of `kind`; `key` itself if it is unknown."""
     valid = kind.argument_names()
     return key if key in valid else next((name for name in _ALIASES.get(key, ()) if name in valid), key)
 
 
 def _number(value: Any) -> Any:
-    """Numbers that YAML reads as text (`1e-3`) as numbers, lists as tuples, and the rest as it is."""
+    """Convert text to a number where possible (YAML reads `1e-3` as text), and lists to tuples."""
     if isinstance(value, list | tuple):
         return tuple(map(_number, value))
     try:

@@ -1,4 +1,4 @@
-"""Optimizers without torch's compiler, which is 70 MiB and two seconds of imports."""
+"""Optimizers that do not import torch's compiler, whose import takes 70 MiB and two seconds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from headwater.optim.catalog import OptimizerClass
 
 
 def eager(kind: OptimizerClass) -> OptimizerClass:
-    """The same optimizer, for steps that nobody compiles.
+    """Return a subclass of an optimizer whose steps cannot be compiled.
 
-    torch's optimizers keep the compiler away from `step` and `add_param_group` by wrappers that import it.
-    Here what they wrap is called itself, `step` without gradients, as its wrapper has it.
+    torch wraps `step` and `add_param_group` so that its compiler skips them. These wrappers import the
+    compiler. The subclass calls the wrapped functions directly, `step` under `torch.no_grad`.
     """
     own = {
         "add_param_group": inspect.unwrap(kind.add_param_group),

@@ -1,7 +1,7 @@
-"""Lamb and Lion, the optimizers that torch does not have.
+"""Lamb and Lion, two optimizers that torch does not have.
 
-Each parameter is updated by itself and in place, and all that is remembered of it is in `state[param]`: so a
-streaming engine can run them on one parameter after another.
+They update each parameter independently and in place, and keep all state of a parameter in `state[param]`.
+Therefore the streaming engine can run them on one parameter at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class _PerParameter(torch.optim.Optimizer, abc.ABC):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: computes the loss again, if it is given.
+            closure: recomputes and returns the loss, as in torch.
+
+        Returns:
+            The loss from `closure`, or `None` without one.
         """
         loss = None
         if closure is not None:
@@ -52,15 +55,15 @@ class _PerParameter(torch.optim.Optimizer, abc.ABC):
 class Lion(_PerParameter):
     """Evolved sign momentum (Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675).
 
-    Every element moves by the learning rate, in the direction (the sign) of
+    Every element changes by the learning rate, against the sign of
     `betas[0] * momentum + (1 - betas[0]) * gradient`; then the momentum becomes
     `betas[1] * momentum + (1 - betas[1]) * gradient`. State: one tensor of the parameter's shape.
 
     Args:
         params: parameters, named parameters or groups.
-        lr: learning rate; the paper advises a third to a tenth of that of AdamW.
-        betas: how much of the momentum is in the step, and how much of it remains.
-        weight_decay: decoupled, times the learning rate.
+        lr: learning rate; the paper recommends a third to a tenth of AdamW's.
+        betas: weight of the momentum in the step, and decay of the momentum.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
 
     Raises:
         ConfigError: if an argument is out of its range.
@@ -91,17 +94,17 @@ class Lion(_PerParameter):
 class Lamb(_PerParameter):
     """Layer-wise adaptive Adam (You et al., "Large Batch Optimization for Deep Learning", arXiv:1904.00962).
 
-    The step of Adam with decoupled weight decay, scaled for each parameter so that its norm is the learning
-    rate times the norm of the parameter; where one of the norms is 0 it is not scaled. State: two tensors of
-    the parameter's shape and a step count.
+    Adam's step with decoupled weight decay is scaled for each parameter, so that the norm of the step is the
+    learning rate times the norm of the parameter. It is not scaled if one of the norms is 0. State: two
+    tensors of the parameter's shape and a step count.
 
     Args:
         params: parameters, named parameters or groups.
         lr: learning rate.
-        betas: how much of the averages of gradient and squared gradient remains.
-        eps: added to the root of the average squared gradient.
-        weight_decay: decoupled, part of what is scaled.
-        adam: whether to leave the scaling out, which gives Adam.
+        betas: decay of the averages of the gradient and the squared gradient.
+        eps: added to the square root of the average squared gradient.
+        weight_decay: decoupled weight decay; added to the step before it is scaled.
+        adam: true to skip the scaling, which makes it AdamW.
 
     Raises:
         ConfigError: if an argument is out of its range.
@@ -140,13 +143,13 @@ class Lamb(_PerParameter):
 
 
 def _trust_ratio(param: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-    """How much longer `param` is than `direction`; 1 where either has no length."""
+    """Return the norm of `param` divided by the norm of `direction`; 1 if either is 0."""
     ours, theirs = torch.linalg.vector_norm(param), torch.linalg.vector_norm(direction)
     return torch.where((ours > 0) & (theirs > 0), ours / theirs, torch.ones_like(ours))
 
 
 def _check(name: str, *, betas: tuple[float, float], **others: float) -> None:
-    wrong = [f"{key} is {value}, and it is at least 0" for key, value in others.items() if not value >= 0]
-    wrong += [f"betas are {betas}, and both are at least 0 and below 1"] * any(not 0 <= b < 1 for b in betas)
+    wrong = [f"expected {key} >= 0, got {value}" for key, value in others.items() if not value >= 0]
+    wrong += [f"expected betas >= 0 and < 1, got {betas}"] * any(not 0 <= b < 1 for b in betas)
     if wrong:
-        raise ConfigError(f"{name} cannot be built: {wrong[0]}", remedy="correct the optimizer's arguments")
+        raise ConfigError(f"{name}: {wrong[0]}", remedy="change this argument of the optimizer")

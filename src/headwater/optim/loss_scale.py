@@ -1,4 +1,4 @@
-"""The factor on the loss that keeps fp16 gradients away from zero and from infinity."""
+"""The loss scale: a factor on the loss that keeps fp16 gradients from underflow and overflow."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ GROWTH, GROWTH_INTERVAL = 2.0, 2000
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """A loss scale between two steps.
+    """The state of the loss scale between two steps.
 
     Attributes:
         value: the factor.
-        dynamic: whether it follows what becomes of the steps: halved by one whose gradient is not finite,
-            doubled after `growth_interval` good ones (Micikevicius et al., arXiv:1710.03740, section 3.2).
-        good_steps: good steps in a row since it last changed.
+        dynamic: true if the scale adapts: it is halved after a step with a non-finite gradient, and doubled
+            after `growth_interval` finite steps (Micikevicius et al., arXiv:1710.03740, section 3.2).
+        good_steps: consecutive finite steps since the last change of the scale.
         growth_interval: see `dynamic`.
-        smallest: it does not fall below this.
-        largest: nor rise above this.
-        overflow_tolerance: share of the steps since it last changed that may be not finite, with no change.
-        steps: steps since it last changed.
-        overflows: those among them that were not finite.
+        smallest: lower bound of the scale.
+        largest: upper bound of the scale.
+        overflow_tolerance: fraction of the steps since the last change that may be non-finite before the
+            scale is halved.
+        steps: steps since the last change.
+        overflows: non-finite steps since the last change.
     """
 
     value: float = 1.0
@@ -39,18 +40,22 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: Precision) -> LossScale:
-        """The scale with which a run in `precision` starts."""
+        """Return the initial loss scale of a run in `precision`."""
         if precision.loss_scale == "dynamic":
             return cls(INITIAL, dynamic=True)
         return cls(precision.loss_scale)
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step that is not finite may be the fault of the scale: to be skipped, not reported."""
+        """True if a smaller scale may help: then a non-finite step is skipped, and no error is raised."""
         return self.dynamic and self.value > self.smallest
 
     def after(self, *, applied: bool) -> LossScale:
-        """The scale after a step that was applied, or skipped as not finite."""
+        """Return the scale after a step.
+
+        Args:
+            applied: true if the step was applied, false if it was skipped as non-finite.
+        """
         if not self.dynamic:
             return self
         good_steps = self.good_steps + 1 if applied else 0

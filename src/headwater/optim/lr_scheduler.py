@@ -1,8 +1,8 @@
-"""Learning-rate schedulers: schedules that are written to the `lr` of an optimizer's parameter groups.
+"""Learning-rate schedulers, which set the `lr` of an optimizer's parameter groups.
 
-Call `step()` once after each step of the optimizer. The arguments beside the optimizer are those of the
-schedule of the same name in `headwater.optim.schedules`, where the formulas are; what a rate is called says
-`LRScheduler.names`.
+Call `step()` once after each step of the optimizer. The arguments after the optimizer are the fields of the
+schedule of the same name in `headwater.optim.schedules`, which has the formula. `LRScheduler.names` maps the
+fields to the names of the arguments.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from headwater.optim.scheduler import (
 
 
 class LRScheduler(Scheduler, torch.optim.lr_scheduler.LRScheduler):
-    """Base of the learning-rate schedulers.
+    """Base class of the learning-rate schedulers.
 
-    It is one of torch's too, for the libraries that ask; torch's constructor, which would take the initial
-    rates from the optimizer, is not run.
+    It derives from torch's `LRScheduler`, because some libraries check the type. torch's constructor is not
+    called, because it would take the initial rates from the optimizer.
     """
 
     option = "lr"
@@ -43,7 +43,7 @@ class LRScheduler(Scheduler, torch.optim.lr_scheduler.LRScheduler):
     }
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """The learning rate of every parameter group, as it was last set."""
+        """Return the current learning rate of every parameter group."""
         return list(self.get_last_value())
 
     get_lr = get_last_lr
@@ -56,13 +56,13 @@ class ConstantLR(LRScheduler):
 
 
 class LinearLR(LRScheduler):
-    """A straight line from one learning rate to another."""
+    """Linear interpolation from one learning rate to another."""
 
     schedule_class = schedules.Linear
 
 
 class PolynomialLR(LRScheduler):
-    """A power of the steps that are left."""
+    """Decay by a power of the remaining fraction of steps."""
 
     schedule_class = schedules.Polynomial
 
@@ -74,61 +74,61 @@ class CosineDecayLR(LRScheduler):
 
 
 class CosineAnnealingLR(LRScheduler):
-    """A cosine without end."""
+    """A periodic cosine between two learning rates."""
 
     schedule_class = schedules.CosineAnnealing
 
 
 class CosineAnnealingWarmRestartsLR(LRScheduler):
-    """Half a cosine, again and again."""
+    """Half a cosine, restarted at the end of each period."""
 
     schedule_class = schedules.CosineAnnealingWarmRestarts
 
 
 class ExponentialLR(LRScheduler):
-    """A constant factor every `total_iters` steps."""
+    """Exponential decay by a constant factor per `total_iters` steps."""
 
     schedule_class = schedules.Exponential
 
 
 class InverseExponentialTimeDecayLR(LRScheduler):
-    """Falls with the inverse of a power of the step."""
+    """Decay with the inverse of a power of the step."""
 
     schedule_class = schedules.InverseExponentialTimeDecay
 
 
 class InverseSquareRootDecayLR(LRScheduler):
-    """Falls with the square root of the step, constant until `warmup_steps`."""
+    """Decay with the inverse square root of the step, after a constant rate for `warmup_steps` steps."""
 
     schedule_class = schedules.InverseSquareRootDecay
 
 
 class StepLR(LRScheduler):
-    """A constant factor at every multiple of `step_size`."""
+    """Multiplication by a constant factor every `step_size` steps."""
 
     schedule_class = schedules.Step
 
 
 class MultiStepLR(LRScheduler):
-    """A constant factor at each milestone."""
+    """Multiplication by a constant factor at each milestone."""
 
     schedule_class = schedules.MultiStep
 
 
 class PiecewiseConstantLR(LRScheduler):
-    """Another learning rate from each milestone on."""
+    """A constant learning rate in each interval between milestones."""
 
     schedule_class = schedules.PiecewiseConstant
 
 
 class LambdaLR(LRScheduler):
-    """A function of the step times the initial learning rate."""
+    """The initial learning rate times a function of the step."""
 
     schedule_class = schedules.Lambda
 
 
 class MultiplicativeLR(LRScheduler):
-    """A constant factor at every step."""
+    """Multiplication by a constant factor at every step."""
 
     schedule_class = schedules.Multiplicative
 
@@ -140,21 +140,21 @@ class CyclicLR(LRScheduler):
 
 
 class OneCycleLR(LRScheduler):
-    """Up once, and down to almost nothing."""
+    """The one-cycle policy: up to a maximum, then down to almost 0."""
 
     schedule_class = schedules.OneCycle
 
 
 class SequentialLR(SequentialScheduler, LRScheduler):
-    """One scheduler after another."""
+    """A sequence of schedulers."""
 
 
 class ChainedLR(_Chained, LRScheduler):
-    """Several schedulers at once, multiplied."""
+    """The product of several schedulers."""
 
 
 class ScalePerParamLR(ScalePerParamScheduler, LRScheduler):
-    """Another scheduler, times the parameter group's own factor."""
+    """A scheduler whose value is multiplied by a factor of each parameter group."""
 
 
 CosineAnnealingWarmRestarts = CosineAnnealingWarmRestartsLR

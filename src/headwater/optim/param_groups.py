@@ -1,4 +1,4 @@
-"""Parameter groups of a model: which parameters decay, which rates are scaled, which have tags."""
+"""Parameter groups of a model, with weight decay, learning-rate factors and tags."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ _LAYERS = {
         "blocks.*.ffn.*weight",
     ),
 }  # fmt: skip
-"""Kinds of layers that `adjust_learning_rate` may name, with the patterns of their parameters' names."""
+"""Layer kinds that `adjust_learning_rate` accepts, with the patterns of their parameters' names."""
 
 
 def configure_param_groups(
     model: torch.nn.Module, optimizer_params: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of `model` in as few groups as their options allow.
+    """Return the trainable parameters of `model`, grouped by their options.
 
-    Each group has its `weight_decay`: 0 for biases and parameters of normalization layers, which weight-decay
-    schedulers leave alone too unless they name the group's tag.
+    Each group has a `weight_decay`. It is 0 for biases and parameters of normalization layers. Weight-decay
+    schedulers do not change these groups either, unless they name the group's tag.
 
     Args:
-        model: whose parameters.
-        optimizer_params: arguments of the optimizer, of which these are read: `weight_decay`;
+        model: the model.
+        optimizer_params: arguments of the optimizer. These are read:
+            `weight_decay`;
             `adjust_learning_rate`, which maps a pattern of parameter names (or `embedding`, `decoder_kernel`)
-            to a factor, given to the group for `ScalePerParamLR`; `params`, a list of
-            `{"params": pattern or patterns, "tag": name}`, for schedulers with `param_group_tags`.
-            In a pattern `*` stands for anything, dots included.
+            to a factor for `ScalePerParamLR`;
+            `params`, a list of `{"params": pattern or patterns, "tag": name}`, for schedulers with
+            `param_group_tags`.
+            In a pattern `*` matches any text, including dots.
 
     Returns:
-        Groups for `configure_optimizer` or any optimizer, in the order of their first parameters.
+        Parameter groups for `configure_optimizer` or any optimizer, in the order of their first parameters.
 
     Raises:
         ConfigError: if a pattern matches no parameter.
@@ -62,11 +64,11 @@ def configure_param_groups(
 
 
 def learning_rate_factors(adjustments: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
-    """The factor on the learning rate of each parameter that has one; the first that matches counts.
+    """Return the learning-rate factor of each parameter that has one, by name. The first match counts.
 
     Args:
-        adjustments: see `adjust_learning_rate` of `configure_param_groups`.
-        names: of all parameters.
+        adjustments: see `adjust_learning_rate` in `configure_param_groups`.
+        names: names of all parameters.
 
     Raises:
         ConfigError: if a pattern matches no parameter.
@@ -79,12 +81,12 @@ def learning_rate_factors(adjustments: Mapping[str, float], names: Iterable[str]
 
 
 def _tags(filters: Any, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The tags of each parameter that has any."""
+    """Return the tags of each parameter that has any, by name."""
     tags: dict[str, tuple[str, ...]] = {}
     for entry in [filters] if isinstance(filters, Mapping) else filters:
         if set(entry) != {"params", "tag"}:
             raise ConfigError(
-                f"an entry of params has the keys params and tag, found {', '.join(entry)}",
+                f"expected the keys params and tag in an entry of params, got {', '.join(entry)}",
                 remedy="write for example {params: '*.mlp.*', tag: mlp}",
             )
         patterns = [entry["params"]] if isinstance(entry["params"], str) else entry["params"]
@@ -97,8 +99,8 @@ def _matching(patterns: Sequence[str], names: Iterable[str], where: str) -> list
     found = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     if not found:
         raise ConfigError(
-            f"no trainable parameter is called like {' or '.join(patterns)}",
+            f"no trainable parameter matches {' or '.join(patterns)}",
             where=where,
-            remedy=f"write a pattern of names such as {next(iter(names), 'none')}",
+            remedy=f"write a pattern that matches names such as {next(iter(names), 'none')}",
         )
     return found

@@ -1,4 +1,4 @@
-"""Finds out whether an optimizer may be applied to one parameter after another."""
+"""A check that an optimizer gives the same results if it is applied to one parameter at a time."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ import torch
 from headwater.optim.catalog import refusal
 
 _SHAPES = ((3, 4), (5, 2))
-_GRADIENT_SCALES = (10.0, 0.1, 1.0)  # large first: a global norm that is clipped must show
+_GRADIENT_SCALES = (
+    10.0,
+    0.1,
+    1.0,
+)  # the first is large, so that clipping by a global norm changes the result
 
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def check_streamable(name: str, build: Build) -> None:
-    """Check that the optimizer gives the same values where parameters come one by one.
+    """Check that the optimizer gives bit-identical results if it is applied to one parameter at a time.
 
-    Two small parameters are trained twice: jointly, by an optimizer that stays as it is; and as the weight
-    store does it, each by itself, in fresh tensors and parameter groups, with nothing kept but what
-    `optimizer.state` holds for the parameter. Equal bits are asked for.
+    Two small parameters are trained in two ways. First together, by one optimizer. Then one at a time, as the
+    weight store does it: each update uses new tensors and parameter groups, and only the content of
+    `optimizer.state` for the parameter is kept between updates.
 
     Args:
-        name: of the optimizer, for errors.
-        build: makes it over some parameters.
+        name: name of the optimizer, for errors.
+        build: constructs the optimizer for a list of parameters.
 
     Raises:
-        ConfigError: if not, with the line to write instead.
+        ConfigError: if the results differ, the update fails, or its state cannot be saved.
     """
     params = [torch.nn.Parameter(value) for value in _values()]
     joint, single = build(params), build([torch.nn.Parameter(torch.zeros(_SHAPES[0]))])
@@ -35,14 +39,15 @@ def check_streamable(name: str, build: Build) -> None:
         _train_jointly(joint, params)
         values, states = _train_singly(single)
     except Exception as error:
-        why = f"an update of one parameter by itself fails ({type(error).__name__}: {error})"
+        why = f"the update of a single parameter fails ({type(error).__name__}: {error})"
         raise refusal(name, why) from error
     odd = [key for key, value in states[0].items() if not _can_be_saved(value)]
     if odd:
         kind = type(states[0][odd[0]]).__name__
-        raise refusal(name, f"its state {odd[0]!r} is a {kind}, and no tensor or number")
+        raise refusal(name, f"expected its state {odd[0]!r} to be a tensor or a number, got {kind}")
     if not all(map(torch.equal, params, values)):
-        raise refusal(name, "what it does to a parameter depends on others, or on more than its state of it")
+        why = "the update of a parameter depends on other parameters, or on data outside `optimizer.state`"
+        raise refusal(name, why)
 
 
 def _train_jointly(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> None:
@@ -53,7 +58,7 @@ def _train_jointly(optimizer: torch.optim.Optimizer, params: list[torch.nn.Param
 
 
 def _train_singly(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-    """The trained values, and the state of each."""
+    """Return the trained values, and the optimizer state of each."""
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     values = _values()
     states: list[dict[str, Any]] = [{} for _ in values]

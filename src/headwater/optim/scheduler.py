@@ -1,4 +1,4 @@
-"""Schedulers: write the values of a schedule to an optimizer's parameter groups, step by step."""
+"""Schedulers, which write the values of a schedule to an optimizer's parameter groups."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from headwater.optim.arguments import make_schedule
 from headwater.optim.schedules import Chained, Schedule, Sequential
 
 Tags = str | Sequence[str | None] | None
-"""Which parameter groups a scheduler changes: those with one of the tags (`None`: without any), or all."""
+"""Tags of the parameter groups that a scheduler changes; `None` for all groups.
+
+In a sequence, the entry `None` stands for groups without tags.
+"""
 
 ADJUSTMENT_KEYS = ("adjust_learning_rate", "adjust_val")
-"""Keys of a parameter group with its own factor on what is scheduled, the first that is there."""
+"""Keys of a parameter group's factor on the scheduled value; the first that is present counts."""
 
 NO_WEIGHT_DECAY = "no_weight_decay"
-"""Key of a parameter group that no weight-decay scheduler changes unless it names the group's tag."""
+"""Key that marks a parameter group: weight-decay schedulers change it only if they name the group's tag."""
 
 
 class Scheduler:
-    """Sets one option of an optimizer to what a schedule says for the step.
+    """A scheduler of one option of an optimizer, such as its learning rate.
 
-    The value of step 0 is set at once; each `step()`, to be called after the optimizer's, sets the next.
-    Parameter groups may be told apart by tags: `group["tags"]`, a collection of names.
+    The value of step 0 is set at once. Each `step()`, called after the optimizer's `step()`, sets the next
+    value. A scheduler can be limited to parameter groups with given tags: `group["tags"]`, a collection of
+    names.
 
-    Subclasses say which option (`option`), and which schedule (`schedule_class`) their arguments make.
+    Subclasses define the option (`option`) and the class of the schedule (`schedule_class`), which is
+    constructed from the scheduler's arguments.
 
     Attributes:
-        optimizer: whose parameter groups are written.
+        optimizer: the optimizer whose parameter groups are written.
         schedule: the value as a function of the step.
-        last_epoch: the step that is now set, 0 at first (named as in torch).
+        last_epoch: the current step, 0 at first (named as in torch).
     """
 
     option: ClassVar[str]
@@ -43,7 +48,7 @@ class Scheduler:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.schedule_class is not None:
-            # What `help` shows: the fields of the schedule, under the names of this family.
+            # `help` then shows the fields of the schedule, under this family's names.
             cls.__signature__ = _signature(cls.schedule_class, cls.names)  # type: ignore[attr-defined]
 
     def __init__(
@@ -69,25 +74,26 @@ class Scheduler:
         self._ahead = False
         if any(self.option not in group for group in optimizer.param_groups):
             raise ConfigError(
-                f"{type(optimizer).__name__} has no {self.option} that {type(self).__name__} could set",
-                remedy="leave the scheduler out, or take another optimizer",
+                f"{type(self).__name__} sets {self.option}, which {type(optimizer).__name__} does not have",
+                remedy="remove the scheduler, or use another optimizer",
             )
         if not any(self._applies(group) for group in optimizer.param_groups):
             present = sorted({str(tag) for group in optimizer.param_groups for tag in _tags_of(group) if tag})
             wanted = "" if tags is None else f" with one of the tags {', '.join(map(str, tags))}"
             raise ConfigError(
-                f"{type(self).__name__} finds no parameter group{wanted} to change",
+                f"{type(self).__name__} found no parameter group{wanted} to change",
                 remedy=f"the tags of the groups are: {', '.join(present) or 'none'}",
             )
         self._write()
 
     @classmethod
     def argument_names(cls) -> list[str]:
-        """What the constructor takes beside the optimizer, in order."""
+        """Return the names of the constructor's arguments except the optimizer, in order."""
         return [name for name in inspect.signature(cls).parameters if name != "optimizer"]
 
     def step(self, epoch: int | None = None) -> None:
         """Set the value of the next step, or of step `epoch`."""
+        # step_with_optimizer has already taken this step.
         if self._ahead and epoch is None:
             self._ahead = False
             return
@@ -96,29 +102,29 @@ class Scheduler:
         self._write()
 
     def step_with_optimizer(self) -> None:
-        """Step in place of a loop that may or may not do it: if it calls `step` next, that was this one."""
+        """Step for a user's loop that may not call `step`. If the loop calls it after all, do nothing then."""
         self._ahead = False
         self.step()
         self._ahead = True
 
     def get_last_value(self) -> list[float]:
-        """The value of every parameter group, as it was last set."""
+        """Return the current value of every parameter group."""
         return list(self._last_values)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on: how far it is. The schedule itself is given by the arguments."""
+        """Return the scheduler's position. The schedule itself is not part of the state."""
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from where another scheduler was, and set the value of that step.
+        """Restore the position of another scheduler, and set the value of its step.
 
         Raises:
-            CheckpointError: if `state_dict` is not that of a scheduler.
+            CheckpointError: if `state_dict` is not the state of a scheduler.
         """
         if "last_epoch" not in state_dict:
             raise CheckpointError(
-                f"this is not the state of a scheduler: it has {sorted(state_dict)}, and no last_epoch",
-                remedy="give load_state_dict what state_dict returned",
+                f"expected the state of a scheduler with the key last_epoch, got keys {sorted(state_dict)}",
+                remedy="pass the return value of state_dict to load_state_dict",
             )
         self._ahead = False
         self.last_epoch = int(state_dict["last_epoch"])
@@ -146,7 +152,7 @@ class Scheduler:
 
 
 class Wrapper(Scheduler):
-    """A scheduler made of others, which are not stepped: their schedules are what counts."""
+    """A scheduler made of others. Only their schedules are used; they are not stepped."""
 
     def _join(
         self,
@@ -155,40 +161,46 @@ class Wrapper(Scheduler):
         schedule: Schedule,
         tags: Tags,
     ) -> None:
-        """Take over from `schedulers`, with their tags where none are given.
+        """Attach to the optimizer in place of `schedulers`.
+
+        Args:
+            optimizer: the optimizer to attach to.
+            schedulers: the schedulers that this one replaces.
+            schedule: the combined schedule.
+            tags: tags of the parameter groups to change; those of the first scheduler if `None`.
 
         Raises:
-            ConfigError: if they do not go together.
+            ConfigError: if the schedulers differ in optimizer, tags or option.
         """
         own = schedulers[0].param_group_tags if tags is None else _as_set(tags)
         for part in schedulers:
             same = part.optimizer is optimizer and part.option == self.option
             if not same or part.param_group_tags not in (None, own):
                 raise ConfigError(
-                    f"{type(self).__name__} cannot hold {type(part).__name__}: it is of another optimizer, "
-                    f"has other param_group_tags, or sets {part.option} and not {self.option}",
-                    remedy="make all of them of one family, for one optimizer, with the same tags",
+                    f"{type(self).__name__} cannot contain this {type(part).__name__}: it has another "
+                    f"optimizer or other param_group_tags, or sets {part.option} instead of {self.option}",
+                    remedy="construct all of them for one optimizer and option, with the same tags",
                 )
             if isinstance(part, ScalePerParamScheduler):
                 raise ConfigError(
-                    f"{type(self).__name__} cannot hold {type(part).__name__}: the factors would be lost",
-                    remedy=f"put the whole of it into one {type(part).__name__}",
+                    f"{type(self).__name__} cannot contain {type(part).__name__}: its factors would be lost",
+                    remedy=f"put the combined scheduler into one {type(part).__name__}",
                 )
         self._attach(optimizer, schedule, own)
 
 
 class SequentialScheduler(Wrapper):
-    """One scheduler after another.
+    """A sequence of schedulers.
 
     Args:
-        optimizer: that of all of them.
+        optimizer: the optimizer of all of them.
         schedulers: at least one.
-        milestones: the steps at which the second, third, … takes over. Where they are not given, each takes
-            over when the one before it has ended.
-        param_group_tags: which parameter groups are changed.
+        milestones: the steps at which the second, third, … scheduler starts. If `None`, each starts when the
+            one before it has ended.
+        param_group_tags: tags of the parameter groups to change.
 
     Raises:
-        ConfigError: if they do not go together.
+        ConfigError: if the schedulers differ in optimizer, tags or option, or the milestones do not fit.
     """
 
     def __init__(
@@ -205,14 +217,14 @@ class SequentialScheduler(Wrapper):
 
 
 class ChainedScheduler(Wrapper):
-    """The first one's value, times what the others are relative to their beginning.
+    """A product of schedulers: the first one's value, times each other one's value relative to its step 0.
 
     Args:
-        schedulers: at least one, all for the same optimizer; only the first may begin at 0.
-        param_group_tags: which parameter groups are changed.
+        schedulers: at least one, all for the same optimizer; only the first may start at 0.
+        param_group_tags: tags of the parameter groups to change.
 
     Raises:
-        ConfigError: if they do not go together.
+        ConfigError: if the schedulers differ in optimizer, tags or option.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler], *, param_group_tags: Tags = None) -> None:
@@ -221,18 +233,18 @@ class ChainedScheduler(Wrapper):
 
 
 class ScalePerParamScheduler(Wrapper):
-    """Another scheduler's value, times the parameter group's own factor.
+    """A scheduler whose value is multiplied by a factor of each parameter group.
 
-    The factor is `group["adjust_learning_rate"]`, or else `group["adjust_val"]`, or else 1, as maximal update
-    parametrization needs it (Yang et al., arXiv:2203.03466).
+    The factor is `group["adjust_learning_rate"]`, or else `group["adjust_val"]`, or else 1. Maximal update
+    parametrization (muP; Yang et al., arXiv:2203.03466) needs such factors.
 
     Args:
-        optimizer: that of `scheduler`.
-        scheduler: what is scaled.
-        param_group_tags: which parameter groups are changed.
+        optimizer: the optimizer of `scheduler`.
+        scheduler: the scheduler to scale.
+        param_group_tags: tags of the parameter groups to change.
 
     Raises:
-        ConfigError: if they do not go together.
+        ConfigError: if the scheduler has another optimizer, other tags or another option.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which optimizer a run uses, as plain data that can build it for any part of a model."""
+"""A description of an optimizer as plain data, from which it can be constructed for any parameters."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from headwater.optim.catalog import (
 from headwater.optim.eager import eager
 from headwater.optim.probe import check_streamable
 
-_HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
-"""Arguments of torch's optimizers that say how to compute, not what."""
+_IMPLEMENTATION_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
+"""Arguments of torch's optimizers that select an implementation of the same formula."""
 
 
 def is_bias_or_norm(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is a bias or belongs to a normalization layer, neither of which should decay.
+    """True if a parameter is a bias or belongs to a normalization layer, and should not get weight decay.
 
-    Told by the name and by having at most one dimension.
+    The test is: the name contains `bias`, or the parameter has at most one dimension.
     """
     return "bias" in name or len(shape) <= 1
 
@@ -39,14 +39,14 @@ class OptimizerSpec:
     """An optimizer by name or class, with its arguments.
 
     Attributes:
-        name: class name in `torch.optim` or `headwater.optim`; of another class, what to call it.
-        kwargs: its arguments; `lr` is the rate it starts with.
-        no_decay: which parameters, by name and shape, get no weight decay.
-        lr_scale: factor on the learning rate of each parameter, by name (muP).
+        name: class name in `torch.optim` or `headwater.optim`; for another class, a name for messages.
+        kwargs: arguments of the constructor; `lr` is the initial learning rate.
+        no_decay: true for the parameters, by name and shape, that get no weight decay.
+        lr_scale: returns the factor on the learning rate of a parameter, by name (muP).
         foreign_class: the class, if it is neither torch's nor Headwater's.
 
     Raises:
-        ConfigError: if there is no such optimizer, or streaming cannot serve it.
+        ConfigError: if the optimizer is unknown, or cannot update one parameter at a time.
     """
 
     name: str
@@ -63,23 +63,23 @@ class OptimizerSpec:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, device: str = "cpu") -> OptimizerSpec:
-        """The spec that builds optimizers like `optimizer`, with the options that its groups have by default.
+        """Return the spec of the user's optimizer, with the defaults of its parameter groups.
 
-        What differs between its groups, or is changed later, `group_options` gives. On CPU the implementation
-        is the one that plain PyTorch runs for the same arguments: a loop over parameters by default. For a
-        GPU the default is the fused kernel where torch has one: the store updates weights on the CPU, so it
-        cannot have the bits of torch's default on a GPU.
+        Options that differ between groups, or change later, are not part of the spec: see `group_options`. On
+        a CPU the spec selects the implementation that plain PyTorch runs for the same arguments: by default a
+        loop over the parameters. For a model on a GPU the default is the fused kernel, if torch has one. The
+        store updates weights on the CPU, so bit-identity with torch's default on a GPU is impossible anyway.
 
         Args:
-            optimizer: of the user.
+            optimizer: the user's optimizer.
             device: type of the device on which the model computes.
 
         Raises:
-            ConfigError: if streaming cannot serve it.
+            ConfigError: if the optimizer cannot update one parameter at a time.
         """
         kind = type(optimizer)
         if kind.__module__.startswith("torch.optim."):
-            find_optimizer(kind.__name__)  # refuses what cannot be streamed
+            find_optimizer(kind.__name__)  # raises if it cannot stream
         known = optimizers().get(kind.__name__) is kind
         name = kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
         kwargs = _arguments(optimizer)
@@ -90,7 +90,7 @@ class OptimizerSpec:
         return spec
 
     def with_numbers(self) -> OptimizerSpec:
-        """Return the spec with numbers instead of tensors, which fake tensors cannot be compared with."""
+        """Return the spec with numbers instead of tensors. Tensors cannot be compared under fake tensors."""
         if not any(isinstance(each, torch.Tensor | tuple | list) for each in self.kwargs.values()):
             return self
         kwargs = {key: numbers(value) for key, value in self.kwargs.items()}
@@ -98,18 +98,18 @@ class OptimizerSpec:
 
     @property
     def elementwise(self) -> bool:
-        """Whether the update may be applied to any piece of a parameter; not known of a foreign class."""
+        """True if the update may be applied to any slice of a parameter; always false for a foreign class."""
         return self.foreign_class is None and is_elementwise(self.name)
 
     def options(
         self, name: str, shape: tuple[int, ...], step_options: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What differs from `kwargs` for the parameter called `name`.
+        """Return the options in which one parameter differs from `kwargs`.
 
         Args:
             name: qualified name of the parameter.
-            shape: its shape.
-            step_options: what differs for every parameter at this step, `lr` above all.
+            shape: shape of the parameter.
+            step_options: options that differ from `kwargs` for all parameters at this step, such as `lr`.
         """
         options = dict(step_options or {})
         scale = self.lr_scale(name) if self.lr_scale is not None else 1.0
@@ -121,7 +121,7 @@ class OptimizerSpec:
         return options
 
     def groups(self, named_params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
-        """Parameter groups for `build`, one for each set of options, in order of first appearance."""
+        """Return parameter groups for `build`, one for each set of options, in order of first appearance."""
         groups: dict[tuple[tuple[str, Any], ...], list[torch.nn.Parameter]] = {}
         for name, param in named_params:
             key = tuple(sorted(self.options(name, tuple(param.shape)).items()))
@@ -129,15 +129,15 @@ class OptimizerSpec:
         return [{"params": params, **dict(key)} for key, params in groups.items()]
 
     def build(self, params: ParamsT, *, to_compile: bool = True) -> torch.optim.Optimizer:
-        """The optimizer over `params`, with torch's fused kernel where there is one.
+        """Construct the optimizer for `params`, by default with torch's fused kernel if it has one.
 
         Args:
             params: parameters, named parameters or groups of either.
-            to_compile: whether somebody may compile its steps, or ask for its class; otherwise torch's or
-                Headwater's is an `eager` one.
+            to_compile: true if the caller may compile its steps or check its class. Otherwise an optimizer
+                of torch or Headwater is an `eager` subclass.
 
         Raises:
-            ConfigError: if the optimizer does not take one of the arguments, or not these parameters.
+            ConfigError: if the optimizer does not accept one of the arguments, or these parameters.
         """
         kwargs = dict(self.kwargs)
         make: Callable[..., torch.optim.Optimizer] = self.foreign_class or find_optimizer(self.name)
@@ -155,36 +155,37 @@ class OptimizerSpec:
             ) from error
 
     def _check_same_defaults(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that what `build` makes has the options of `optimizer`."""
-        wanted = _what(optimizer.defaults)
-        rebuilt = _what(self.build([torch.nn.Parameter(torch.zeros(2, 2))], to_compile=False).defaults)
+        """Check that an optimizer from `build` has the same defaults as `optimizer`."""
+        wanted = _formula_options(optimizer.defaults)
+        trial = self.build([torch.nn.Parameter(torch.zeros(2, 2))], to_compile=False)
+        rebuilt = _formula_options(trial.defaults)
         for key, value in wanted.items():
             if rebuilt.get(key) != value:
-                why = f"its option {key!r} is no argument of that name: it cannot be built again"
+                why = f"its option {key!r} is not an argument of the same name, so it cannot be rebuilt"
                 raise refusal(self.name, why)
 
 
 def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one of the optimizer's parameter groups, as `UpdateRule.apply` takes them.
+    """Return the options of a parameter group of an optimizer, in the form that `UpdateRule.apply` takes.
 
-    What the optimizer does not read (tags, names, factors) is left out. Tensors are copied, since a scheduler
-    changes them in place; they stay tensors, since optimizers compute with them in their own dtype.
+    Entries that the optimizer does not read (tags, names, factors) are dropped. Tensors are copied, because a
+    scheduler changes them in place. They stay tensors, because optimizers compute with them in their dtype.
     """
-    return _what({key: group[key] for key in optimizer.defaults if key in group})
+    return _formula_options({key: group[key] for key in optimizer.defaults if key in group})
 
 
 def numbers(value: Any) -> Any:
-    """Return an option with numbers instead of tensors."""
+    """Return an option with its one-element tensors converted to numbers."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     return tuple(map(numbers, value)) if isinstance(value, tuple | list) else value
 
 
 def state_signature(options: Mapping[str, Any]) -> Hashable:
-    """Return what decides, of the options of a parameter group, which state tensors an optimizer keeps.
+    """Return a key that is equal for options with which an optimizer keeps the same state tensors.
 
-    Optimizers ask whether a number is zero (`momentum`), and not how large it is. So a schedule of the number
-    leaves the signature as it is. No optimizer asks this of `lr`.
+    The state depends on whether a number such as `momentum` is zero, not on its size. So a schedule of the
+    number does not change the key. `lr` never matters.
     """
     return tuple((key, _kind(value)) for key, value in sorted(options.items()) if key != "lr")
 
@@ -197,8 +198,8 @@ def _kind(value: Any) -> Hashable:
     return str(value) if value is None or isinstance(value, str) else type(value).__qualname__
 
 
-def _what(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _plain(value) for key, value in options.items() if key not in _HOW}
+def _formula_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in options.items() if key not in _IMPLEMENTATION_OPTIONS}
 
 
 def _plain(value: Any) -> Any:
@@ -208,30 +209,30 @@ def _plain(value: Any) -> Any:
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The defaults of the optimizer that its constructor takes.
+    """Return the constructor arguments of an optimizer, as found in its defaults.
 
     Raises:
-        ConfigError: if the constructor needs more than them.
+        ConfigError: if a required argument of the constructor is not among the defaults.
     """
     parameters = constructor_of(type(optimizer))
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in {"params", *optimizer.defaults}:
-            why = f"its argument {name!r} is not among its defaults: it cannot be built again"
+            why = f"its argument {name!r} is not among its defaults, so it cannot be rebuilt"
             raise refusal(type(optimizer).__qualname__, why)
-    given = {key: value for key, value in _what(optimizer.defaults).items() if key in parameters}
+    given = {key: value for key, value in _formula_options(optimizer.defaults).items() if key in parameters}
     chosen = {key: optimizer.defaults.get(key) for key in ("foreach", "fused")}
     return given | {key: value for key, value in chosen.items() if value is not None}
 
 
 def _with_list(entry: Any) -> Any:
-    """A group with its parameters in a list, so that they can be looked at; anything else as it is."""
+    """Return a group with its parameters in a list, because an iterator could be read only once."""
     if isinstance(entry, dict) and not isinstance(entry["params"], torch.Tensor):
         return {**entry, "params": list(entry["params"])}
     return entry
 
 
 def _device(params: list[Any]) -> str:
-    """The type of device that one of the parameters is on: those of an optimizer are on one."""
+    """Return the device type of the first parameter; all parameters of an optimizer are on one device."""
     first = params[0] if params else None
     while isinstance(first, dict | list | tuple) and first:
         first = first["params"] if isinstance(first, dict) else first[-1]

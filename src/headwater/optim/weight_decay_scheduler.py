@@ -1,7 +1,7 @@
-"""Weight-decay schedulers: schedules that are written to the `weight_decay` of an optimizer's groups.
+"""Weight-decay schedulers, which set the `weight_decay` of an optimizer's parameter groups.
 
-As `lr_scheduler`, with the names of the arguments in `WeightDecayScheduler.names`. Groups that must not decay
-(`configure_param_groups` marks those of biases and norms) are left alone.
+They work as those in `lr_scheduler`; `WeightDecayScheduler.names` has the names of the arguments. They do not
+change groups without weight decay: `configure_param_groups` marks those of biases and normalization layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headwater.optim.scheduler import (
 
 
 class WeightDecayScheduler(Scheduler):
-    """Base of the weight-decay schedulers."""
+    """Base class of the weight-decay schedulers."""
 
     option = "weight_decay"
     names: ClassVar[Mapping[str, str]] = {
@@ -41,13 +41,13 @@ class ConstantWD(WeightDecayScheduler):
 
 
 class LinearWD(WeightDecayScheduler):
-    """A straight line from one weight decay to another."""
+    """Linear interpolation from one weight decay to another."""
 
     schedule_class = schedules.Linear
 
 
 class PolynomialWD(WeightDecayScheduler):
-    """A power of the steps that are left."""
+    """Decay by a power of the remaining fraction of steps."""
 
     schedule_class = schedules.Polynomial
 
@@ -59,61 +59,61 @@ class CosineDecayWD(WeightDecayScheduler):
 
 
 class CosineAnnealingWD(WeightDecayScheduler):
-    """A cosine without end."""
+    """A periodic cosine between two weight decays."""
 
     schedule_class = schedules.CosineAnnealing
 
 
 class CosineAnnealingWarmRestartsWD(WeightDecayScheduler):
-    """Half a cosine, again and again."""
+    """Half a cosine, restarted at the end of each period."""
 
     schedule_class = schedules.CosineAnnealingWarmRestarts
 
 
 class ExponentialWD(WeightDecayScheduler):
-    """A constant factor every `total_iters` steps."""
+    """Exponential decay by a constant factor per `total_iters` steps."""
 
     schedule_class = schedules.Exponential
 
 
 class InverseExponentialTimeDecayWD(WeightDecayScheduler):
-    """Falls with the inverse of a power of the step."""
+    """Decay with the inverse of a power of the step."""
 
     schedule_class = schedules.InverseExponentialTimeDecay
 
 
 class InverseSquareRootDecayWD(WeightDecayScheduler):
-    """Falls with the square root of the step, constant until `warmup_steps`."""
+    """Decay with the inverse square root of the step, after a constant value for `warmup_steps` steps."""
 
     schedule_class = schedules.InverseSquareRootDecay
 
 
 class StepWD(WeightDecayScheduler):
-    """A constant factor at every multiple of `step_size`."""
+    """Multiplication by a constant factor every `step_size` steps."""
 
     schedule_class = schedules.Step
 
 
 class MultiStepWD(WeightDecayScheduler):
-    """A constant factor at each milestone."""
+    """Multiplication by a constant factor at each milestone."""
 
     schedule_class = schedules.MultiStep
 
 
 class PiecewiseConstantWD(WeightDecayScheduler):
-    """Another weight decay from each milestone on."""
+    """A constant weight decay in each interval between milestones."""
 
     schedule_class = schedules.PiecewiseConstant
 
 
 class LambdaWD(WeightDecayScheduler):
-    """A function of the step times the initial weight decay."""
+    """The initial weight decay times a function of the step."""
 
     schedule_class = schedules.Lambda
 
 
 class MultiplicativeWD(WeightDecayScheduler):
-    """A constant factor at every step."""
+    """Multiplication by a constant factor at every step."""
 
     schedule_class = schedules.Multiplicative
 
@@ -125,18 +125,18 @@ class CyclicWD(WeightDecayScheduler):
 
 
 class OneCycleWD(WeightDecayScheduler):
-    """Up once, and down to almost nothing."""
+    """The one-cycle policy: up to a maximum, then down to almost 0."""
 
     schedule_class = schedules.OneCycle
 
 
 class SequentialWD(SequentialScheduler, WeightDecayScheduler):
-    """One scheduler after another."""
+    """A sequence of schedulers."""
 
 
 class ChainedWD(ChainedScheduler, WeightDecayScheduler):
-    """Several schedulers at once, multiplied."""
+    """The product of several schedulers."""
 
 
 class ScalePerParamWD(ScalePerParamScheduler, WeightDecayScheduler):
-    """Another scheduler, times the parameter group's own factor."""
+    """A scheduler whose value is multiplied by a factor of each parameter group."""

@@ -1,4 +1,4 @@
-"""Masks: which elements of a weight are there. Functions of tensors alone."""
+"""Masks, which say which elements of a weight are kept. Pure functions of tensors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 INIT_METHODS = ("random", "topk", "from_zeros", "checkerboard")
-"""Ways to choose the first mask."""
+"""Methods for choosing the first mask; see `first_mask`."""
 
 
 def first_mask(weight: Tensor, sparsity: float, method: str, generator: torch.Generator) -> Tensor:
-    """The mask that a weight begins with.
+    """Return the mask with which a weight begins.
 
     Args:
         weight: any shape.
-        sparsity: share of its elements that are masked.
-        method: `random`; `topk` keeps the largest; `from_zeros` masks what is zero already; `checkerboard`
-            spreads what is kept evenly.
-        generator: of the random one.
+        sparsity: fraction of the elements to mask, 0 to 1. `from_zeros` ignores it.
+        method: `random` keeps random elements; `topk` keeps those of the largest absolute value; `from_zeros`
+            keeps those that are not zero; `checkerboard` spaces the kept elements evenly.
+        generator: random generator for `random`.
 
     Returns:
-        Of the same shape, bool: true where an element is kept.
+        A bool tensor of the same shape: true where an element is kept.
     """
     kept = num_kept(weight.numel(), sparsity)
     match method:
@@ -37,32 +37,35 @@ def first_mask(weight: Tensor, sparsity: float, method: str, generator: torch.Ge
             places = torch.arange(weight.numel() + 1, dtype=torch.float64)
             steps = (places * (kept / max(weight.numel(), 1))).round()
             return (steps[1:] > steps[:-1]).view(weight.shape)
-    raise AssertionError(f"no way to make a mask is called {method}")
+    raise AssertionError(f"unknown init_method {method!r}")
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """Where the `count` largest elements of `scores` are; bool, of the same shape."""
+    """Return a bool tensor of the shape of `scores`: true at its `count` largest elements."""
     mask = torch.zeros(scores.numel(), dtype=torch.bool)
     mask[scores.reshape(-1).topk(count, sorted=False).indices] = True
     return mask.view(scores.shape)
 
 
 def num_kept(numel: int, sparsity: float) -> int:
-    """Elements that are there at a sparsity."""
+    """Return the number of elements kept out of `numel` at a sparsity, which is clamped to 0–1."""
     return numel - round(min(max(sparsity, 0.0), 1.0) * numel)
 
 
 def exchanged(weight: Tensor, mask: Tensor, scores: Tensor, fraction: float) -> Tensor:
-    """A mask in which the smallest weights made room for the elements of the highest scores.
+    """Return a mask with the smallest kept weights dropped and as many elements of the highest scores added.
 
-    As many are added as are dropped; what was just dropped may come back if its score is high enough
-    (arXiv:1911.11134, section 3, 3 and 4).
+    An element that was just dropped may be added again if its score is high enough (arXiv:1911.11134, section
+    3, items 3 and 4).
 
     Args:
-        weight: the weight.
-        mask: of the weight.
-        scores: of the same shape.
-        fraction: share of the elements that are there to be exchanged.
+        weight: any shape.
+        mask: current mask of the weight, bool, of the same shape.
+        scores: criterion for adding elements, of the same shape.
+        fraction: fraction of the kept elements to exchange, 0 to 1.
+
+    Returns:
+        The new mask, bool, of the same shape. It keeps as many elements as `mask`.
     """
     present = int(mask.sum())
     count = min(max(round(fraction * present), 0), present, mask.numel() - present)
@@ -71,7 +74,7 @@ def exchanged(weight: Tensor, mask: Tensor, scores: Tensor, fraction: float) -> 
 
 
 class PackedMask:
-    """A mask at one bit for each element.
+    """A mask stored with one bit per element.
 
     Args:
         mask: bool, any shape.
@@ -83,12 +86,12 @@ class PackedMask:
 
     @classmethod
     def of_bits(cls, bits: Tensor, shape: torch.Size) -> PackedMask:
-        """The mask whose `bits` these are."""
+        """Return the mask of `shape` whose attribute `bits` is the given tensor (uint8)."""
         packed = cls.__new__(cls)
         packed.bits, packed.shape = bits, shape
         return packed
 
     def unpack(self) -> Tensor:
-        """The mask, bool."""
+        """Return the mask as a bool tensor."""
         flat = np.unpackbits(self.bits.numpy(), count=math.prod(self.shape))
         return torch.from_numpy(flat.view(np.bool_)).view(self.shape)

@@ -1,4 +1,4 @@
-"""Numbers that change with the step, and the steps at which masks change."""
+"""Numbers that depend on the step, and the steps at which masks change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Value(Protocol):
-    """A number by step."""
+    """A number as a function of the step."""
 
     def __call__(self, step: int) -> float: ...
 
@@ -36,7 +36,7 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True)
 class Exponential:
-    """From `init` towards `final`: what is left falls by the factor `exp(-gamma)` in each step."""
+    """An exponential approach: `final + (init - final) · exp(-gamma · step)`."""
 
     init: float
     gamma: float
@@ -59,7 +59,7 @@ class Power:
 
 @dataclasses.dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from `init` to `minimum` over `half_period` steps (arXiv:1911.11134, section 3, 2)."""
+    """Half a cosine from `init` to `minimum` over `half_period` steps (arXiv:1911.11134, section 3)."""
 
     init: float
     half_period: float
@@ -72,7 +72,7 @@ class Cosine:
 
 @dataclasses.dataclass(frozen=True)
 class Cubic:
-    """From `init` to `final` between two steps, fast at first (arXiv:1710.01878, equation 1)."""
+    """A cubic from `init` at step `begin` to `final` at step `end` (arXiv:1710.01878, equation 1)."""
 
     init: float
     final: float
@@ -86,13 +86,13 @@ class Cubic:
 
 @dataclasses.dataclass(frozen=True)
 class Cadence:
-    """Every `freq` steps from step `start` on, and before step `stop`; steps count from 1."""
+    """The multiples of `freq` from step `start` (inclusive) to `stop` (exclusive); steps count from 1."""
 
     freq: int
     start: int = 0
     stop: int | None = None
 
     def includes(self, step: int) -> bool:
-        """Whether `step` is one of them."""
+        """True if `step` is one of these steps."""
         ended = self.stop is not None and step >= self.stop
         return step >= max(self.start, 1) and not ended and step % self.freq == 0

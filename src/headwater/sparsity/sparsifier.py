@@ -1,4 +1,4 @@
-"""Keeps weights sparse while they are trained, wherever they are."""
+"""Sparse training: the masks of a model's weights, and the updates of these masks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from headwater.core.seeding import derive_seed
 from headwater.sparsity.masks import INIT_METHODS, PackedMask, exchanged, first_mask, largest, num_kept
 from headwater.sparsity.schedules import Cadence, Constant, Value
 
-_NO_INNER_MATRIX = re.compile(
+_DENSE_BY_DEFAULT = re.compile(
     r"embed|position|relative_bias|patches|timestep|(^|\.)(lm_head|head|heads|classifier|nsp|mlm|cls)\."
     r"|^(output|projection|pooler)\."
 )
-"""In names of matrices that read what the model is given, or write what it gives."""
+"""Names of embeddings, position tables and output heads. A group without `param_filter` leaves them dense."""
 
 Algorithm = Literal["static", "gmp", "set", "rigl"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A matrix whose sparsity is its own: a parameter, or some rows of one.
+    """A matrix that gets a sparsity of its own: a whole parameter, or some rows of one.
 
     Attributes:
-        name: what patterns are compared with.
-        rows: of the parameter.
+        name: the name with which `param_filter` is compared.
+        rows: the matrix's rows in the parameter; all by default.
     """
 
     name: str
@@ -41,21 +41,21 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Sparsity:
-    """How sparse the weights of some names are.
+    """The sparsity settings of a group of weights.
 
     Attributes:
-        sparsity: share of the elements that are zero, by step.
-        algorithm: `static` leaves the mask as it is; `gmp` drops the smallest weights as the sparsity grows
-            (arXiv:1710.01878); `set` exchanges the smallest for random ones (arXiv:1707.04780); `rigl`
-            for those of the largest gradients (arXiv:1911.11134).
-        init_method: how the first mask is made; see `headwater.sparsity.masks.first_mask`.
-        drop_fraction: share of the weights to exchange, by step.
+        sparsity: fraction of the elements that are zero, as a function of the step.
+        algorithm: `static` never changes the mask. `gmp` drops the smallest weights as the sparsity grows
+            (arXiv:1710.01878). `set` replaces the smallest weights by random elements (arXiv:1707.04780).
+            `rigl` replaces them by the elements with the largest gradients (arXiv:1911.11134).
+        init_method: how the first mask is chosen; see `headwater.sparsity.masks.first_mask`.
+        drop_fraction: fraction of the kept weights to replace, as a function of the step (`set` and `rigl`).
         update: the steps at which the mask changes.
-        param_filter: patterns of names; where empty, all matrices but those whose names say that they embed
-            something (tokens, positions, patches) or belong to the model's head.
+        param_filter: shell-style patterns of parameter names. If empty, the group takes all matrices except
+            embeddings (of tokens, positions, patches) and output heads, which are recognised by name.
 
     Raises:
-        ConfigError: if the values make no sense.
+        ConfigError: if a value is unknown, out of range or does not fit the algorithm.
     """
 
     sparsity: Value
@@ -68,45 +68,51 @@ class Sparsity:
     def __post_init__(self) -> None:
         if self.init_method not in INIT_METHODS:
             raise ConfigError(
-                f"there is no init_method {self.init_method!r}", remedy=f"write {' or '.join(INIT_METHODS)}"
+                f"unknown init_method {self.init_method!r}", remedy=f"write {' or '.join(INIT_METHODS)}"
             )
         if not 0 <= self.sparsity(0) < 1:
             raise ConfigError(
-                f"a sparsity of {self.sparsity(0)} is no share of the weights",
-                remedy="write a number from 0 to below 1",
+                f"expected a sparsity >= 0 and < 1, got {self.sparsity(0)}",
+                remedy="write the fraction of the weights that are zero, such as 0.8",
             )
         if self.algorithm != "gmp" and not isinstance(self.sparsity, Constant):
             raise ConfigError(
-                f"the sparsity of {self.algorithm} does not change with the step",
-                remedy="write a number, or the algorithm gmp",
+                f"algorithm {self.algorithm} needs a constant sparsity, got a schedule",
+                remedy="write a number, or write algorithm: gmp",
             )
 
     def takes(self, name: str, dimensions: int) -> bool:
-        """Whether it is meant for a matrix of that name."""
+        """True if this group applies to a parameter.
+
+        Args:
+            name: the parameter's name.
+            dimensions: number of dimensions of the parameter.
+        """
         if self.param_filter:
             return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.param_filter)
-        return dimensions > 1 and not _NO_INNER_MATRIX.search(name)
+        return dimensions > 1 and not _DENSE_BY_DEFAULT.search(name)
 
     def updates(self, step: int) -> bool:
-        """Whether the mask changes in this step."""
+        """True if the mask changes in this step."""
         return self.algorithm != "static" and self.update is not None and self.update.includes(step)
 
 
 class Sparsifier:
-    """The masks of a model, and how they change.
+    """The masks of a model's parameters, and their updates.
 
-    Whoever trains masks the weights with the first masks, and before each step of the optimizer the gradients
-    and, where a mask changes, weight and optimizer state. What is masked then stays zero under any optimizer
-    that updates each element by itself.
+    A `Sparsifier` computes masks but does not apply them. The training code multiplies the weights by the
+    first masks (`begin`). Before each optimizer step it masks the gradients and, where a mask changes
+    (`changing`, `change`), the weight and its optimizer state. Masked elements then stay zero under any
+    optimizer that updates each element independently.
 
     Args:
-        groups: the first that takes a name counts.
-        shapes: shape of each trainable parameter by name.
-        parts: of a parameter, in the order of its rows; the whole if not given.
-        seed: of what is random.
+        groups: sparsity settings. A parameter gets those of the first group that takes its name.
+        shapes: shape of each trainable parameter, by name.
+        parts: for parameters that consist of several matrices, these matrices in the order of their rows.
+        seed: seed of the random masks.
 
     Raises:
-        ConfigError: if a group takes no name.
+        ConfigError: if a group does not match any parameter.
     """
 
     def __init__(
@@ -135,23 +141,27 @@ class Sparsifier:
                     self._groups.setdefault(name, []).append((part, groups[number]))
         for number, group in enumerate(groups):
             if number not in found:
+                patterns = " or ".join(group.param_filter) or "the default filter"
                 raise ConfigError(
-                    f"no trainable parameter is called like {' or '.join(group.param_filter) or 'a matrix'}",
+                    f"no trainable parameter matches {patterns}",
                     where="sparsity: param_filter",
-                    remedy=f"write patterns of names such as {_example(shapes, parts)}",
+                    remedy=f"write patterns that match names such as {_example(shapes, parts)}",
                 )
 
     @property
     def names(self) -> Iterable[str]:
-        """The parameters that are sparse."""
+        """Names of the sparse parameters."""
         return self._groups.keys()
 
     def begin(self, name: str, weight: Tensor) -> Tensor:
-        """The first mask of a parameter, whose weight and optimizer state are to be masked with it.
+        """Choose and store the first mask of a parameter. The caller masks the weight and optimizer state.
 
         Args:
-            name: of the parameter.
+            name: the parameter's name.
             weight: its values, on the CPU.
+
+        Returns:
+            A bool tensor of the weight's shape: true where an element is kept.
         """
         mask = torch.ones(weight.shape, dtype=torch.bool)
         for part, group in self._groups[name]:
@@ -161,20 +171,23 @@ class Sparsifier:
         return mask
 
     def changing(self, step: int) -> list[str]:
-        """The parameters whose mask changes in this step."""
+        """Return the names of the parameters whose mask changes in this step."""
         return [name for name, own in self._groups.items() if any(group.updates(step) for _, group in own)]
 
     def change(self, name: str, weight: Tensor, gradient: Callable[[], Tensor], step: int) -> Tensor:
-        """Change the mask of a parameter, whose weight is to be masked with `mask_of` then.
+        """Choose and store the next mask of a parameter. The caller then masks the weight with `mask_of`.
 
         Args:
-            name: of the parameter.
+            name: the parameter's name.
             weight: its values, on the CPU.
-            gradient: gives that of the whole loss by every element, masked ones too, where it is needed.
-            step: of the optimizer, from 1. It must be sure that the optimizer takes it.
+            gradient: returns the gradient of the loss for every element, including masked ones. Called only
+                if the algorithm needs it.
+            step: number of the optimizer step, from 1. Call this only when it is certain that the optimizer
+                will take the step.
 
         Returns:
-            Where elements are kept that were there before, bool: all other optimizer state is to be zero.
+            A bool tensor of the weight's shape: true where an element was kept before and still is. The
+            caller sets the optimizer state of all other elements to zero.
         """
         before, gradient = self.mask_of(name), functools.cache(gradient)
         mask = before.clone()
@@ -202,32 +215,32 @@ class Sparsifier:
             scores = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
         else:
             scores = gradient().detach()[part.rows].float().abs().cpu()
-        assert group.drop_fraction is not None, "whoever exchanges weights says how many"
+        assert group.drop_fraction is not None, f"algorithm {group.algorithm} needs a drop_fraction"
         return exchanged(weight, mask, scores, group.drop_fraction(step))
 
     def mask_of(self, name: str) -> Tensor:
-        """The mask of a parameter, bool."""
+        """Return the current mask of a parameter, bool."""
         return self._masks[name].unpack()
 
     def sparsity_of(self, name: str) -> float:
-        """Share of the elements of a parameter that are masked."""
+        """Return the fraction of a parameter's elements that are masked."""
         return 1 - float(self._masks[name].unpack().double().mean())
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, a bit for each element."""
+        """Return the masks by parameter name: uint8 tensors with one bit per element."""
         return {name: mask.bits for name, mask in self._masks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`.
+        """Restore the masks that `state_dict` returned.
 
         Raises:
-            CheckpointError: if other parameters were sparse.
+            CheckpointError: if the state has masks of other parameters or sizes.
         """
         sizes = {name: -(-self._shapes[name].numel() // 8) for name in self.names}
         if {name: len(bits) for name, bits in state.items()} != sizes:
             raise CheckpointError(
-                "the masks in the checkpoint are of other parameters than those that are sparse here",
-                remedy="set sparsity as it was, or load the weights alone",
+                "the masks in the checkpoint are not those of the parameters that `sparsity` selects",
+                remedy="use the sparsity settings of the checkpoint, or load only the weights",
             )
         self._masks = {name: PackedMask.of_bits(bits, self._shapes[name]) for name, bits in state.items()}
 

@@ -1,4 +1,4 @@
-"""What a training loop needs around the model: data, clusters, TensorBoard."""
+"""Utilities of a training loop: data executor, cluster configuration, TensorBoard."""
 
 from headwater.utils import data, tensorboard
 from headwater.utils.cluster import CSConfig

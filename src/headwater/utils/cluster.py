@@ -1,4 +1,4 @@
-"""How much of the machine a run gets."""
+"""The cluster configuration of a run: its number of compute ranks."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ _CLUSTER_ONLY = (
     "mount_dirs", "num_act_servers", "num_workers_per_csx", "precision_opt_level", "python_paths",
     "transfer_processes", "workflow_id",
 )  # fmt: skip
-"""Options that tell a wafer-scale cluster how to divide its servers: the plan decides such things here."""
+"""Options of Cerebras' `CSConfig` for the servers of its cluster. Here the plan makes these decisions."""
 
 
 class CSConfig:
-    """How many compute ranks take part.
+    """The number of compute ranks of a run.
 
-    With more than one the script is started anew as each of them: see [Note: ranks of a script]. The number
-    can be said here or to the backend, before the first forward.
+    If it is more than 1, the script is started once for each rank: see [Note: ranks of a script]. Give the
+    number here or to `headwater.backend`, before the first forward.
 
     Args:
-        num_csx: the ranks.
-        cluster: options of a wafer-scale cluster, such as `max_wgt_servers`: accepted, without
-            effect.
+        num_csx: number of compute ranks.
+        cluster: options of a Cerebras cluster, such as `max_wgt_servers`; ignored, with a warning.
 
     Attributes:
         num_csx: as given.
 
     Raises:
-        ConfigError: if there are fewer ranks here, or an option is unknown.
+        ConfigError: if this machine has fewer cores than ranks, or an option is unknown.
     """
 
-    _has_told = False
+    _has_warned = False
 
     def __init__(self, num_csx: int = 1, **cluster: Any) -> None:
         check_num_csx(num_csx, where=_NUM_CSX)
@@ -51,12 +50,12 @@ class CSConfig:
                 raise ConfigError(
                     f"unknown option {name!r}",
                     where="CSConfig",
-                    remedy=f"write {close!r}" if close else f"valid are num_csx, {', '.join(_CLUSTER_ONLY)}",
+                    remedy=f"write {close!r}" if close else f"valid: num_csx, {', '.join(_CLUSTER_ONLY)}",
                 )
         self.num_csx = num_csx
         backend = current_backend()
         if num_csx > 1:
             start_ranks(num_csx, "CSX" if backend is None else backend.kind, where=_NUM_CSX)
-        if cluster and not CSConfig._has_told:
-            CSConfig._has_told = True
-            logger.warning("CSConfig: no effect here, the plan decides: %s", ", ".join(cluster))
+        if cluster and not CSConfig._has_warned:
+            CSConfig._has_warned = True
+            logger.warning("CSConfig: ignored options (the plan decides): %s", ", ".join(cluster))

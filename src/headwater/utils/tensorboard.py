@@ -1,6 +1,6 @@
-"""Torch's own writer for TensorBoard, imported when it is asked for; it takes the tensors of closures.
+"""`SummaryWriter`, torch's writer for TensorBoard files, imported on first use.
 
-Of several ranks the first writes; to the others a writer is an object that does nothing.
+With several ranks only rank 0 writes. On the other ranks all methods of a writer do nothing.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"SummaryWriter needs {error.name}",
-            remedy="pip install 'headwater[plot]', or leave the writer out",
+            remedy="run: pip install 'headwater[plot]', or remove the writer",
         ) from error
     return _of_first_rank(SummaryWriter)
 
 
 @cache
 def _of_first_rank(writer: type[SummaryWriter]) -> type[SummaryWriter]:
-    """A class whose objects write if they are made on the first rank."""
+    """Return a subclass of `writer` whose objects write on rank 0 and do nothing on other ranks."""
 
     class SummaryWriter(writer):  # type: ignore[misc]
-        """Torch's writer; of several ranks the first writes."""
+        """Torch's `SummaryWriter`, which writes on rank 0 only."""
 
         def __new__(cls, *args: Any, **kwargs: Any) -> SummaryWriter:
-            asked: Any = cls
-            made: SummaryWriter = object.__new__(asked if current().rank == 0 else _silent_class(asked))
-            return made
+            requested: Any = cls
+            kind = requested if current().rank == 0 else _silent_class(requested)
+            instance: SummaryWriter = object.__new__(kind)
+            return instance
 
     return SummaryWriter
 
 
 @cache
 def _silent_class(writer: Any) -> Any:
-    """A class of writers that take what theirs take, and do nothing."""
+    """Return a subclass of `writer` in which all methods accept their arguments and do nothing."""
     methods = {
         name: _nothing
         for base in writer.__mro__[:-1]
@@ -55,12 +56,12 @@ def _silent_class(writer: Any) -> Any:
         if callable(value) and name not in ("__new__", "__enter__", "__exit__")
     }
 
-    own = {"__init__": _name_folder, "get_logdir": lambda self: self.log_dir}
+    own = {"__init__": _keep_log_dir, "get_logdir": lambda self: self.log_dir}
     return type(writer.__name__, (writer,), {**methods, **own})
 
 
-def _name_folder(self: Any, log_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Know the folder alone."""
+def _keep_log_dir(self: Any, log_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Set `log_dir`, and write nothing."""
     self.log_dir = "runs" if log_dir is None else str(log_dir)
 
 

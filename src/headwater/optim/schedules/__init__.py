@@ -1,7 +1,7 @@
-"""Schedules of a learning rate or a weight decay: pure functions of the step.
+"""Schedules of a learning rate or a weight decay, as pure functions of the step.
 
-The one implementation of each formula: `lr_scheduler` and `weight_decay_scheduler` write the values to an
-optimizer, a run from a params file reads them. The types of the arguments say what is valid.
+Each formula is implemented only here. `lr_scheduler` and `weight_decay_scheduler` write the values to an
+optimizer; a run from a params file reads them directly. The types of the fields define the valid values.
 """
 
 from headwater.optim.schedules.base import Schedule

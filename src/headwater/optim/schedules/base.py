@@ -1,4 +1,4 @@
-"""What a schedule is, and what the formulas have in common."""
+"""The base class of schedules, and helpers for their formulas."""
 
 from __future__ import annotations
 
@@ -18,43 +18,52 @@ Period = Annotated[int, Field(ge=1)]
 
 
 class Schedule(abc.ABC):
-    """A value that depends on the optimizer step, which counts from 0."""
+    """A value as a function of the optimizer step, which counts from 0."""
 
     @abc.abstractmethod
     def value(self, step: int) -> float:
-        """The value at `step` >= 0."""
+        """Return the value at `step` >= 0."""
 
     @property
     def length(self) -> int | None:
-        """Steps after which another schedule may take over; `None` if it goes on for ever."""
+        """Number of steps after which the next schedule of a sequence starts; `None` if there is no end."""
         return None
 
 
 def cosine(initial: float, end: float, progress: float) -> float:
-    """Half a cosine from `initial` to `end`, of which `progress` (0 to 1) is behind.
+    """Return the value of half a cosine from `initial` to `end`.
 
     SGDR without restarts (Loshchilov and Hutter, arXiv:1608.03983, equation 5).
+
+    Args:
+        initial: value at the start.
+        end: value at the end.
+        progress: position, 0 (start) to 1 (end). Beyond 1 the cosine continues.
     """
     return end + (initial - end) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def passed(milestones: Sequence[int], step: int) -> int:
-    """How many of the milestones are behind, or reached."""
+    """Return the number of milestones <= `step`."""
     return sum(step >= milestone for milestone in milestones)
 
 
 def check_milestones(milestones: Sequence[int], parts: int | None = None) -> None:
-    """Check that milestones are in order and, if `parts` is given, that they separate as many parts.
+    """Check that milestones are >= 0 and in ascending order, and that their number fits.
+
+    Args:
+        milestones: steps.
+        parts: number of schedules or values that the milestones separate; not checked if `None`.
 
     Raises:
-        ConfigError: if not.
+        ConfigError: otherwise.
     """
     if any(later < earlier for earlier, later in itertools.pairwise((0, *milestones))):
         raise ConfigError(
-            f"milestones {list(milestones)} are not in order", remedy="let them increase, from 0 or more"
+            f"expected milestones >= 0 in ascending order, got {list(milestones)}", remedy="sort them"
         )
     if parts is not None and parts != len(milestones) + 1:
         raise ConfigError(
-            f"{len(milestones)} milestones separate {len(milestones) + 1} parts, and there are {parts}",
-            remedy="give one milestone fewer than parts",
+            f"expected one milestone fewer than the {parts} parts, got {len(milestones)} milestones",
+            remedy="give a milestone for every part but the first",
         )

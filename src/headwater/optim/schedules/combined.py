@@ -1,4 +1,4 @@
-"""Schedules made of schedules."""
+"""Schedules made of other schedules: sequences and products."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from headwater.optim.schedules.base import Schedule, check_milestones, passed
 
 @dataclasses.dataclass(frozen=True)
 class Sequential(Schedule):
-    """One schedule after another: the next takes over, from its own step 0, at each milestone.
+    """A sequence of schedules. At each milestone the next one starts, at its step 0.
 
-    As `torch.optim.lr_scheduler.SequentialLR`.
+    The same as `torch.optim.lr_scheduler.SequentialLR`.
 
     Attributes:
         schedules: at least one.
-        milestones: the steps at which the second, third, … takes over; increasing, one fewer than schedules.
+        milestones: the steps at which the second, third, … schedule starts; ascending, one fewer than
+            schedules.
     """
 
     schedules: tuple[Schedule, ...]
@@ -29,17 +30,17 @@ class Sequential(Schedule):
 
     @classmethod
     def of(cls, schedules: tuple[Schedule, ...]) -> Sequential:
-        """Let each schedule take over where the one before it ends.
+        """Construct a sequence in which each schedule starts where the one before it ends.
 
         Raises:
-            ConfigError: if one before the last has no end.
+            ConfigError: if a schedule before the last has no end.
         """
         lengths = []
         for schedule in schedules[:-1]:
             if schedule.length is None:
                 raise ConfigError(
-                    f"{type(schedule).__name__} has no end at which the next schedule could take over",
-                    remedy="give its total_iters, or milestones",
+                    f"{type(schedule).__name__} has no end, so the next schedule would never start",
+                    remedy="add total_iters to it, or milestones to the sequence",
                 )
             lengths.append(schedule.length)
         return cls(schedules, tuple(itertools.accumulate(lengths)))
@@ -57,24 +58,24 @@ class Sequential(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Chained(Schedule):
-    """The first schedule, times what has become of each other one relative to its value at step 0.
+    """A product: the first schedule, times each other schedule's value relative to its value at step 0.
 
-    As `torch.optim.lr_scheduler.ChainedScheduler`.
+    The same as `torch.optim.lr_scheduler.ChainedScheduler`.
 
     Attributes:
-        schedules: at least one; only the first may begin at 0.
+        schedules: at least one; only the first may start at 0.
     """
 
     schedules: tuple[Schedule, ...]
 
     def __post_init__(self) -> None:
         if not self.schedules:
-            raise ConfigError("a chain of no schedules has no value", remedy="give at least one")
+            raise ConfigError("expected at least one schedule in a chain, got 0", remedy="add a schedule")
         for schedule in self.schedules[1:]:
             if schedule.value(0) == 0:
                 raise ConfigError(
-                    f"a chain multiplies, and {type(schedule).__name__} begins at 0",
-                    remedy="put it first, or let it begin above 0",
+                    f"{type(schedule).__name__} starts at 0, so it can only be the first schedule of a chain",
+                    remedy="put it first, or let it start above 0",
                 )
 
     def value(self, step: int) -> float:

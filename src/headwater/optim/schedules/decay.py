@@ -1,4 +1,4 @@
-"""Schedules that lead from one value to another, or ever lower."""
+"""Schedules that move from one value to another, or decay without end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headwater.optim.schedules.base import Period, Rate, Schedule, Steps, check_
 
 @dataclasses.dataclass(frozen=True)
 class Constant(Schedule):
-    """`level` at every step; `total_iters` says only when another schedule takes over."""
+    """`level` at every step; `total_iters` is only the length in a sequence."""
 
     level: Rate
     total_iters: Steps | None = None
@@ -26,12 +26,12 @@ class Constant(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Linear(Schedule):
-    """A straight line from `initial` to `end` over `total_iters` steps, then `end`.
+    """Linear interpolation from `initial` to `end` over `total_iters` steps, then `end`.
 
-    As `torch.optim.lr_scheduler.LinearLR` with start and end factors.
+    The same as `torch.optim.lr_scheduler.LinearLR` with start and end factors.
 
     Attributes:
-        cycle: as of `Polynomial`.
+        cycle: see `Polynomial`.
     """
 
     initial: Rate
@@ -52,11 +52,11 @@ class Linear(Schedule):
 class Polynomial(Schedule):
     """`end + (initial - end) * (1 - step / total_iters) ** power` for `total_iters` steps, then `end`.
 
-    As `torch.optim.lr_scheduler.PolynomialLR` where `end` is 0.
+    The same as `torch.optim.lr_scheduler.PolynomialLR` if `end` is 0.
 
     Attributes:
-        cycle: whether to start again in place of staying at `end`: after n times `total_iters` steps the
-            value jumps to where a decay over (n + 1) times as many would be, and falls to `end` again, as in
+        cycle: true to restart instead of staying at `end`. After n · `total_iters` steps the value jumps to
+            that of a decay over (n + 1) · `total_iters` steps, and falls to `end` again, as in
             `tf.keras.optimizers.schedules.PolynomialDecay`.
     """
 
@@ -68,7 +68,7 @@ class Polynomial(Schedule):
 
     def value(self, step: int) -> float:
         progress = _progress(step, self.total_iters, self.cycle)
-        if progress == 1:  # also for power 0
+        if progress == 1:  # with power 0 the formula would return `initial`
             return self.end
         return self.end + (self.initial - self.end) * math.pow(1 - progress, self.power)
 
@@ -81,7 +81,7 @@ class Polynomial(Schedule):
 class CosineDecay(Schedule):
     """Half a cosine from `initial` to `end` over `total_iters` steps, then `end`.
 
-    As `torch.optim.lr_scheduler.CosineAnnealingLR` within its first period.
+    The same as the first half period of `torch.optim.lr_scheduler.CosineAnnealingLR`.
     """
 
     initial: Rate
@@ -100,7 +100,7 @@ class CosineDecay(Schedule):
 class Exponential(Schedule):
     """`initial * decay_rate ** (step / total_iters)`; with `staircase` the quotient is rounded down.
 
-    As `torch.optim.lr_scheduler.ExponentialLR` where `total_iters` is 1.
+    The same as `torch.optim.lr_scheduler.ExponentialLR` if `total_iters` is 1.
     """
 
     initial: Rate
@@ -120,7 +120,7 @@ class Exponential(Schedule):
 class InverseExponentialTimeDecay(Schedule):
     """`initial / (1 + decay_rate * q)`, where `q` is `step ** step_exponent / total_iters`.
 
-    With `staircase` the quotient is rounded down. With exponent 1 it is
+    With `staircase` q is rounded down. With exponent 1 the same as
     `tf.keras.optimizers.schedules.InverseTimeDecay`.
     """
 
@@ -153,7 +153,7 @@ class InverseSquareRootDecay(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Step(Schedule):
-    """`initial`, times `gamma` every `step_size` steps: `torch.optim.lr_scheduler.StepLR`."""
+    """`initial`, multiplied by `gamma` every `step_size` steps, as `torch.optim.lr_scheduler.StepLR`."""
 
     initial: Rate
     step_size: Period
@@ -165,7 +165,7 @@ class Step(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class MultiStep(Schedule):
-    """`initial`, times `gamma` at each milestone: `torch.optim.lr_scheduler.MultiStepLR`."""
+    """`initial`, multiplied by `gamma` at each milestone, as `torch.optim.lr_scheduler.MultiStepLR`."""
 
     initial: Rate
     gamma: Rate
@@ -180,11 +180,11 @@ class MultiStep(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class PiecewiseConstant(Schedule):
-    """`levels[0]` until the first milestone, `levels[1]` from there to the second, and so on.
+    """`levels[0]` before the first milestone, `levels[1]` from there to the second, and so on.
 
     Attributes:
-        levels: one more than milestones.
-        milestones: the steps at which the second, third, … level begins; increasing.
+        levels: values, one more than milestones.
+        milestones: the steps at which the second, third, … level starts; ascending.
     """
 
     levels: tuple[Rate, ...]
@@ -199,7 +199,7 @@ class PiecewiseConstant(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Lambda(Schedule):
-    """`initial * factor(step)`: `torch.optim.lr_scheduler.LambdaLR`."""
+    """`initial * factor(step)`, as `torch.optim.lr_scheduler.LambdaLR`."""
 
     initial: Rate
     factor: Callable[[int], float]
@@ -220,7 +220,7 @@ class Multiplicative(Schedule):
 
 
 def _progress(step: int, total_iters: int, cycle: bool = False) -> float:
-    """The share of the decay that is behind, 0 to 1."""
+    """Return the finished fraction of the decay, 0 to 1."""
     if total_iters == 0:
         return 1.0
     rounds = -(-step // total_iters) if cycle else 1

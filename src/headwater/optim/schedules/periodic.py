@@ -1,4 +1,4 @@
-"""Schedules that go up and down."""
+"""Schedules that rise and fall."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from headwater.optim.schedules.base import Period, Rate, Schedule, cosine
 
 @dataclasses.dataclass(frozen=True)
 class CosineAnnealing(Schedule):
-    """A cosine of period `2 * T_max` between `initial` and `eta_min`, without end.
+    """A cosine between `initial` and `eta_min` with a period of `2 * T_max` steps.
 
-    As `torch.optim.lr_scheduler.CosineAnnealingLR`.
+    The same as `torch.optim.lr_scheduler.CosineAnnealingLR`.
     """
 
     initial: Rate
@@ -28,9 +28,11 @@ class CosineAnnealing(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class CosineAnnealingWarmRestarts(Schedule):
-    """Half a cosine from `initial` to `eta_min`, again and again: in `T_0` steps, then `T_mult` times more.
+    """Half a cosine from `initial` to `eta_min`, restarted at its end.
 
-    As `torch.optim.lr_scheduler.CosineAnnealingWarmRestarts`: SGDR (arXiv:1608.03983).
+    The first period has `T_0` steps, each further one `T_mult` times as many as the one before.
+
+    The same as `torch.optim.lr_scheduler.CosineAnnealingWarmRestarts`: SGDR (arXiv:1608.03983).
     """
 
     initial: Rate
@@ -50,15 +52,15 @@ class CosineAnnealingWarmRestarts(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Cyclic(Schedule):
-    """A triangle wave: from `lower` to `upper` in `step_size_up` steps, back in `step_size_down`, and again.
+    """A triangle wave: from `lower` to `upper` in `step_size_up` steps, and back in `step_size_down` steps.
 
-    As `torch.optim.lr_scheduler.CyclicLR` (Smith, arXiv:1506.01186).
+    The same as `torch.optim.lr_scheduler.CyclicLR` (Smith, arXiv:1506.01186).
 
     Attributes:
-        step_size_down: as many as `step_size_up` where it is not given.
-        mode: `triangular2` halves the height of each next triangle, `exp_range` multiplies the height by
-            `gamma` to the power of the step.
-        scale_mode: what the height is a function of. It follows from `mode` and need not be given.
+        step_size_down: `step_size_up` if `None`.
+        mode: `triangular` keeps the height of the triangles. `triangular2` halves it after each triangle.
+            `exp_range` multiplies it by `gamma ** step`.
+        scale_mode: `cycle` or `iterations`; accepted only if it agrees with `mode`, which determines it.
     """
 
     lower: Rate
@@ -73,8 +75,8 @@ class Cyclic(Schedule):
         follows = "iterations" if self.mode == "exp_range" else "cycle"
         if self.scale_mode not in (None, follows):
             raise ConfigError(
-                f"scale_mode {self.scale_mode!r} does not go with mode {self.mode!r}",
-                remedy=f"leave it out, or write {follows!r}",
+                f"expected scale_mode {follows!r} with mode {self.mode!r}, got {self.scale_mode!r}",
+                remedy=f"remove scale_mode, or write {follows!r}",
             )
 
     def value(self, step: int) -> float:
@@ -92,15 +94,16 @@ class Cyclic(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class OneCycle(Schedule):
-    """From `initial` up to `peak`, then down to `initial / final_div_factor`, where it stays.
+    """A rise from `initial` to `peak`, then a fall to `initial / final_div_factor`, then this value.
 
-    As `torch.optim.lr_scheduler.OneCycleLR`, whose `max_lr / div_factor` is `initial`
+    The same as `torch.optim.lr_scheduler.OneCycleLR`, where `initial` is `max_lr / div_factor`
     (Smith and Topin, arXiv:1708.07120).
 
     Attributes:
-        total_steps: of the whole cycle.
-        pct_start: the share of it that leads up.
-        three_phase: whether it goes down to `initial` as fast as it came up, and from there to the end.
+        total_steps: steps of the whole cycle.
+        pct_start: fraction of the steps of the rise, 0 to 1.
+        three_phase: true to fall to `initial` in as many steps as the rise took, and then to the end.
+        anneal_strategy: shape of each phase, `cos` or `linear`.
     """
 
     initial: Rate
@@ -122,7 +125,7 @@ class OneCycle(Schedule):
         return levels[phase] * (1 - progress) + levels[phase + 1] * progress
 
     def _phases(self) -> tuple[list[float], list[float]]:
-        """The last step of each phase, and the values between which the phases lead."""
+        """Return the last step of each phase, and the values at the ends of the phases."""
         up, last = self.pct_start * self.total_steps, self.total_steps - 1.0
         lowest = self.initial / self.final_div_factor
         if self.three_phase:

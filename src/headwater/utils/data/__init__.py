@@ -1,4 +1,4 @@
-"""From an input function to the batches of a training loop."""
+"""Data loading for training loops: `DataLoader` and `DataExecutor`."""
 
 from headwater.utils.data.executor import DataExecutor
 from headwater.utils.data.loader import DataLoader

@@ -1,4 +1,4 @@
-"""What a batch must be: tensors, nested in any way, that hold the same number of samples."""
+"""Batches: tensors in any nesting that hold the same number of samples. Their checks and their transfer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _SHOWN = 4
 
 
 def check_batch(batch: Any, *, where: str, ragged: bool = False) -> None:
-    """Refuse what is not a batch.
+    """Check that a loader's output is a batch.
 
     Args:
-        batch: what the loader gave. `None` may stand for an optional tensor.
-        where: which batch it is, for the error.
-        ragged: whether tensors may differ in their first dimension; scalars always may.
+        batch: the object from the loader. A leaf may be `None` (an optional tensor).
+        where: place for the error, such as `batch of step 3`.
+        ragged: true if the first dimensions of the tensors may differ. Scalars are always allowed.
 
     Raises:
-        DataError: if it holds no tensors, something else, or tensors with different numbers of samples.
+        DataError: if the batch has no tensors, a leaf of another type, or different numbers of samples.
     """
     sizes: dict[str, int] = {}
     tensors = 0
@@ -34,27 +34,27 @@ def check_batch(batch: Any, *, where: str, ragged: bool = False) -> None:
                 sizes[path] = leaf.shape[0]
         elif leaf is not None:
             raise DataError(
-                f"{path} is a {type(leaf).__name__}, and a batch holds tensors",
+                f"expected {path} to be a tensor, got {type(leaf).__name__}",
                 where=where,
-                remedy="turn it into a tensor, or drop it, in the collate function of the loader",
+                remedy="convert it to a tensor, or drop it, in the collate function of the loader",
             )
 
     map_leaves(look, batch, "batch")
     if not tensors:
         raise DataError(
-            "the batch holds no tensor", where=where, remedy="look at the loader's collate function"
+            "the batch contains no tensors", where=where, remedy="check the loader's collate function"
         )
     if not ragged and len(set(sizes.values())) > 1:
         raise DataError(
             f"the tensors of a batch differ in their first dimension: {_summary(sizes)}",
             where=where,
-            remedy="pad them, or drop samples, in the collate function of the loader; "
-            "if the model takes such batches, write DataExecutor(…, ragged=True)",
+            remedy="pad the tensors in the collate function of the loader; "
+            "if the model accepts such batches, write DataExecutor(…, ragged=True)",
         )
 
 
 def _summary(sizes: dict[str, int]) -> str:
-    """One path for each size, the first that has it."""
+    """Return text that names one tensor for each first dimension."""
     first: dict[int, str] = {}
     for path, size in sizes.items():
         first.setdefault(size, path)
@@ -63,5 +63,5 @@ def _summary(sizes: dict[str, int]) -> str:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on `device`; those in pinned memory travel while the program goes on."""
+    """Return the batch with its tensors on `device`. Copies from pinned memory are asynchronous."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -1,4 +1,4 @@
-"""The executor: gives a loop its batches, and knows at which of its steps closures run."""
+"""`DataExecutor`: yields the batches of a training loop, and decides in which steps closures run."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ if TYPE_CHECKING:
 
 
 class DataExecutor:
-    """Iterates over the batches of a training or evaluation loop, a step for each.
+    """An iterable of the batches of a training or evaluation loop; each batch is one step.
 
-    Batches are checked, and moved to the device of the current backend. Iterated again, it counts the steps
-    on.
+    Batches are checked and moved to the device of the current backend. A second iteration continues to count
+    the steps of the first.
 
     Args:
         dataloader: a `DataLoader` or another iterable of batches.
-        num_steps: batches to give, starting the loader again at its end; one pass over it if not given.
-        checkpoint_steps: steps from one checkpoint to the next. Checkpoint closures run at these steps and at
-            the last one of an iteration; only at that one if not given, or 0.
-        cs_config: how many compute ranks take part.
-        activation_steps: step closures run at every so many steps and at the last; at each if not given.
-        writer: flushed at the end of the loop.
-        ragged: whether the tensors of a batch may differ in their first dimension.
-        sharded: whether the loader gives each of several ranks other batches; the first batches tell if not
-            given (see `Parts`).
+        num_steps: number of batches to yield, restarting the loader at its end; one pass if `None`.
+        checkpoint_steps: checkpoint closures run every `checkpoint_steps` steps and at the last step of an
+            iteration; only at the last step if `None` or 0.
+        cs_config: configuration of the compute ranks; one rank if `None`.
+        activation_steps: step closures run every `activation_steps` steps and at the last step; at every step
+            if `None`.
+        writer: a TensorBoard writer that is flushed at the end of the loop.
+        ragged: true if the first dimensions of a batch's tensors may differ.
+        sharded: true if the loader loads different batches on each rank; `None` to find out from the first
+            batches (see `Parts`).
 
     Attributes:
-        step: number of the step under way, from 1; between iterations, of the steps done.
-        cs_config: how many compute ranks take part.
+        step: number of the current step, from 1; between iterations, the number of finished steps.
+        cs_config: configuration of the compute ranks.
 
     Raises:
-        ConfigError: for a number of steps that is none.
-        DataError: from the iteration, if the loader gives nothing, or something that is not a batch.
+        ConfigError: if a number of steps is not an integer in its range.
+        DataError: during iteration, if the loader yields nothing, or an object that is not a batch.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class DataExecutor:
 
     @property
     def at_checkpoint_step(self) -> bool:
-        """Whether checkpoint closures run at the step under way."""
+        """True if checkpoint closures run in the current step."""
         return self._at_last or bool(self._checkpoint_steps and self.step % self._checkpoint_steps == 0)
 
     @property
     def at_activation_step(self) -> bool:
-        """Whether step closures run at the step under way."""
+        """True if step closures run in the current step."""
         return self._at_last or self.step % self._activation_steps == 0
 
     def __len__(self) -> int:
-        """Batches of one iteration; raises `TypeError` if only the loader could know, and does not."""
+        """Return the number of batches; raise `TypeError` without `num_steps` if the loader has no length."""
         return self._num_steps or len(self._dataloader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
@@ -117,6 +118,6 @@ class DataExecutor:
 def _number(name: str, value: int | None, *, smallest: int) -> int | None:
     if value is not None and (type(value) is not int or value < smallest):
         raise ConfigError(
-            f"{name} is a whole number from {smallest}, found {value!r}", where=f"DataExecutor({name}=…)"
+            f"expected {name} to be an integer >= {smallest}, got {value!r}", where=f"DataExecutor({name}=…)"
         )
     return value

@@ -1,4 +1,4 @@
-"""An input function as a data loader, and any loader as the number of batches that a run wants."""
+"""A data loader made from an input function, and iteration over a given number of batches."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _END = object()
 
 
 class DataLoader:
-    """The batches of what an input function returns; of several ranks, each one's part of them (see `Parts`).
+    """An iterable of the batches of an input function. With several ranks, each gets its part (see `Parts`).
 
-    The function is called when batches are first wanted. What it returned is iterated anew each time; if that
-    is an iterator, which has only one pass in it, the function is called anew.
+    The function is called when the first batch is needed. Each iteration iterates over its return value. If
+    that is an iterator, which allows only one pass, the function is called again for the next iteration.
 
     Attributes:
-        batches: the same, undivided.
+        batches: the whole batches, not divided among ranks.
 
     Args:
-        input_fn: returns a `torch.utils.data.DataLoader` or another iterable of batches. Which share of the
-            data it reads is its own business: see `headwater.distributed.num_tasks` and `task_id`.
-        args: what it is called with.
-        kwargs: likewise.
+        input_fn: returns a `torch.utils.data.DataLoader` or another iterable of batches. It may read a share
+            of the data for this rank: see `headwater.distributed.num_tasks` and `task_id`.
+        args: positional arguments for `input_fn`.
+        kwargs: keyword arguments for `input_fn`.
 
     Raises:
-        ConfigError: if `input_fn` cannot be called.
+        ConfigError: if `input_fn` is not callable.
     """
 
     def __init__(self, input_fn: Callable[..., Iterable[Any]], *args: Any, **kwargs: Any) -> None:
         if not callable(input_fn):
             raise ConfigError(
-                f"a function that returns batches is wanted, found {type(input_fn).__name__}",
+                f"expected a function that returns batches, got {type(input_fn).__name__}",
                 where="utils.data.DataLoader",
-                remedy="give the function itself, or give the loader that it returns to the DataExecutor",
+                remedy="pass the function without calling it, or pass the loader itself to DataExecutor",
             )
         self.batches = InputFunction(lambda: input_fn(*args, **kwargs), _name(input_fn))
         self._parts = Parts()
@@ -45,16 +45,16 @@ class DataLoader:
         return self._parts.of(self.batches)
 
     def __len__(self) -> int:
-        """Number of batches; raises `TypeError` if the loader does not know."""
+        """Return the number of batches; raise `TypeError` if the loader has no length."""
         return len(self.batches)
 
 
 class InputFunction:
-    """The batches of what a function returns, marked as read while they are.
+    """An iterable of the batches of a function's return value; `is_streamer` is true while a batch is read.
 
     Args:
         function: returns an iterable of batches.
-        name: of the function.
+        name: the function's name, for errors.
     """
 
     def __init__(self, function: Callable[[], Iterable[Any]], name: str) -> None:
@@ -76,7 +76,7 @@ class InputFunction:
             yield batch
 
     def __len__(self) -> int:
-        """Number of batches; raises `TypeError` if the loader does not know."""
+        """Return the number of batches; raise `TypeError` if the loader has no length."""
         return len(self._get())  # type: ignore[arg-type]
 
     def _get(self) -> Iterable[Any]:
@@ -92,20 +92,28 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def checked_iterable(loader: Any, *, what: str) -> Iterable[Any]:
-    """`loader`; raises `DataError` if it gives no batches. `what` precedes what was found."""
+    """Return `loader` if it is iterable.
+
+    Args:
+        loader: any object.
+        what: beginning of the error message, such as `the executor was given`.
+
+    Raises:
+        DataError: if it is not iterable.
+    """
     if isinstance(loader, Iterable):
         return loader
-    found = "nothing" if loader is None else f"a {type(loader).__name__}, which cannot be iterated"
+    found = "None" if loader is None else f"a {type(loader).__name__}, which is not iterable"
     raise DataError(
-        f"{what} {found}", remedy="return an iterable of batches, such as a torch.utils.data.DataLoader"
+        f"{what} {found}", remedy="use an iterable of batches, such as a torch.utils.data.DataLoader"
     )
 
 
 def passes(loader: Iterable[Any], num_batches: int | None) -> Iterator[Any]:
-    """`num_batches` batches: the loader starts again at its end; one pass where no number is given.
+    """Yield `num_batches` batches, restarting the loader at its end; one pass if `num_batches` is `None`.
 
     Raises:
-        DataError: if a pass gives nothing.
+        DataError: if a pass over the loader yields no batches.
     """
     given = 0
     while True:
@@ -124,17 +132,23 @@ def passes(loader: Iterable[Any], num_batches: int | None) -> Iterator[Any]:
 def _refuse_empty(given: int, num_batches: int | None) -> None:
     if not given:
         raise DataError(
-            "the data loader gave no batch",
-            remedy="look at its data set: is it empty, or smaller than one batch with drop_last?",
+            "the data loader yielded no batches",
+            remedy="check its data set: is it empty, or smaller than one batch with drop_last?",
         )
     raise DataError(
-        f"the data loader ended after {given} of {num_batches} batches, and gives none when it starts again",
-        remedy="give what can be started again, such as a torch.utils.data.DataLoader, or an input function",
+        f"the data loader ended after {given} of {num_batches} batches, and yielded nothing when restarted",
+        remedy="use an iterable that can be restarted, such as a torch.utils.data.DataLoader, "
+        "or an input function",
     )
 
 
 def with_last(batches: Iterator[Any], length: int | None) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last. If `length` is unknown, and only then, one is read ahead."""
+    """Yield each batch with a flag that is true for the last batch.
+
+    Args:
+        batches: the batches.
+        length: their number. If it is `None`, the next batch is read before the current one is yielded.
+    """
     if length is not None:
         yield from ((batch, index == length) for index, batch in enumerate(batches, 1))
         return

@@ -1,4 +1,4 @@
-"""The parts of batches that each of several ranks computes."""
+"""The division of batches among ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from headwater.fabric.membership import current
 logger = logging.getLogger(__name__)
 
 _END = object()
-_NONE = -1.0
+_NO_BATCH = -1.0
+"""Value that a rank gathers instead of a fingerprint when its data has ended. Fingerprints are >= 0."""
 
 
 class Parts:
-    """What is this rank's, of several, of the batches of a loader.
+    """This rank's parts of the batches of a loader.
 
-    A loader that gives every rank the same batches does not know of ranks: each takes its slice. One that
-    gives them different batches has divided its data itself: each takes what it is given. The first batches
-    tell.
+    If all ranks load the same batches, each rank computes its slice of every batch. If they load different
+    batches, the loader has already divided the data, and each rank computes its whole batches. The first
+    batches are compared to find out which case it is.
 
     Args:
-        are_shares: whether the loader gives each rank other batches; the first batches tell if not given.
-        equal: whether slices must be equal; otherwise sizes may differ by one, and an empty one is left out.
+        are_shares: true if each rank loads different batches; `None` to find out from the first batches.
+        equal: true if slices must be equal. Otherwise sizes may differ by one, and empty slices are skipped.
     """
 
     def __init__(self, are_shares: bool | None = None, *, equal: bool = True) -> None:
@@ -35,14 +36,15 @@ class Parts:
 
     @property
     def are_shares(self) -> bool:
-        """Whether ranks get different batches, as far as is known."""
+        """True if ranks load different batches; false also while this is not yet known."""
         return bool(self._are_shares)
 
     def of(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """This rank's parts of `batches`, up to where those of the first rank end.
+        """Yield this rank's parts of `batches`, until the data of any rank ends.
 
         Raises:
-            DataError: if a batch cannot be divided equally, or ranks have read different ones.
+            DataError: if a batch cannot be divided equally, or if ranks that loaded equal batches at first
+                load different ones later.
         """
         fabric = current()
         if fabric.size == 1:
@@ -51,8 +53,8 @@ class Parts:
         own = iter(batches)
         while True:
             batch = next(own, _END)
-            marks = fabric.gather(_NONE if batch is _END else float(fingerprint(batch)))
-            if _NONE in marks:
+            marks = fabric.gather(_NO_BATCH if batch is _END else float(fingerprint(batch)))
+            if _NO_BATCH in marks:
                 _check_end(marks)
                 return
             part = self._part(batch, marks)
@@ -60,7 +62,7 @@ class Parts:
                 yield part
 
     def look_at(self, batch: Any) -> None:
-        """Find out with a first batch of each rank whether they are different."""
+        """Find out, from a first batch on each rank, whether ranks load different batches."""
         self._note(current().gather(float(fingerprint(batch))))
 
     def _note(self, marks: Sequence[float]) -> None:
@@ -78,11 +80,11 @@ class Parts:
 
 
 def _check_end(marks: Sequence[float]) -> None:
-    """Say so if others have batches left."""
-    if any(mark != _NONE for mark in marks):
+    """Log a warning if only some ranks are at the end of their data."""
+    if any(mark != _NO_BATCH for mark in marks):
         logger.warning(
-            "the data of rank %d end first: what others have left of this pass is left out",
-            marks.index(_NONE),
+            "the data of rank %d ended first; the remaining batches of other ranks are skipped in this pass",
+            marks.index(_NO_BATCH),
         )
 
 
@@ -90,8 +92,8 @@ def _check_alike(marks: Sequence[float]) -> None:
     other = next((rank for rank, mark in enumerate(marks) if mark != marks[0]), None)
     if other is not None:
         raise DataError(
-            f"rank {other} has read another batch than rank 0, and before they had the same",
+            f"rank {other} has loaded a different batch than rank 0, but earlier batches were equal",
             where="data loader",
-            remedy="seed what is random in it; or, where it divides its data among ranks, say so with "
+            remedy="seed the loader's random numbers; if it divides its data among the ranks, write "
             "DataExecutor(…, sharded=True)",
         )
