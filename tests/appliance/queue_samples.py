@@ -48,5 +48,5 @@ def assert_cannot_be_changed(queue, job):
         lambda: queue.label(job.name, {"a": "b"}),
         lambda: queue.set_priority(job.name, Priority.P1),
     ):
-        with pytest.raises(QueueError, match=f"{job.name} is over: SUCCEEDED"):
+        with pytest.raises(QueueError, match=f"{job.name} has ended: SUCCEEDED"):
             change()

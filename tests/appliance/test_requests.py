@@ -53,8 +53,8 @@ def test_malformed_requests_are_answered(served, capfd):
         (b'{"ask": "show", "name": "wsjob-' + b"9" * 30 + b'"}', "there is no job"),
         (b'{"ask": "jobs", "everything": 1}', "expected bool for 'everything', got int"),
         (b'{"ask": "jobs"}', "the field 'everything' is missing"),
-        (b'{"ask": "label", "name": "1", "labels": {"a": 3}}', "expected texts or null"),
-        (b'{"ask": "label", "name": "1", "labels": {"a b": "c"}}', "is no label"),
+        (b'{"ask": "label", "name": "1", "labels": {"a": 3}}', "expected strings or null"),
+        (b'{"ask": "label", "name": "1", "labels": {"a b": "c"}}', "expected a label name=value, got"),
     ],
 )
 def test_an_error_says_what_was_expected(served, request_, what):
@@ -107,7 +107,7 @@ def test_a_number_or_a_beginning_names_a_job(quiet, tmp_path):
     for name in ("wsjob-00000000001", "00000000001"):
         with pytest.raises(QueueError, match="wsjob-000000000010, wsjob-000000000011"):
             quiet.show(name)
-    with pytest.raises(QueueError, match="names of several jobs begin with"):
+    with pytest.raises(QueueError, match="several jobs have names that start with"):
         quiet.cancel("wsjob-0")
     with pytest.raises(QueueError, match="there is no job 'wsjob-00000000002'"):
         quiet.show("wsjob-00000000002")

@@ -116,7 +116,7 @@ def test_users_share_the_csxs_and_leave_the_jobs_of_others_alone(folder):
     assert (jobs, seen["phase"], number) == ([name], "RUNNING", 4)
     assert "of the user" not in json.dumps(seen)
     (taken,) = ask(folder, BOB, ["submit", ["true"], {"model_dir": str(place / "run")}])
-    assert "has this model_dir" in taken["error"]
+    assert "uses this model_dir" in taken["error"]
 
     log = Path(seen["log"])
     wait_until(lambda: "of the user" in log.read_text())

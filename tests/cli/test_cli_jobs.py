@@ -112,11 +112,11 @@ def test_the_life_of_jobs_by_both_names(headwater, control, queue_dir, tmp_path)
         (("get", "jbs"), "write jobs"),
         (("cancel", "node", NAMES[0]), "unknown resource 'node'"),
         (("cancel", "job", NAMES[0]), "there is no job"),
-        (("label", "job", NAMES[0], "x"), "'x' is no label"),
-        (("label", "job", NAMES[0], "a.b=1"), "'a.b=1' is no label"),
-        (("job", "set-priority", NAMES[0], "p9"), "'p9' is no priority\n  remedy: write one of p1, p2, p3"),
+        (("label", "job", NAMES[0], "x"), "expected a label name=value, got 'x'"),
+        (("label", "job", NAMES[0], "a.b=1"), "expected a label name=value, got 'a.b=1'"),
+        (("job", "set-priority", NAMES[0], "p9"), "unknown priority 'p9'\n  remedy: write one of p1, p2, p3"),
         (("get", "jobs", "-o", "xml"), "invalid choice: 'xml'"),
-        (("get", "jobs", "--queue", "cloud"), "'cloud' is no queue"),
+        (("get", "jobs", "--queue", "cloud"), "unknown queue 'cloud'"),
         (("get",), "RESOURCE"),
         ((), "COMMAND"),
     ],
@@ -131,10 +131,10 @@ def test_bad_input_of_csctl(control, queue_dir, words, message):
     [
         (("submit",), "nothing to run"),
         (("submit", "true"), "unexpected argument 'true'"),
-        (("submit", "--num_csx", "0", "--", "true"), "0 CSXs are asked for"),
-        (("submit", "--num_csx", "4096", "--", "true"), "4096 CSXs are asked for"),
-        (("submit", "--job_labels", "x", "--", "true"), "'x' is no label"),
-        (("submit", "--job_priority", "high", "--", "true"), "'high' is no priority"),
+        (("submit", "--num_csx", "0", "--", "true"), "got 0"),
+        (("submit", "--num_csx", "4096", "--", "true"), "got 4096"),
+        (("submit", "--job_labels", "x", "--", "true"), "expected a label name=value, got 'x'"),
+        (("submit", "--job_priority", "high", "--", "true"), "unknown priority 'high'"),
         (("list", "--", "true"), "unexpected argument 'true'"),
         (("serve", "--num_csx", "0"), "--num_csx is 0"),
         (("serve", "--grace", "-1"), "--grace is -1"),
@@ -172,7 +172,7 @@ def test_a_submitted_run_is_seen_cancelled_and_goes_on(headwater, queue_dir, par
     assert job["labels"] == {"kind": "test", "team": "a"}
     assert (job["priority"], job["num_csx"], job["model_dir"]) == ("p1", 1, str(run))
     code, _, err = headwater("fit", params, "--submit")
-    assert code == 2 and "has this model_dir" in err
+    assert code == 2 and "uses this model_dir" in err
 
     wait_until(lambda: len(history(run)) >= 3 if (run / "history.jsonl").exists() else False)
     frame = headwater("jobs", "top", "--once")[1]
@@ -193,8 +193,8 @@ def test_a_submitted_run_is_seen_cancelled_and_goes_on(headwater, queue_dir, par
 
 def test_what_is_wrong_with_a_run_is_said_when_it_is_submitted(headwater, queue_dir, params):
     for words, message in (
-        (("--num_csx", 4096), "4096 CSXs are asked for"),
-        (("--job_labels", "x"), "'x' is no label"),
+        (("--num_csx", 4096), "got 4096"),
+        (("--job_labels", "x"), "expected a label name=value, got 'x'"),
         (("--job_priority", "p9"), "p9"),
         (("--max_steps", "many"), "many"),
     ):

@@ -218,7 +218,7 @@ def test_tags_hold_for_the_parts():
         ({"SequentialLR": {"schedulers": []}}, "SequentialLR needs the argument schedulers"),
         ({"SequentialLR": {"scheduler": []}}, "write schedulers"),
         ({"ChainedLR": {"schedulers": [], "milestones": [3]}}, "ChainedLR takes no argument 'milestones'"),
-        ({"ScalePerParamLR": {}}, "ScalePerParamLR needs scheduler"),
+        ({"ScalePerParamLR": {}}, "ScalePerParamLR needs the argument scheduler"),
         ("fast", "learning_rate of ConstantLR is 'fast'"),
         (
             [{"main_scheduler": "both", "scheduler": "Constant", "learning_rate": 1.0}],

@@ -1,4 +1,4 @@
-"""The appliance: a queue of jobs, and what gives them the CSXs of a machine or a cluster.
+"""The appliance: a queue of jobs and the allocation of CSXs of a machine or a cluster to them.
 
-A job is a command line with a number of CSXs; nothing here knows of models.
+A job is a command line with a number of CSXs. This package does not depend on models or training.
 """

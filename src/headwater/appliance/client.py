@@ -1,4 +1,4 @@
-"""The embedded queue of somebody else: every question goes over his socket."""
+"""The client of a shared embedded queue. Every request goes over the socket of its supervisor."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _RETRY_S, _RETRY_FOR_S = 0.1, 5.0
 
 
 class SharedQueue(Queue):
-    """A queue that root keeps for all users.
+    """A queue that belongs to root and is shared by all users.
 
     Args:
-        folder: of the queue.
+        folder: the queue's folder.
     """
 
     def __init__(self, folder: QueueFolder) -> None:
@@ -50,13 +50,13 @@ class SharedQueue(Queue):
     def num_csx(self) -> int:
         return int(self._ask("num_csx"))
 
-    def _ask(self, question: str, **told: object) -> Any:
-        """The answer; a supervisor that was just restarted is given time to come back.
+    def _ask(self, request: str, **arguments: object) -> Any:
+        """Send a request and return the answer, with retries for a few seconds if no supervisor answers.
 
-        Asking again is safe: a submission has its token, and everything else may be done twice. Cancelling is
-        sent once: twice means something else.
+        A retry is safe: a submission has a token, and most other requests may be repeated. `cancel` is not
+        retried after it was sent, because a second cancellation kills the job at once.
         """
-        line = json.dumps({"ask": question, **told}).encode() + b"\n"
+        line = json.dumps({"ask": request, **arguments}).encode() + b"\n"
         end = time.monotonic() + _RETRY_FOR_S
         while True:
             try:
@@ -65,13 +65,16 @@ class SharedQueue(Queue):
             except (ConnectionRefusedError, FileNotFoundError):
                 pass
             except (OSError, ValueError) as error:
-                if question == "cancel":
-                    raise QueueError("it is not known whether the job was cancelled; look") from error
+                if request == "cancel":
+                    raise QueueError(
+                        "the connection broke: the job may or may not have been cancelled",
+                        remedy="see `headwater jobs list`, then cancel it again if necessary",
+                    ) from error
             if time.monotonic() > end:
                 raise QueueError(
                     "the supervisor of the queue does not answer",
                     where=str(self._folder.path),
-                    remedy="root starts it: headwater jobs serve --all_users; or use a queue of your own",
+                    remedy="as root, run: headwater jobs serve --all_users; or use your own --queue_dir",
                 )
             time.sleep(_RETRY_S)
         if "error" in reply:
@@ -83,13 +86,13 @@ class SharedQueue(Queue):
             connection.settimeout(_TIMEOUT_S)
             try:
                 connection.connect(address)
-            except BlockingIOError as error:  # too many are connecting: nothing was asked yet
+            except BlockingIOError as error:  # the backlog is full; nothing was sent, so a retry is safe
                 raise ConnectionRefusedError(*error.args) from error
             connection.sendall(line)
             with connection.makefile("rb") as file:
                 return file.readline()
 
 
-def _error(told: Mapping[str, Any]) -> HeadwaterError:
-    kind: type[HeadwaterError] = getattr(errors, told["kind"])
-    return kind(told["what"], where=told["where"], remedy=told["remedy"])
+def _error(record: Mapping[str, Any]) -> HeadwaterError:
+    kind: type[HeadwaterError] = getattr(errors, record["kind"])
+    return kind(record["what"], where=record["where"], remedy=record["remedy"])

@@ -1,7 +1,7 @@
-"""The database of an embedded queue: every job there was, the CSXs, and who has which of them.
+"""The SQLite database of an embedded queue: all jobs, the CSXs, and the job that holds each CSX.
 
-A CSX is a primary key of `leases`, and a model_dir unique among jobs that are not over: whatever processes
-do at the same time, or in the middle of what they are killed, no CSX and no model_dir is given twice.
+A CSX is the primary key of `leases`, and a model_dir is unique among unfinished jobs. So no CSX and no
+model_dir can be given to two jobs, even if processes run concurrently or are killed at any point.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headwater.core.errors import QueueError
 _VERSION = 1
 _TIMEOUT_S = 60.0
 _DIGITS, _MAX_DIGITS = 12, 18
-"""Digits in the name of a job; most digits that a 64-bit number always holds."""
+"""Digits in the name of a job, and the most digits of a number that always fits 64 bits."""
 _SCHEMA = f"""
 CREATE TABLE jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -57,70 +57,70 @@ PRAGMA user_version = {_VERSION};
 
 
 class Database:
-    """A connection; one for each thread.
+    """A connection to the database of a queue. Each thread needs its own.
 
     Args:
-        folder: of the queue; the database is there.
+        folder: the queue's folder, which contains the database.
 
     Raises:
-        QueueError: if it cannot be read.
+        QueueError: if the database cannot be read, or has another version.
     """
 
     def __init__(self, folder: QueueFolder) -> None:
         self.folder = folder
-        self._forgets = False
+        self._must_truncate_log = False
         with _errors(folder.database):
             self._connection = _connect(folder.database)
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version != _VERSION:
             self.close()
             raise QueueError(
-                f"the queue is of another version of headwater: {version}, and this one has {_VERSION}",
+                f"expected queue format {_VERSION}, got format {version} of another version of headwater",
                 where=str(folder.database),
-                remedy="use that version until its jobs are over, or name another folder with --queue_dir",
+                remedy="use that version until its jobs have ended, or name another folder with --queue_dir",
             )
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> int:
-        """Run a statement; returns how many rows it changed."""
+        """Run a statement and return the number of rows that it changed."""
         with _errors(self.folder.database):
             return self._connection.execute(statement, values).rowcount
 
     def rows(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
-        """What a query finds."""
+        """Return the rows of a query."""
         with _errors(self.folder.database):
             return self._connection.execute(query, values).fetchall()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing of what is done inside; no other process changes anything meanwhile."""
+        """Run the statements of the context atomically, while other processes cannot write."""
         with _errors(self.folder.database):
-            with self._connection:  # which commits, or rolls back on any error
+            with self._connection:  # commits, or rolls back on any error
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield
-            if self._forgets:
-                self._forgets = False
-                # Otherwise the log would hold what was overwritten until it is used again.
+            if self._must_truncate_log:
+                self._must_truncate_log = False
+                # Otherwise the erased environment would stay in the write-ahead log until it is reused.
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     @property
     def changes(self) -> int:
-        """Differs from what it was if another process has changed anything."""
+        """A number that changes when another process changes the database."""
         return int(self.rows("PRAGMA data_version")[0][0])
 
     def slots(self) -> list[Slot]:
-        """The CSXs of the machine."""
+        """Return the CSXs of the machine."""
         return slots_from_record(self._setting("slots"))
 
     def grace_s(self) -> float:
-        """Seconds from the request to end a job to its end."""
+        """Return the seconds from the request to end a job until it is killed."""
         return float(self._setting("grace_s"))
 
     def change_settings(self, slots: Sequence[Slot] | None, grace_s: float | None) -> None:
-        """Set what is not `None`."""
+        """Set those of the two settings that are not `None`."""
         given = {"slots": slots and slots_to_record(slots), "grace_s": grace_s}
         for name, value in given.items():
             if value is not None:
@@ -132,16 +132,25 @@ class Database:
     def finish(
         self, number: int, phase: Phase, reason: str | None, exit_code: int | None = None, *, now: float
     ) -> None:
-        """Record that a job is over, free its CSXs and erase its environment; inside of a transaction."""
+        """Record the end of a job, free its CSXs and erase its environment. Call it inside a transaction.
+
+        Args:
+            number: the job's number.
+            phase: a final phase.
+            reason: why the job failed or was cancelled.
+            exit_code: of the job's process, if it was started.
+            now: time of the end, in seconds since 1970.
+        """
         changes = "phase = ?, reason = ?, exit_code = ?, ended = ?, environment = '{}'"
-        changes += ", slots = CASE WHEN started IS NULL THEN '[]' ELSE slots END"  # it never had them
+        # A job that never started has not used its CSXs.
+        changes += ", slots = CASE WHEN started IS NULL THEN '[]' ELSE slots END"
         values = (phase, reason, exit_code, now, number)
         self.execute(f"UPDATE jobs SET {changes} WHERE id = ?", values)
         self.execute("DELETE FROM leases WHERE job = ?", (number,))
-        self._forgets = True
+        self._must_truncate_log = True
 
     def job(self, row: sqlite3.Row) -> Job:
-        """The job of a row of the table of jobs."""
+        """Return the job in a row of the table `jobs`."""
         name = job_name(row["id"])
         model_dir = None if row["model_dir"] is None else Path(row["model_dir"])
         return Job(
@@ -165,7 +174,15 @@ class Database:
 
 
 def create_database(folder: QueueFolder, slots: Sequence[Slot], grace_s: float) -> None:
-    """Make a database, unless another process was faster; it appears as a whole."""
+    """Create the database of a queue, unless another process has created it meanwhile.
+
+    It is written under another name and then linked, so that other processes never see a partial database.
+
+    Args:
+        folder: the queue's folder.
+        slots: the CSXs of the machine.
+        grace_s: seconds from the request to end a job until it is killed.
+    """
     partial = folder.database.with_name(f"{uuid.uuid4().hex}.partial")
     with _errors(folder.database):
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -182,18 +199,18 @@ def create_database(folder: QueueFolder, slots: Sequence[Slot], grace_s: float) 
 
 
 def job_name(number: int) -> str:
-    """The name of a job."""
+    """Return the name of the job with this number."""
     return f"wsjob-{number:0{_DIGITS}d}"
 
 
 def job_numbers(name: str) -> range:
-    """Return the numbers that a job named so may have: one, or all with the same first digits.
+    """Return the numbers of the jobs that a name may mean: one job, or all with the same first digits.
 
-    A name without its leading zeros means one job: `wsjob-7` or `7`. A beginning of a full name, such as
-    `wsjob-00000000004`, means every job whose name begins so.
+    A name without leading zeros means one job: `wsjob-7` or `7`. A prefix of a full name, such as
+    `wsjob-00000000004`, means every job whose name starts with it.
 
     Raises:
-        QueueError: if no job can have that name.
+        QueueError: if `name` is not a valid name.
     """
     digits = name.removeprefix("wsjob-")
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_DIGITS):
@@ -204,14 +221,14 @@ def job_numbers(name: str) -> range:
 
 
 def unknown_job(name: str) -> QueueError:
-    """The error for a job that does not exist."""
+    """Return the error for a job that does not exist."""
     return QueueError(f"there is no job {name!r}", remedy="see `headwater jobs list --all`")
 
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_TIMEOUT_S, isolation_level=None)
     connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten with zeros
+    connection.execute("PRAGMA secure_delete = ON")  # overwrites deleted content with zeros
     return connection
 
 

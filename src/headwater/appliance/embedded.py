@@ -1,4 +1,4 @@
-"""The embedded queue, for whoever may write its database."""
+"""The embedded queue, for processes that may write its database."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from headwater.appliance.types import Job, Phase, Priority, Submission
 from headwater.core.errors import ConfigError, QueueError
 
 JOB = "HEADWATER_JOB"
-"""Where a job finds its own name."""
+"""Environment variable with a job's own name."""
 
-_OWN = (JOB, "HEADWATER_CSX")
-"""What a job is told of itself, and those that it submits are not."""
+_SET_FOR_JOB = (JOB, "HEADWATER_CSX")
+"""Environment variables that the queue sets for a job. Jobs that it submits must not inherit them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Who asks, as the kernel says."""
+    """The user that sends a request, as reported by the kernel."""
 
     uid: int
     gid: int
 
     @classmethod
     def myself(cls) -> Caller:
-        """The user of this process."""
+        """Return the effective user of this process."""
         return cls(os.geteuid(), os.getegid())
 
 
 class EmbeddedQueue(Queue):
-    """A queue in a database.
+    """A queue stored in a database.
 
     Args:
-        database: of the queue.
-        caller: as whom to ask.
-        wake: sees that somebody gives out CSXs; called when there is a job that is not over.
+        database: the queue's database.
+        caller: the user on whose behalf requests are made.
+        wake: ensures that a supervisor runs; called when a returned job is not over.
     """
 
     def __init__(self, database: Database, caller: Caller, wake: Callable[[], None]) -> None:
@@ -52,7 +52,9 @@ class EmbeddedQueue(Queue):
     def submit(self, submission: Submission, token: str) -> Job:
         _check(submission, self.num_csx())
         database, caller = self._database, self._caller
-        environment = {name: value for name, value in submission.environment.items() if name not in _OWN}
+        environment = {
+            name: value for name, value in submission.environment.items() if name not in _SET_FOR_JOB
+        }
         values = {
             "token": token,
             "uid": caller.uid,
@@ -81,16 +83,16 @@ class EmbeddedQueue(Queue):
     def jobs(self, *, everything: bool = False) -> list[Job]:
         which = "" if everything else "WHERE ended IS NULL"
         rows = self._database.rows(f"SELECT * FROM jobs {which} ORDER BY id")
-        return self._seen([self._database.job(row) for row in rows])
+        return self._ensure_served([self._database.job(row) for row in rows])
 
     def show(self, name: str) -> Job:
-        return self._seen([self._database.job(self._row(name))])[0]
+        return self._ensure_served([self._database.job(self._row(name))])[0]
 
     def cancel(self, name: str) -> Job:
         database = self._database
         with database.transaction():
             row = self._live_row(name)
-            if row["phase"] == Phase.RUNNING:  # whoever watches over it ends it
+            if row["phase"] == Phase.RUNNING:  # the process that watches over the job reads this and ends it
                 database.execute("UPDATE jobs SET cancels = cancels + 1 WHERE id = ?", (row["id"],))
             else:
                 who = f"cancelled by {user_name(self._caller.uid)} before it ran"
@@ -109,8 +111,8 @@ class EmbeddedQueue(Queue):
             row = self._live_row(name)
             if row["phase"] not in (Phase.CREATED, Phase.QUEUED):
                 raise QueueError(
-                    f"job {job_name(row['id'])} is {row['phase']}: it has its CSXs, whatever its priority",
-                    remedy="set the priority of jobs that wait",
+                    f"the priority of job {job_name(row['id'])} cannot change: it is {row['phase']}",
+                    remedy="change priorities only of jobs that are CREATED or QUEUED",
                 )
             self._database.execute("UPDATE jobs SET priority = ? WHERE id = ?", (priority, row["id"]))
         return self.show(job_name(row["id"]))
@@ -118,7 +120,7 @@ class EmbeddedQueue(Queue):
     def num_csx(self) -> int:
         return len(self._database.slots())
 
-    def _seen(self, jobs: list[Job]) -> list[Job]:
+    def _ensure_served(self, jobs: list[Job]) -> list[Job]:
         if not all(job.phase.over for job in jobs):
             self._wake()
         return jobs
@@ -131,12 +133,12 @@ class EmbeddedQueue(Queue):
             raise unknown_job(name)
         if len(rows) > 1:
             names = ", ".join(job_name(row["id"]) for row in rows)
-            what = f"the names of several jobs begin with {name!r}: {names}"
-            raise QueueError(what, remedy="write more of the name")
+            what = f"several jobs have names that start with {name!r}: {names}"
+            raise QueueError(what, remedy="write more digits of the name")
         return rows[0]
 
     def _live_row(self, name: str) -> sqlite3.Row:
-        """The row of a job that this caller may change; inside of a transaction."""
+        """Return the row of an unfinished job that the caller may change. Call it inside a transaction."""
         row = self._row(name)
         name = job_name(row["id"])
         if self._caller.uid not in (0, row["uid"]):
@@ -154,24 +156,35 @@ class EmbeddedQueue(Queue):
 
 
 def job_over(name: str, phase: str) -> QueueError:
-    """The error for a change of a job that is over."""
-    return QueueError(f"job {name} is over: {phase}", remedy="only jobs that wait or run can be changed")
+    """Return the error for a change of a job that is over."""
+    return QueueError(f"job {name} has ended: {phase}", remedy="change only jobs that wait or run")
 
 
 def model_dir_taken(name: str, phase: str, submission: Submission) -> QueueError:
-    """The error for a model_dir in which another job will work."""
+    """Return the error for a model_dir that another unfinished job uses.
+
+    Args:
+        name: of the other job.
+        phase: of the other job.
+        submission: the job that is refused.
+    """
     return QueueError(
-        f"job {name} ({phase}) has this model_dir",
+        f"job {name} ({phase}) uses this model_dir",
         where=str(submission.model_dir),
-        remedy=f"wait for it, cancel it (headwater jobs cancel {name}), or name another model_dir",
+        remedy=f"wait for it, cancel it (headwater jobs cancel {name}), or use another model_dir",
     )
 
 
 def merge_labels(labels: Mapping[str, str], changes: Mapping[str, str | None], name: str) -> dict[str, str]:
-    """The labels of job `name` after `changes`.
+    """Return the labels of a job after some changes.
+
+    Args:
+        labels: the current labels.
+        changes: new values; `None` removes a label.
+        name: of the job, for the error.
 
     Raises:
-        QueueError: if one is to be removed that is not there.
+        QueueError: if a label to remove does not exist.
     """
     for label, value in changes.items():
         if value is None and label not in labels:
@@ -184,8 +197,9 @@ def merge_labels(labels: Mapping[str, str], changes: Mapping[str, str | None], n
 
 def _check(submission: Submission, num_csx: int) -> None:
     if not 1 <= submission.num_csx <= num_csx:
+        valid = f"1 to {num_csx}" if num_csx > 1 else "1"
         raise ConfigError(
-            f"{submission.num_csx} CSXs are asked for, and there are {num_csx}",
+            f"expected num_csx to be {valid}, got {submission.num_csx}",
             where="num_csx",
-            remedy=f"write 1 to {num_csx}" if num_csx > 1 else "write 1",
+            remedy=f"write {valid}; the queue has no more CSXs",
         )

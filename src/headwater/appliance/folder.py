@@ -1,4 +1,4 @@
-"""The folder of an embedded queue: its files, and whose it is."""
+"""The folder of an embedded queue: its files, owner and locks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from headwater.core.errors import QueueError
 
 ENVIRONMENT = "HEADWATER_QUEUE_DIR"
 MACHINE = Path("/var/lib/headwater/queue")
-"""The queue that all users of a machine share."""
+"""Folder of the queue that all users of a machine share."""
 
 
 @dataclasses.dataclass(frozen=True)
 class QueueFolder:
-    """Where each file of an embedded queue lies.
+    """The paths of the files of an embedded queue.
 
     Attributes:
         path: the folder, absolute.
@@ -34,22 +34,22 @@ class QueueFolder:
 
     @property
     def socket(self) -> Path:
-        """Where other users than the owner ask."""
+        """Socket for the requests of users other than the owner."""
         return self.path / "socket"
 
     @property
     def supervisor_lock(self) -> Path:
-        """Held by the supervisor."""
+        """Lock file held by the running supervisor."""
         return self.path / "supervisor.lock"
 
     @property
     def start_lock(self) -> Path:
-        """Held by whoever starts a supervisor."""
+        """Lock file held by a process while it starts a supervisor."""
         return self.path / "start.lock"
 
     @property
     def job_locks(self) -> Path:
-        """Held, a byte for each job, by the process that watches over the job."""
+        """Lock file with one byte per job, held by the process that watches over the job."""
         return self.path / "jobs.lock"
 
     @property
@@ -57,28 +57,28 @@ class QueueFolder:
         return self.path / "supervisor.log"
 
     def open_supervisor_log(self) -> int:
-        """Return the supervisor's log, open to append; other users may not read it."""
+        """Open the supervisor's log for appending, readable by the owner only; return its descriptor."""
         log = os.open(self.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.fchmod(log, 0o600)  # an earlier version may have made it readable for all
         return log
 
     def job_folder(self, job: str) -> Path:
-        """Where the log of a job goes that has no model_dir."""
+        """Return the folder for the log of a job that has no model_dir."""
         return self.path / "logs" / job
 
     @property
     def exists(self) -> bool:
-        """Whether it is there, as far as this user can see."""
+        """True if the folder exists and this user can see it."""
         return os.access(self.path, os.F_OK)
 
     @property
     def owned(self) -> bool:
-        """Whether this user may read and write its files."""
+        """True if the folder belongs to this user."""
         return self.path.stat().st_uid == os.geteuid()
 
     @property
     def shared(self) -> bool:
-        """Whether other users may ask."""
+        """True if the queue accepts requests of other users."""
         return os.access(self._mark, os.F_OK)
 
     @property
@@ -86,13 +86,14 @@ class QueueFolder:
         return self.path / "shared"
 
     def create(self, *, shared: bool = False) -> None:
-        """Make the folder, or see that nobody else can write there.
+        """Create the folder, or check that only its owner can write to an existing one.
 
         Args:
-            shared: other users may ask from now on.
+            shared: true to accept requests of other users from now on.
 
         Raises:
-            QueueError: if others can write there: they could have their own jobs run as this user.
+            QueueError: if the folder cannot be created, belongs to another user, or other users can write to
+                it. They could then run commands as this user.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,9 +102,9 @@ class QueueFolder:
                 raise self.not_ours()
             if self.path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise QueueError(
-                    "others may write to the folder of the queue",
+                    "other users can write to the folder of the queue",
                     where=str(self.path),
-                    remedy="chmod go-w it, or name another folder",
+                    remedy=f"run: chmod go-w {self.path}; or name another folder",
                 )
             (self.path / "logs").mkdir(mode=0o700, exist_ok=True)
             if shared:
@@ -111,10 +112,12 @@ class QueueFolder:
                 for folder in (self.path, self.path / "logs"):
                     folder.chmod(folder.stat().st_mode | stat.S_IXGRP | stat.S_IXOTH)
         except OSError as error:
-            raise QueueError(f"no queue can be here: {error.strerror}", where=str(self.path)) from error
+            raise QueueError(
+                f"the folder of the queue cannot be created: {error.strerror}", where=str(self.path)
+            ) from error
 
     def not_ours(self) -> QueueError:
-        """The error for a folder of another user that is not shared."""
+        """Return the error for a folder of another user that is not shared."""
         return QueueError(
             f"the queue belongs to {user_name(self.path.stat().st_uid)}",
             where=str(self.path),
@@ -123,7 +126,15 @@ class QueueFolder:
 
 
 def find_folder(given: Path | None = None, *, shared: bool = False) -> QueueFolder:
-    """The folder that is named, or that of the machine where there is or shall be one, or the user's own."""
+    """Return the folder of the queue to use.
+
+    It is the first of these: `given`; HEADWATER_QUEUE_DIR; the machine's folder, if it exists or `shared` is
+    set; the user's own folder.
+
+    Args:
+        given: a folder named by the user.
+        shared: true if the queue is to be shared by all users.
+    """
     named = given or os.environ.get(ENVIRONMENT)
     if named:
         return QueueFolder(Path(named).expanduser().absolute())
@@ -134,7 +145,7 @@ def find_folder(given: Path | None = None, *, shared: bool = False) -> QueueFold
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or his number where he has none."""
+    """Return the name of a user, or the number as text if the user has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -142,8 +153,11 @@ def user_name(uid: int) -> str:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Waits for the lock of a file and holds it; the system frees it when the process ends."""
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file inside the context; block until it is free.
+
+    The system releases the lock if the process ends.
+    """
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -152,12 +166,13 @@ def held(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def is_held(path: Path) -> bool:
-    """Whether somebody holds the lock of a file; several may ask at once."""
+def is_locked(path: Path) -> bool:
+    """True if a process holds the exclusive lock of a file."""
     if not path.exists():
         return False
     lock = os.open(path, os.O_RDONLY)
     try:
+        # A shared lock, so that processes that test at the same time do not take each other for a holder.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

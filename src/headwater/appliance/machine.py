@@ -1,4 +1,4 @@
-"""The CSXs of one machine: which cores and which GPU each of them is."""
+"""The CSXs of one machine, each with its cores and its GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DEVICES = Path("/dev")
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A place for one compute rank.
+    """A CSX of this machine: the place for one compute rank.
 
     Attributes:
-        number: of the CSX.
-        cores: on which it computes.
-        gpu: on which it computes, as CUDA_VISIBLE_DEVICES names it.
+        number: number of the CSX, from 0.
+        cores: the CPU cores on which the rank runs.
+        gpu: the rank's GPU, as CUDA_VISIBLE_DEVICES names it; `None` for a CPU rank.
     """
 
     number: int
@@ -29,31 +29,30 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """As the column SYSTEMS has it."""
+        """Name of the CSX, as in the column SYSTEMS."""
         return slot_name(self.number)
 
 
 def slot_name(number: int) -> str:
-    """The name of a CSX."""
+    """Return the name of a CSX."""
     return f"csx-{number}"
 
 
 def find_slots(num_csx: int | None = None) -> list[Slot]:
-    """The CSXs of this machine: each GPU is one, or, where there is none, each core.
-
-    Cores are divided among them.
+    """Return the CSXs of this machine, with its cores divided among them.
 
     Args:
-        num_csx: how many there shall be; with more than there are cores, some share one.
+        num_csx: number of CSXs; if `None`, the number of GPUs, or of cores without a GPU. If it is larger
+            than the number of cores, several CSXs share a core.
 
     Raises:
-        ConfigError: if there cannot be so many.
+        ConfigError: if the machine has GPUs, but fewer than `num_csx`.
     """
     cores, gpus = sorted(os.sched_getaffinity(0)), _gpus()
     number = num_csx or len(gpus) or len(cores)
     if gpus and number > len(gpus):
         raise ConfigError(
-            f"{number} CSXs are asked for, and there are {len(gpus)} GPUs",
+            f"expected at most {len(gpus)} CSXs, the number of GPUs, got {number}",
             remedy=f"write at most {len(gpus)}",
         )
     return [
@@ -68,7 +67,7 @@ def _share(cores: Sequence[int], index: int, number: int) -> tuple[int, ...]:
 
 
 def _gpus() -> list[str]:
-    """The GPUs, as CUDA_VISIBLE_DEVICES names them; found without torch, for which a queue need not wait."""
+    """Return the GPUs, as CUDA_VISIBLE_DEVICES names them, without the slow import of torch."""
     names = [str(index) for index, _ in enumerate(_DEVICES.glob("nvidia[0-9]*"))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -77,22 +76,22 @@ def _gpus() -> list[str]:
 
 
 def job_environment(slots: Sequence[Slot]) -> dict[str, str]:
-    """What tells a job which CSXs it has."""
-    told = {"HEADWATER_CSX": ",".join(str(slot.number) for slot in slots)}
+    """Return the environment variables that tell a job its CSXs and GPUs."""
+    csx = {"HEADWATER_CSX": ",".join(str(slot.number) for slot in slots)}
     gpus = [slot.gpu for slot in slots if slot.gpu is not None]
-    return {**told, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else told
+    return {**csx, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else csx
 
 
 def job_cores(slots: Sequence[Slot]) -> set[int]:
-    """The cores of a job."""
+    """Return the cores of a job."""
     return {core for slot in slots for core in slot.cores}
 
 
 def slots_to_record(slots: Sequence[Slot]) -> list[dict[str, Any]]:
-    """As JSON has them."""
+    """Return the slots as values that JSON can represent."""
     return [dataclasses.asdict(slot) for slot in slots]
 
 
 def slots_from_record(record: Sequence[dict[str, Any]]) -> list[Slot]:
-    """What `slots_to_record` gave."""
+    """Return the slots from the return value of `slots_to_record`."""
     return [Slot(**{**one, "cores": tuple(one["cores"])}) for one in record]

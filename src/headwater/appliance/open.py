@@ -1,4 +1,4 @@
-"""Which queue a command speaks to."""
+"""Selection and setup of the queue that a command uses."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ _GRACE_S = 120.0
 
 
 def open_queue(backend: str | None = None, folder: Path | None = None) -> Queue:
-    """The queue of that kind.
+    """Return the queue to use.
 
     Args:
-        backend: one of `BACKENDS`; HEADWATER_QUEUE, or else the embedded one, where absent.
-        folder: of the embedded queue; found where absent.
+        backend: one of `BACKENDS`; if `None`, the value of HEADWATER_QUEUE, or else `embedded`.
+        folder: folder of the embedded queue; see `find_folder` for `None`.
 
     Raises:
-        ConfigError: if there is no such backend.
+        ConfigError: if the backend is unknown.
         QueueError: if the queue cannot be used.
     """
     backend = backend or os.environ.get(ENVIRONMENT) or BACKENDS[0]
     if backend not in BACKENDS:
-        raise ConfigError(f"{backend!r} is no queue", remedy=f"write one of {', '.join(BACKENDS)}")
+        raise ConfigError(f"unknown queue {backend!r}", remedy=f"write one of {', '.join(BACKENDS)}")
     if backend == "slurm":
         return SlurmQueue()
     found = find_folder(folder)
     if found.exists and not found.owned:
         if not found.shared or found.path.stat().st_uid != 0:
-            raise found.not_ours()  # who keeps a queue sees the environment of its jobs: root alone may
+            # The owner of a queue can read the environment of its jobs, so only root's queue is used.
+            raise found.not_ours()
         return SharedQueue(found)
     prepare(found)
     return EmbeddedQueue(Database(found), Caller.myself(), lambda: ensure_supervisor(found))
@@ -48,13 +49,14 @@ def open_queue(backend: str | None = None, folder: Path | None = None) -> Queue:
 def prepare(
     folder: QueueFolder, *, num_csx: int | None = None, grace_s: float | None = None, shared: bool = False
 ) -> None:
-    """See that there is a queue, with what is given in place of what it was before.
+    """Create the queue if it does not exist, and change the settings that are given.
 
     Args:
-        folder: where.
-        num_csx: CSXs of this machine; each GPU, or else each core, is one where absent.
-        grace_s: seconds from the request to end a job to its end.
-        shared: other users may ask.
+        folder: the queue's folder.
+        num_csx: number of CSXs of this machine. `None` keeps the setting; a new queue then has one CSX for
+            each GPU, or for each core without a GPU.
+        grace_s: seconds from the request to end a job until it is killed. `None` keeps the setting.
+        shared: true to accept requests of other users.
     """
     folder.create(shared=shared)
     if not folder.database.exists():

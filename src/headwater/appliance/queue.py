@@ -15,57 +15,57 @@ _POLL_S = 0.2
 
 
 class Queue(ABC):
-    """Jobs of all users, as one user may see and change them.
+    """A queue of the jobs of all users, as one user sees it.
 
-    Every method raises `QueueError` where there is no such job, where it is another user's, or where it is
-    over and nothing can change any more.
+    Every method raises `QueueError` if the named job does not exist. The methods that change a job also raise
+    it if the job belongs to another user or has ended.
     """
 
     @abstractmethod
     def submit(self, submission: Submission, token: str) -> Job:
-        """Put a job into the queue.
+        """Put a job into the queue and return it.
 
         Args:
             submission: the job.
-            token: names this submission; given a second time it means the same job.
+            token: unique name of this submission. A second call with the same token returns the same job.
 
         Raises:
-            ConfigError: if there are not so many CSXs.
-            QueueError: if another job that is not over has its model_dir.
+            ConfigError: if the job needs more CSXs than exist.
+            QueueError: if another unfinished job uses its model_dir.
         """
 
     @abstractmethod
     def jobs(self, *, everything: bool = False) -> list[Job]:
-        """The jobs that are not over, or all there ever were; the oldest first."""
+        """Return the unfinished jobs, or with `everything` all jobs; the oldest first."""
 
     @abstractmethod
     def show(self, name: str) -> Job:
-        """One job."""
+        """Return a job."""
 
     @abstractmethod
     def cancel(self, name: str) -> Job:
-        """Ask a job to end, or, the second time, end it at once."""
+        """Ask a job to end (SIGTERM); kill it if it was asked before. Return the job."""
 
     @abstractmethod
     def label(self, name: str, labels: Mapping[str, str | None]) -> Job:
-        """Set labels of a job; `None` removes one."""
+        """Set labels of a job and return it; the value `None` removes a label."""
 
     @abstractmethod
     def set_priority(self, name: str, priority: Priority) -> Job:
-        """Change the priority of a job that waits."""
+        """Change the priority of a waiting job and return it."""
 
     @abstractmethod
     def num_csx(self) -> int:
-        """CSXs that there are."""
+        """Return the number of CSXs that the queue manages."""
 
     def wait(self, name: str, timeout_s: float | None = None) -> Job:
-        """The job when it is over.
+        """Block until a job is over, and return it.
 
         Raises:
-            QueueError: if it is not after `timeout_s`.
+            QueueError: if it is not over after `timeout_s` seconds.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        name = self.show(name).name  # a beginning of it may mean several jobs later
+        name = self.show(name).name  # the full name: a prefix may match several jobs later
         while not (job := self.show(name)).phase.over:
             if end is not None and time.monotonic() > end:
                 raise QueueError(f"job {name} is still {job.phase} after {timeout_s:g} s")
@@ -73,11 +73,12 @@ class Queue(ABC):
         return job
 
     def logs(self, name: str, *, follow: bool = False) -> Iterator[str]:
-        """What a job has printed; with `follow` also what it prints until it is over."""
+        """Yield the output of a job; with `follow`, until the job is over."""
         name = self.show(name).name
         position, decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
         while True:
-            job = self.show(name)  # before its log is read: that of a job that is over is then whole
+            # Ask before the log is read: if the job is over, the log that is read next is complete.
+            job = self.show(name)
             try:
                 with job.log.open("rb") as file:
                     file.seek(position)
@@ -85,12 +86,12 @@ class Queue(ABC):
                         yield decoder.decode(data)
                     position = file.tell()
             except FileNotFoundError:
-                pass  # it has printed nothing yet
+                pass  # the job has not printed anything yet
             except OSError as error:
                 raise QueueError(
                     f"the log of job {name} cannot be read: {error.strerror}",
                     where=str(job.log),
-                    remedy=f"it is a file of {job.user}, whose job it is",
+                    remedy=f"ask {job.user}, the owner of the job",
                 ) from error
             if job.phase.over or not follow:
                 return
@@ -98,5 +99,5 @@ class Queue(ABC):
 
 
 def new_token() -> str:
-    """Names a submission."""
+    """Return a unique name for a submission."""
     return uuid.uuid4().hex

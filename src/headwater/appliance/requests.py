@@ -1,4 +1,4 @@
-"""Requests of other users to a shared queue: a line of JSON, checked field by field, and its answer."""
+"""Requests of other users to a shared queue. A request is a line of JSON that is checked field by field."""
 
 from __future__ import annotations
 
@@ -14,56 +14,57 @@ from headwater.appliance.types import Job, Submission, read_fields, read_label_c
 from headwater.core.errors import ConfigError, HeadwaterError, QueueError
 
 MAX_BYTES = 8 << 20
-"""Longest request."""
+"""Longest request, in bytes."""
 
 _MAX_ERROR_CHARS = 2000
-"""An error may repeat what was asked; the answer repeats no more than this."""
+"""Longest text of an error in an answer. Errors may quote the request, which can be large."""
 
-_Told = Mapping[str, Any]
+_Arguments = Mapping[str, Any]
 
 
-def _label(queue: Queue, told: _Told) -> Job:
-    labels: dict[str, str | None] = told["labels"]
+def _label(queue: Queue, arguments: _Arguments) -> Job:
+    labels: dict[str, str | None] = arguments["labels"]
     if not all(value is None or isinstance(value, str) for value in labels.values()):
-        raise ConfigError("expected texts or null as labels", where="the request: labels")
+        raise ConfigError("expected strings or null as labels", where="the request: labels")
     read_label_changes([f"{name}-" if value is None else f"{name}={value}" for name, value in labels.items()])
-    return queue.label(told["name"], labels)
+    return queue.label(arguments["name"], labels)
 
 
 _TEXT, _FLAG = (str,), (bool,)
-_ANSWERS: dict[str, tuple[dict[str, tuple[type, ...]], Callable[[Queue, _Told], object]]] = {
+_ANSWERS: dict[str, tuple[dict[str, tuple[type, ...]], Callable[[Queue, _Arguments], object]]] = {
     "submit": (
         {"submission": (dict,), "token": _TEXT},
-        lambda queue, told: queue.submit(Submission.from_record(told["submission"]), told["token"]),
+        lambda queue, args: queue.submit(Submission.from_record(args["submission"]), args["token"]),
     ),
-    "jobs": ({"everything": _FLAG}, lambda queue, told: queue.jobs(everything=told["everything"])),
-    "show": ({"name": _TEXT}, lambda queue, told: queue.show(told["name"])),
-    "cancel": ({"name": _TEXT}, lambda queue, told: queue.cancel(told["name"])),
+    "jobs": ({"everything": _FLAG}, lambda queue, args: queue.jobs(everything=args["everything"])),
+    "show": ({"name": _TEXT}, lambda queue, args: queue.show(args["name"])),
+    "cancel": ({"name": _TEXT}, lambda queue, args: queue.cancel(args["name"])),
     "label": ({"name": _TEXT, "labels": (dict,)}, _label),
     "set_priority": (
         {"name": _TEXT, "priority": _TEXT},
-        lambda queue, told: queue.set_priority(told["name"], read_priority(told["priority"])),
+        lambda queue, args: queue.set_priority(args["name"], read_priority(args["priority"])),
     ),
-    "num_csx": ({}, lambda queue, told: queue.num_csx()),
+    "num_csx": ({}, lambda queue, args: queue.num_csx()),
 }
-"""The fields of each request with their types, and how it is answered."""
+"""For each request, its fields with their types, and the function that answers it."""
 
 
 def answer(folder: QueueFolder, caller: Caller, line: bytes) -> dict[str, Any]:
-    """Return the answer to a request, or the error, as JSON has it.
+    """Return the answer to a request, or its error, as values that JSON can represent.
 
     Args:
-        folder: of the queue.
-        caller: name of the user that sent the request, as the kernel reports it.
-        line: the request; anything at all.
+        folder: the queue's folder.
+        caller: the user that sent the request, as reported by the kernel.
+        line: the request, from an untrusted sender.
     """
     try:
         request = _parse(line)
         fields, ask = _ANSWERS[request.pop("ask")]
-        told: _Told = read_fields(request, fields, "the request")
+        arguments: _Arguments = read_fields(request, fields, "the request")
         database = Database(folder)
         try:
-            return {"answer": _plain(ask(EmbeddedQueue(database, caller, wake=lambda: None), told))}
+            queue = EmbeddedQueue(database, caller, wake=lambda: None)
+            return {"answer": _plain(ask(queue, arguments))}
         finally:
             database.close()
     except HeadwaterError as error:
@@ -74,7 +75,10 @@ def answer(folder: QueueFolder, caller: Caller, line: bytes) -> dict[str, Any]:
 
 def _parse(line: bytes) -> dict[str, Any]:
     if len(line) > MAX_BYTES:
-        raise ConfigError(f"command and environment of a job have more than {MAX_BYTES >> 20} MiB")
+        raise ConfigError(
+            f"the request is larger than {MAX_BYTES >> 20} MiB",
+            remedy="submit a shorter command, with fewer or shorter environment variables",
+        )
     try:
         request = json.loads(line.decode())
     except (ValueError, RecursionError) as error:

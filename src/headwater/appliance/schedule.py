@@ -1,7 +1,7 @@
-"""Which jobs start now: a decision on plain numbers.
+"""The scheduler: decides which jobs start now, as a pure function of numbers.
 
-Priority first, then age. A job that does not fit reserves what becomes free: behind it only those start that
-cannot keep it waiting, whichever of the running jobs ends first. How long jobs take is never guessed.
+Jobs are ordered by priority, then by age. If a job does not fit, later jobs are started (backfill) only if
+they cannot delay it, in whatever order the running jobs end. The duration of jobs is never estimated.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from headwater.appliance.types import Priority
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A job that waits.
+    """A waiting job.
 
     Attributes:
-        number: of the job; the older, the smaller.
-        num_csx: CSXs that it needs, all at once.
-        priority: what comes first.
+        number: number of the job; older jobs have smaller numbers.
+        num_csx: CSXs that it needs at the same time.
+        priority: its priority.
     """
 
     number: int
@@ -28,16 +28,16 @@ class Request:
 
 
 def schedule(waiting: Iterable[Request], held: Iterable[int], free: int) -> list[Request]:
-    """The jobs to start now, in order.
+    """Return the jobs to start now, in order.
 
     Args:
-        waiting: jobs that want to start; none needs more CSXs than there are.
-        held: CSXs of each job that runs.
-        free: CSXs that nobody has.
+        waiting: the waiting jobs. The queue has at least as many CSXs as each of them needs.
+        held: number of CSXs of each running job.
+        free: number of free CSXs.
     """
     taken = list(held)
     chosen: list[Request] = []
-    first: Request | None = None  # of those that must wait
+    first: Request | None = None  # the first job that does not fit
     for request in sorted(waiting, key=lambda request: (request.priority, request.number)):
         if free == 0:
             break
@@ -51,16 +51,21 @@ def schedule(waiting: Iterable[Request], held: Iterable[int], free: int) -> list
 
 
 def _delays(num_csx: int, missing: int, held: Iterable[int]) -> bool:
-    """Whether a job of `num_csx` may keep one waiting that needs `missing` more than are free.
+    """True if starting a job now could delay the first job that does not fit.
 
-    It may if some of the running jobs together give back enough for that one, and not enough for both.
+    It could if some of the running jobs together release enough CSXs for the first job, but not for both.
+
+    Args:
+        num_csx: CSXs of the job to start now.
+        missing: CSXs that the first job needs in addition to the free ones.
+        held: number of CSXs of each running job.
     """
-    sums = 1  # bit n: some of the running jobs have n CSXs together
+    sums = 1  # bit n is set if some subset of the running jobs holds n CSXs
     for count in held:
         sums |= sums << count
     return bool(sums >> missing & ((1 << num_csx) - 1))
 
 
 def choose_slots(free: Iterable[int], num_csx: int) -> list[int]:
-    """The slots for a job: the first ones, which are next to each other where nothing else runs."""
+    """Return the slots for a job: the free ones with the smallest numbers, which are often neighbours."""
     return sorted(free)[:num_csx]

@@ -1,6 +1,6 @@
-"""How other users ask the owner of a shared queue: a line of JSON over a socket, and a line back.
+"""The server of a shared queue. A request and its answer are each a line of JSON over a Unix socket.
 
-Who asks is not what a request says but what the kernel says of the process at the other end.
+The user of a request is the one that the kernel reports for the peer process, never one named in the request.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _CREDENTIALS = struct.Struct("3i")
 
 @contextmanager
 def serving(folder: QueueFolder) -> Iterator[None]:
-    """Answers other users meanwhile, where the queue is shared."""
+    """Answer the requests of other users inside the context, if the queue is shared."""
     if not folder.shared:
         yield
         return
     with suppress(FileNotFoundError):
-        folder.socket.unlink()  # of a supervisor that was killed
+        folder.socket.unlink()  # left by a supervisor that was killed
     with _Server(folder) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -42,7 +42,7 @@ def serving(folder: QueueFolder) -> Iterator[None]:
 
 @contextmanager
 def socket_address(folder: QueueFolder) -> Iterator[str]:
-    """The address of the queue's socket, short enough for the system however long the path is."""
+    """Yield a short address of the queue's socket, because Unix socket addresses have at most 108 bytes."""
     handle = os.open(folder.path, os.O_PATH)
     try:
         yield f"/proc/self/fd/{handle}/{folder.socket.name}"
@@ -66,7 +66,7 @@ class _Handler(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        with suppress(OSError):  # whoever asked is gone, or too slow
+        with suppress(OSError):  # the client is gone, or too slow
             line = self.rfile.readline(MAX_BYTES + 1)
             found = answer(self.server.folder, self._caller(), line)
             self.wfile.write(json.dumps(found).encode() + b"\n")

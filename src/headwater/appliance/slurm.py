@@ -1,7 +1,7 @@
-"""The queue of a cluster that Slurm manages: every question is one of its commands.
+"""The queue of a cluster that Slurm manages. Every request runs one of Slurm's programs.
 
-A CSX is a generic resource of Slurm, `csx`, as the cluster's `gres.conf` defines it. What Slurm has no word
-for (labels, priority class, model_dir) travels in the job's comment, the command in its name.
+A CSX is a generic resource (GRES) named `csx`, which the cluster's `gres.conf` defines. Slurm has no fields
+for labels, priority class and model_dir: they are stored in the job's comment. The command is the job's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headwater.core.errors import ConfigError, QueueError
 _TIMEOUT_S = 60.0
 _NICE = {Priority.P1: 0, Priority.P2: 10_000, Priority.P3: 20_000}
 _MAX_TEXT = 1000
-"""Slurm takes names and comments of little more."""
+"""Longest name or comment, in characters. Slurm's own limit is slightly higher."""
 
 _FIELD, _RECORD = "\x1f", "\x1e"
 _FIELDS = (
@@ -60,15 +60,15 @@ _PHASES = {
     "COMPLETED": Phase.SUCCEEDED,
     "CANCELLED": Phase.CANCELLED,
 }
-"""Every other state is a way to fail."""
+"""Phases of Slurm's states. All other states mean that the job failed."""
 
 _HELD = "JobHeldUser"
-_TOLD = {"token", "labels", "priority", "model_dir", "log"}
+_METADATA_KEYS = {"token", "labels", "priority", "model_dir", "log"}
 _CSX = re.compile(r"\bcsx(?::[A-Za-z_]\w*)?:(\d+)")
 
 
 class SlurmQueue(Queue):
-    """The jobs of a Slurm cluster that were submitted here; users and their rights are Slurm's.
+    """The queue of a Slurm cluster. It contains the jobs submitted with Headwater; Slurm manages permissions.
 
     Raises:
         QueueError: if Slurm is not installed.
@@ -77,13 +77,14 @@ class SlurmQueue(Queue):
     def __init__(self) -> None:
         if shutil.which("sbatch") is None:
             raise QueueError(
-                "Slurm is not here: there is no command sbatch",
+                "the command sbatch was not found: Slurm is not installed on this machine",
                 remedy="use a machine of the cluster, or the embedded queue: --queue embedded",
             )
 
     def submit(self, submission: Submission, token: str) -> Job:
         _check(submission, self.num_csx())
-        known = next((name for name, told in self._told() if told.get("token") == token), None)
+        live = self._live_metadata()
+        known = next((name for name, metadata in live if metadata.get("token") == token), None)
         if known is None:
             known = _submit(submission, token)
             self._refuse_taken(known, submission)
@@ -91,7 +92,7 @@ class SlurmQueue(Queue):
         return self.show(known)
 
     def jobs(self, *, everything: bool = False) -> list[Job]:
-        jobs = [_job(record) for record in _records() if _told(record) is not None]
+        jobs = [_job(record) for record in _records() if _metadata(record) is not None]
         return [job for job in jobs if everything or not job.phase.over]
 
     def show(self, name: str) -> Job:
@@ -99,10 +100,11 @@ class SlurmQueue(Queue):
 
     def cancel(self, name: str) -> Job:
         job = self._live(name)
-        told = _told(self._record(name)) or {}
-        if job.phase == Phase.RUNNING and not told.get("cancelled"):
-            self._tell(name, {**told, "cancelled": True})
-            # Its main process alone, which tells the others as it sees fit: a rank asked twice stops at once.
+        metadata = _metadata(self._record(name)) or {}
+        if job.phase == Phase.RUNNING and not metadata.get("cancelled"):
+            self._write_metadata(name, {**metadata, "cancelled": True})
+            # Signal only the main process, which forwards the signal. A rank that receives it a second time
+            # would stop at once.
             _ask("scancel", "--batch", "--signal=TERM", name)
         else:
             _ask("scancel", name)
@@ -110,15 +112,18 @@ class SlurmQueue(Queue):
 
     def label(self, name: str, labels: Mapping[str, str | None]) -> Job:
         job = self._live(name)
-        told = _told(self._record(name)) or {}
-        self._tell(name, {**told, "labels": merge_labels(job.labels, labels, name)})
+        metadata = _metadata(self._record(name)) or {}
+        self._write_metadata(name, {**metadata, "labels": merge_labels(job.labels, labels, name)})
         return self.show(name)
 
     def set_priority(self, name: str, priority: Priority) -> Job:
         job = self._live(name)
         if job.phase not in (Phase.CREATED, Phase.QUEUED):
-            raise QueueError(f"job {name} is {job.phase}: it has its CSXs, whatever its priority")
-        self._tell(name, {**(_told(self._record(name)) or {}), "priority": priority})
+            raise QueueError(
+                f"the priority of job {name} cannot change: it is {job.phase}",
+                remedy="change priorities only of jobs that are CREATED or QUEUED",
+            )
+        self._write_metadata(name, {**(_metadata(self._record(name)) or {}), "priority": priority})
         _ask("scontrol", "update", f"JobId={name}", f"Nice={_NICE[priority]}")
         return self.show(name)
 
@@ -128,7 +133,7 @@ class SlurmQueue(Queue):
 
     def _record(self, name: str) -> dict[str, str]:
         record = next((one for one in _records() if one["JobID"] == name), None)
-        if record is None or _told(record) is None:
+        if record is None or _metadata(record) is None:
             raise unknown_job(name)
         return record
 
@@ -138,22 +143,26 @@ class SlurmQueue(Queue):
             raise job_over(name, job.phase)
         return job
 
-    def _told(self) -> list[tuple[str, dict[str, Any]]]:
-        """Names of the jobs that are not over, with what their comments say."""
+    def _live_metadata(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the names of the unfinished jobs, with their metadata."""
         return [
-            (record["JobID"], told)
+            (record["JobID"], metadata)
             for record in _records()
-            if (told := _told(record)) is not None and not _phase(record, told).over
+            if (metadata := _metadata(record)) is not None and not _phase(record, metadata).over
         ]
 
-    def _tell(self, name: str, told: Mapping[str, Any]) -> None:
-        _ask("scontrol", "update", f"JobId={name}", f"Comment={_comment(told)}")
+    def _write_metadata(self, name: str, metadata: Mapping[str, Any]) -> None:
+        _ask("scontrol", "update", f"JobId={name}", f"Comment={_comment(metadata)}")
 
     def _refuse_taken(self, name: str, submission: Submission) -> None:
-        """Of two jobs with one model_dir the older stays; the younger is held until this is known."""
-        for other, told in self._told():
+        """Cancel a new job whose model_dir an older unfinished job uses, and raise `QueueError`.
+
+        The check comes after the submission, while the job is held: so of two jobs that are submitted at the
+        same time, exactly one remains.
+        """
+        for other, metadata in self._live_metadata():
             mine = submission.model_dir and str(submission.model_dir)
-            if mine and told["model_dir"] == mine and int(other) < int(name):
+            if mine and metadata["model_dir"] == mine and int(other) < int(name):
                 _ask("scancel", name)
                 raise model_dir_taken(other, self.show(other).phase, submission)
 
@@ -161,21 +170,23 @@ class SlurmQueue(Queue):
 def _check(submission: Submission, num_csx: int) -> None:
     if not 1 <= submission.num_csx <= num_csx:
         raise ConfigError(
-            f"{submission.num_csx} CSXs are asked for, and the cluster has {num_csx}",
+            f"expected num_csx to be 1 to {num_csx}, got {submission.num_csx}",
             where="gres csx",
-            remedy="write fewer, or have csx in the cluster's gres.conf",
+            remedy="write a number that the cluster has, or define more csx in the cluster's gres.conf",
         )
 
 
 def _submit(submission: Submission, token: str) -> str:
-    """Hands a job over, held; its name."""
+    """Submit a job to Slurm in the held state, and return its name."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = submission.model_dir or Path(state) / "headwater" / "slurm"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise QueueError(f"the log cannot be there: {error.strerror}", where=str(folder)) from error
-    told = {
+        raise QueueError(
+            f"the folder for the log cannot be created: {error.strerror}", where=str(folder)
+        ) from error
+    metadata = {
         "token": token,
         "labels": dict(submission.labels),
         "priority": submission.priority,
@@ -193,7 +204,7 @@ def _submit(submission: Submission, token: str) -> str:
         f"--gres=csx:{submission.num_csx}",
         f"--nice={_NICE[submission.priority]}",
         f"--job-name={command if len(command) <= _MAX_TEXT else submission.command[0]}",
-        f"--comment={_comment(told)}",
+        f"--comment={_comment(metadata)}",
         f"--chdir={submission.folder}",
         f"--output={str(folder).replace('%', '%%')}/%j.log",
         "--open-mode=append",
@@ -203,25 +214,28 @@ def _submit(submission: Submission, token: str) -> str:
     return _ask("sbatch", *words, stdin=script, environment=environment).strip().split(";")[0]
 
 
-def _comment(told: Mapping[str, Any]) -> str:
-    """What is told, in characters that mean nothing to Slurm."""
-    text = base64.urlsafe_b64encode(json.dumps(told).encode()).decode()
+def _comment(metadata: Mapping[str, Any]) -> str:
+    """Encode a job's metadata as base64, without characters that are special to Slurm."""
+    text = base64.urlsafe_b64encode(json.dumps(metadata).encode()).decode()
     if len(text) > _MAX_TEXT:
-        raise ConfigError("labels and model_dir are too long for Slurm", remedy="write shorter ones")
+        raise ConfigError(
+            f"labels and model_dir need {len(text)} characters in Slurm's comment, the limit is {_MAX_TEXT}",
+            remedy="write shorter ones",
+        )
     return text
 
 
-def _told(record: Mapping[str, str]) -> dict[str, Any] | None:
-    """What `_comment` wrote; `None` for a job that was submitted by other means."""
+def _metadata(record: Mapping[str, str]) -> dict[str, Any] | None:
+    """Decode a job's metadata from its comment; return `None` for a job that Headwater did not submit."""
     try:
-        told = json.loads(base64.urlsafe_b64decode(record["Comment"]))
+        metadata = json.loads(base64.urlsafe_b64decode(record["Comment"]))
     except ValueError:
         return None
-    return told if isinstance(told, dict) and told.keys() >= _TOLD else None
+    return metadata if isinstance(metadata, dict) and metadata.keys() >= _METADATA_KEYS else None
 
 
 def _records() -> list[dict[str, str]]:
-    """What Slurm knows of all jobs; it forgets one some minutes after its end (`MinJobAge`)."""
+    """Return Slurm's records of all jobs. Slurm deletes them some minutes after a job's end (`MinJobAge`)."""
     ends = [_FIELD] * (len(_FIELDS) - 1) + [_RECORD]
     style = ",".join(f"{name}:{end}" for name, end in zip(_FIELDS, ends, strict=True))
     text = _ask("squeue", "--noheader", "--states=all", f"--Format={style}")
@@ -230,18 +244,18 @@ def _records() -> list[dict[str, str]]:
     return sorted(records, key=lambda record: record["JobID"].zfill(20))
 
 
-def _phase(record: Mapping[str, str], told: Mapping[str, Any]) -> Phase:
+def _phase(record: Mapping[str, str], metadata: Mapping[str, Any]) -> Phase:
     phase = _PHASES.get(record["State"], Phase.FAILED)
     if phase == Phase.QUEUED and record["Reason"] == _HELD:
         return Phase.CREATED
-    return Phase.CANCELLED if phase.over and told.get("cancelled") else phase
+    return Phase.CANCELLED if phase.over and metadata.get("cancelled") else phase
 
 
 def _job(record: Mapping[str, str]) -> Job:
-    told = _told(record)
-    assert told is not None, "jobs of others are left out before"
-    phase = _phase(record, told)
-    model_dir = told["model_dir"] and Path(told["model_dir"])
+    metadata = _metadata(record)
+    assert metadata is not None, "the caller has skipped jobs that Headwater did not submit"
+    phase = _phase(record, metadata)
+    model_dir = metadata["model_dir"] and Path(metadata["model_dir"])
     started = _moment(record["StartTime"]) if phase not in (Phase.CREATED, Phase.QUEUED) else None
     exit_code = os.waitstatus_to_exitcode(int(record["exit_code"])) if phase.over and started else None
     num_csx = _CSX.search(record["tres-per-node"])
@@ -252,13 +266,13 @@ def _job(record: Mapping[str, str]) -> Job:
         folder=Path(record["WorkDir"]),
         num_csx=int(num_csx[1]) if num_csx else 0,
         model_dir=model_dir,
-        priority=Priority(told["priority"]),
-        labels=told["labels"],
+        priority=Priority(metadata["priority"]),
+        labels=metadata["labels"],
         phase=phase,
-        reason=_reason(record, phase, exit_code, cancelled="cancelled" in told),
+        reason=_reason(record, phase, exit_code, cancelled="cancelled" in metadata),
         exit_code=exit_code,
         systems=tuple(filter(None, [record["NodeList"]])),
-        log=Path(told["log"]) / f"{record['JobID']}.log",
+        log=Path(metadata["log"]) / f"{record['JobID']}.log",
         created=_moment(record["SubmitTime"]) or 0.0,
         started=started,
         ended=_moment(record["EndTime"]) if phase.over else None,
@@ -268,7 +282,7 @@ def _job(record: Mapping[str, str]) -> Job:
 def _command(name: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(name))
-    except ValueError:  # somebody has given it another name since
+    except ValueError:  # the job was renamed
         return (name,)
 
 
@@ -288,10 +302,16 @@ def _moment(text: str) -> float | None:
 def _ask(
     program: str, *words: str, stdin: str | None = None, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """What one of Slurm's programs answers.
+    """Run one of Slurm's programs and return its output.
+
+    Args:
+        program: name of the program.
+        words: its arguments.
+        stdin: text for its standard input.
+        environment: its environment variables.
 
     Raises:
-        QueueError: if it refuses; says why.
+        QueueError: if it fails or does not answer, with its error output.
     """
     try:
         done = subprocess.run(
@@ -305,5 +325,7 @@ def _ask(
     except (OSError, subprocess.TimeoutExpired) as error:
         raise QueueError(f"{program} does not answer: {error}") from error
     if done.returncode:
-        raise QueueError(f"Slurm refuses: {done.stderr.strip() or done.stdout.strip()}", where=program)
+        raise QueueError(
+            f"{program} failed: {done.stderr.strip() or done.stdout.strip()}", where=f"Slurm's {program}"
+        )
     return done.stdout

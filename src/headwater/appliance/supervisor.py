@@ -1,6 +1,6 @@
-"""The supervisor: gives the CSXs of this machine to the jobs that wait. One at a time has a queue.
+"""The supervisor, which allocates the CSXs of this machine to waiting jobs. A queue has one at a time.
 
-It keeps nothing in memory that is not in the database: killed at any instant, the next one goes on.
+All its state is in the database. If it is killed at any instant, the next supervisor continues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 
 from headwater.appliance.database import Database, job_name
 from headwater.appliance.embedded import JOB
-from headwater.appliance.folder import ENVIRONMENT, QueueFolder, held, is_held
+from headwater.appliance.folder import ENVIRONMENT, QueueFolder, is_locked, locked
 from headwater.appliance.machine import slot_name
 from headwater.appliance.schedule import Request, choose_slots, schedule
 from headwater.appliance.server import serving
@@ -37,18 +37,18 @@ _TICK_S, _LOOK_S = 0.1, 1.0
 _START_TIMEOUT_S, _KILL_TIMEOUT_S = 30.0, 10.0
 _TRIES = 3
 _IDLE_S = 60.0
-"""After so long without a job a supervisor ends that nobody started by hand."""
+"""Seconds without a job after which a supervisor ends that was started in the background."""
 
 
 def supervise(folder: QueueFolder, idle_s: float | None = None) -> None:
-    """Give out CSXs until SIGTERM or Ctrl-C; jobs that run then go on.
+    """Allocate CSXs to jobs until SIGTERM or Ctrl-C. Jobs that run at that time continue.
 
     Args:
-        folder: of the queue.
-        idle_s: end after so many seconds without a job; never where absent.
+        folder: the queue's folder.
+        idle_s: seconds without a job after which to return; `None` for no limit.
 
     Raises:
-        QueueError: if another supervisor has this queue.
+        QueueError: if the queue has another supervisor.
     """
     while True:
         lock = _take(folder)
@@ -58,11 +58,12 @@ def supervise(folder: QueueFolder, idle_s: float | None = None) -> None:
                 Supervisor(database).run(stop, idle_s)
         finally:
             os.close(lock)
-        # A job that was submitted before the lock was free has found a supervisor, so it is looked for after.
+        # A client that submitted a job before the release of the lock saw a running supervisor and did not
+        # start one. So look for unfinished jobs after the release, and continue if there are any.
         if (
             stop.asked
             or not database.rows("SELECT 1 FROM jobs WHERE ended IS NULL")
-            or is_held(folder.supervisor_lock)
+            or is_locked(folder.supervisor_lock)
         ):
             database.close()
             return
@@ -70,13 +71,13 @@ def supervise(folder: QueueFolder, idle_s: float | None = None) -> None:
 
 
 class _Stop:
-    """Whether a signal has asked the supervisor to end."""
+    """A flag that is set when a signal asks the supervisor to end."""
 
     def __init__(self) -> None:
         self.asked = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler."""
+        """Set the flag; a signal handler."""
         self.asked = True
 
 
@@ -88,9 +89,11 @@ def _stopping() -> Iterator[_Stop]:
 
 
 def _take(folder: QueueFolder) -> int:
-    """The lock of the one supervisor."""
+    """Take the supervisor's lock and return its file descriptor."""
     lock = os.open(folder.supervisor_lock, os.O_RDWR | os.O_CREAT, 0o600)
-    end = time.monotonic() + 1  # those who only look hold it for an instant
+    end = (
+        time.monotonic() + 1
+    )  # is_locked takes the lock for an instant, so one failure does not mean a holder
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,16 +102,18 @@ def _take(folder: QueueFolder) -> int:
             if time.monotonic() > end:
                 os.close(lock)
                 raise QueueError(
-                    "another supervisor gives out the CSXs of this queue", where=str(folder.path)
+                    "another supervisor is running for this queue",
+                    where=str(folder.path),
+                    remedy="stop it first, or use the queue that it serves",
                 ) from None
             time.sleep(_TICK_S / 10)
 
 
 class Supervisor:
-    """Gives out CSXs.
+    """The allocator of CSXs to jobs.
 
     Args:
-        database: of the queue.
+        database: the queue's database.
     """
 
     def __init__(self, database: Database) -> None:
@@ -118,7 +123,7 @@ class Supervisor:
         self._locks = os.open(database.folder.job_locks, os.O_RDWR | os.O_CREAT, 0o600)
 
     def run(self, stop: _Stop, idle_s: float | None) -> None:
-        """Look after jobs until somebody asks to stop, or there were none for `idle_s`."""
+        """Serve jobs until `stop` is set, or until there was no job for `idle_s` seconds."""
         changes, looked, busy = None, 0.0, time.monotonic()
         while not stop.asked:
             now = time.monotonic()
@@ -128,14 +133,14 @@ class Supervisor:
                 try:
                     if self.look():
                         busy = now
-                except QueueError as error:  # a full disk, say: it may be over the next time
+                except QueueError as error:  # for example a full disk, which may be temporary
                     logger.error("%s", error)
             if idle_s is not None and now - busy > idle_s:
                 return
             time.sleep(_TICK_S)
 
     def look(self) -> bool:
-        """See what has happened, and start what can start; whether there is a job that is not over."""
+        """Update the state of all jobs and start those that can start; true if a job is not over."""
         self._wrappers = {number: one for number, one in self._wrappers.items() if one.poll() is None}
         self._find_lost()
         self._admit()
@@ -150,26 +155,26 @@ class Supervisor:
         ]
 
     def _find_lost(self) -> None:
-        """Jobs that nobody watches over any more have failed: how they ended cannot be known."""
+        """Mark running jobs as failed if their wrapper process is gone. Their exit codes are then unknown."""
         for number in self._numbers(Phase.RUNNING):
             if not try_lock(self._locks, number):
                 continue
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, number)
             if number not in self._numbers(Phase.RUNNING):
-                continue  # it was over just before
+                continue  # the wrapper has recorded the end since the query
             _kill_processes(self._database.folder, job_name(number))
-            reason = "the process that watched over it was ended, or the machine was"
+            reason = "its wrapper process was killed, or the machine was restarted"
             with self._database.transaction():
                 self._database.finish(number, Phase.FAILED, reason, now=time.time())
 
     def _admit(self) -> None:
-        """See whether jobs can ever run; there may be fewer CSXs than when they were submitted."""
+        """Queue new jobs, and fail those that need more CSXs than now exist."""
         num_csx = len(self._database.slots())
         with self._database.transaction():
             self._database.execute("UPDATE jobs SET phase = ? WHERE phase = ?", (Phase.QUEUED, Phase.CREATED))
             query = "SELECT id, num_csx FROM jobs WHERE phase = ? AND num_csx > ?"
             for row in self._database.rows(query, (Phase.QUEUED, num_csx)):
-                reason = f"it needs {row['num_csx']} CSXs, and there are {num_csx}"
+                reason = f"it needs {row['num_csx']} CSXs, but the machine has {num_csx}"
                 self._database.finish(row["id"], Phase.FAILED, reason, now=time.time())
 
     def _give_slots(self) -> None:
@@ -199,14 +204,14 @@ class Supervisor:
                 logger.info("%s on %s", job_name(request.number), ", ".join(map(slot_name, slots)))
 
     def _start_wrappers(self) -> None:
-        """Start what watches over the jobs that have CSXs, also those of a supervisor that was killed."""
+        """Start the wrappers of all jobs that have CSXs, also of those that a killed supervisor left."""
         folder = self._database.folder
         for number in self._numbers(Phase.INITIALIZING):
             if number in self._wrappers:
                 continue
             tries = self._tries[number] = self._tries.get(number, 0) + 1
             if tries > _TRIES:
-                reason = "the process that would watch over it does not start; the supervisor's log says why"
+                reason = "its wrapper process does not start; see the supervisor's log"
                 with self._database.transaction():
                     if number in self._numbers(Phase.INITIALIZING):
                         self._database.finish(number, Phase.FAILED, reason, now=time.time())
@@ -223,7 +228,7 @@ class Supervisor:
 
 
 def _kill_processes(folder: QueueFolder, job: str) -> None:
-    """End what is left of a job that nobody watches over; its processes are known by their environment."""
+    """Kill the remaining processes of a job without a wrapper; they are recognised by their environment."""
     ended = []
     for process in psutil.process_iter():
         try:
@@ -232,36 +237,39 @@ def _kill_processes(folder: QueueFolder, job: str) -> None:
                 process.kill()
                 ended.append(process)
         except psutil.Error:
-            continue  # it is gone, or another user's
+            continue  # the process is gone, or belongs to another user
     psutil.wait_procs(ended, timeout=_KILL_TIMEOUT_S)
 
 
 def ensure_supervisor(folder: QueueFolder) -> None:
-    """See that a supervisor runs; starts one in the background if there is none.
+    """Start a supervisor in the background, unless one is running.
 
     Raises:
         QueueError: if it does not start.
     """
-    if is_held(folder.supervisor_lock):
+    if is_locked(folder.supervisor_lock):
         return
-    with held(folder.start_lock):
-        if is_held(folder.supervisor_lock):
+    with locked(folder.start_lock):
+        if is_locked(folder.supervisor_lock):
             return
         pid = _start_in_background(folder)
         end = time.monotonic() + _START_TIMEOUT_S
-        while not is_held(folder.supervisor_lock):
+        while not is_locked(folder.supervisor_lock):
             ended, _ = os.waitpid(pid, os.WNOHANG)
             if ended or time.monotonic() > end:
                 raise QueueError(
-                    "the supervisor of the queue does not start; jobs wait until one does",
+                    "the supervisor of the queue does not start; until then all jobs wait",
                     where=str(folder.supervisor_log),
-                    remedy="see why there, or with `headwater jobs serve`",
+                    remedy="see this log for the reason, or run `headwater jobs serve`",
                 )
             time.sleep(_TICK_S / 10)
 
 
 def _start_in_background(folder: QueueFolder) -> int:
-    """Its process number. It has nothing of the job that may have asked for it."""
+    """Start a supervisor and return its process number.
+
+    It does not inherit the variables HEADWATER_*. The caller may be a job, and its variables are its own.
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADWATER_")}
     log = folder.open_supervisor_log()
     try:
@@ -281,7 +289,7 @@ def _start_in_background(folder: QueueFolder) -> int:
 
 
 def main(path: str) -> int:
-    """A supervisor in the background; returns its exit code."""
+    """Run a supervisor in the background and return its exit code."""
     os.chdir("/")
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     folder = QueueFolder(Path(path))

@@ -1,4 +1,4 @@
-"""What the queue is about: jobs, their phases and priorities, and who asks for what."""
+"""The data types of the queue: jobs, their phases and priorities, and submissions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _VALUE = re.compile(r"[A-Za-z0-9._/:@+-]{0,200}")
 
 
 class Phase(StrEnum):
-    """Where a job is in its life."""
+    """The phases of a job's life."""
 
     CREATED = "CREATED"
-    """Recorded, and not yet seen by whoever gives out CSXs."""
+    """Recorded, but not yet seen by the supervisor."""
     QUEUED = "QUEUED"
-    """It waits for CSXs."""
+    """Waiting for CSXs."""
     INITIALIZING = "INITIALIZING"
-    """It has CSXs, and its process is being started."""
+    """Has CSXs; its process is being started."""
     RUNNING = "RUNNING"
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
@@ -32,12 +32,12 @@ class Phase(StrEnum):
 
     @property
     def over(self) -> bool:
-        """Whether nothing will change any more."""
+        """True for the final phases."""
         return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED)
 
 
 class Priority(StrEnum):
-    """`p1` comes before `p2`, and that before `p3`."""
+    """The priority of a job: `p1` before `p2` before `p3`."""
 
     P1 = "p1"
     P2 = "p2"
@@ -53,7 +53,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "priority": Priority,
     "phase": Phase,
 }
-"""What JSON does not have, by attribute."""
+"""Conversions of the attributes whose types JSON does not have."""
 
 _SUBMISSION: dict[str, tuple[type, ...]] = {
     "command": (list, tuple),
@@ -65,50 +65,56 @@ _SUBMISSION: dict[str, tuple[type, ...]] = {
     "labels": (dict,),
     "umask": (int,),
 }
-"""Types of the fields of a submission, as JSON has them."""
+"""Types of the fields of a submission in JSON."""
 
 _MAX_UMASK = 0o777
 
 
 def ending(exit_code: int) -> str:
-    """How a process ended, in words."""
+    """Return a text that says how a process ended; a negative code is the signal that killed it."""
     if exit_code < 0:
         return f"ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"
 
 
 def read_priority(text: str) -> Priority:
-    """The priority of that name.
+    """Return the priority named `text`.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if the name is unknown.
     """
     try:
         return Priority(text)
     except ValueError:
-        raise ConfigError(f"{text!r} is no priority", remedy=f"write one of {', '.join(Priority)}") from None
+        raise ConfigError(
+            f"unknown priority {text!r}", remedy=f"write one of {', '.join(Priority)}"
+        ) from None
 
 
 def read_labels(words: Sequence[str]) -> dict[str, str]:
-    """Labels from `name=value` each.
+    """Parse labels, each written as `name=value`.
 
     Raises:
-        ConfigError: if a word is nothing of the kind.
+        ConfigError: if a word does not have this form.
     """
     labels = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not (equals and _NAME.fullmatch(name) and _VALUE.fullmatch(value)):
             raise ConfigError(
-                f"{word!r} is no label",
-                remedy="write name=value; a name has letters, digits, - and _, a value also . / : @ +",
+                f"expected a label name=value, got {word!r}",
+                remedy="use letters, digits, - and _ in a name; in a value also . / : @ +",
             )
         labels[name] = value
     return labels
 
 
 def read_label_changes(words: Sequence[str]) -> dict[str, str | None]:
-    """Likewise; `name-` stands for a label that goes away, and is `None`."""
+    """Parse changes of labels: `name=value` sets a label, `name-` removes it (value `None`).
+
+    Raises:
+        ConfigError: if a word does not have one of these forms.
+    """
     changes: dict[str, str | None] = {}
     for word in words:
         if word.endswith("-") and "=" not in word:
@@ -120,20 +126,20 @@ def read_label_changes(words: Sequence[str]) -> dict[str, str | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A job as somebody asks for it.
+    """A request to run a job.
 
     Attributes:
         command: program and arguments.
-        folder: in which it runs; absolute.
-        environment: with which it runs; nobody but the job sees it again.
-        num_csx: CSXs that it takes, all at once.
-        model_dir: where its artifacts and its log go; absolute. One job at a time has a model_dir.
-        priority: what comes first.
-        labels: whatever the user wants to find it by.
-        umask: with which it makes files.
+        folder: working directory; absolute.
+        environment: environment variables. They are erased when the job ends.
+        num_csx: number of CSXs that the job needs at the same time.
+        model_dir: folder for the job's artifacts and log; absolute. Only one unfinished job may use it.
+        priority: priority of the job.
+        labels: the user's labels.
+        umask: file mode creation mask of the job's process.
 
     Raises:
-        ConfigError: if something in it is not what it must be.
+        ConfigError: if a value has the wrong type or is out of range.
     """
 
     command: tuple[str, ...]
@@ -147,63 +153,72 @@ class Submission:
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
-            raise ConfigError("there is nothing to run", remedy="write a command")
+            raise ConfigError("the command of the job is empty", remedy="write a command")
         if not (self.folder.is_absolute() and (self.model_dir is None or self.model_dir.is_absolute())):
-            raise ConfigError("folder and model_dir of a job are absolute paths")
+            raise ConfigError(
+                f"expected absolute paths, got folder {self.folder} and model_dir {self.model_dir}",
+                remedy="write absolute paths",
+            )
         paths = (str(self.folder), str(self.model_dir or ""))
         words = (*self.command, *self.environment, *self.environment.values(), *paths)
         if not all(isinstance(word, str) and "\0" not in word for word in words):
-            raise ConfigError("command, environment and folders of a job are texts without zero bytes")
+            raise ConfigError(
+                "expected command, environment and folders of a job to be strings without null characters",
+                remedy="remove the null characters",
+            )
         if not all(_is_utf8(path) for path in paths):
             raise ConfigError(
                 f"expected names of folders in UTF-8, got {paths[0]!a} and {paths[1]!a}",
                 remedy="rename the folder",
             )
         if not (isinstance(self.num_csx, int) and isinstance(self.umask, int)):
-            raise ConfigError("num_csx and umask of a job are whole numbers")
+            raise ConfigError(
+                f"expected integers, got num_csx {self.num_csx!r} and umask {self.umask!r}",
+                remedy="write integers",
+            )
         if not 0 <= self.umask <= _MAX_UMASK:
             raise ConfigError(f"expected a umask of 0 to {_MAX_UMASK:#o}, got {self.umask}")
         read_labels([f"{name}={value}" for name, value in self.labels.items()])
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields as values that JSON can represent."""
         return _to_record(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the submission that `to_record` wrote; `record` may come from anywhere.
+        """Return the submission from a return value of `to_record`; `record` is checked completely.
 
         Raises:
-            ConfigError: if it is not such a record.
+            ConfigError: if `record` is not such a value.
         """
         given = read_fields(record, _SUBMISSION, "the submission")
         texts = [*given["command"], *given["environment"].values(), *given["labels"].values()]
         if not all(isinstance(text, str) for text in texts):
-            raise ConfigError("command, environment and labels of a job are texts")
+            raise ConfigError("expected command, environment and labels of a job to be strings")
         return cls(**_from_record({**given, "priority": read_priority(given["priority"])}))
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job as the queue knows it.
+    """A job in the queue.
 
     Attributes:
-        name: by which it is asked for.
-        user: whose it is.
+        name: unique name.
+        user: owner of the job.
         command: program and arguments.
-        folder: in which it runs.
-        num_csx: CSXs that it takes.
-        model_dir: where its artifacts go.
-        priority: what comes first.
-        labels: the user's own.
-        phase: where it is.
-        reason: why it failed or was cancelled, or what it waits for.
-        exit_code: of its process; negative for the signal that ended it.
+        folder: working directory.
+        num_csx: number of its CSXs.
+        model_dir: folder for its artifacts.
+        priority: its priority.
+        labels: the user's labels.
+        phase: its current phase.
+        reason: why it failed, was cancelled or waits.
+        exit_code: exit code of its process; negative if a signal killed it.
         systems: names of the CSXs that it has or had.
-        log: what it prints.
-        created: when it was submitted, in seconds since 1970.
-        started: when its process was started.
-        ended: when it was over.
+        log: file with its output.
+        created: time of the submission, in seconds since 1970.
+        started: time at which its process was started.
+        ended: time of its end.
     """
 
     name: str
@@ -224,22 +239,27 @@ class Job:
     ended: float | None
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields as values that JSON can represent."""
         return _to_record(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """What `to_record` gave."""
+        """Return the job from a return value of `to_record`."""
         return cls(**_from_record(record))
 
 
 def read_fields(
     record: Mapping[str, Any], fields: Mapping[str, tuple[type, ...]], where: str
 ) -> dict[str, Any]:
-    """Return `record` if it has exactly these fields, each of one of its types.
+    """Return a copy of `record` after checking its fields.
+
+    Args:
+        record: any mapping.
+        fields: the names of the expected fields, with their types. A bool is not accepted for an int.
+        where: place for the error.
 
     Raises:
-        ConfigError: if it has others, or a value has another type. A bool is not a number here.
+        ConfigError: if a field is missing, unknown or of another type.
     """
     for name in fields.keys() ^ record.keys():
         problem = "is missing" if name in fields else "is unknown"

@@ -1,8 +1,8 @@
-"""The process that watches over one job: starts it, once, ends it when asked to, and records how it ended.
+"""The wrapper process of a job: it starts the job, ends it on request, and records its exit code.
 
-There is one for each job that runs. It lives on whatever happens to the supervisor, and belongs to the owner
-of the queue, so that the job cannot stop it. While it lives it holds the job's byte of the file of job locks;
-the job is claimed in the database before its process is started, and so never starts a second time.
+Each running job has one. It does not depend on the supervisor, and runs as the owner of the queue, so that
+the job cannot stop it. While it lives, it holds the job's byte of the file `jobs.lock`. It claims the job in
+the database before it starts the job's process, so a job is never started twice.
 
     python -m headwater.appliance.wrapper FOLDER NUMBER
 """
@@ -34,31 +34,46 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WATCH_S, _END_S, _RETRY_S = 0.5, 0.05, 5.0
 NOT_STARTED = 127
-"""Exit code of a job whose command could not be run, as a shell has it."""
+"""Exit code of a job whose command could not be run; the same as in a shell."""
 
 
 def main(folder: str, number: str) -> int:
-    """Watch over a job until it is over; returns the exit code of this process, which is not the job's."""
-    for ignored in _IGNORED:  # what ends the machine ends the job, and that is to be recorded
+    """Run a job to its end.
+
+    Args:
+        folder: the queue's folder.
+        number: the job's number.
+
+    Returns:
+        The exit code of this process (not that of the job).
+    """
+    # At shutdown these signals also reach the job. The wrapper must survive them to record the job's end.
+    for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     database = Database(QueueFolder(Path(folder)))
     lock = os.open(database.folder.job_locks, os.O_RDWR | os.O_CREAT, 0o600)
     if not try_lock(lock, int(number)) or (row := claim(database, int(number))) is None:
-        return 0  # somebody else watches over it, or it was cancelled
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # no process of the job escapes
+        return 0  # the job has another wrapper, or was cancelled
+    # Orphaned processes of the job become children of this process, so that it can end all of them.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     phase, reason, exit_code = Watch(database, row).run()
     while True:
         try:
             with database.transaction():
                 database.finish(int(number), phase, reason, exit_code, now=time.time())
-        except QueueError:  # a full disk, say: the job keeps its CSXs until it can be recorded
+        except QueueError:  # for example a full disk; the job keeps its CSXs until its end is recorded
             time.sleep(_RETRY_S)
         else:
             return 0
 
 
 def try_lock(lock: int, number: int) -> bool:
-    """Take the lock of a job, which ends with this process; whether nobody else had it."""
+    """Try to take the lock of a job, which this process then holds until it ends; true if it was free.
+
+    Args:
+        lock: file descriptor of the file of job locks.
+        number: the job's number.
+    """
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
     except OSError:
@@ -67,7 +82,7 @@ def try_lock(lock: int, number: int) -> bool:
 
 
 def claim(database: Database, number: int) -> sqlite3.Row | None:
-    """Take a job, once; what is known of it, or `None` if it is not there to be taken."""
+    """Mark a job as running and return its row; `None` if it is not in the phase INITIALIZING."""
     with database.transaction():
         claimed = database.execute(
             "UPDATE jobs SET phase = ?, started = ? WHERE id = ? AND phase = ?",
@@ -77,11 +92,11 @@ def claim(database: Database, number: int) -> sqlite3.Row | None:
 
 
 class Watch:
-    """A job from its start to its end.
+    """The run of one job, from its start to its end.
 
     Args:
-        database: of the queue.
-        row: of the job, which is claimed.
+        database: the queue's database.
+        row: the row of the claimed job.
     """
 
     def __init__(self, database: Database, row: sqlite3.Row) -> None:
@@ -93,8 +108,12 @@ class Watch:
         self._deadline: float | None = None
 
     def run(self) -> tuple[Phase, str | None, int | None]:
-        """Start the process and wait until none of the job's processes is left; how it ended."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it is waited for below
+        """Start the job and wait until all its processes have ended.
+
+        Returns:
+            The final phase, the reason, and the exit code.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # sigtimedwait receives it below
         child, complaint = _start(self._database, self._row)
         code = None
         while (found := _reap()) is not None:
@@ -103,7 +122,7 @@ class Watch:
                 code = status
             if ended == 0:
                 self._read_cancels()
-                if self._cancels or code is not None:  # also what the job has left running
+                if self._cancels or code is not None:  # after its exit, end what the job left running
                     self._end_processes()
                 signal.sigtimedwait({signal.SIGCHLD}, _END_S if self._deadline else _WATCH_S)
         assert code is not None, "the process was a child of this one"
@@ -116,12 +135,15 @@ class Watch:
     def _read_cancels(self) -> None:
         try:
             rows = self._database.rows("SELECT cancels FROM jobs WHERE id = ?", (self._row["id"],))
-        except QueueError:  # a full disk, say, is no reason to end a job
+        except QueueError:  # an unreadable database must not end the job
             return
         self._cancels = rows[0]["cancels"]
 
     def _end_processes(self) -> None:
-        """Ask each process that is nobody else's child to end; it tells its own as it sees fit."""
+        """Send SIGTERM to each direct child once; after the grace period send SIGKILL to all descendants.
+
+        A direct child forwards SIGTERM to its own children if it wants to.
+        """
         self._deadline = self._deadline or time.monotonic() + self._grace_s
         late = self._cancels > 1 or time.monotonic() > self._deadline
         for process in psutil.Process().children(recursive=late):
@@ -133,7 +155,7 @@ class Watch:
 
 
 def _reap() -> tuple[int, int] | None:
-    """A process that has ended, with its exit code; 0 if none has, and `None` if none is left."""
+    """Return the number and exit code of an ended process; number 0 if all run, `None` if none is left."""
     try:
         ended, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -149,31 +171,40 @@ def _send(process: psutil.Process, number: int) -> None:
 
 
 def _start(database: Database, row: sqlite3.Row) -> tuple[int, str | None]:
-    """Start the job's process; its number, and why its command could not be run."""
+    """Start the job's process; return its number, and the reason if its command could not be run."""
     slots = [slot for slot in database.slots() if slot.number in json.loads(row["slots"])]
     job = database.job(row)
     if row["model_dir"] is None:
         job.log.parent.mkdir(mode=0o700, exist_ok=True)
         if row["uid"] != os.geteuid():
             os.chown(job.log.parent, row["uid"], row["gid"])
-    complaint, child_end = os.pipe()  # closed when the command runs
+    # The child writes an error to the pipe. A successful exec closes the pipe, because it is not inherited.
+    complaint, child_end = os.pipe()
     watcher = os.getpid()
     child = os.fork()
     if child == 0:
         try:
             _become(row, database.folder.path, job.log, slots, watcher)
-        except BaseException as error:  # noqa: BLE001 (it is told to the other side, whatever it is)
+        except BaseException as error:  # noqa: BLE001 (every error is reported to the parent)
             os.write(child_end, str(error).encode())
         finally:
             os._exit(NOT_STARTED)
     os.close(child_end)
     with os.fdopen(complaint, "rb") as pipe:
         text = pipe.read().decode(errors="replace")
-    return child, f"it could not be started: {text}" if text else None
+    return child, f"its command could not be started: {text}" if text else None
 
 
 def _become(row: sqlite3.Row, folder: Path, log: Path, slots: Sequence[Slot], watcher: int) -> NoReturn:
-    """Turn this process into the job's: its own session, cores, user, folder, log and environment."""
+    """Replace this process by the job's command, after setting up its session, cores, user, folder and log.
+
+    Args:
+        row: the job's row.
+        folder: the queue's folder.
+        log: file for the job's output.
+        slots: the job's CSXs.
+        watcher: process number of the wrapper.
+    """
     os.setsid()
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_DFL)
@@ -182,8 +213,9 @@ def _become(row: sqlite3.Row, folder: Path, log: Path, slots: Sequence[Slot], wa
     os.umask(row["umask"])
     if row["uid"] != os.geteuid():
         _become_user(row["uid"], row["gid"])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # unwatched it would be nobody's
-    assert os.getppid() == watcher, "the process that watches over it is gone"
+    # Die with the wrapper. It may have died before prctl, so check that it is still the parent.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    assert os.getppid() == watcher, "the wrapper process is gone"
     os.chdir(row["folder"])
     log.parent.mkdir(parents=True, exist_ok=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -193,10 +225,10 @@ def _become(row: sqlite3.Row, folder: Path, log: Path, slots: Sequence[Slot], wa
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    told = {JOB: name, ENVIRONMENT: str(folder), **job_environment(slots)}
+    variables = {JOB: name, ENVIRONMENT: str(folder), **job_environment(slots)}
     command = json.loads(row["command"])
     try:
-        os.execvpe(command[0], command, {**json.loads(row["environment"]), **told})
+        os.execvpe(command[0], command, {**json.loads(row["environment"]), **variables})
     except OSError as error:
         raise QueueError(f"{command[0]}: {error.strerror}") from error
 
