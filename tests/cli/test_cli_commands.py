@@ -68,7 +68,7 @@ def test_plan_of_several_ranks(headwater, params):
     assert code == 2 and "write 6 or 8" in error
     code, output, error = headwater("plan", params, "--num_csx=512", "--batch_size=1024")
     assert code == 0 and "512 CSXs × 1 × 2 samples" in output
-    assert "512 CSXs take several hosts" in error
+    assert "512 CSXs need several hosts" in error
 
 
 def test_generate_continues_the_prompt(headwater, trained):
@@ -87,7 +87,7 @@ def test_generate_refuses_what_does_not_fit(headwater, trained):
 def test_checkpoint_info(headwater, trained):
     code, out, _ = headwater("checkpoint", "info", trained, "--verify")
     assert code == 0
-    assert "checkpoint_2" in out and "AdamW" in out and "every byte is as it was written" in out
+    assert "checkpoint_2" in out and "AdamW" in out and "all checksums are correct" in out
 
 
 def test_export_is_read_by_transformers_and_import_reads_it_back(headwater, params, trained, tmp_path):

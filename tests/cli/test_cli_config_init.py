@@ -100,14 +100,14 @@ def test_the_terminal_is_asked_until_an_answer_is_right(data, here, monkeypatch,
     run = load_params("run.yaml")
     assert (run.init.model.name, run.init.loop.num_epochs) == ("llama", 2)
     output = capsys.readouterr()
-    assert "Samples of one step [16]: " in output.out
+    assert "Samples per step [16]: " in output.out
     assert "write 'llama'" in output.err and "fp31" in output.err
 
 
 def test_without_a_terminal_the_missing_flag_is_named(data, here, capsys):
     assert main(["config", "init", "--data", str(data), *ALL]) == 2
-    assert "questions need a terminal" in (said := capsys.readouterr().err)
-    assert "give --model (default: gpt/tiny)" in said
+    assert "stdin is not a terminal" in (said := capsys.readouterr().err)
+    assert "write --model (default: gpt/tiny)" in said
     assert not (here / "params.yaml").exists()
 
 

@@ -108,7 +108,7 @@ def test_the_life_of_jobs_by_both_names(headwater, control, queue_dir, tmp_path)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("get", "pods"), "unknown resource 'pods'\n  remedy: resources are: jobs"),
+        (("get", "pods"), "unknown resource 'pods'\n  remedy: available: jobs"),
         (("get", "jbs"), "write jobs"),
         (("cancel", "node", NAMES[0]), "unknown resource 'node'"),
         (("cancel", "job", NAMES[0]), "there is no job"),
@@ -129,15 +129,15 @@ def test_bad_input_of_csctl(control, queue_dir, words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("submit",), "nothing to run"),
+        (("submit",), "the command of the job is missing"),
         (("submit", "true"), "unexpected argument 'true'"),
         (("submit", "--num_csx", "0", "--", "true"), "got 0"),
         (("submit", "--num_csx", "4096", "--", "true"), "got 4096"),
         (("submit", "--job_labels", "x", "--", "true"), "expected a label name=value, got 'x'"),
         (("submit", "--job_priority", "high", "--", "true"), "unknown priority 'high'"),
         (("list", "--", "true"), "unexpected argument 'true'"),
-        (("serve", "--num_csx", "0"), "--num_csx is 0"),
-        (("serve", "--grace", "-1"), "--grace is -1"),
+        (("serve", "--num_csx", "0"), "expected --num_csx >= 1, got 0"),
+        (("serve", "--grace", "-1"), "expected --grace >= 0, got -1"),
         (("lst",), "invalid choice"),
     ],
 )
@@ -156,7 +156,7 @@ def test_an_own_supervisor(headwater, queue_dir):
         assert code == 2 and "another supervisor" in err
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=200)
-        assert process.returncode == 0 and "jobs that run go on" in out
+        assert process.returncode == 0 and "running jobs continue" in out
     assert "csx-0,csx-1,csx-2" in headwater("jobs", "list")[1]
     headwater("jobs", "cancel", NAMES[0])
     assert headwater("jobs", "wait", NAMES[0])[0] == 1

@@ -98,21 +98,21 @@ def test_the_command_trains_by_the_same_params(write, headwater, params, tmp_pat
 
 
 def test_it_is_said_what_the_image_must_have(write, data):
-    assert f"note: {data}/train is in no volume, so the image must have it" in write()[2]
+    assert f"note: {data}/train is not in a volume, so the image must contain it" in write()[2]
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--model_dir=/elsewhere/run", "model_dir /elsewhere/run is in no volume"),
-        ("--model_dir=/database/run", "model_dir /database/run is in no volume"),
-        ("--model_dir=runs/first", "runs/first is in no volume"),
+        ("--model_dir=/elsewhere/run", "model_dir /elsewhere/run is not in a volume"),
+        ("--model_dir=/database/run", "model_dir /database/run is not in a volume"),
+        ("--model_dir=runs/first", "runs/first is not in a volume"),
         ("--name=First", "'First' is no name for a job"),
         ("--name=" + 48 * "a", "is no name for a job"),
-        ("--volume=/data", "'/data' names no volume"),
-        ("--volume=shared=data", "'shared=data' names no volume"),
+        ("--volume=/data", "expected CLAIM=PATH, got '/data'"),
+        ("--volume=shared=data", "expected CLAIM=PATH, got 'shared=data'"),
         ("--memory=much", "'much' is not a size"),
-        ("--memory=64", "64 B of memory are too few for 4 ranks"),
+        ("--memory=64", "expected at least 1 GiB of memory per rank, got 64 B for 4 ranks"),
         ("--ranks_per_node=3", "8 ranks cannot be divided into 3 for each node"),
         ("--retries=-1", "--retries is -1"),
     ],

@@ -190,7 +190,10 @@ def test_what_ranks_cannot_do_is_said_once_and_what_the_cluster_has_not_is_refus
         (["--address=here"], "'here' is no address"),
         (["--ranks_per_node=3"], "2 ranks cannot be divided into 3 for each node"),
         (["--cpus_per_rank=0"], "--cpus_per_rank is 0"),
-        (["--trainer.init.backend.compile_only=true"], "compile_only and validate_only need no ranks"),
+        (
+            ["--trainer.init.backend.compile_only=true"],
+            "compile_only and validate_only cannot run on a Ray cluster",
+        ),
     ],
 )
 def test_bad_input_is_refused(headwater, params, options, message):

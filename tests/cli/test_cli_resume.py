@@ -82,7 +82,7 @@ def test_info_says_of_every_checkpoint_whether_it_is_whole(headwater, trained):
     states = {line.split()[0]: line.split()[-1] for line in out.splitlines()[1:]}
     assert states == {"checkpoint_3": "damaged", "checkpoint_4": "damaged", "checkpoint_6": "whole"}
     assert str(run / "checkpoint_3" / "weights_0000.safetensors") in error
-    assert "every byte is as it was written" not in out
+    assert "all checksums are correct" not in out
 
 
 def fine_tuning(params, start):

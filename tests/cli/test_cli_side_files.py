@@ -120,4 +120,4 @@ def test_system_message_without_a_conversation_is_refused(headwater, published, 
     words = ("--model_dir", tmp_path / "run", "--prompt", "Hello", "--no-chat", "--system", "Short.")
     code, _, error = headwater("generate", *words)
     assert code == 2
-    assert "a system message is part of a conversation" in error
+    assert "--system cannot be used with --no-chat" in error

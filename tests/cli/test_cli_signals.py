@@ -68,7 +68,7 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(start, headwater, data, 
     assert "stopping after this step" in err
     assert "Traceback" not in err
     assert f"stopped after step {last}" in out
-    assert f"go on with: headwater fit {run}" in out
+    assert f"to continue, run: headwater fit {run}" in out
     assert complete_checkpoints(run) == [run / f"checkpoint_{last}"]
 
     assert headwater("fit", run, "--max_steps", last + 2)[0] == 0

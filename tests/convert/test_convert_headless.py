@@ -97,7 +97,7 @@ def test_encoder_as_it_is_published_is_imported_trained_and_exported(tmp_path, c
     theirs.save_pretrained(tmp_path / "bare")
     run, out = tmp_path / "run", tmp_path / "out"
     assert main(["checkpoint", "import", str(tmp_path / "bare"), "--model_dir", str(run)]) == 0
-    assert "no head; these start at random: mlm.dense.weight" in capsys.readouterr().err
+    assert "no head; initialised at random: mlm.dense.weight" in capsys.readouterr().err
     section = read_model_section(run / "params.yaml")
     (checkpoint,) = complete_checkpoints(run)
     ours = build_model(section).eval()

@@ -126,5 +126,5 @@ def test_between_releases_there_is_nothing_to_convert(formats, tmp_path, capsys)
     words = f"convert --model transformer --src-fmt {source} --tgt-fmt {target} {tmp_path} {tmp_path}/out"
     assert main(["checkpoint", *words.split()]) == 2
     message = capsys.readouterr().err
-    assert f"{source} and {target} are the same format here" in message
+    assert f"{source} and {target} both mean the format" in message
     assert "use IN as it is" in message

@@ -1,4 +1,4 @@
-"""Command-line arguments of runs: a params file, and values over those in it."""
+"""Command-line arguments of runs: a params file, and options that replace values in it."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _MACHINE = frozenset(
     {"num_csx", "num_memx", "target_device", "device_memory", "host_memory", "disk", "micro_batch_size"}
 )
 EVALUATION = _OF_EVERY_RUN | _MACHINE | {"eval_steps", "checkpoint_path"}
-"""Options that an evaluation has a use for."""
+"""Options that an evaluation uses."""
 PLANNING = _OF_EVERY_RUN | _MACHINE | {"batch_size"}
-"""Options that a plan has a use for."""
+"""Options that a plan uses."""
 
 
 def add_params_arguments(
     parser: argparse.ArgumentParser, shown: Collection[str] = tuple(SHORT_NAMES)
 ) -> None:
-    """Add a params file and the options that set its keys.
+    """Add the argument PARAMS and the options that replace values of the params file.
 
     Args:
-        parser: of the command.
-        shown: options that the help lists. The others are accepted, since they are keys of the same file.
+        parser: parser of the command.
+        shown: options that the help lists. The others are accepted too: they set keys of the same file.
     """
     parser.add_argument(
         "params",
         metavar="PARAMS",
-        help="a params file, the name of one that ships (gpt/tiny), or the model_dir of a run",
+        help="a params file, the name of a shipped one (such as gpt/tiny), or the model_dir of a run",
     )
     add_override_options(parser, shown)
 
@@ -47,9 +47,10 @@ def add_params_arguments(
 def add_override_options(
     parser: argparse.ArgumentParser, shown: Collection[str] = tuple(SHORT_NAMES)
 ) -> None:
-    """Add the options that set keys of a params file; they gather in `flags`."""
+    """Add the options that replace values of the params file. They are collected in `flags`."""
     group = parser.add_argument_group(
-        "values over those of the params file", "any other key is set by its path: trainer.init.seed=1"
+        "options that replace values of the params file",
+        "any other key is set by its path: trainer.init.seed=1",
     )
     for name, paths in sorted(SHORT_NAMES.items()):
         group.add_argument(
@@ -67,16 +68,16 @@ _HELP = {
     "lr": "the same as --learning_rate",
     "learning_rate": "the highest learning rate; schedules are scaled to it",
     "epochs": "trainer.init.loop.num_epochs, instead of the lengths in the file",
-    "num_steps": "steps from where this run starts, instead of the lengths in the file",
+    "num_steps": "number of steps to train now, instead of the lengths in the file",
     "max_steps": "step at which training ends, instead of the lengths in the file",
-    "data_dir": "trainer.fit.train_dataloader.data_dir: training data alone, not those of a val_dataloader",
-    "checkpoint_path": "trainer.fit.ckpt_path and trainer.validate.ckpt_path, whichever the file has",
+    "data_dir": "trainer.fit.train_dataloader.data_dir (training data only, not a val_dataloader)",
+    "checkpoint_path": "trainer.fit.ckpt_path and trainer.validate.ckpt_path, if the file has them",
 }
-"""What options do that are more, or less, than one key."""
+"""Help texts of the options that do not simply set one key."""
 
 
 class _Flag(argparse.Action):
-    """Gathers `name=value`."""
+    """An action that appends `name=value` to `flags`."""
 
     def __call__(
         self,
@@ -85,17 +86,21 @@ class _Flag(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        assert option_string is not None, "flags are options"
+        assert option_string is not None, "_Flag is only used for options"
         if isinstance(values, list):
             values = json.dumps(values)
         namespace.flags = [*namespace.flags, f"{option_string.removeprefix('--')}={values}"]
 
 
 def overrides(parser: Parser, rest: Sequence[str]) -> list[str]:
-    """`key=value` for each of the arguments that `parser` has left over: `--a.b=1`, `--a.b 1` or `a.b=1`.
+    """Return `key=value` for each argument that sets a key by its path.
+
+    Args:
+        parser: parser of the command, for errors.
+        rest: arguments that the parser did not recognise: `--a.b=1`, `--a.b 1` or `a.b=1`.
 
     Raises:
-        ConfigError: if one is nothing of the kind.
+        ConfigError: if an argument does not have one of these forms.
     """
     found, words = [], deque(rest)
     while words:
@@ -110,7 +115,7 @@ def overrides(parser: Parser, rest: Sequence[str]) -> list[str]:
 
 
 def read_params(args: argparse.Namespace) -> RunConfig:
-    """The run that the arguments of a command with `add_params_arguments` describe."""
+    """Return the run that the arguments added by `add_params_arguments` describe."""
     folder = Path(args.params).expanduser()
     if folder.is_dir():
         return read_model_dir(folder, args.overrides)
@@ -118,10 +123,14 @@ def read_params(args: argparse.Namespace) -> RunConfig:
 
 
 def read_model_dir(folder: Path, changes: Sequence[str] = ()) -> RunConfig:
-    """The run that works in `folder`, wherever that folder was when the run began.
+    """Return the run whose model_dir is `folder`, even if the folder was moved since the run began.
+
+    Args:
+        folder: model_dir of the run.
+        changes: values that replace those of the run, as `key=value`.
 
     Raises:
-        ConfigError: if no run was ever there.
+        ConfigError: if the folder is not the model_dir of a run.
     """
     run_dir = RunDir(folder)
     params = run_dir.require_params()

@@ -1,4 +1,4 @@
-"""`headwater checkpoint`: look into, export and import checkpoints."""
+"""`headwater checkpoint`: inspect, convert, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -36,35 +36,39 @@ from headwater.trainer.start import find_trained
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headwater checkpoint`."""
-    parser.description = "Look into, convert, export and import checkpoints."
+    """Add the arguments of `headwater checkpoint`."""
+    parser.description = "Inspect, convert, export and import checkpoints."
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
 
-    info = commands.add_parser("info", help="say what checkpoints hold")
+    info = commands.add_parser("info", help="print step, size and state of checkpoints")
     info.add_argument(
         "path", type=Path, metavar="PATH", help="a checkpoint, a model_dir, or a folder in either format"
     )
-    info.add_argument("--verify", action="store_true", help="compare every byte with its checksum")
+    info.add_argument("--verify", action="store_true", help="check the checksums of all files")
     info.set_defaults(parser=info, action=run_info)
 
     export = commands.add_parser("export", help="write a model in Hugging Face's format")
     export.add_argument("--model_dir", required=True, type=Path, metavar="DIR", help="folder of the run")
     export.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="new folder")
     export.add_argument(
-        "--checkpoint_path", type=Path, metavar="PATH", help="export this one, not the newest"
+        "--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to export (the newest)"
     )
     export.add_argument(
         "--dtype", choices=convert.DTYPES, default="fp32", help="dtype of the files (%(default)s)"
     )
     export.set_defaults(parser=export, action=run_export)
 
-    importer = commands.add_parser("import", help="begin a run with weights in Hugging Face's format")
-    importer.add_argument("folder", type=Path, metavar="FOLDER", help="what save_pretrained has written")
+    importer = commands.add_parser("import", help="create a run from weights in Hugging Face's format")
+    importer.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder that save_pretrained has written"
+    )
     importer.add_argument(
         "--model_dir", required=True, type=Path, metavar="DIR", help="folder of the new run"
     )
     importer.add_argument(
-        "--params", metavar="PARAMS", help="everything but the model; without, a start to be completed"
+        "--params",
+        metavar="PARAMS",
+        help="params file with everything but the model; without it, a file to complete is written",
     )
     importer.set_defaults(parser=importer, action=run_import)
 
@@ -72,12 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does what is asked for; returns the exit code."""
+    """Run the chosen command and return the exit code."""
     return int(args.action(args))
 
 
 def run_info(args: argparse.Namespace) -> int:
-    """Prints a table of checkpoints; returns the exit code: 1 if one of them is damaged."""
+    """Print a table of checkpoints and return the exit code, which is 1 if one of them is damaged."""
     if is_folder_of_weights(args.path):
         return _show_folder(args.path, deep=args.verify)
     paths = complete_checkpoints(args.path) or [args.path]
@@ -98,12 +102,17 @@ def run_info(args: argparse.Namespace) -> int:
     for line in damaged:
         print(line, file=sys.stderr)
     if args.verify and not damaged:
-        print("every byte is as it was written")
+        print("all checksums are correct")
     return 1 if damaged else 0
 
 
 def _show_folder(path: Path, *, deep: bool) -> int:
-    """Prints what a folder in Hugging Face's or our format holds; returns the exit code."""
+    """Print the content of a folder in Hugging Face's or Headwater's format; return the exit code.
+
+    Args:
+        path: the folder.
+        deep: true to read every tensor.
+    """
     tensors, model = tensors_of(path), model_of(path)
     if deep:
         for tensor in tensors:
@@ -120,7 +129,7 @@ def _show_folder(path: Path, *, deep: bool) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Writes a folder that `AutoModelForCausalLM` loads; returns the exit code."""
+    """Write a folder that `AutoModelForCausalLM` can load; return the exit code."""
     config, run_dir = read_model_dir(args.model_dir), RunDir(args.model_dir)
     path = find_trained(args.checkpoint_path, CheckpointManager(args.model_dir), args.model_dir)
     model, dtype = config.init.model, convert.DTYPES[args.dtype]
@@ -140,23 +149,23 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def _end_of_text(run_dir: RunDir) -> int | None:
-    """The token that ends a text in the training data, unless a `generation_config.json` says more."""
+    """Return the end-of-text token of the training data, or `None` if `generation_config.json` has one."""
     facts = run_dir.prepared_data()
     return None if facts is None or end_tokens(run_dir.path) else facts.end_of_text_id
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Makes a model_dir with a checkpoint of step 0; returns the exit code."""
+    """Create a model_dir with a checkpoint of step 0; return the exit code."""
     found = open_hf(args.folder)
     if found.drawn:
         print(
-            f"note: {args.folder} has no head; these start at random: {', '.join(found.drawn)}",
+            f"note: {args.folder} has no head; initialised at random: {', '.join(found.drawn)}",
             file=sys.stderr,
         )
     with ModelDirLock(args.model_dir), tempfile.TemporaryDirectory(dir=args.model_dir) as scratch:
         if complete_checkpoints(args.model_dir):
             raise RunError(
-                "there is a run in this model_dir already",
+                "this model_dir already contains a run",
                 where=str(args.model_dir),
                 remedy="name a new folder",
             )
@@ -171,7 +180,14 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def _config_with(model: ModelConfig, params: str | None, scratch: Path, model_dir: Path) -> RunConfig:
-    """The run that PARAMS describe, or one that needs data to be added, with this model."""
+    """Return the run of a params file with another model; without a file, a run whose data must be added.
+
+    Args:
+        model: the model.
+        params: a params file or the name of a shipped one, or `None`.
+        scratch: folder for temporary files.
+        model_dir: folder of the run.
+    """
     section = model.model_dump(exclude_unset=True) | {"name": model.name}
     tree = {"extends": str(find_params(params).absolute())} if params else {}
     init: dict[str, object] = {"model": section, "model_dir": str(model_dir)}

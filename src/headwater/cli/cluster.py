@@ -1,4 +1,4 @@
-"""`headwater plan --cluster`: how a model would be trained on machines that one has not got."""
+"""`headwater plan --cluster`: simulate the training of a model on a cluster."""
 
 from __future__ import annotations
 
@@ -23,55 +23,62 @@ TRACE_FILE, NUMBERS_FILE = "trace.json", "simulation.json"
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for machines that one has not got."""
-    group = parser.add_argument_group("machines that one has not got", "a step is simulated on them")
+    """Add the options of the cluster simulator."""
+    group = parser.add_argument_group(
+        "cluster simulator", "simulate a training step on machines described by a file"
+    )
     group.add_argument(
         "--cluster", metavar="FILE", help=f"a cluster file, or one of: {', '.join(shipped_clusters())}"
     )
     group.add_argument(
-        "--counts", metavar="N,N,…", help="numbers of CSXs (powers of two up to the cluster's, or 1024)"
+        "--counts",
+        metavar="N,N,…",
+        help="numbers of CSXs to simulate (powers of two up to the cluster's size, or 1024)",
     )
     group.add_argument(
         "--scaling",
         choices=("strong", "weak"),
-        help="batch_size is that of all CSXs (strong, if not given) or of each (weak)",
+        help="strong: batch_size is divided among all CSXs (default); weak: each CSX has batch_size",
     )
     group.add_argument(
-        "--write_cluster", type=Path, metavar="FILE", help="write a cluster file of this machine, to change"
+        "--write_cluster", type=Path, metavar="FILE", help="write a cluster file of this machine, to edit"
     )
-    group.add_argument(
-        "--out", type=Path, metavar="DIR", help="write pictures, a trace and all numbers there"
-    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="write plots, a trace and all numbers there")
 
 
 def check_cluster_arguments(args: argparse.Namespace) -> None:
-    """Refuse options that mean nothing together.
+    """Check that the options fit together.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: if they do not, with the name of the option.
     """
     for name in ("counts", "scaling", "out"):
         if args.cluster is None and getattr(args, name) is not None:
-            raise ConfigError(
-                f"--{name} goes with --cluster", where="command line", remedy="add --cluster FILE"
-            )
+            raise ConfigError(f"--{name} needs --cluster", where="command line", remedy="add --cluster FILE")
     for name in ("png", "recalibrate", "write_cluster"):
         if args.cluster is not None and getattr(args, name):
             raise ConfigError(
-                f"--{name} is about this machine, --cluster about others",
+                f"--{name} applies to this machine and cannot be used with --cluster",
                 where="command line",
-                remedy=f"leave out --{name}, or --cluster",
+                remedy=f"remove --{name} or --cluster",
             )
     if args.cluster is not None and any(flag.startswith("num_csx=") for flag in args.overrides):
         raise ConfigError(
-            "--num_csx is of a run; a simulation is of several numbers of CSXs",
+            "--num_csx cannot be used with --cluster, which simulates several numbers of CSXs",
             where="command line",
-            remedy="write --counts in its place",
+            remedy="write --counts instead",
         )
 
 
 def run_cluster(args: argparse.Namespace, config: RunConfig, trainable: Trainable, batch_size: int) -> int:
-    """Prints what a step takes on a cluster; returns the exit code."""
+    """Print the simulated time of a step on a cluster; return the exit code.
+
+    Args:
+        args: the command-line arguments.
+        config: the run.
+        trainable: the model with its loss, batch and optimizer.
+        batch_size: samples of a batch.
+    """
     cluster = cluster_of(load_cluster(args.cluster), Path(args.cluster).stem)
     simulation = simulate(
         config.init,
@@ -87,7 +94,7 @@ def run_cluster(args: argparse.Namespace, config: RunConfig, trainable: Trainabl
         console.print(f"{counted(number, 'CSX', 'CSXs')}: {why}", highlight=False)
     if args.out is not None:
         _write(simulation, args.params, args.out)
-        console.print(f"pictures, trace and numbers in {args.out}", highlight=False)
+        console.print(f"plots, trace and numbers: {args.out}", highlight=False)
     return 0
 
 
@@ -96,7 +103,9 @@ def _counts(text: str | None) -> list[int] | None:
         return None
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise ConfigError(
-            f"{text!r} is no list of numbers of CSXs", where="--counts", remedy="write for example 1,4,16"
+            f"expected numbers separated by commas, got {text!r}",
+            where="--counts",
+            remedy="write for example 1,4,16",
         )
     return sorted({int(number) for number in text.split(",")})
 
@@ -116,5 +125,5 @@ def _write(simulation: Simulation, params: str, folder: Path) -> None:
         raise ConfigError(
             f"the simulation cannot be written: {error.strerror}",
             where=str(error.filename or folder),
-            remedy="name a folder that can be written to",
+            remedy="name a folder to which you can write",
         ) from error

@@ -21,30 +21,32 @@ from headwater.trainer.zoo_job import meta_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headwater config`."""
+    """Add the arguments of `headwater config`."""
     parser.description = "Write, check, convert, show and list params files."
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    text = "ask for what a run needs, and write a params file that trains"
+    text = "ask questions about a run, and write a params file for it"
     init = commands.add_parser("init", help=text, description=f"{text[0].upper()}{text[1:]}.")
     init.set_defaults(parser=init, action=config_init.run)
     config_init.add_arguments(init)
     for name, action, text in (
-        ("validate", run_validate, "read a params file and say what is wrong with it"),
-        ("show", run_show, "print each value that a run would have, and where it comes from"),
-        ("convert", run_convert, "write a params file of an older form or release in the newest form"),
+        ("validate", run_validate, "check a params file and print its errors"),
+        ("show", run_show, "print all values of a run, and where each of them comes from"),
+        ("convert", run_convert, "convert a params file of an older form or release to the newest form"),
     ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         command.set_defaults(parser=command, action=action)
         if name == "convert":
             command.add_argument("--out", type=Path, required=True, metavar="NEW", help="the file to write")
         add_params_arguments(command, ("model",) if name == "convert" else _SHOWN)
-    text = "list the params files that ship: name, family, parameters, data"
+    text = "list the shipped params files: name, family, parameters, data"
     listing = commands.add_parser("list", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose line has it")
+    listing.add_argument(
+        "word", nargs="?", default="", metavar="WORD", help="list only lines that contain WORD"
+    )
     listing.add_argument("--sizes", action="store_true", help="also count the parameters of each model")
     listing.set_defaults(parser=listing, action=run_list)
 
-    text = "write the JSON Schema of params files, by which an editor completes and checks them"
+    text = "write the JSON Schema of params files, with which an editor can complete and check them"
     schema = commands.add_parser("schema", help=text, description=f"{text[0].upper()}{text[1:]}.")
     schema.add_argument("--output", type=Path, metavar="FILE", help="write it there instead of printing it")
     schema.set_defaults(parser=schema, action=run_schema)
@@ -54,12 +56,12 @@ _SHOWN = ("model", "model_dir", "learning_rate", "max_steps", "epochs", "batch_s
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does what is asked for; returns the exit code."""
+    """Run the chosen command and return the exit code."""
     return int(args.action(args))
 
 
 def run_validate(args: argparse.Namespace) -> int:
-    """Reads a params file; returns the exit code."""
+    """Read a params file, which raises its errors; return the exit code."""
     config = read_params(args)
     open_console(config)
     print(f"{config.source} is valid")
@@ -67,16 +69,16 @@ def run_validate(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Prints each value and where it comes from; returns the exit code."""
+    """Print each value and its origin; return the exit code."""
     print("\n".join(show_params(find_params(args.params), args.overrides)))
     return 0
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    """Writes a params file in the newest form, and prints what had no effect; returns the exit code.
+    """Write a params file in the newest form, print the keys without effect, and return the exit code.
 
     Raises:
-        ConfigError: if the file is wrong, or the new one is there already or cannot be written.
+        ConfigError: if the file is not valid, or the new file exists or cannot be written.
     """
     converted = convert_params(find_params(args.params), args.overrides)
     for notice in converted.notices:
@@ -90,8 +92,14 @@ def run_convert(args: argparse.Namespace) -> int:
 def write_text(path: Path, text: str, *, mode: Literal["x", "w"], remedy: str) -> None:
     """Write a file that the user has named.
 
+    Args:
+        path: the file.
+        text: its content.
+        mode: `w` to replace an existing file, `x` to refuse it.
+        remedy: remedy of the error.
+
     Raises:
-        ConfigError: if the file cannot be written; with mode `x`, also if there is one already.
+        ConfigError: if the file cannot be written; with mode `x`, also if it exists.
     """
     try:
         with path.open(mode, encoding="utf-8") as file:
@@ -107,22 +115,20 @@ def _parameters(run: RunConfig) -> int:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """Prints a line for each params file that ships; returns the exit code."""
+    """Print a line for each shipped params file; return the exit code."""
     runs = {name: load_params(path) for name, path in shipped_params().items()}
     found = {
         name: run for name, run in runs.items() if args.word.lower() in describe_params(name, run).lower()
     }
     if not found:
-        raise ConfigError(
-            f"no params file that ships has {args.word!r} in its line", remedy="see headwater config list"
-        )
+        raise ConfigError(f"no line of the list contains {args.word!r}", remedy="see headwater config list")
     for name, run in found.items():
         print(describe_params(name, run, _parameters(run) if args.sizes else None))
     return 0
 
 
 def run_schema(args: argparse.Namespace) -> int:
-    """Prints or writes the JSON Schema of params files; returns the exit code.
+    """Print or write the JSON Schema of params files; return the exit code.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -134,5 +140,6 @@ def run_schema(args: argparse.Namespace) -> int:
         print(text)
         return 0
     write_text(args.output, f"{text}\n", mode="w", remedy="name a file in a folder that exists")
-    print(f"wrote {args.output}; begin params files beside it with this line:\n{schema_line(args.output)}")
+    line = schema_line(args.output)
+    print(f"wrote {args.output}; start params files in the same folder with this line:\n{line}")
     return 0

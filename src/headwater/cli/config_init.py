@@ -1,4 +1,4 @@
-"""`headwater config init`: asks for what a run needs, and writes a params file that trains."""
+"""`headwater config init`: ask questions about a run, and write a params file for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BASES = {
     "extractive_summarization": "bert/tiny_scitldr",
     "image_text": "llava/tiny_coco",
 }
-"""The params file to begin with, by the mode in which the data were prepared."""
+"""The shipped params file on which the new one is based, by the mode in which the data were prepared."""
 _BASE = "gpt/tiny"
 _HF_BATCH = 8
 _HF_EPOCHS = 1
@@ -54,17 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file", nargs="?", type=Path, default=Path("params.yaml"), metavar="FILE", help="(%(default)s)"
     )
     parser.add_argument("--data", metavar="DIR", help="folder of the training data")
-    parser.add_argument("--model", metavar="NAME", help="a family or file that ships, or hf:FOLDER")
+    parser.add_argument("--model", metavar="NAME", help="a model family, a shipped params file, or hf:FOLDER")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", metavar="N", help="training steps")
     length.add_argument("--epochs", metavar="N", help="passes over the training data")
-    parser.add_argument("--batch_size", metavar="N", help="samples of one step")
+    parser.add_argument("--batch_size", metavar="N", help="samples per step")
     parser.add_argument("--precision", metavar="NAME", help=", ".join(PRECISIONS))
-    parser.add_argument("--host_memory", metavar="SIZE", help=f"limit such as 8GiB, or {_AUTO}: what is free")
-    parser.add_argument("--device_memory", metavar="SIZE", help="likewise on the GPU")
+    parser.add_argument("--host_memory", metavar="SIZE", help=f"limit such as 8GiB, or {_AUTO} (free memory)")
+    parser.add_argument("--device_memory", metavar="SIZE", help="the same for GPU memory")
     parser.add_argument("--disk", metavar="DIR", help=f"folder for weights that exceed memory, or {_NONE}")
     parser.add_argument("--model_dir", type=Path, metavar="DIR", help="folder of the run (runs/NAME)")
-    parser.add_argument("--yes", action="store_true", help="ask nothing: take the default of each question")
+    parser.add_argument("--yes", action="store_true", help="do not ask; use the default of each question")
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     file: Path = args.file
     if file.exists() and not args.force:
         raise ConfigError(
-            "the file exists already",
+            "the file already exists",
             where=str(file),
             remedy="name a new file, or replace this one with --force",
         )
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_valid(file: Path, text: str) -> None:
-    """Write a params file if its text is valid; an older file stays as it is if not."""
+    """Write a params file if its text is valid. Otherwise an existing file is not changed."""
     try:
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}-") as folder:
             written = Path(folder) / file.name
@@ -101,7 +101,7 @@ def _write_valid(file: Path, text: str) -> None:
         raise ConfigError(
             f"the file cannot be written: {error.strerror}",
             where=str(file),
-            remedy="name a file in a folder that exists and that you may write to",
+            remedy="name a file in an existing folder to which you can write",
         ) from error
 
 
@@ -133,13 +133,13 @@ def _ask_all(args: argparse.Namespace) -> Start:
 
 
 def _found_data() -> Path:
-    """Return the data that were prepared last, in a folder below `data`, or else `data` itself."""
+    """Return the folder below `data` that was prepared last; `data` itself if it has no prepared folder."""
     found = sorted(Path("data").glob(f"*/{FILE_NAME}"), key=lambda file: file.stat().st_mtime)
     return found[-1].parent if found else Path("data")
 
 
 def _statistics(data: Path) -> Statistics | None:
-    """Return what the preparation of `data` found; `None` if something else made the data."""
+    """Return the statistics that `headwater data` wrote, or `None` if it did not prepare `data`."""
     return read_statistics(data) if (data / FILE_NAME).is_file() else None
 
 
@@ -166,14 +166,14 @@ def _model(answer: str) -> str | Path:
         return f"{answer}/tiny" if len(sizes) > 1 else sizes[0]
     if sizes:
         raise ConfigError(
-            f"the family {answer} has several files",
+            f"the family {answer} has several params files",
             where="--model",
             remedy=f"write one of {', '.join(sizes)}",
         )
     close = nearest(answer, [*shipped, *(name.partition("/")[0] for name in shipped)])
     remedy = "see headwater config list"
     raise ConfigError(
-        f"no family and no params file is called {answer!r}",
+        f"unknown model family or params file {answer!r}",
         where="--model",
         remedy=f"write {close!r}; {remedy}" if close else remedy,
     )
@@ -191,7 +191,7 @@ def _length_question(shipped: RunConfig | None) -> Question[tuple[int | None, in
 
 
 def _length(answer: str) -> tuple[int | None, int | None]:
-    """Return a number of steps or of epochs, and None for the other."""
+    """Return the numbers of steps and epochs; one of them is None."""
     found = re.fullmatch(r"(\S+)(?: *(steps?|epochs?))?", answer)
     if found is None:
         raise ConfigError(
@@ -206,7 +206,7 @@ def _length(answer: str) -> tuple[int | None, int | None]:
 def _count(answer: str, where: str) -> int:
     if not re.fullmatch("[0-9]{1,12}", answer) or int(answer) == 0:
         raise ConfigError(
-            f"expected a whole number above 0, found {answer!r}", where=where, remedy="write for example 16"
+            f"expected an integer > 0, found {answer!r}", where=where, remedy="write for example 16"
         )
     return int(answer)
 
@@ -215,9 +215,7 @@ def _batch_question(shipped: RunConfig | None, statistics: Statistics | None) ->
     usual = _HF_BATCH if shipped is None or shipped.fit is None else shipped.fit.train_dataloader.batch_size
     if statistics is not None:
         usual = min(usual, max(1, statistics.train_samples))
-    return Question(
-        "--batch_size", "Samples of one step", str(usual), lambda text: _count(text, "--batch_size")
-    )
+    return Question("--batch_size", "Samples per step", str(usual), lambda text: _count(text, "--batch_size"))
 
 
 def _precision_question(shipped: RunConfig | None) -> Question[PrecisionName]:
@@ -237,14 +235,17 @@ def _precision(answer: str) -> PrecisionName:
 
 
 def _limits(interview: Interview, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the section `backend`: the limits that the user sets."""
+    """Return the section `backend` with the resource limits that the user has chosen."""
     free = format_bytes(free_host_bytes())
     host = Question(
-        "--host_memory", f"Host memory, for example 8GiB ({_AUTO}: what is free, {free} now)", _AUTO, _size
+        "--host_memory",
+        f"Host memory, for example 8GiB ({_AUTO}: free memory, {free} now)",
+        _AUTO,
+        _size,
     )
     limits: dict[str, Any] = {"host_memory": interview.ask(host, args.host_memory)}
     if torch.cuda.is_available() or args.device_memory is not None:
-        device = Question("--device_memory", f"GPU memory ({_AUTO}: what is free)", _AUTO, _size)
+        device = Question("--device_memory", f"GPU memory ({_AUTO}: free memory)", _AUTO, _size)
         limits["device_memory"] = interview.ask(device, args.device_memory)
     text = f"Folder for weights that do not fit in memory ({_NONE}: keep them in memory)"
     disk = interview.ask(
@@ -255,7 +256,7 @@ def _limits(interview: Interview, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _size(answer: str) -> str | None:
-    """Return a size as it was written, or None for what is free."""
+    """Return the size as the user wrote it, or None for `auto`."""
     if answer == _AUTO:
         return None
     parse_bytes(answer)
@@ -263,10 +264,16 @@ def _size(answer: str) -> str | None:
 
 
 def _sizes(shipped: RunConfig | None, statistics: Statistics | None, data: Path) -> dict[str, int]:
-    """Return the sizes of the model that the data decide, where the shipped file has other ones."""
+    """Return the model sizes that the data determine and that differ from those of the shipped file.
+
+    Args:
+        shipped: run of the shipped params file, if there is one.
+        statistics: statistics of the data, if `headwater data` prepared them.
+        data: folder of the data.
+    """
     if shipped is None or statistics is None:
         return {}
-    from headwater.data.tokenizer import load_tokenizer  # needs a library that others do without
+    from headwater.data.tokenizer import load_tokenizer  # imports an optional library
 
     tokens = max(statistics.vocab_size, load_tokenizer(data / statistics.tokenizer_file).get_vocab_size())
     wanted = {"vocab_size": tokens, "max_position_embeddings": statistics.sequence_length}
@@ -275,15 +282,19 @@ def _sizes(shipped: RunConfig | None, statistics: Statistics | None, data: Path)
 
 
 def _shipped_loaders(shipped: RunConfig | None, data: Path) -> dict[str, dict[str, Any]]:
-    assert shipped is not None, "a name of a shipped file was given"
+    assert shipped is not None, "the model is that of a shipped params file"
     return moved_folders(shipped, data)
 
 
 def _hf_loaders(folder: Path, data: Path) -> dict[str, dict[str, Any]]:
-    """Return the data loaders of a model of the transformers library.
+    """Return the data loaders for a model of the transformers library.
+
+    Args:
+        folder: folder of the model.
+        data: folder of the data.
 
     Raises:
-        ConfigError: if the folder has no such model, or one of a task whose data need more than a folder.
+        ConfigError: if the folder has no such model, or its task is not among those of `HF_DATA`.
     """
     try:
         task = HuggingFaceConfig(name="hf", hf=folder).kind
@@ -295,9 +306,9 @@ def _hf_loaders(folder: Path, data: Path) -> dict[str, dict[str, Any]]:
         ) from error
     if task not in HF_DATA:
         raise ConfigError(
-            f"{folder} is a model for {task}, and its data need more than a folder",
+            f"{folder} is a model for {task}, for which init cannot write the data settings",
             where="--model",
-            remedy=f"write the file by hand (docs/models.md); init knows {', '.join(HF_DATA)}",
+            remedy=f"write the file by hand (docs/models.md); init supports {', '.join(HF_DATA)}",
         )
     parts = {name: data / name for name in ("train", "val") if (data / name).is_dir()}
     parts = parts if "train" in parts else {"train": data}

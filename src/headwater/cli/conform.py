@@ -1,4 +1,4 @@
-"""`headwater conform`: compare a model, or random models, with plain PyTorch."""
+"""`headwater conform`: compare the training of a model, or of random models, with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _SHOW_EVERY_S = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater conform`."""
     parser.description = (
-        "Train a model some steps in plain PyTorch and streamed under every plan, and print the first tensor "
-        "that differs in a bit, or a certificate. Exit code: 0 equal under every plan, 1 not, 2 bad input."
+        "Train a model for some steps in plain PyTorch, and streamed under several plans. Print the first "
+        "tensor that is not bit-identical, or a certificate. Exit code: 0 if the results are bit-identical "
+        "under every plan, 1 if not, 2 for invalid input."
     )
     parser.usage = (
         "headwater conform [-h] [--steps N] [--seed N] [--plans PLAN,…] [--timeout S] [--json FILE] "
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="MODULE:FACTORY or FILE.py:FACTORY, a function that returns model, [batch, …] and, if wanted, "
+        help="MODULE:FACTORY or FILE.py:FACTORY, a function that returns model, [batch, …] and optionally "
         "loss(model, batch) and optimizer(parameters); or a params file; or a Hugging Face folder",
     )
     parser.add_argument("--steps", type=_positive, default=_STEPS, metavar="N", help=f"steps ({_STEPS})")
@@ -51,18 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"seconds for each run ({_TIMEOUT_S}; {_RANDOM_TIMEOUT_S} with --random)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="PATH",
-        help="file for the report; with --random a folder, from which the same command continues",
+        help="file for the report; with --random a folder from which the same command resumes",
     )
     parser.add_argument(
-        "--random", type=_positive, metavar="N", help="compare N random models in place of one of yours"
+        "--random", type=_positive, metavar="N", help="compare N random models instead of MODEL"
     )
     parser.add_argument(
-        "--workers", type=_positive, metavar="N", help="random models at a time (one for each core)"
+        "--workers", type=_positive, metavar="N", help="random models at the same time (one per core)"
     )
 
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.random is not None:
         if args.model is not None:
             raise ConfigError(
-                "expected a model or --random, found both", where="command line", remedy="leave out one"
+                "expected a model or --random, found both", where="command line", remedy="remove one"
             )
         return _run_random(args)
     if args.model is None:
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_model(args: argparse.Namespace) -> int:
-    """Compare one model."""
+    """Compare one model, print the report, and return the exit code."""
     report = Comparison(
         args.model,
         plans=_plans(args.plans),
@@ -103,15 +104,15 @@ def _run_model(args: argparse.Namespace) -> int:
 
 
 def _show_entry(entry: Entry) -> None:
-    """Print that a run is done: each takes some seconds."""
+    """Print the outcome of one run as progress, because a run takes some seconds."""
     print(f"{entry.run}: {entry.outcome}", file=sys.stderr, flush=True)
 
 
 def _plans(names: str | None) -> Sequence[str]:
-    """Return the plans that the command line names.
+    """Return the plans that the command line names; all if `names` is `None`.
 
     Raises:
-        ConfigError: if there is no such plan.
+        ConfigError: if a plan is unknown.
     """
     if names is None:
         return ALL_PLANS
@@ -119,7 +120,7 @@ def _plans(names: str | None) -> Sequence[str]:
     for name in chosen:
         if name not in ALL_PLANS:
             raise ConfigError(
-                f"expected plans out of {', '.join(ALL_PLANS)}; found {name!r}", where="--plans"
+                f"unknown plan {name!r}", where="--plans", remedy=f"write some of {', '.join(ALL_PLANS)}"
             )
     return chosen
 
@@ -134,12 +135,12 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text)
     except OSError as error:
         raise ConfigError(
-            f"the report cannot be written: {error.strerror}", where=str(file), remedy="write another path"
+            f"the report cannot be written: {error.strerror}", where=str(file), remedy="name another path"
         ) from error
 
 
 def _run_random(args: argparse.Namespace) -> int:
-    """Compare random models."""
+    """Compare random models, print a summary, and return the exit code."""
     folder = None if args.out is None else Folder(args.out, args.seed)
     progress = _Progress(args.random)
     outcomes = run_campaign(
@@ -155,15 +156,15 @@ def _run_random(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """Prints every few seconds how far a campaign is."""
+    """The progress of a campaign, printed every few seconds."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._start = self._shown = time.monotonic()
-        self._begun: int | None = None  # outcomes that an earlier command left
+        self._begun: int | None = None  # number of outcomes of an earlier, resumed command
 
     def show(self, outcomes: Sequence[Outcome]) -> None:
-        """Print a line, if the last one is some seconds old."""
+        """Print a line if the last one is at least `_SHOW_EVERY_S` seconds old."""
         now = time.monotonic()
         if self._begun is None:
             self._begun = len(outcomes) - 1
@@ -197,8 +198,8 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def _positive(text: str) -> int:
-    """Return a whole number from 1."""
+    """Return `text` as an integer >= 1."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text}")
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, found {text}")
     return number

@@ -26,12 +26,12 @@ from headwater.trainer.pretrained import checkpoint_weights
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HF, _OWN = "hf", "headwater"
 _RELEASE = re.compile(r"cs-\d+\.\d+")
-"""Names of the Model Zoo's formats, by release; our own format stands for each of them."""
+"""Names of the Model Zoo's checkpoint formats, by release. All of them mean Headwater's own format."""
 
 
 def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Adds the commands to those of `headwater checkpoint`."""
-    convert = commands.add_parser("convert", help="from Hugging Face's format to ours, or back")
+    """Add the commands to those of `headwater checkpoint`."""
+    convert = commands.add_parser("convert", help="convert between Hugging Face's and Headwater's format")
     convert.add_argument("--model", required=True, metavar="MODEL", help="see list-converters")
     formats = "hf, headwater; cs-X.Y means headwater"
     convert.add_argument(
@@ -41,11 +41,11 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
         "--tgt-fmt", required=True, type=_format, metavar="FORMAT", help=f"format of OUT: {formats}"
     )
     convert.add_argument(
-        "--config", type=Path, metavar="FILE", help="config.json, or params; that of IN if not given"
+        "--config", type=Path, metavar="FILE", help="config.json or params file (that in the folder IN)"
     )
     convert.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of the files (%(default)s)")
     convert.add_argument(
-        "--output-dir", type=Path, metavar="DIR", help="folder in which OUT is made: IN_to_FORMAT by name"
+        "--output-dir", type=Path, metavar="DIR", help="folder in which OUT is created as IN_to_FORMAT"
     )
     convert.add_argument("input", type=Path, metavar="IN", help="a folder, or a file in it")
     convert.add_argument(
@@ -53,19 +53,19 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     convert.set_defaults(parser=convert, action=run_convert)
 
-    listing = commands.add_parser("list-converters", help="models that can be converted")
+    listing = commands.add_parser("list-converters", help="list the models that can be converted")
     listing.set_defaults(parser=listing, action=run_list)
 
     diff = commands.add_parser("diff", help="compare two checkpoints, tensor by tensor")
     diff.add_argument(
         "first", type=Path, metavar="A", help="a folder in either format, or a checkpoint of a run"
     )
-    diff.add_argument("second", type=Path, metavar="B", help="likewise")
+    diff.add_argument("second", type=Path, metavar="B", help="the same")
     diff.set_defaults(parser=diff, action=run_diff)
 
 
 def _format(word: str) -> str:
-    """A format as written; which of the two it means is decided by `_meant`."""
+    """Check the name of a format and return it unchanged; `_meant` maps it to one of the two formats."""
     if word in (_HF, _OWN) or _RELEASE.fullmatch(word):
         return word
     raise argparse.ArgumentTypeError(f"expected hf, headwater or cs-X.Y, found {word!r}")
@@ -76,26 +76,26 @@ def _meant(format: str) -> str:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    """Converts a checkpoint, one tensor at a time; returns the exit code."""
+    """Convert a checkpoint, one tensor at a time; return the exit code."""
     if args.model not in CONVERTERS:
         close = nearest_converter(args.model)
-        listed = f"models are: {', '.join(CONVERTERS)}"
+        listed = f"available: {', '.join(CONVERTERS)}"
         raise ConfigError(
-            f"there is no converter for {args.model!r}",
+            f"no converter for the model {args.model!r}",
             where="--model",
             remedy=f"write {close}; {listed}" if close else listed,
         )
     source, target = _meant(args.src_fmt), _meant(args.tgt_fmt)
     if source == target:
         raise ConfigError(
-            f"both formats are {source}"
+            f"source and target format are both {source}"
             if args.src_fmt == args.tgt_fmt
-            else f"{args.src_fmt} and {args.tgt_fmt} are the same format here, {source}'s own",
+            else f"{args.src_fmt} and {args.tgt_fmt} both mean the format {source}",
             where="--tgt-fmt",
-            remedy="use IN as it is, or convert to the other format",
+            remedy="use IN without conversion, or name the other format",
         )
     if not args.input.exists():
-        raise CheckpointError("there is no such folder", where=str(args.input), remedy="name a checkpoint")
+        raise CheckpointError("the checkpoint does not exist", where=str(args.input), remedy="check the path")
     format, model = CONVERTERS[args.model]
     folder = args.input if args.input.is_dir() else args.input.parent
     output, dtype = _output(args), DTYPES[args.dtype]
@@ -113,15 +113,15 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def _output(args: argparse.Namespace) -> Path:
-    """The folder to make.
+    """Return the path of the folder to create.
 
     Raises:
-        ConfigError: unless either it or the folder around it is given.
+        ConfigError: unless exactly one of OUT and --output-dir is given.
     """
     if (args.output is None) == (args.output_dir is None):
         given = "both" if args.output else "neither"
         raise ConfigError(
-            f"expected OUT or --output-dir, found {given}", where="OUT", remedy="give one of the two"
+            f"expected OUT or --output-dir, found {given}", where="OUT", remedy="write one of the two"
         )
     if args.output is not None:
         return Path(args.output)
@@ -132,7 +132,17 @@ def _output(args: argparse.Namespace) -> Path:
 def _own(
     folder: Path, config_file: Path | None, format: Format, model: str
 ) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
-    """The model and its weights in a folder of our format, or in a checkpoint of a run."""
+    """Return the model and its weights from a folder in Headwater's format, or from a checkpoint of a run.
+
+    Args:
+        folder: the folder or checkpoint.
+        config_file: params file with the model, if the folder's own is not to be used.
+        format: format of `--model`.
+        model: name of `--model`.
+
+    Raises:
+        ConfigError: if the folder contains another model than `--model` names.
+    """
     if (folder / MODEL_FILE).is_file():
         config, tensors = read_folder(folder)
         config = read_model_section(config_file) if config_file else config
@@ -141,17 +151,17 @@ def _own(
         config, tensors = read_model_section(params), checkpoint_weights(folder)
     if config.name not in format.models and config.name != model:
         raise ConfigError(
-            f"the model is a {config.name}",
+            f"expected a model that --model {model} converts, found {config.name}",
             where=str(config_file or folder),
             remedy=f"convert it with --model {config.name}"
             if config.name in CONVERTERS
-            else "write it with headwater checkpoint export, which knows what of it to write",
+            else "use headwater checkpoint export, which can write this model",
         )
     return config, tensors
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """Prints a table; returns the exit code."""
+    """Print a table of the converters; return the exit code."""
     table = Table("model", "class of the transformers library", "model here", box=None, pad_edge=False)
     for name, (format, model) in CONVERTERS.items():
         table.add_row(name, format.architecture, model)
@@ -160,7 +170,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    """Prints what differs and a summary; returns 0 if nothing differs, and otherwise 1."""
+    """Print the differences of two checkpoints and a summary; return 0 if they are equal, otherwise 1."""
     found = compare(args.first, args.second)
     table = Table("tensor", "difference", box=None, pad_edge=False)
     for each in found.differences:

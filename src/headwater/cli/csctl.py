@@ -1,4 +1,4 @@
-"""`csctl`: the queue by the names that wafer-scale clusters have for it."""
+"""`csctl`: the queue under the command names of Cerebras' clusters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESOURCES = {"jobs": "jobs", "job": "jobs"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns its exit code, as that of `headwater` is."""
+    """Run a command line and return its exit code, as `headwater.cli.main.main` does."""
     words = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: _run(words))
 
@@ -38,12 +38,12 @@ def _run(words: list[str]) -> int:
     jobs.add_label_arguments(label)
     job = commands.add_parser("job", help="csctl job set-priority JOB p1|p2|p3")
     actions = job.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    priority = _add(actions, "set-priority", jobs.run_priority, "set the priority of a job that waits")
+    priority = _add(actions, "set-priority", jobs.run_priority, "set the priority of a waiting job")
     jobs.add_priority_arguments(priority)
 
     args = parser.parse_args(words)
     if "resource" in args and args.resource not in _RESOURCES:
-        listed = f"resources are: {', '.join(dict.fromkeys(_RESOURCES.values()))}"
+        listed = f"available: {', '.join(dict.fromkeys(_RESOURCES.values()))}"
         raise ConfigError(
             f"unknown resource {args.resource!r}", remedy=suggestion(args.resource, _RESOURCES, listed)
         )

@@ -1,4 +1,4 @@
-"""`headwater demo`: the main job in one command, on a book that ships with the package."""
+"""`headwater demo`: prepare data, train, evaluate and generate in one command, on a shipped book."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _PROMPT = "My father’s family name being"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headwater demo`."""
+    """Add the arguments of `headwater demo`."""
     parser.description = (
-        "Train a small GPT on a public-domain novel by weight streaming, evaluate it, and let it write. "
+        "Train a small GPT on a public-domain novel by weight streaming, evaluate it, and generate text. "
         "Takes a few minutes on two cores. Started again, the demo continues where it stopped."
     )
     parser.add_argument(
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_NUM_SLABS,
         metavar="N",
-        help="how many stages of weights the device holds at a time (%(default)s)",
+        help="number of stages whose weights are on the device at the same time (%(default)s)",
     )
 
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if not result.interrupted:
         loss = result.validation[0].loss if result.validation else next(validate(config))[1].loss
         console.print(
-            f"\nvalidation loss {loss:.3f} nats a token; a model that only knows how often each token occurs "
+            f"\nvalidation loss {loss:.3f} nats per token; a model that only knows token frequencies "
             f"has {statistics.unigram_entropy:.3f}\n\nThe model continues {_PROMPT!r}:\n",
             soft_wrap=True,
         )
@@ -80,36 +80,36 @@ def run(args: argparse.Namespace) -> int:
 
 _INTRODUCTION = """\
 Headwater demo: train a small GPT on the novel "Great Expectations".
-The text is split into tokens, this machine is measured (a few seconds, once), then the model trains.
+The text is tokenized, the speed of this machine is measured (a few seconds, once), then the model trains.
 """
 
 
 def _plan_in_words(plan: Plan, run: RunLength) -> str:
     """Return the decisions of the plan, explained to a newcomer."""
-    assert plan.prediction is not None, "a plan that is shown has been predicted"
+    assert plan.prediction is not None, "the plan of a run has a prediction"
     stages = plan.trace.stages
     weights, budget = sum(stage.slab_bytes for stage in stages), plan.budget
     limit = "" if budget is None or budget.host_memory is None else f" of {format_bytes(budget.host_memory)}"
     lines = [
         f"model: {format_count(sum(stage.numel for stage in stages))} parameters in "
         f"{counted(len(stages), 'stage', 'stages')}, "
-        f"{format_bytes(weights)} of weights; only {plan.slabs} of the largest stages are loaded at a time",
+        f"{format_bytes(weights)} of weights; the device holds {plan.slabs} stages at a time",
         f"memory: {format_bytes(plan.prediction.host_bytes)} predicted{limit} available",
     ]
     if plan.prediction.step_s is not None and run.steps is not None:
         step_s = plan.prediction.step_s
         whole = f"{format_duration(step_s * run.steps)} for {counted(run.steps, 'step', 'steps')}"
-        lines.append(f"time: {format_duration(step_s)} a step predicted, {whole}")
-    return "\n".join([*lines, "the whole plan: plan.txt in the folder of the run", ""])
+        lines.append(f"time: {format_duration(step_s)} per step predicted, {whole}")
+    return "\n".join([*lines, "the complete plan: plan.txt in the folder of the run", ""])
 
 
 def _next_steps(model_dir: Path) -> str:
-    """Return the commands that a reader may try after the demo."""
-    # scripts/demo runs the command from .venv, which need not be on the PATH of the reader.
+    """Return a text with commands to try after the demo."""
+    # scripts/demo runs the command from .venv, which may not be on the user's PATH.
     command = "headwater" if shutil.which("headwater") else sys.argv[0]
     commands = {
-        "let the model write": f'generate --model_dir {model_dir} --prompt "It was"',
-        "train further": f"fit {model_dir} --max_steps 1200",
+        "generate text": f'generate --model_dir {model_dir} --prompt "It was"',
+        "continue training": f"fit {model_dir} --max_steps 1200",
         "prepare your own text (then see docs/quickstart.md)": "data YOUR_BOOK.txt --out data/book",
         "plan a model that is larger than memory": "plan gpt/cerebras_gpt_1p3b --host_memory 8GiB",
     }
@@ -130,14 +130,14 @@ def _config(args: argparse.Namespace, data: Path) -> RunConfig:
 
 
 def _prepared(config: RunConfig, folder: Path, console: Console) -> Statistics:
-    """The statistics of the book's samples, which are made the first time."""
+    """Return the statistics of the prepared data, which are created on the first call."""
     try:
         from headwater.data.prepare import prepare
         from headwater.data.statistics import FILE_NAME, read_statistics
         from headwater.data.tokenizer import TrainBPE
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"preparing text needs {error.name}", remedy="pip install 'headwater[train]'"
+            f"preparing text needs {error.name}", remedy="run: pip install 'headwater[train]'"
         ) from error
     if (folder / FILE_NAME).exists():
         return read_statistics(folder)

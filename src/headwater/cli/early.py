@@ -1,4 +1,4 @@
-"""`--compile_only` and `--validate_only`: what is done in place of training."""
+"""`--compile_only` and `--validate_only`: compile or check a run without training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headwater.trainer.job import Trainable
 
 
 def add_early_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that set the keys `compile_only` and `validate_only`; they gather in `flags`."""
+    """Add the options that set the keys `compile_only` and `validate_only`. They are collected in `flags`."""
     instead = parser.add_mutually_exclusive_group()
     for name, help_text in (
-        ("compile_only", "do not train: write plan, graphs and a report of operators"),
-        ("validate_only", "do not train: check that everything goes together"),
+        ("compile_only", "do not train; write the plan, the graphs and a report of operators"),
+        ("validate_only", "do not train; check that model, loss, optimizer and data fit together"),
     ):
         key = f"trainer.init.backend.{name}=true"
         instead.add_argument(
@@ -27,12 +27,18 @@ def add_early_options(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_for(config: RunConfig | UserConfig) -> bool:
-    """Whether the params or the command line ask for something in place of training."""
+    """True if the params or the command line ask for `compile_only` or `validate_only`."""
     return config.init.backend.compile_only or config.init.backend.validate_only
 
 
 def check(config: RunConfig | UserConfig, trainable: Trainable, batch_size: int) -> int:
-    """Compiles, or else validates, and prints what was found; returns the exit code."""
+    """Compile or validate a run as its params ask, print the report, and return the exit code.
+
+    Args:
+        config: the run.
+        trainable: the model with its loss, batch and optimizer.
+        batch_size: samples of a batch.
+    """
     open_console(config)
     act = compile_run if config.init.backend.compile_only else validate_run
     Console(highlight=False).print(act(config.init, trainable, batch_size).render(), markup=False)

@@ -1,4 +1,4 @@
-"""`headwater fit`: train."""
+"""`headwater fit`: train a model."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ _SUBMIT = "--submit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headwater fit`."""
+    """Add the arguments of `headwater fit`."""
     parser.description = (
-        "Train a model. The same command run again continues from the last checkpoint in the model_dir; "
+        "Train a model. If the model_dir has a checkpoint, training resumes from the last one; "
         "--autoload_last_checkpoint=false starts over. "
-        "Ctrl-C finishes the step and writes a checkpoint; a second one stops at once."
+        "Ctrl-C finishes the step and writes a checkpoint; a second Ctrl-C stops at once."
     )
     parser.usage = f"headwater fit [-h] [--compile_only | --validate_only] [--submit] {USAGE}"
     early.add_early_options(parser)
     parser.add_argument(
         _SUBMIT,
         action="store_true",
-        help="queue the command in place of running it, with --job_labels and --job_priority",
+        help="put the command into the queue instead of running it; see --job_labels and --job_priority",
     )
     add_params_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains and says where everything is; returns the exit code."""
+    """Train, or submit the command to the queue; return the exit code."""
     config = read_params(args)
     if args.submit:
         return submit(config, args.words)
@@ -64,7 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def submit(config: RunConfig, words: Sequence[str]) -> int:
-    """Puts the command into the queue and says what became of it; returns the exit code."""
+    """Put the command into the queue, print the job's name, and return the exit code.
+
+    Args:
+        config: the run.
+        words: the command line after `headwater`.
+    """
     cluster = config.init.backend.cluster_config
     open_console(config)
     return submit_job(
@@ -83,9 +88,9 @@ def submit(config: RunConfig, words: Sequence[str]) -> int:
 
 
 def train(config: RunConfig) -> int:
-    """Trains, prints where everything is, and returns the exit code.
+    """Train, print the paths of the results, and return the exit code.
 
-    What the params ask for in place of training is done instead.
+    If the params ask for `compile_only` or `validate_only`, do that instead.
     """
     if early.asked_for(config):
         batch_size = fit_section(config).train_dataloader.batch_size
@@ -95,9 +100,16 @@ def train(config: RunConfig) -> int:
 
 
 def finish(config: RunConfig | UserConfig, result: FitResult, console: Console | None) -> int:
-    """Prints where everything is, once for all ranks; returns the exit code."""
+    """Print the paths of the results on rank 0, and return the exit code.
+
+    Args:
+        config: the run.
+        result: result of the training.
+        console: where to print; `None` to print nothing.
+    """
     if current().rank != 0:
-        return 0  # the launcher ends all ranks as soon as one of them has not ended well
+        # Also if the run was interrupted: the launcher kills all ranks when one of them returns an error.
+        return 0
     if console is not None:
         for line in summary(config, result):
             console.print(line, markup=False, soft_wrap=True)
@@ -105,7 +117,7 @@ def finish(config: RunConfig | UserConfig, result: FitResult, console: Console |
 
 
 def summary(config: RunConfig | UserConfig, result: FitResult) -> list[str]:
-    """What a finished or interrupted run has left, by lines."""
+    """Return lines of text with the paths of the results of a finished or interrupted run."""
     run_dir = RunDir(config.init.model_dir)
     files = {
         "checkpoint": result.checkpoint,
@@ -115,7 +127,7 @@ def summary(config: RunConfig | UserConfig, result: FitResult) -> list[str]:
     lines = [f"{name}: {path}" for name, path in files.items() if path is not None and path.exists()]
     if result.interrupted:
         again = "the same command"
-        if isinstance(config, RunConfig) and current().size == 1:  # ranks may have another launcher
+        if isinstance(config, RunConfig) and current().size == 1:  # several ranks may have another launcher
             again = shlex.join(["headwater", "fit", str(config.init.model_dir)])
-        return [f"stopped after step {result.step}", *lines, f"go on with: {again}"]
+        return [f"stopped after step {result.step}", *lines, f"to continue, run: {again}"]
     return [f"done: step {result.step}", *lines]

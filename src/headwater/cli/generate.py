@@ -1,4 +1,4 @@
-"""`headwater generate`: continue a text with a trained model, its weights streaming."""
+"""`headwater generate`: generate text with a trained model whose weights are streamed."""
 
 from __future__ import annotations
 
@@ -25,51 +25,63 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headwater generate`."""
+    """Add the arguments of `headwater generate`."""
     parser.description = "Continue a text, or answer a message, with the newest checkpoint of a run."
     parser.add_argument("--model_dir", required=True, type=Path, metavar="DIR", help="folder of the run")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="how the text begins, or the message")
+    parser.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="beginning of the text, or the message"
+    )
     parser.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
-        help="answer PROMPT as a message, by the chat template (the default of a run on conversations)",
+        help="answer PROMPT as a chat message (default if the model was trained on conversations)",
     )
     parser.add_argument("--system", metavar="TEXT", help="system message before PROMPT; needs --chat")
     parser.add_argument(
-        "--max_new_tokens", type=int, default=100, metavar="N", help="tokens to add at most (%(default)s)"
+        "--max_new_tokens",
+        type=int,
+        default=100,
+        metavar="N",
+        help="largest number of tokens to generate (%(default)s)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the most likely token (%(default)s)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="sampling temperature; 0 always chooses the most likely token (%(default)s)",
     )
-    parser.add_argument("--top_k", type=int, metavar="K", help="sample among the K most likely tokens")
+    parser.add_argument("--top_k", type=int, metavar="K", help="sample from the K most likely tokens")
     parser.add_argument(
-        "--top_p", type=float, metavar="P", help="sample among tokens that reach probability P"
+        "--top_p",
+        type=float,
+        metavar="P",
+        help="sample from the most likely tokens whose probabilities add up to P",
     )
-    parser.add_argument("--seed", type=int, default=0, help="another one gives another text (%(default)s)")
-    parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="use this checkpoint")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (%(default)s)")
+    parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (the one in the folder of the run)"
     )
     parser.add_argument(
-        "--end_of_text", metavar="TOKEN", help="token that ends a text (those of generation_config.json)"
+        "--end_of_text", metavar="TOKEN", help="end-of-text token (those in generation_config.json)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the prompt and what follows it, or the answer to a message; returns the exit code."""
+    """Print the prompt with its continuation, or the answer to a message; return the exit code."""
     print(continued(read_model_dir(args.model_dir), args))
     return 0
 
 
 @dataclasses.dataclass(frozen=True)
 class _Prompt:
-    """Encodes prompts for a model and decodes its output.
+    """A prompt as token ids, with what is needed to decode the model's output.
 
     Attributes:
-        tokenizer: of the run.
-        tokens: ids of the prompt.
+        tokenizer: the run's tokenizer.
+        tokens: token ids of the prompt.
         ends: ids of the tokens that end the text.
-        is_message: True if only the answer is shown.
+        is_message: true if the prompt is a chat message; then only the answer is printed.
     """
 
     tokenizer: Tokenizer
@@ -78,21 +90,21 @@ class _Prompt:
     is_message: bool
 
     def text(self, tokens: list[int]) -> str:
-        """Return the text to show for the prompt's and the new tokens."""
+        """Return the text to print for the tokens of the prompt followed by the generated ones."""
         return str(self.tokenizer.decode(tokens[len(self.tokens) :] if self.is_message else tokens))
 
 
 def continued(config: RunConfig, args: argparse.Namespace) -> str:
-    """The prompt and what follows it; of a conversation the answer alone.
+    """Return the prompt with its continuation, or only the answer to a chat message.
 
     Args:
         config: the run.
-        args: as `add_arguments` has them.
+        args: the arguments that `add_arguments` adds.
 
     Raises:
-        ConfigError: if an argument is out of range, or there is no tokenizer.
-        CheckpointError: if there is no checkpoint.
-        DataError: if the prompt does not fit the model.
+        ConfigError: if an argument is out of range, or the tokenizers library is not installed.
+        CheckpointError: if the run has no checkpoint.
+        DataError: if the tokenizer is missing, or the prompt does not fit the model.
     """
     model = language_model(config)
     prompt = _read_prompt(RunDir(config.init.model_dir), args)
@@ -124,12 +136,12 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
 
 
 def _read_prompt(run_dir: RunDir, args: argparse.Namespace) -> _Prompt:
-    """The tokens of the prompt, as the model was trained to read them."""
+    """Encode the prompt in the format of the training data."""
     try:
         from headwater.data.tokenizer import end_of_text_id, load_tokenizer
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"reading text needs {error.name}", remedy="pip install 'headwater[data]'"
+            f"reading text needs {error.name}", remedy="run: pip install 'headwater[data]'"
         ) from error
     path = args.tokenizer or run_dir.tokenizer
     tokenizer = load_tokenizer(path)
@@ -143,7 +155,7 @@ def _read_prompt(run_dir: RunDir, args: argparse.Namespace) -> _Prompt:
 
 
 def _known_ends(tokenizer: Tokenizer, run_dir: RunDir, folder: Path) -> list[int]:
-    """Ids that end a text, of `generation_config.json`, of the tokenizer and of the training data."""
+    """Return the ids that end a text, from `generation_config.json`, the tokenizer and the training data."""
     ends = end_tokens(folder)
     token = special_token(folder, "eos_token")
     number = None if token is None else tokenizer.token_to_id(token)
@@ -160,13 +172,20 @@ def _is_message(run_dir: RunDir, args: argparse.Namespace) -> bool:
         chosen = args.system is not None or (prepared is not None and prepared.mode == "chat")
     if args.system is not None and not chosen:
         raise ConfigError(
-            "a system message is part of a conversation", where="--system", remedy="leave out --no-chat"
+            "--system cannot be used with --no-chat", where="--system", remedy="remove one of them"
         )
     return bool(chosen)
 
 
 def _message_text(tokenizer: Tokenizer, folder: Path, end: int, args: argparse.Namespace) -> str:
-    """The text that the chat template makes of the message, up to where the answer begins."""
+    """Return the message rendered with the chat template, up to the beginning of the answer.
+
+    Args:
+        tokenizer: the run's tokenizer.
+        folder: folder with the chat template and the special tokens.
+        end: id of the end-of-text token.
+        args: the command-line arguments.
+    """
     from headwater.data.modes.chat import PLAIN_TEMPLATE, find_template, render, template_tokens
 
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -182,7 +201,7 @@ def _message_text(tokenizer: Tokenizer, folder: Path, end: int, args: argparse.N
 def _check_vocabulary(prompt: torch.Tensor, size: int) -> None:
     if prompt.numel() and int(prompt.max()) >= size:
         raise DataError(
-            f"token id {int(prompt.max())} is beyond the vocabulary, vocab_size {size}",
+            f"expected token ids < vocab_size {size}, got {int(prompt.max())}",
             where="--tokenizer",
-            remedy="name the tokenizer that the model was trained with",
+            remedy="name the tokenizer with which the model was trained",
         )

@@ -1,4 +1,4 @@
-"""Questions to the user, which the command line may answer too."""
+"""Questions to the user, which can also be answered by command-line options."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True)
 class Question(Generic[Value]):
-    """One question.
+    """A question to the user.
 
     Attributes:
-        option: of the command line that answers it.
-        text: what the user reads.
-        default: answer that counts where the user gives none, as the user would write it.
-        parse: returns the value of an answer, or raises ConfigError.
+        option: command-line option that answers the question.
+        text: text of the question.
+        default: default answer, as the user would write it.
+        parse: converts an answer to its value, or raises `ConfigError`.
     """
 
     option: str
@@ -30,7 +30,7 @@ class Question(Generic[Value]):
 
 
 class Interview:
-    """Gets answers: from the command line, from the terminal, or by default."""
+    """A source of answers: the command line, the terminal, or the defaults."""
 
     def __init__(self, *, takes_defaults: bool) -> None:
         self._takes_defaults = takes_defaults
@@ -44,7 +44,8 @@ class Interview:
             given: the answer on the command line, if there is one.
 
         Raises:
-            ConfigError: if the given answer is wrong, or if there is neither an answer nor a terminal.
+            ConfigError: if the answer on the command line is not valid, or it is missing and stdin is not a
+                terminal.
         """
         if given is not None:
             return question.parse(given)
@@ -52,9 +53,9 @@ class Interview:
             return question.parse(question.default)
         if not self._asks:
             raise ConfigError(
-                f"{question.option} is missing, and questions need a terminal",
+                f"{question.option} is missing, and stdin is not a terminal on which to ask",
                 where="command line",
-                remedy=f"give {question.option} (default: {question.default}), or take all defaults: --yes",
+                remedy=f"write {question.option} (default: {question.default}), or --yes for all defaults",
             )
         while True:
             answer = input(f"{question.text} [{question.default}]: ").strip()

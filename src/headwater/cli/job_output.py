@@ -1,4 +1,4 @@
-"""How jobs are shown: a table as csctl has it, JSON or YAML."""
+"""Formats of lists of jobs: a table like that of csctl, JSON and YAML."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def show_jobs(jobs: Sequence[Job], style: str, *, reasons: bool = False) -> str:
 
 
 def show_records(records: object, style: str) -> str:
-    """Plain data as JSON or YAML."""
+    """Return plain data as text in JSON or YAML."""
     if style == "json":
         return json.dumps(records, indent=2)
     return yaml.safe_dump(records, sort_keys=False, allow_unicode=True).rstrip("\n")
 
 
 def render_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns; what is empty is a dash, so that every row has as many words."""
+    """Return rows as text in columns. Empty cells become dashes, so that all rows have equally many words."""
     rows = [[cell or "-" for cell in one] for one in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -45,7 +45,7 @@ def render_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def row(job: Job) -> list[str]:
-    """The cells of a job."""
+    """Return the cells of a job's row."""
     now = time.time()
     return [
         job.name,
@@ -60,7 +60,7 @@ def row(job: Job) -> list[str]:
 
 
 def record(job: Job) -> dict[str, Any]:
-    """All there is to know of a job, as JSON and YAML have it."""
+    """Return all fields of a job as plain data for JSON and YAML."""
     known = job.to_record()
     for name in _TIMES:
         if known[name] is not None:
@@ -77,7 +77,7 @@ def record(job: Job) -> dict[str, Any]:
 
 
 def short_time(seconds: float) -> str:
-    """A duration in the largest unit that is not too coarse: 90s, 5m, 43h, 3d."""
+    """Return a short text for a duration, with a unit that fits its size: 90s, 5m, 43h, 3d."""
     seconds = max(seconds, 0.0)
     for limit, unit, name in _LONGEST:
         if seconds < limit:

@@ -1,4 +1,4 @@
-"""`headwater jobs`: the queue."""
+"""`headwater jobs`: submit, list and cancel the jobs of the queue."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from headwater.cli.job_output import FORMATS, record, show_jobs, show_records
 from headwater.cli.parser import Parser
 from headwater.core.errors import ConfigError
 
-NAME_HELP = "name of a job, its number, or a beginning of its name that no other job has"
+NAME_HELP = "name of a job, its number, or a unique prefix of its name"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headwater jobs`."""
-    parser.description = "Queue jobs for the CSXs of this machine or cluster; list, label and cancel them."
+    """Add the arguments of `headwater jobs`."""
+    parser.description = "Submit jobs to the CSXs of this machine or cluster; list, label and cancel them."
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
 
     def add(
@@ -41,52 +41,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_queue_options(command)
         return command
 
-    submit = add("submit", run_submit, "queue a command")
+    submit = add("submit", run_submit, "put a command into the queue")
     submit.usage = "headwater jobs submit [--option VALUE ...] -- COMMAND ..."
     submit.set_defaults(command=())
-    submit.add_argument("--num_csx", type=int, default=1, metavar="N", help="CSXs it takes (%(default)s)")
+    submit.add_argument("--num_csx", type=int, default=1, metavar="N", help="CSXs of the job (%(default)s)")
     submit.add_argument(
-        "--model_dir", type=Path, metavar="DIR", help="where it works and its log goes; one job at a time"
+        "--model_dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the job and its log; only one unfinished job may use it",
     )
-    submit.add_argument("--job_labels", nargs="+", default=[], metavar="NAME=VALUE", help="to find it by")
-    submit.add_argument("--job_priority", default="p2", metavar="p1|p2|p3", help="p1 is first (%(default)s)")
+    submit.add_argument(
+        "--job_labels", nargs="+", default=[], metavar="NAME=VALUE", help="labels to find the job by"
+    )
+    submit.add_argument(
+        "--job_priority", default="p2", metavar="p1|p2|p3", help="p1 is the highest (%(default)s)"
+    )
 
-    listing = add("list", run_list, "show the jobs that are not over")
+    listing = add("list", run_list, "list the unfinished jobs")
     add_list_options(listing)
-    show = add("show", run_show, "show all there is to know of a job")
+    show = add("show", run_show, "show all details of a job")
     show.add_argument("name", metavar="JOB", help=NAME_HELP)
     show.add_argument("-o", "--output", choices=FORMATS[1:], default="yaml", help="format (%(default)s)")
-    logs = add("logs", run_logs, "show what a job has printed")
+    logs = add("logs", run_logs, "show the output of a job")
     logs.add_argument("name", metavar="JOB", help=NAME_HELP)
-    logs.add_argument("-f", "--follow", action="store_true", help="and what it prints until it is over")
-    cancel = add("cancel", run_cancel, "ask a job to end; the second time, end it at once")
+    logs.add_argument(
+        "-f", "--follow", action="store_true", help="wait for further output until the job ends"
+    )
+    cancel = add("cancel", run_cancel, "ask a job to end; kill it if it was asked before")
     cancel.add_argument("name", metavar="JOB", help=NAME_HELP)
     label = add("label", run_label, "set labels of a job")
     add_label_arguments(label)
-    priority = add("priority", run_priority, "set the priority of a job that waits")
+    priority = add("priority", run_priority, "set the priority of a waiting job")
     add_priority_arguments(priority)
-    wait = add("wait", run_wait, "wait until a job is over; fails if the job has not succeeded")
+    wait = add("wait", run_wait, "wait until a job has ended; exit code 1 if it has not succeeded")
     wait.add_argument("name", metavar="JOB", help=NAME_HELP)
-    wait.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long")
-    live = add("top", run_top, "show CSXs, queue, losses and rates, as they change")
-    live.add_argument("--once", action="store_true", help="show them once")
+    wait.add_argument("--timeout", type=float, metavar="SECONDS", help="stop waiting after this time")
+    live = add("top", run_top, "show CSXs, queue, losses and rates, and update them")
+    live.add_argument("--once", action="store_true", help="print them once instead of updating them")
 
-    server = add("serve", run_serve, "give out the CSXs of this machine, in the foreground")
+    server = add("serve", run_serve, "run the queue's supervisor in the foreground")
     server.add_argument(
-        "--num_csx", type=int, metavar="N", help="CSXs of this machine; each GPU, or else each core, is one"
+        "--num_csx", type=int, metavar="N", help="CSXs of this machine (one per GPU, or else one per core)"
     )
     server.add_argument(
-        "--grace", type=float, metavar="SECONDS", help="from the request to end a job to its end (120)"
+        "--grace",
+        type=float,
+        metavar="SECONDS",
+        help="time from asking a job to end until it is killed (120)",
     )
     server.add_argument(
         "--all_users",
         action="store_true",
-        help="let other users submit; each job runs as its user (root only)",
+        help="accept jobs of all users; each runs as the user that submitted it (root only)",
     )
 
 
 def add_queue_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which queue is meant."""
+    """Add the options that select the queue."""
     parser.add_argument("--queue", metavar="|".join(BACKENDS), help="kind of queue (or HEADWATER_QUEUE)")
     parser.add_argument(
         "--queue_dir", type=Path, metavar="DIR", help="folder of the queue (or HEADWATER_QUEUE_DIR)"
@@ -95,39 +107,39 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a list of jobs."""
-    parser.add_argument("-a", "--all", action="store_true", help="also jobs that are over")
+    parser.add_argument("-a", "--all", action="store_true", help="also list jobs that have ended")
     parser.add_argument("-o", "--output", choices=FORMATS, default="table", help="format (%(default)s)")
 
 
 def add_label_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a change of labels."""
     parser.add_argument("name", metavar="JOB", help=NAME_HELP)
-    parser.add_argument("labels", nargs="+", metavar="NAME=VALUE", help="set it; NAME- removes it")
+    parser.add_argument("labels", nargs="+", metavar="NAME=VALUE", help="label to set; NAME- removes one")
 
 
 def add_priority_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a change of priority."""
     parser.add_argument("name", metavar="JOB", help=NAME_HELP)
-    parser.add_argument("priority", metavar="p1|p2|p3", help="p1 is first")
+    parser.add_argument("priority", metavar="p1|p2|p3", help="p1 is the highest")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does what is asked for; returns the exit code."""
+    """Run the chosen command and return the exit code."""
     return int(args.action(args))
 
 
 def chosen_queue(args: argparse.Namespace) -> Queue:
-    """The queue that the arguments mean."""
+    """Return the queue that the arguments select."""
     return open_queue(args.queue, args.queue_dir)
 
 
 def run_submit(args: argparse.Namespace) -> int:
-    """Queues a command; returns the exit code."""
+    """Put a command into the queue; return the exit code."""
     if not args.command:
         raise ConfigError(
-            "there is nothing to run",
+            "the command of the job is missing",
             where="command line",
-            remedy="write the command behind two dashes: headwater jobs submit -- python train.py",
+            remedy="write it after two dashes: headwater jobs submit -- python train.py",
         )
     submission = Submission(
         command=tuple(args.command),
@@ -143,7 +155,7 @@ def run_submit(args: argparse.Namespace) -> int:
 
 
 def submit_job(submission: Submission, queue: Queue) -> int:
-    """Puts a job into the queue and says its name; returns the exit code."""
+    """Put a job into the queue and print its name; return the exit code."""
     job = queue.submit(submission, new_token())
     print(job.name)
     print(f"log: {job.log}", file=sys.stderr)
@@ -151,21 +163,21 @@ def submit_job(submission: Submission, queue: Queue) -> int:
 
 
 def current_umask() -> int:
-    """The umask of this process."""
-    umask = os.umask(0o077)
+    """Return the umask of this process."""
+    umask = os.umask(0o077)  # the system can only read it by setting another one
     os.umask(umask)
     return umask
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """Shows jobs; returns the exit code."""
+    """Print a list of jobs; return the exit code."""
     jobs = chosen_queue(args).jobs(everything=args.all)
     print(show_jobs(jobs, args.output, reasons=args.all))
     return 0
 
 
 def run_get(args: argparse.Namespace) -> int:
-    """Shows one job in a format of the list, or the list; returns the exit code."""
+    """Print one job, or the list of jobs if no name is given; return the exit code."""
     if args.name is None:
         return run_list(args)
     job = chosen_queue(args).show(args.name)
@@ -177,13 +189,13 @@ def run_get(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Shows a job; returns the exit code."""
+    """Print all details of a job; return the exit code."""
     print(show_records(record(chosen_queue(args).show(args.name)), args.output))
     return 0
 
 
 def run_logs(args: argparse.Namespace) -> int:
-    """Shows what a job has printed; returns the exit code."""
+    """Print the output of a job; return the exit code."""
     for text in chosen_queue(args).logs(args.name, follow=args.follow):
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -191,14 +203,14 @@ def run_logs(args: argparse.Namespace) -> int:
 
 
 def run_cancel(args: argparse.Namespace) -> int:
-    """Asks a job to end; returns the exit code."""
+    """Ask a job to end; return the exit code."""
     job = chosen_queue(args).cancel(args.name)
-    print(f"{job.name} {_said(job)}")
+    print(f"{job.name} {_state_text(job)}")
     return 0
 
 
 def run_label(args: argparse.Namespace) -> int:
-    """Changes labels; returns the exit code."""
+    """Change the labels of a job; return the exit code."""
     job = chosen_queue(args).label(args.name, read_label_changes(args.labels))
     print(
         f"{job.name} has {', '.join(f'{name}={value}' for name, value in job.labels.items()) or 'no labels'}"
@@ -207,48 +219,52 @@ def run_label(args: argparse.Namespace) -> int:
 
 
 def run_priority(args: argparse.Namespace) -> int:
-    """Changes a priority; returns the exit code."""
+    """Change the priority of a job; return the exit code."""
     job = chosen_queue(args).set_priority(args.name, read_priority(args.priority))
     print(f"{job.name} has priority {job.priority}")
     return 0
 
 
 def run_wait(args: argparse.Namespace) -> int:
-    """Waits for a job; returns 0 if it has succeeded."""
+    """Wait for the end of a job; return 0 if it has succeeded, otherwise 1."""
     job = chosen_queue(args).wait(args.name, args.timeout)
-    print(f"{job.name} {_said(job)}")
+    print(f"{job.name} {_state_text(job)}")
     return 0 if job.phase == Phase.SUCCEEDED else 1
 
 
 def run_top(args: argparse.Namespace) -> int:
-    """Shows what happens; returns the exit code."""
-    from headwater.cli import top  # imports torch, for which nobody who lists jobs should wait
+    """Print the state of the queue and its jobs continuously; return the exit code."""
+    from headwater.cli import top  # imports torch, which would slow down the other commands
 
     return top.show(chosen_queue(args), once=args.once)
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Gives out CSXs until it is stopped; returns the exit code."""
-    for name in ("num_csx", "grace"):
+    """Run the supervisor until it is stopped; return the exit code."""
+    for name, least in (("num_csx", 1), ("grace", 0)):
         value = getattr(args, name)
-        if value is not None and value < (1 if name == "num_csx" else 0):
-            raise ConfigError(f"--{name} is {value:g}", where="command line", remedy="write a larger number")
+        if value is not None and value < least:
+            raise ConfigError(
+                f"expected --{name} >= {least}, got {value:g}",
+                where="command line",
+                remedy="write a larger number",
+            )
     if args.all_users and os.geteuid() != 0:
         raise ConfigError(
             "only root can run the jobs of other users",
             where="--all_users",
-            remedy="start it as root, or leave the option out for a queue of your own",
+            remedy="run the command as root, or remove the option to serve your own queue",
         )
     folder = find_folder(args.queue_dir, shared=args.all_users)
     prepare(folder, num_csx=args.num_csx, grace_s=args.grace, shared=args.all_users)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-    print(f"giving out the CSXs of this machine; the queue is {folder.path}", flush=True)
+    print(f"serving the queue {folder.path}", flush=True)
     supervise(folder)
-    print("stopped; jobs that run go on, and jobs that wait go on waiting")
+    print("stopped; running jobs continue, and waiting jobs stay in the queue")
     return 0
 
 
-def _said(job: Job) -> str:
+def _state_text(job: Job) -> str:
     if not job.phase.over:
         return f"is {job.phase} and was asked to end"
     return f"is {job.phase}" + (f": {job.reason}" if job.reason else "")

@@ -1,4 +1,4 @@
-"""`headwater`: finds the command, runs it, and turns errors into messages and exit codes."""
+"""The command `headwater`: runs one of its commands, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -17,36 +17,40 @@ from headwater.fabric.report import report
 from headwater.trainer.interrupt import EXIT_CODE
 
 COMMANDS = {
-    "fit": ("headwater.cli.fit", "train a model, from its last checkpoint on if there is one"),
+    "fit": ("headwater.cli.fit", "train a model, or resume its training"),
     "validate": ("headwater.cli.validate", "evaluate a checkpoint"),
-    "plan": ("headwater.cli.plan", "show how a model would be trained here, without training it"),
-    "generate": ("headwater.cli.generate", "continue a text with a trained model"),
-    "data": ("headwater.data.command", "make training data of text"),
-    "checkpoint": ("headwater.cli.checkpoint", "look into, export and import checkpoints"),
-    "config": ("headwater.cli.config", "check params files"),
-    "jobs": ("headwater.cli.jobs", "queue jobs for the CSXs of this machine, list and cancel them"),
+    "plan": ("headwater.cli.plan", "show the plan, memory and step time of a run, without training"),
+    "generate": ("headwater.cli.generate", "generate text with a trained model"),
+    "data": ("headwater.data.command", "prepare training data from text"),
+    "checkpoint": ("headwater.cli.checkpoint", "inspect, convert, export and import checkpoints"),
+    "config": ("headwater.cli.config", "write, check, convert and list params files"),
+    "jobs": ("headwater.cli.jobs", "submit jobs to the queue of this machine, list and cancel them"),
     "conform": ("headwater.cli.conform", "compare a model with plain PyTorch, bit for bit"),
     "ray": ("headwater.cli.ray", "train on a Ray cluster, or write a manifest for one on Kubernetes"),
-    "demo": ("headwater.cli.demo", "train a small GPT on a book that ships with the package"),
+    "demo": ("headwater.cli.demo", "train a small GPT on a shipped book"),
 }
-"""Module of each command, and what it does."""
+"""Module and help text of each command."""
 
 
 class Command(Protocol):
-    """What the module of a command holds."""
+    """The interface of a command's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the command's arguments."""
+        """Add the command's arguments to its parser."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Does what is asked for; returns the exit code."""
+        """Run the command and return the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, this process's own if none is given; returns its exit code.
+    """Run a command line and return the exit code.
 
-    0: done. 1: failed on the way. 2: something in the command line, a file or the machine does not fit.
-    130: interrupted.
+    Args:
+        argv: the words after `headwater`; `sys.argv[1:]` if `None`.
+
+    Returns:
+        0: success. 1: the command failed while it ran. 2: the command line, a file or the machine is not
+        suitable. 130: interrupted.
     """
     if argv is None:
         find_parent()
@@ -55,20 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """The exit code of `run`, with errors that a user can cause printed as messages."""
+    """Call `run` and return its exit code. Errors that a user can cause are printed as messages."""
     from headwater.cli.output import print_error
 
     try:
         return run()
     except HeadwaterError as error:
         if report(error):
-            return 1  # the launcher says it, once for all ranks
+            return 1  # the launcher prints the error, once for all ranks
         return print_error(error)
     except KeyboardInterrupt:
         if speaks_for_all():
             print("interrupted", file=sys.stderr)
         return EXIT_CODE
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe (`headwater … | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_CODE
 
@@ -81,11 +85,11 @@ def _run(words: list[str], *, is_process: bool) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     name = next((word for word in words if not word.startswith("-")), None)
     if name is not None and name not in COMMANDS:
-        listed = f"commands are: {', '.join(COMMANDS)}"
+        listed = f"available: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}", remedy=suggestion(name, COMMANDS, listed))
     for known, (module, help_text) in COMMANDS.items():
         subparser = commands.add_parser(known, help=help_text)
-        if known == name:  # a module is imported for its own command only
+        if known == name:  # import only the module of the chosen command
             command: Command = importlib.import_module(module)
             subparser.set_defaults(parser=subparser, run=command.run)
             command.add_arguments(subparser)
@@ -101,7 +105,7 @@ def _run(words: list[str], *, is_process: bool) -> int:
     elif rest:
         raise args.parser.unknown(rest[0])
     if "command" in args:
-        args.command = words[end + 1 :]  # another program's, not to be understood here
+        args.command = words[end + 1 :]  # the words of another program, which are not parsed
     elif words[end + 1 :]:
         raise args.parser.unknown(words[end + 1])
     args.words, args.is_process = words, is_process

@@ -1,4 +1,4 @@
-"""What the commands print: results and progress on stdout, notices and errors on stderr."""
+"""Output of the commands: results and progress on stdout, notices and errors on stderr."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BAD_INPUT, FAILURE = 2, 1
 
 
 def open_console(config: RunConfig | UserConfig) -> Console | None:
-    """The console that the log level of the params asks for; `None` where it asks for silence.
+    """Set up logging, print the notices of the params, and return the console for progress.
 
-    The notices of the params are printed, whatever it asks for.
+    The console is `None` if the log level is above INFO. The notices are always printed.
     """
     for notice in config.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -31,7 +31,7 @@ def open_console(config: RunConfig | UserConfig) -> Console | None:
 
 
 def print_error(error: HeadwaterError) -> int:
-    """Say what is wrong; returns the exit code."""
+    """Print an error on stderr and return the exit code."""
     print(f"error: {error}", file=sys.stderr)
     return FAILURE if isinstance(error, StoreError | StreamError) else BAD_INPUT
 
@@ -43,7 +43,7 @@ def _log_to(console: Console | None, level: str) -> None:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints messages above a progress bar, if there is one, and without decoration; warnings to stderr."""
+    """A log handler that prints plain messages above a progress bar, and warnings on stderr."""
 
     def __init__(self, console: Console | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parsers whose errors are those of the package. Light: who lists jobs does not wait for torch."""
+"""Argument parsers that raise the package's errors. This module does not import torch, which is slow."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from headwater.core.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are those of the package."""
+    """An argument parser that raises `ConfigError`."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As the base class, but an unknown option is refused before anything is said to be missing."""
+        """Parse as the base class does, but report an unknown option before a missing argument."""
         if self._subparsers is None:
             for word in args or ():
                 option = word.partition("=")[0]
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, where="command line", remedy=f"see {self.prog} --help")
 
     def unknown(self, word: str) -> ConfigError:
-        """The error for an argument that means nothing here."""
+        """Return the error for an unknown argument."""
         option = word.partition("=")[0]
         if not option.startswith("-"):
             return ConfigError(
@@ -47,6 +47,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
-    """`write …` with the known word nearest to `word`, if one is near, and what else there is to do."""
+    """Return a remedy for an unknown word.
+
+    Args:
+        word: the unknown word.
+        known: the known words.
+        otherwise: text that follows the suggestion, or stands alone if no known word is similar.
+    """
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"write {close[0]}; {otherwise}" if close else otherwise

@@ -1,4 +1,4 @@
-"""`headwater plan`: how a model would be trained on this machine."""
+"""`headwater plan`: show the plan of a run on this machine, without training."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from headwater.trainer.planning import host_share, plan_run, run_length, trainin
 from headwater.trainer.zoo_job import data_workers, zoo_trainable
 
 _PATIENCE_S = 300.0
-"""Seconds that the speed of the machine may take to measure where the command asks for it."""
+"""Longest time for measuring the speed of the machine, in seconds, if the user asks for a measurement."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headwater plan`."""
+    """Add the arguments of `headwater plan`."""
     parser.description = (
-        "Show stages, slabs, tiers, memory and step time of a training run, without data. The rates of this "
-        "machine are measured the first time, in about two seconds."
+        "Show stages, slabs, tiers, memory and step time of a training run. The data need not exist. The "
+        "speed of this machine is measured the first time, in about two seconds."
     )
     parser.usage = (
         "headwater plan [-h] [--png FILE] [--sequence_length N] [--recalibrate] [--write_cluster FILE] "
         f"[--cluster FILE [--counts N,N,…] [--scaling strong|weak] [--out DIR]] {USAGE}"
     )
     add_params_arguments(parser, PLANNING)
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan too")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the plan")
     parser.add_argument(
-        "--sequence_length", type=int, metavar="N", help="tokens of a sample (max_position_embeddings)"
+        "--sequence_length", type=int, metavar="N", help="tokens per sample (max_position_embeddings)"
     )
-    parser.add_argument("--recalibrate", action="store_true", help="measure the rates of this machine again")
+    parser.add_argument("--recalibrate", action="store_true", help="measure the speed of this machine again")
     add_cluster_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan; returns the exit code."""
+    """Print the plan and return the exit code."""
     check_cluster_arguments(args)
     config = read_params(args)
     if config.fit is None:
         raise ConfigError(
-            "the params have no batch to plan for",
+            "trainer.fit.train_dataloader is missing, which defines the batch size",
             where=str(config.source),
-            remedy="add trainer.fit.train_dataloader; its data need not exist",
+            remedy="add it; its data need not exist",
         )
     open_console(config)
     init = config.init
@@ -66,12 +66,13 @@ def run(args: argparse.Namespace) -> int:
     if placement.num_csx > num_cores():
         ranks = num_cores()
         print(
-            f"note: {placement.num_csx} CSXs take several hosts; this one has {ranks} of them",
+            f"note: {placement.num_csx} CSXs need several hosts; the plan is for a host with {ranks} of them",
             file=sys.stderr,
         )
     if ranks > 1 and device_of(init.backend) == "cpu":
-        torch.set_num_threads(num_cores() // min(placement.num_csx, num_cores()))  # as in a run
-    patient = args.recalibrate or args.write_cluster is not None  # rates are what the user asks for
+        # A rank has as many threads in a run, so measure with this number.
+        torch.set_num_threads(num_cores() // min(placement.num_csx, num_cores()))
+    patient = args.recalibrate or args.write_cluster is not None  # the user asks for a measurement
     rates = calibrate(
         device_of(init.backend),
         resources_of(init.backend).disk,
@@ -87,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
     if args.write_cluster is not None:
         if rates is None:
             raise PlanError(
-                "a machine file needs measured rates, and this machine could not be measured",
-                remedy="run the command again when the machine is quiet",
+                "the speed of this machine could not be measured, which a cluster file needs",
+                remedy="run the command again when the machine is idle",
             )
-        assert plan.budget is not None, "a plan that was made has its budgets"
+        assert plan.budget is not None, "a new plan has budgets"
         write_machine(args.write_cluster, rates, plan.budget, plan.device)
     return 0

@@ -1,4 +1,4 @@
-"""What a process becomes that starts its command as several ranks; see `become_launcher`."""
+"""The launcher process of several ranks, which replaces the process that started; see `become_launcher`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from headwater.fabric.streams import OF_SCRIPT, STDIN, STDOUT, silence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command as several ranks; returns its exit code.
+    """Run a command as several ranks and return its exit code.
 
-    That of a script can print nothing meanwhile; see [Note: ranks of a script].
+    The launcher of a script prints nothing itself; see [Note: ranks of a script].
 
     Args:
-        argv: `script` or `command`, the numbers of compute ranks, store ranks and restarts, where the first
-            was written, and the command without the interpreter.
+        argv: `script` or `command`; the numbers of compute ranks, store ranks and restarts; the place where
+            the user set the number of compute ranks (for errors); and the command without the interpreter.
     """
     kind, num_csx, num_memx, max_restarts, where, *command = argv
     if kind == "script":
         os.environ[OF_SCRIPT] = "1"
-        os.dup2(STDOUT, STDIN)  # ranks inherit three open files alone
+        os.dup2(STDOUT, STDIN)  # ranks inherit only the three standard streams
         silence(STDOUT)
     placement = Placement(int(num_csx), int(num_memx))
     return guarded(lambda: launch(placement, command, where=where, max_restarts=int(max_restarts)))

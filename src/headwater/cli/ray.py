@@ -23,29 +23,30 @@ from headwater.trainer.run_dir import resolved_params
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headwater ray`."""
-    parser.description = "Train on a Ray cluster."
+    """Add the arguments of `headwater ray`."""
+    parser.description = "Train on a Ray cluster, or write a manifest for one on Kubernetes."
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
 
-    fit = commands.add_parser("fit", help="train, each rank an actor of a Ray cluster")
+    fit = commands.add_parser("fit", help="train with each rank as an actor of a Ray cluster")
     fit.set_defaults(parser=fit, action=run_fit)
     fit.usage = f"headwater ray fit [-h] {USAGE}"
     fit.add_argument(
         "--address",
         default=os.environ.get("RAY_ADDRESS") or "auto",
         metavar="HOST:PORT",
-        help="of the cluster, to which this machine belongs (RAY_ADDRESS, or else the one that runs here)",
+        help="address of the cluster; this machine must be one of its nodes (RAY_ADDRESS, or else the local "
+        "cluster)",
     )
     fit.add_argument(
         "--wait",
         type=float,
         default=30,
         metavar="SECONDS",
-        help="for what others have now (%(default)s)",
+        help="longest wait for resources that other jobs use (%(default)s)",
     )
 
     kubernetes = commands.add_parser(
-        "manifest", help="write a RayJob for KubeRay, which makes a cluster and trains"
+        "manifest", help="print a RayJob manifest for KubeRay, which creates a cluster and trains"
     )
     kubernetes.set_defaults(parser=kubernetes, action=run_manifest)
     kubernetes.usage = (
@@ -53,65 +54,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"--ranks_per_node N {USAGE}"
     )
     kubernetes.add_argument(
-        "--image", required=True, help="of containers, with headwater[ray] and ray[default]"
+        "--image", required=True, help="container image with headwater[ray] and ray[default]"
     )
     kubernetes.add_argument(
-        "--memory", required=True, metavar="SIZE", help="of each pod that computes: 64GiB"
+        "--memory", required=True, metavar="SIZE", help="memory of each worker pod, such as 64GiB"
     )
     kubernetes.add_argument(
         "--volume",
         required=True,
         action="append",
         metavar="CLAIM=PATH",
-        help="a persistent volume claim, and where all pods have it; more than once for more",
+        help="a persistent volume claim, and its mount path in all pods; repeat for several volumes",
     )
-    kubernetes.add_argument("--name", default="headwater", help="of the job (%(default)s)")
+    kubernetes.add_argument("--name", default="headwater", help="name of the job (%(default)s)")
     kubernetes.add_argument(
-        "--retries", type=int, default=2, metavar="N", help="goes on so often after a failure (%(default)s)"
+        "--retries", type=int, default=2, metavar="N", help="restarts after a failure (%(default)s)"
     )
 
     for command in (fit, kubernetes):
         command.add_argument(
-            "--cpus_per_rank", type=int, default=1, metavar="N", help="of each rank (%(default)s)"
+            "--cpus_per_rank", type=int, default=1, metavar="N", help="CPU cores of each rank (%(default)s)"
         )
         command.add_argument(
-            "--gpus_per_rank", type=int, default=0, choices=(0, 1), help="of each rank (%(default)s)"
+            "--gpus_per_rank", type=int, default=0, choices=(0, 1), help="GPUs of each rank (%(default)s)"
         )
         command.add_argument(
             "--ranks_per_node",
             type=int,
             required=command is kubernetes,
             metavar="N",
-            help="on each node" if command is kubernetes else "on each node (on as few nodes as will do)",
+            help="ranks on each node"
+            if command is kubernetes
+            else "ranks on each node (as few nodes as possible)",
         )
         add_params_arguments(command)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does what is asked for; returns the exit code."""
+    """Check the arguments, run the chosen command, and return the exit code."""
     config = read_params(args)
     if early.asked_for(config):
         raise ConfigError(
-            "compile_only and validate_only need no ranks",
-            remedy="say them to `headwater fit`, or leave them out",
+            "compile_only and validate_only cannot run on a Ray cluster",
+            remedy="use them with `headwater fit`, or remove them",
         )
     for name, least in {"cpus_per_rank": 1, "ranks_per_node": 1, "wait": 0, "retries": 0}.items():
         value = getattr(args, name, None)
         if value is not None and not least <= value < float("inf"):
-            raise ConfigError(f"--{name} is {value:g}", where="command line", remedy=f"write {least} or more")
+            raise ConfigError(
+                f"expected a finite --{name} >= {least}, got {value:g}",
+                where="command line",
+                remedy=f"write {least} or more",
+            )
     num_ranks = config.init.backend.placement.size
     if args.ranks_per_node is not None and num_ranks % args.ranks_per_node:
         raise ConfigError(
-            f"{num_ranks} ranks cannot be divided into {args.ranks_per_node} for each node",
+            f"{num_ranks} ranks cannot be divided equally into nodes of {args.ranks_per_node}",
             where="--ranks_per_node",
-            remedy="write a divisor of num_csx and num_memx together",
+            remedy=f"write a divisor of {num_ranks}, the sum of num_csx and num_memx",
         )
     return int(args.action(args, config))
 
 
 def run_fit(args: argparse.Namespace, config: RunConfig) -> int:
-    """Trains; returns the exit code."""
-    from headwater.fabric.ray import Request, launch  # an extra, and it takes a while
+    """Train on a Ray cluster; return the exit code."""
+    from headwater.fabric.ray import Request, launch  # imports ray, which is optional and slow
 
     request = Request(
         num_ranks=config.init.backend.placement.size,
@@ -125,7 +132,7 @@ def run_fit(args: argparse.Namespace, config: RunConfig) -> int:
 
 
 def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
-    """Writes a manifest; returns the exit code."""
+    """Print a manifest; return the exit code."""
     volumes = dict(map(_volume, args.volume))
     if len(volumes) < len(args.volume):
         raise ConfigError("a claim is mounted twice", where="--volume", remedy="name each claim once")
@@ -134,12 +141,12 @@ def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
     outside = [path for path in {model_dir: None, **_paths(params)} if not _is_below(path, volumes)]
     if model_dir in outside:
         raise ConfigError(
-            f"model_dir {model_dir} is in no volume: what is written there would end with its pod",
+            f"model_dir {model_dir} is not in a volume, so its files would be lost at the end of the pod",
             where="model_dir",
             remedy=f"write --model_dir {next(iter(volumes.values()))}/…, or mount another volume",
         )
     for path in outside:
-        print(f"note: {path} is in no volume, so the image must have it", file=sys.stderr)
+        print(f"note: {path} is not in a volume, so the image must contain it", file=sys.stderr)
     command = [
         *("headwater", "ray", "fit", str(PARAMS)),
         *("--cpus_per_rank", str(args.cpus_per_rank), "--gpus_per_rank", str(args.gpus_per_rank)),
@@ -148,9 +155,10 @@ def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
     memory_bytes = parse_bytes(args.memory)
     if memory_bytes < args.ranks_per_node * GIB:
         raise ConfigError(
-            f"{format_bytes(memory_bytes)} of memory are too few for {args.ranks_per_node} ranks",
+            f"expected at least 1 GiB of memory per rank, got {format_bytes(memory_bytes)} for "
+            f"{args.ranks_per_node} ranks",
             where="--memory",
-            remedy=f"write {args.ranks_per_node}GiB or more; `headwater plan` says what a run takes",
+            remedy=f"write {args.ranks_per_node}GiB or more; `headwater plan` prints what a run needs",
         )
     pods = Pods(
         count=config.init.backend.placement.size // args.ranks_per_node,
@@ -167,7 +175,7 @@ def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as such."""
+    """A YAML dumper that writes text of several lines as a block."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
@@ -177,7 +185,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _volume(text: str) -> tuple[str, PurePosixPath]:
-    """The name of a claim, and the path of a volume in pods."""
+    """Parse `CLAIM=PATH` and return both parts."""
     claim, equals, path = text.partition("=")
     if (
         not equals
@@ -185,7 +193,7 @@ def _volume(text: str) -> tuple[str, PurePosixPath]:
         or not path.startswith("/")
     ):
         raise ConfigError(
-            f"{text!r} names no volume",
+            f"expected CLAIM=PATH, got {text!r}",
             where="--volume",
             remedy="write the name of a persistent volume claim and an absolute path: claim=/data",
         )
@@ -193,7 +201,7 @@ def _volume(text: str) -> tuple[str, PurePosixPath]:
 
 
 def _paths(value: Any) -> dict[str, None]:
-    """The absolute paths in params as resolved."""
+    """Return the absolute paths in resolved params, as the keys of a dict."""
     if isinstance(value, str):
         return {value: None} if value.startswith("/") else {}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""`headwater jobs top`: CSXs, running jobs with loss and rate, and the queue, as they change."""
+"""`headwater jobs top`: a live view of the CSXs, the running jobs with loss and rate, and the queue."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from headwater.trainer.run_dir import RunDir
 
 _REFRESH_S = 1.0
 _STEPS = 10
-"""Steps over which the rate is taken."""
+"""Number of last steps over which the rate is averaged."""
 _LONG = ("LABELS", "REASON", "SYSTEMS")
-"""Columns that give way where there is not enough room."""
+"""Columns that are wrapped if the terminal is too narrow."""
 _OVER = 5
-"""Jobs shown of those that are over."""
+"""Number of ended jobs that are shown."""
 
 
 def show(queue: Queue, *, once: bool) -> int:
-    """Show frames until Ctrl-C, or one; returns the exit code."""
+    """Show frames until Ctrl-C, or one frame if `once` is set; return the exit code."""
     console = Console(highlight=False)
     if once:
         console.print(frame(queue))
@@ -41,7 +41,7 @@ def show(queue: Queue, *, once: bool) -> int:
 
 
 def frame(queue: Queue) -> RenderableType:
-    """What is shown at a moment."""
+    """Return the current content of the view."""
     jobs = queue.jobs(everything=True)
     running = [job for job in jobs if job.phase in (Phase.INITIALIZING, Phase.RUNNING)]
     waiting = sorted(
@@ -93,7 +93,7 @@ def _over_table(jobs: Sequence[Job]) -> Table:
 
 
 def progress(job: Job) -> tuple[str, str, str]:
-    """Step, loss and rate of a job, as its model_dir tells; dashes where there is nothing to read."""
+    """Return step, loss and rate of a job from the history in its model_dir; dashes without a history."""
     steps = read_last_steps(RunDir(job.model_dir).history, _STEPS) if job.model_dir else []
     if not steps:
         return "-", "-", "-"

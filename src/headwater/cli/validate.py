@@ -13,26 +13,28 @@ from headwater.trainer.session import validate, validate_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headwater validate`."""
+    """Add the arguments of `headwater validate`."""
     parser.description = (
-        "Evaluate the newest checkpoint in the model_dir, or the one that --checkpoint_path names, "
-        "on the data of the section validate."
+        "Evaluate the newest checkpoint in the model_dir, or that of --checkpoint_path, "
+        "on the data of the section `validate`."
     )
     parser.usage = f"headwater validate [-h] [--all] {USAGE}"
     add_params_arguments(parser, EVALUATION)
     parser.add_argument(
-        "--all", action="store_true", help="every checkpoint on all data of the section validate_all"
+        "--all",
+        action="store_true",
+        help="evaluate every checkpoint on all data of the section `validate_all`",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates and prints the loss; returns the exit code."""
+    """Evaluate one checkpoint, or all with --all; return the exit code."""
     config = read_params(args)
     return evaluate_all(config) if args.all else evaluate(config)
 
 
 def evaluate(config: RunConfig) -> int:
-    """Evaluates, prints the loss, and returns the exit code."""
+    """Evaluate a checkpoint, print the loss and metrics, and return the exit code."""
     open_console(config)
     several = config.validation is None and config.fit is not None and len(config.fit.val_dataloader) > 1
     for loader, found in validate(config):
@@ -43,14 +45,14 @@ def evaluate(config: RunConfig) -> int:
 
 
 def print_found(found: Evaluation) -> None:
-    """Prints loss and metrics, a line each."""
+    """Print the loss and the metrics, each on a line."""
     print(f"validation loss {found.loss:.6f} ({counted(found.batches, 'batch', 'batches')})")
     for name, value in found.metrics.items():
         print(f"{name} {value:.6f}")
 
 
 def evaluate_all(config: RunConfig) -> int:
-    """Evaluates several checkpoints, prints their losses, and returns the exit code."""
+    """Evaluate all checkpoints, print their losses, and return the exit code."""
     open_console(config)
     for path, loader, found in validate_all(config):
         batches = counted(found.batches, "batch", "batches")

@@ -1,4 +1,4 @@
-"""A check that an optimizer gives the same results if it is applied to one parameter at a time."""
+"""A check that an optimizer computes the same results if it updates one parameter at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def check_streamable(name: str, build: Build) -> None:
-    """Check that the optimizer gives bit-identical results if it is applied to one parameter at a time.
+    """Check that the optimizer computes bit-identical results if it updates one parameter at a time.
 
     Two small parameters are trained in two ways. First together, by one optimizer. Then one at a time, as the
     weight store does it: each update uses new tensors and parameter groups, and only the content of

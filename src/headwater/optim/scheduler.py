@@ -161,7 +161,7 @@ class Wrapper(Scheduler):
         schedule: Schedule,
         tags: Tags,
     ) -> None:
-        """Attach to the optimizer in place of `schedulers`.
+        """Attach to the optimizer and replace `schedulers`.
 
         Args:
             optimizer: the optimizer to attach to.

@@ -28,7 +28,7 @@ Algorithm = Literal["static", "gmp", "set", "rigl"]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A matrix that gets a sparsity of its own: a whole parameter, or some rows of one.
+    """A matrix with its own sparsity: a whole parameter, or some rows of one.
 
     Attributes:
         name: the name with which `param_filter` is compared.

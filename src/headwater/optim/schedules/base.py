@@ -26,7 +26,7 @@ class Schedule(abc.ABC):
 
     @property
     def length(self) -> int | None:
-        """Number of steps after which the next schedule of a sequence starts; `None` if there is no end."""
+        """Number of steps after which the next schedule of a sequence starts; `None` if it never ends."""
         return None
 
 
