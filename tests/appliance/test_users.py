@@ -96,7 +96,7 @@ def test_users_share_the_csxs_and_leave_the_jobs_of_others_alone(folder):
     assert (alice["user"], alice["systems"]) == (str(ALICE), [])
 
     bob, big = ask(folder, BOB, ["submit", ["true"], {}], ["submit", ["true"], {"num_csx": 9}])
-    assert "9 CSXs are asked for, and there are 4" in big["error"]
+    assert "expected num_csx to be 1 to 4, got 9" in big["error"]
     root = EmbeddedQueue(Database(folder), Caller.myself(), lambda: None)
     over = root.wait(bob["name"], 120)
     assert over.phase == Phase.SUCCEEDED and over.systems == ("csx-3",)
