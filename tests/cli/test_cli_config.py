@@ -82,7 +82,7 @@ def test_list_counts_the_parameters_of_each_model(capsys):
 def test_data_dir_says_which_loader_it_sets(form, tmp_path, capsys):
     assert main(["config", "validate", "gpt/tiny", "--data_dir", "mine"]) == 0
     said = capsys.readouterr().err
-    assert "--data_dir sets trainer.fit.train_dataloader alone" in said
+    assert "--data_dir only sets trainer.fit.train_dataloader" in said
     assert f"trainer.{form}.val_dataloader reads data/tiny/val" in said
 
 

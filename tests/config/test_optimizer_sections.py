@@ -43,5 +43,5 @@ def test_optimizers_are_built_with_their_own_defaults(name):
 
 
 def test_milestones_increase():
-    with pytest.raises(ValueError, match="milestones increase"):
+    with pytest.raises(ValueError, match="milestones must be strictly increasing"):
         ScheduleConfig.model_validate({"MultiStepLR": {**SCHEDULES["MultiStepLR"], "milestones": [6, 2]}})

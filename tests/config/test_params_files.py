@@ -52,7 +52,10 @@ def test_files_that_extend_each_other_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("base", "what"),
-    [("none.yaml", "there is no params file 'none.yaml'"), ("[a.yaml]", "extends names one file")],
+    [
+        ("none.yaml", "there is no params file 'none.yaml'"),
+        ("[a.yaml]", "expected extends to be the name of one file"),
+    ],
 )
 def test_a_base_that_is_not_there(tmp_path, base, what):
     path = write(tmp_path, f"trainer: {{}}\nextends: {base}\n")

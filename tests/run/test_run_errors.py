@@ -91,7 +91,7 @@ def test_params_may_extend_others(tmp_path):
     [
         ("max_steps", "max_stesp", ["unknown key 'max_stesp'", "write 'max_steps'", "line "]),
         ("weight_decay", "weight_deacy", ["weight_deacy"]),
-        ("max_steps: 6", "max_steps: many", ["max_steps is a whole number"]),
+        ("max_steps: 6", "max_steps: many", ["expected max_steps to be an integer"]),
         ("optimizer:", "optimiser:", ["no section 'optimizer'"]),
         ("eval_input:", "evaluation:", ["unknown key 'evaluation'"]),
         ("model:\n  widths: [24, 24, 24]\n  dropout: 0.1", "model: 3", ["expected a mapping", "model"]),

@@ -1,4 +1,4 @@
-"""Params files: one strict schema for both forms."""
+"""Params files: their schema, which is strict and the same for both forms."""
 
 from headwater.config.files import find_params, shipped_params
 from headwater.config.models import MODELS, DecoderConfig, InitializerConfig, ModelConfig

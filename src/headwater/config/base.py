@@ -1,4 +1,4 @@
-"""What every section of a params file has in common: frozen, strictly typed, no unknown keys."""
+"""The base classes of the sections of a params file: frozen, strictly typed, without unknown keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from headwater.core.units import parse_bytes
 
 @dataclasses.dataclass(frozen=True)
 class NoEffect:
-    """Marks a key that is accepted for compatibility and changes nothing here.
+    """A mark on a key that is accepted for compatibility and has no effect.
 
     Attributes:
-        why: what a user should know, a clause that follows the key in a notice.
+        why: the reason, a clause that follows the key in a notice.
     """
 
     why: str
@@ -34,11 +34,11 @@ JsonSchema = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """A conversion that a value goes through before its type is checked.
+    """A conversion of a value before its type is checked.
 
     Attributes:
-        convert: returns the value that is checked.
-        accepts: from the JSON Schema of the type, returns that of the values that may be written.
+        convert: converts the value in the file to the value that is checked.
+        accepts: converts the JSON Schema of the type to the schema of the values allowed in the file.
     """
 
     convert: Callable[[Any], Any]
@@ -52,7 +52,7 @@ class Reads:
 
 
 class Section(BaseModel):
-    """One mapping of a params file. Unknown keys and wrong types are errors, values are never coerced."""
+    """A mapping in a params file. Unknown keys and wrong types are errors; types are never coerced."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(),
@@ -72,11 +72,11 @@ class Section(BaseModel):
 
     @classmethod
     def attributes(cls) -> dict[str, str]:
-        """The attribute that holds each key; they differ where the key cannot be a name in Python."""
+        """Return the attribute of each key. They differ where the key is not a valid name in Python."""
         return {field.alias or name: name for name, field in cls.model_fields.items()}
 
     def notices(self) -> Iterator[tuple[str, str]]:
-        """Each key that was given and has no effect, with what to know about it."""
+        """Yield each given key that has no effect, with the reason."""
         for key, name in self.attributes().items():
             for mark in self.__class__.model_fields[name].metadata:
                 if isinstance(mark, NoEffect) and name in self.model_fields_set:
@@ -84,9 +84,9 @@ class Section(BaseModel):
 
 
 class Choice(Section):
-    """A mapping with one key, the name of one of the alternatives: `{AdamW: {...}}`.
+    """A mapping with a single key, the name of one of several alternatives: `{AdamW: {...}}`.
 
-    Every alternative is a field that may be absent. Names are matched without regard to case.
+    Each alternative is an optional field. Names are matched in any case.
     """
 
     @model_validator(mode="before")
@@ -105,17 +105,17 @@ class Choice(Section):
 
     @property
     def chosen(self) -> Section | None:
-        """The alternative that was given; `None` where it was set to null."""
+        """The alternative that was given; `None` if it was set to null."""
         values = (getattr(self, name) for name in self.attributes().values())
         return next((value for value in values if value is not None), None)
 
 
 _LONGEST_NAME = 100
-"""Characters of a word that are compared with names; difflib is quadratic."""
+"""Number of characters of a word that are compared with names, because difflib takes quadratic time."""
 
 
 def nearest(word: str, valid: Iterable[str]) -> str | None:
-    """The valid name most like `word`, if any is."""
+    """Return the valid name that is most similar to `word`, or `None` if none is similar."""
     names = {name.lower(): name for name in valid}
     word = word[:_LONGEST_NAME].lower()
     if _USUAL.get(word) in names:
@@ -134,7 +134,7 @@ _USUAL = {
     "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "nonlinearity",
     "max_sequence_length": "max_position_embeddings", "tie_word_embeddings": "share_embedding_weights",
 }  # fmt: skip
-"""What other programs call some keys."""
+"""Names that other programs use for some keys."""
 
 
 def _bytes(value: Any) -> Any:
@@ -152,12 +152,12 @@ def _path(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if "\0" in value:
-        raise PydanticCustomError("size", "a path has no NUL characters")
+        raise PydanticCustomError("size", "a path must not contain null characters")
     return expand_user(Path(os.path.expandvars(value)))
 
 
 def expand_user(path: Path) -> Path:
-    """Return `path` with the home folder for `~`; unchanged if the user does not exist."""
+    """Return `path` with `~` replaced by the home folder; unchanged if the user does not exist."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -173,7 +173,7 @@ def _one_or_more(value: Any) -> Any:
 
 
 def any_case(names: Iterable[str]) -> str:
-    """Return a regular expression that matches each of `names` without regard to case."""
+    """Return a regular expression that matches each of `names` in any case."""
     spelled = (
         "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else re.escape(c) for c in name) for name in names
     )
@@ -181,11 +181,16 @@ def any_case(names: Iterable[str]) -> str:
 
 
 ALSO = "also"
-"""Key of a JSON Schema in the making: further names of keys and of values of `name`, by the usual ones."""
+"""Temporary key of a JSON Schema that holds further names of keys, and further values of `name`."""
 
 
 def also(keys: Mapping[str, str], names: Mapping[str, str]) -> Callable[[JsonSchema], JsonSchema]:
-    """Return what lets the schema of a section accept other names for some keys, and other `name`s."""
+    """Return a function that adds further names of keys and values to the schema of a section.
+
+    Args:
+        keys: further names of keys, with the usual names.
+        names: further values of the key `name`, with the usual values.
+    """
     return lambda schema: schema | {ALSO: {"keys": dict(keys), "names": list(names)}}
 
 
@@ -194,7 +199,7 @@ def _or_text(schema: JsonSchema) -> JsonSchema:
 
 
 def _or_item(schema: JsonSchema) -> JsonSchema:
-    """Return the schema of a list, or of a value that stands for a list of one."""
+    """Return the schema of a list, or of a single value that stands for a list with one entry."""
     return {"anyOf": [schema, schema.get("items", {})]}
 
 
@@ -206,6 +211,6 @@ Bytes = Annotated[int, Field(ge=1), Reads(_bytes, _or_text)]
 """A size: `8GiB`, `500MB` or a number of bytes."""
 FilePath = Annotated[Path, Reads(_path, _as_it_is)]
 AsTuple = Reads(_tuple, _as_it_is)
-"""Reads a list into a tuple."""
+"""Converts a list to a tuple."""
 OneOrMore = Reads(_one_or_more, _or_item)
-"""Reads a single value like a list of one."""
+"""Converts a list or a single value to a tuple."""

@@ -1,4 +1,4 @@
-"""Cluster files: what `headwater plan --cluster` is told of machines that one has not got."""
+"""Cluster files, which describe the machines that `headwater plan --cluster` simulates."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def _rate(value: Any) -> Any:
 
 
 Rate = Annotated[float, BeforeValidator(_rate), Field(gt=0)]
-"""Bytes a second: `50 GB/s`, `100 Gbit/s` or a number."""
+"""Bytes per second: `50 GB/s`, `100 Gbit/s` or a number."""
 Positive = Annotated[float, Field(gt=0)]
 Size = Bytes
 
 
 class MemorySection(Section):
-    """Memory of a host.
+    """The memory of a host.
 
     Attributes:
-        size: bytes that a run may take.
-        bytes_per_s: bytes read plus bytes written.
-        adamw_params_per_s: parameters that fused AdamW updates there.
+        size: bytes that a run may use.
+        bytes_per_s: memory bandwidth, bytes read plus bytes written per second.
+        adamw_params_per_s: parameters that fused AdamW updates per second in this memory.
     """
 
     size: Size
@@ -50,7 +50,7 @@ class MemorySection(Section):
 
 
 class DiskSection(Section):
-    """A disk: bytes that a run may take there, and its rates."""
+    """A disk: the bytes that a run may use, and its rates."""
 
     size: Size
     read_bytes_per_s: Rate
@@ -74,11 +74,12 @@ class SavedRates(Section):
 
 
 class AcceleratorSection(Section):
-    """What each rank computes on, if not on cores.
+    """The accelerator of a rank.
 
     Attributes:
         memory: its memory.
-        link_bytes_per_s: to the memory of its host and back, each way; without one it hangs on the network.
+        link_bytes_per_s: rate between it and the memory of its host, in each direction. Without this key the
+            accelerator is connected to the network directly.
     """
 
     memory: Size
@@ -86,16 +87,17 @@ class AcceleratorSection(Section):
 
 
 class HostSection(Section):
-    """One of the hosts that compute.
+    """A host that computes.
 
     Attributes:
-        ranks: most compute ranks of a host; the number of its accelerators, if it has any.
+        ranks: largest number of compute ranks on a host; the number of its accelerators, if it has any.
         memory: its memory.
-        flops_per_s: matrix products, of all cores together or of one accelerator.
-        saved_bytes_per_s: bytes that autograd saves in forward, by the time that forward and backward take
-            beyond matrix products; likewise.
-        accelerator: absent where the cores compute.
-        disk: for the disk tier.
+        flops_per_s: rate of matrix products, of all cores together or of one accelerator.
+        saved_bytes_per_s: rate of all other operations, of all cores together or of one accelerator: bytes
+            that autograd saves in forward, divided by the time of forward and backward without the matrix
+            products.
+        accelerator: accelerator of each rank; absent if the CPU cores compute.
+        disk: disk for the disk tier.
     """
 
     ranks: int = Field(ge=1)
@@ -107,12 +109,12 @@ class HostSection(Section):
 
 
 class NetworkSection(Section):
-    """What connects the hosts.
+    """The network that connects the hosts.
 
     Attributes:
-        bytes_per_s: of the link of a host, each way.
-        latency_s: from host to host, or to the next switch.
-        fan_out: links of a switch downwards, where switches copy weights and sum gradients.
+        bytes_per_s: rate of a host's link, in each direction.
+        latency_s: latency from host to host, or to the next switch.
+        fan_out: number of downward links of a switch, if switches copy weights and sum gradients.
     """
 
     bytes_per_s: Rate
@@ -121,7 +123,7 @@ class NetworkSection(Section):
 
 
 class StoreSection(Section):
-    """Hosts that own masters and optimizer state, and do not compute."""
+    """The hosts of the weight store, which hold masters and optimizer state and do not compute."""
 
     hosts: int = Field(ge=1)
     memory: MemorySection
@@ -132,11 +134,11 @@ class ClusterFile(Section):
     """A cluster file.
 
     Attributes:
-        description: what it is, and where the numbers are from.
-        hosts: hosts that compute, at most.
-        host: each of them.
-        network: what connects them.
-        store: hosts of the weight store; without it those that compute own the masters.
+        description: description of the cluster, with the source of the numbers.
+        hosts: largest number of hosts that compute.
+        host: description of each of these hosts.
+        network: the network that connects the hosts.
+        store: the hosts of the weight store; without this key the computing hosts hold the masters.
     """
 
     description: str
@@ -146,42 +148,46 @@ class ClusterFile(Section):
     store: StoreSection | None = None
 
     @model_validator(mode="after")
-    def _what_is_apart_is_connected(self) -> Self:
+    def _parts_are_connected(self) -> Self:
         if self.network is None and (self.hosts > 1 or self.store is not None):
             raise ValueError("several hosts, or a store, need a network: {bytes_per_s: …, latency_s: …}")
         if self.store is None and self.network is not None and self.network.fan_out is not None:
-            raise ValueError("switches that sum (fan_out) need hosts of a store to sum for: add store")
+            raise ValueError("the network's fan_out needs a weight store: add store")
         accelerator = self.host.accelerator
         if accelerator is not None and accelerator.link_bytes_per_s is None:
             if self.store is None:
-                raise ValueError(
-                    "an accelerator without link_bytes_per_s gets its weights from a store: add store"
-                )
+                raise ValueError("an accelerator without link_bytes_per_s needs a weight store: add store")
             if self.host.ranks > 1:
                 raise ValueError(
-                    "an accelerator without link_bytes_per_s is a host of its own: write ranks: 1"
+                    "an accelerator without link_bytes_per_s must be alone on its host: write ranks: 1"
                 )
         return self
 
 
 def shipped_clusters() -> dict[str, Path]:
-    """The cluster files that ship with the package, by name."""
+    """Return the cluster files that ship with the package, by name."""
     return {file.stem: file for file in sorted(_SHIPPED.glob("*.yaml"))}
 
 
 def find_cluster(name_or_path: str | Path) -> Path:
-    """The cluster file that `name_or_path` means: a file, or the name of one that ships.
+    """Return the path of a cluster file.
+
+    Args:
+        name_or_path: path of a file, or the name of a shipped one.
 
     Raises:
-        ConfigError: if there is neither.
+        ConfigError: if neither exists.
     """
     return find_file(name_or_path, shipped_clusters(), "cluster file", where="--cluster")
 
 
 def load_cluster(name_or_path: str | Path) -> ClusterFile:
-    """The cluster that a file describes.
+    """Read a cluster file.
+
+    Args:
+        name_or_path: path of a file, or the name of a shipped one.
 
     Raises:
-        ConfigError: if there is no such file or anything in it is wrong, with line, key and what to write.
+        ConfigError: if the file does not exist or is not valid, with line, key and what to write instead.
     """
     return read_section(ClusterFile, read_document(find_cluster(name_or_path), "cluster"), ())[0]

@@ -1,4 +1,4 @@
-"""Params of older forms and releases, written out in the newest form."""
+"""Conversion of params files of older forms and releases to the newest form."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from headwater.config.run import read_run
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """A params file in the newest form.
+    """A params file converted to the newest form.
 
     Attributes:
-        text: what to write.
-        notices: keys that are left out because they had no effect, and what was assumed; a line each.
+        text: text of the new file.
+        notices: a line for each key that was dropped because it had no effect, and for each assumption.
     """
 
     text: str
@@ -29,13 +29,17 @@ class Converted:
 
 
 def convert_params(path: Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Converted:
-    """Return the params file at `path`, of any form and release, in the newest form.
+    """Convert a params file of any form and release to the newest form.
 
-    Keys that the file leaves out stay absent, and those without effect are left out. What the file extends
-    is written out.
+    Keys that are absent stay absent, and keys without effect are dropped. The content of files named by
+    `extends` is included.
+
+    Args:
+        path: the params file.
+        overrides: values that replace those of the file; see `load_params`.
 
     Raises:
-        ConfigError: if anything is wrong with the file.
+        ConfigError: if the file is not valid.
     """
     run, document, trainer = read_run(path, overrides)
     for location in list(_without_effect(trainer, ())):
@@ -48,7 +52,7 @@ def convert_params(path: Path, overrides: Sequence[str] | Mapping[str, Any] = ()
 
 
 def _without_effect(section: Section, location: KeyPath) -> Iterator[KeyPath]:
-    """Yield where each key is that was given and changes nothing."""
+    """Yield the location of each given key that has no effect."""
     for key, name in section.attributes().items():
         metadata = section.__class__.model_fields[name].metadata
         value = getattr(section, name)

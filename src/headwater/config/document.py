@@ -1,4 +1,4 @@
-"""A params file as read: nested plain data, and for each key the file, line and spelling it came from."""
+"""A params file as nested plain data, with the file, line and key from which each value came."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from headwater.core.errors import ConfigError, shorten
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Nested mappings, lists and scalars with their origins. Functions make new ones, none changes one.
+    """Nested mappings, lists and scalars with their origins. Immutable: functions return new documents.
 
     Attributes:
         tree: the values.
-        origins: where each was written.
-        notices: what to tell the user about keys that are no longer in `tree`.
+        origins: the place where each value was written.
+        notices: messages for the user about keys that were removed from `tree`.
     """
 
     tree: dict[str, Any]
@@ -25,11 +25,11 @@ class Document:
     notices: tuple[str, ...] = ()
 
     def origin(self, path: KeyPath) -> Origin:
-        """Where the value at `path` was written, or would be: told by its nearest recorded ancestor."""
+        """Return the place where the value at `path` was written, or would be if it is missing."""
         return self.origins.nearest(path)
 
     def get(self, path: KeyPath) -> Any:
-        """The value at `path`; `None` where there is none."""
+        """Return the value at `path`, or `None` if it is missing."""
         value: Any = self.tree
         for key in path:
             found = (
@@ -43,10 +43,14 @@ class Document:
         return value
 
     def locate(self, root: KeyPath, location: KeyPath) -> KeyPath:
-        """The path below `root` that `location` in the schema means.
+        """Return the path in this document of a location that the schema reports.
 
-        The schema also names branches of unions, and sees lists where a single value stands for one, and
-        spells names of alternatives in the canonical case: only what leads somewhere here counts.
+        A location can contain items that are not in the document: branches of unions, positions in a list for
+        which a single value was written, and names in another case. Items that match no key are skipped.
+
+        Args:
+            root: path of the value that was validated.
+            location: location below `root`, as pydantic reports it.
         """
         path, value = root, self.get(root)
         for item in location:
@@ -56,7 +60,7 @@ class Document:
         return path
 
     def with_notice(self, notice: str) -> Document:
-        """Return the same document with one more notice."""
+        """Return a copy of the document with one more notice."""
         return dataclasses.replace(self, notices=(*self.notices, notice))
 
 
@@ -73,21 +77,21 @@ def _same(key: str | int, item: str | int) -> bool:
 
 
 def no_effect(origin: Origin, why: str) -> str:
-    """The notice for a key that is accepted and changes nothing."""
+    """Return the notice for a key without effect."""
     return f"{origin} has no effect: {why}"
 
 
 def put(document: Document, path: KeyPath, value: Any, origins: Origins | Origin) -> Document:
-    """Return `document` with `value` at `path`; mappings on the way are made, lists must reach so far.
+    """Return a copy of `document` with `value` at `path`. Missing mappings on the path are created.
 
     Args:
-        document: what to put it in.
-        path: where.
-        value: what.
-        origins: where the value was written, and what is in it.
+        document: the document.
+        path: path of the value.
+        value: the new value.
+        origins: origin of the value, or the origins of it and of the values in it.
 
     Raises:
-        ConfigError: if the path leads through a list that has no such position.
+        ConfigError: if the path contains a position that is not in a list of the document.
     """
     placed = Origins(origins) if isinstance(origins, Origin) else origins
     tree, all_origins = _put(document.tree, document.origins, path, (value, placed), document.origin(path))
@@ -113,21 +117,21 @@ def _position(entries: list[Any], key: str | int, origin: Origin) -> int:
     if re.fullmatch("[0-9]{1,9}", str(key)) and int(key) < len(entries):
         return int(key)
     raise ConfigError(
-        f"{shorten(str(key), 80)} is not a position in a list of {len(entries)}",
+        f"expected a position in a list of {len(entries)}, got {shorten(str(key), 80)}",
         where=str(origin),
         remedy=f"write a number from 0 to {len(entries) - 1}" if entries else "write the list in the file",
     )
 
 
 def remove(document: Document, path: KeyPath) -> Document:
-    """Return `document` without the key at `path`, which is in a mapping."""
+    """Return a copy of `document` without the key at `path`, which must be in a mapping."""
     parent, above = document.get(path[:-1]), document.origins.at(path[:-1])
     rest = {key: value for key, value in parent.items() if key != path[-1]}
     return put(document, path[:-1], rest, above.without(path[-1]))
 
 
 def move(document: Document, old: KeyPath, new: KeyPath) -> Document:
-    """Return `document` with what was at `old` at `new`; the same where nothing is at `old`."""
+    """Return a copy of `document` with the value at `old` moved to `new`; unchanged if `old` is missing."""
     parent = document.get(old[:-1])
     if not isinstance(parent, dict) or old[-1] not in parent:
         return document
@@ -135,7 +139,7 @@ def move(document: Document, old: KeyPath, new: KeyPath) -> Document:
 
 
 def merge(base: Document, over: Document) -> Document:
-    """`base` with the values of `over`: mappings are merged key by key, everything else is replaced."""
+    """Return `base` with the values of `over`: mappings are merged key by key, other values are replaced."""
     tree = _merge(base.tree, over.tree)
     return Document(tree, base.origins.merged(over.origins), base.notices + over.notices)
 

@@ -1,4 +1,4 @@
-"""Finds params files: the user's own, those that ship, and those that one extends."""
+"""Finding and reading of params files: the user's, the shipped ones, and those named by `extends`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from headwater.core.errors import ConfigError, shorten
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "params"
 _FEW_NAMES = 12
-"""So many names are listed one by one."""
+"""Up to this number, names are listed one by one in an error."""
 
 
 def shipped_params() -> dict[str, Path]:
-    """The params files that ship with the package, by name (`gpt/tiny`).
+    """Return the params files that ship with the package, by name (`gpt/tiny`).
 
-    Those whose names begin with `_` are no runs, but what several of them extend.
+    Files whose names begin with `_` are not included: they are the common parts that other files extend.
     """
     files = sorted(file for file in _SHIPPED.rglob("*.yaml") if not file.name.startswith("_"))
     return {file.relative_to(_SHIPPED).with_suffix("").as_posix(): file for file in files}
 
 
 def find_params(name_or_path: str | Path) -> Path:
-    """The params file that `name_or_path` means: a file, or the name of one that ships.
+    """Return the path of a params file.
+
+    Args:
+        name_or_path: path of a file, or the name of a shipped one.
 
     Raises:
-        ConfigError: if there is neither.
+        ConfigError: if neither exists.
     """
     return find_file(name_or_path, shipped_params(), "params file")
 
@@ -40,16 +43,16 @@ def find_params(name_or_path: str | Path) -> Path:
 def find_file(
     name_or_path: str | Path, shipped: Mapping[str, Path], kind: str, *, where: str | None = None
 ) -> Path:
-    """The file that `name_or_path` means: a path, or the name of one that ships.
+    """Return the path of a file of the user, or of a shipped one.
 
     Args:
-        name_or_path: as somebody has written it.
-        shipped: what ships, by name.
-        kind: of the file; for the error.
-        where: it was written; for the error.
+        name_or_path: path of a file, or the name of a shipped one.
+        shipped: the shipped files, by name.
+        kind: kind of the file, for the error.
+        where: place where the user wrote it, for the error.
 
     Raises:
-        ConfigError: if there is neither.
+        ConfigError: if neither exists.
     """
     path = expand_user(Path(name_or_path))
     if _is_file(path):
@@ -74,31 +77,32 @@ def _is_file(path: Path) -> bool:
 
 
 def _in_short(names: Collection[str]) -> list[str]:
-    """Names to choose from; of many those in a folder together."""
+    """Return the names, or only their folders if there are many."""
     if len(names) <= _FEW_NAMES:
         return list(names)
     return [f"{folder}/…" for folder in dict.fromkeys(name.partition("/")[0] for name in names)]
 
 
 def read_params(path: Path, overrides: Mapping[str, Any], above: tuple[Path, ...] = ()) -> Document:
-    """The params in `path` in the newer form, over those of the file it extends, with `overrides`.
+    """Read a params file and the files that it extends, and return their params in the newer form.
 
     Args:
         path: the file.
-        overrides: values by flag; those in the older form count in this file alone.
+        overrides: values that replace those of the file, by flag. Those with keys of the older form apply to
+            this file only, not to the files that it extends.
         above: files that extend this one.
 
     Raises:
-        ConfigError: if a file is missing or wrong in form, or extends itself.
+        ConfigError: if a file is missing or not valid, or `extends` is circular.
     """
     document = read_document(path)
     base = document.tree.get("extends")
     older = [flag for flag in overrides if "." in flag and flag.split(".")[0] in OLDER_SECTIONS]
     if older and "trainer" in document.tree:
         raise ConfigError(
-            "the command line names keys of the older form, the file is in the newer one",
+            f"expected keys that begin with trainer., got {older[0]} of the older form",
             where=str(path),
-            remedy="write keys that begin with trainer.",
+            remedy="this file is in the newer form: write the key of the newer form on the command line",
         )
     own = Document({key: value for key, value in document.tree.items() if key != "extends"}, document.origins)
     own = apply_overrides(own, overrides, OLDER_SECTIONS)
@@ -108,20 +112,20 @@ def read_params(path: Path, overrides: Mapping[str, Any], above: tuple[Path, ...
         return own if above else apply_overrides(name_model(own, path), overrides, ("trainer",))
     if above:
         return canonical(own)
-    # Keys of the older form may mean something else from model to model, so the name comes first.
+    # The meaning of some keys of the older form depends on the model, so determine its name first.
     own = canonical(name_model(own, path, overrides.get("model")))
     return apply_overrides(own, overrides, ("trainer",))
 
 
 def read_as_written(path: Path, above: tuple[Path, ...] = ()) -> Document:
-    """The params in `path` over those of the file it extends, in whatever form they are.
+    """Read a params file and the files that it extends, without converting their form.
 
     Args:
         path: the file.
         above: files that extend this one.
 
     Raises:
-        ConfigError: if a file is missing or cannot be parsed, or extends itself.
+        ConfigError: if a file is missing or cannot be parsed, or `extends` is circular.
     """
     document = read_document(path)
     base = document.tree.get("extends")
@@ -138,7 +142,11 @@ def _read_base(
 ) -> Document:
     where = str(document.origin(("extends",)))
     if not isinstance(base, str):
-        raise ConfigError("extends names one file", where=where, remedy="write for example extends: gpt/tiny")
+        raise ConfigError(
+            f"expected extends to be the name of one file, got {shorten(repr(base), 80)}",
+            where=where,
+            remedy="write for example extends: gpt/tiny",
+        )
     beside = path.parent / base
     try:
         found = find_params(beside if _is_file(beside) else base)
@@ -147,7 +155,5 @@ def _read_base(
     chain = (*above, path)
     if any(found.samefile(file) for file in chain):
         names = " → ".join(str(file) for file in (*chain, found))
-        raise ConfigError(
-            f"params files extend each other in a circle: {names}", where=where, remedy="break it"
-        )
+        raise ConfigError(f"circular extends: {names}", where=where, remedy="remove one of these extends")
     return read(found, chain)

@@ -1,4 +1,4 @@
-"""The two forms of a params file: tells them apart and translates the older into the newer.
+"""The two forms of a params file, and the translation of the older form into the newer one.
 
 Older: sections `train_input`, `eval_input`, `model`, `optimizer` and `runconfig`.
 Newer: one tree under `trainer`.
@@ -46,11 +46,11 @@ RUNCONFIG_KEYS: dict[str, KeyPath] = {
     "logging": (*_LOGGING, "log_level"),
     "precision_opt_level": (*_PRECISION, "precision_opt_level"),
 }
-"""Where each key of `runconfig` goes, below `trainer.init`."""
+"""New path of each key of `runconfig`, below `trainer.init`."""
 
-IGNORED_OF_SCHEDULES = {"alpha": "end_learning_rate says where the schedule ends"}
+IGNORED_OF_SCHEDULES = {"alpha": "end_learning_rate sets the rate at the end of the schedule"}
 _ELSEWHERE = ("checkpoint_path", "load_checkpoint_states")
-"""Keys of `runconfig` that become several keys, or part of a list."""
+"""Further keys of `runconfig`, which become several keys, or part of a list."""
 
 OLDER_KEYS: dict[KeyPath, KeyPath] = {
     **{("trainer", "init", *path): ("runconfig", key) for key, path in RUNCONFIG_KEYS.items()},
@@ -59,13 +59,13 @@ OLDER_KEYS: dict[KeyPath, KeyPath] = {
     ("trainer", "fit", "train_dataloader", "data_dir"): ("train_input", "data_dir"),
     ("trainer", "init", "backend", "micro_batch_size"): ("train_input", "micro_batch_size"),
 }
-"""Key of the older form for each key of the newer one that has one, optimizer and model apart."""
+"""Path in the older form, by path in the newer form, without those of the optimizer and the model."""
 
 MODEL_KEYS: dict[str, KeyPath] = {
     "mixed_precision": (*_PRECISION, "enabled"),
     "fp16_type": (*_PRECISION, "fp16_type"),
 }
-"""Keys of `model` that go elsewhere."""
+"""New paths, below `trainer.init`, of keys of `model` that the newer form has in other sections."""
 
 OPTIMIZER_KEYS: dict[str, KeyPath] = {
     **{
@@ -78,13 +78,13 @@ OPTIMIZER_KEYS: dict[str, KeyPath] = {
     "log_summaries": (*_PRECISION, "log_loss_scale"),
     "grad_accum_steps": (*_LOOP, "grad_accum_steps"),
 }  # fmt: skip
-"""Keys of `optimizer` that go elsewhere."""
+"""New paths, below `trainer.init`, of keys of `optimizer` that the newer form has in other sections."""
 
 OPTIMIZER_NAMES = {"weight_decay_rate": "weight_decay", "lr": "learning_rate"}
 BETAS = {"beta1": 0.9, "beta2": 0.999}
 SCHEDULE_NAMES = {"steps": "total_iters", "decay_steps": "total_iters"}
 SCHEDULES = {"cosine": "CosineDecay"}
-"""Further names of schedules, in small letters."""
+"""Further names of schedules, in lower case."""
 _KNOWN_SCHEDULES = {name.lower() for name in ScheduleConfig.attributes()}
 
 MOVES: dict[KeyPath, KeyPath] = {
@@ -94,14 +94,14 @@ MOVES: dict[KeyPath, KeyPath] = {
     (*_INIT, "model", "mixed_precision"): (*_INIT, *_PRECISION, "enabled"),
     (*_INIT, "model", "fp16_type"): (*_INIT, *_PRECISION, "fp16_type"),
 }
-"""Second spellings in the newer form, and the first ones."""
+"""Alternative paths of keys in the newer form, with the canonical paths."""
 
 
 def canonical(document: Document) -> Document:
-    """`document` in the newer form, with one spelling for each key.
+    """Return `document` in the newer form, with canonical keys.
 
     Raises:
-        ConfigError: if it mixes the forms, or has a section or an older key that does not exist.
+        ConfigError: if it mixes the forms, or has an unknown section or an unknown key of the older form.
     """
     older = [key for key in document.tree if key in OLDER_SECTIONS]
     if older and "trainer" not in document.tree:
@@ -110,16 +110,16 @@ def canonical(document: Document) -> Document:
         raise ConfigError(
             f"the file mixes the older form ({', '.join(older)}) with the newer one (trainer)",
             where=str(document.origin((older[0],))),
-            remedy="move everything under trainer, or have no trainer section",
+            remedy="move all sections into trainer, or remove the section trainer",
         )
     for key in document.tree:
         if key != "trainer" and key not in OLDER_SECTIONS:
             _unknown(document, (), key, ("trainer", "extends", *OLDER_SECTIONS))
     if isinstance(document.tree.get("trainer"), list):
         raise ConfigError(
-            "a file with several phases cannot be run",
+            "expected trainer to be a mapping, got a list of phases, which is not supported",
             where=str(document.origin(("trainer",))),
-            remedy="write one file for each phase, and start it from the checkpoint of the one before",
+            remedy="write one file for each phase, and start it from the checkpoint of the previous phase",
         )
     if older:
         return _Translation(document, Document({"trainer": {"init": {}}}, notices=document.notices)).run()
@@ -135,13 +135,13 @@ def _unknown(document: Document, path: KeyPath, key: str, valid: tuple[str, ...]
     raise ConfigError(
         f"unknown key {key!r}",
         where=str(document.origin((*path, key))),
-        remedy=f"write {close!r}" if close else f"valid keys are: {', '.join(sorted(valid))}",
+        remedy=f"write {close!r}" if close else f"valid keys: {', '.join(sorted(valid))}",
     )
 
 
 @dataclasses.dataclass
 class _Translation:
-    """One translation in progress: what was read, and what has been made of it."""
+    """The state of a translation: the document of the older form, and the translated part."""
 
     source: Document
     result: Document
@@ -165,7 +165,7 @@ class _Translation:
         return self.result
 
     def _full_precision_unless_mixed(self) -> None:
-        """In the older form nothing but `mixed_precision` turns mixed precision on."""
+        """Disable mixed precision unless `mixed_precision` is set, which is the default of the older form."""
         precision = self.result.get((*_INIT, *_PRECISION))
         if isinstance(precision, dict) and "enabled" not in precision:
             origin = self.source.origin((next(iter(self.source.tree)),))
@@ -181,11 +181,11 @@ class _Translation:
             )
 
     def _place(self, old: KeyPath, new: KeyPath) -> None:
-        """Put what was at `old` at `new`, below `trainer`."""
+        """Copy the value at `old` to `new` below `trainer`, with its origins."""
         self.result = put(self.result, ("trainer", *new), self.source.get(old), self.source.origins.at(old))
 
     def _make(self, old: KeyPath, new: KeyPath, value: Any) -> None:
-        """Put `value` at `new`, below `trainer`, for what was at `old`."""
+        """Put `value` at `new` below `trainer`, with the origin of the key at `old`."""
         self.result = put(self.result, ("trainer", *new), value, self.source.origin(old))
 
     def _train_input(self) -> None:
@@ -207,7 +207,7 @@ class _Translation:
         keys = self.source.tree["optimizer"]
         if "optimizer_type" not in keys:
             raise ConfigError(
-                "the optimizer has no name",
+                "the key 'optimizer_type' is missing",
                 where=str(self.source.origin(("optimizer",))),
                 remedy="write for example optimizer_type: AdamW",
             )
@@ -231,7 +231,7 @@ class _Translation:
             self._scale_schedules()
 
     def _place_callbacks(self) -> None:
-        """Put the callbacks that keys of the older form stand for, in the order of those keys."""
+        """Add the callbacks that replace keys of the older form, in the order of these keys."""
         path: KeyPath = ("init", "callbacks")
         origins = Origins(
             inside={index: Origins(self.source.origin(old)) for index, old in enumerate(self.callbacks)}
@@ -240,7 +240,7 @@ class _Translation:
             self.result = put(self.result, ("trainer", *path), list(self.callbacks.values()), origins)
 
     def _scale_schedules(self) -> None:
-        """Put a `ScalePerParamLR` around each schedule: in the older form it goes without saying."""
+        """Wrap each schedule in a `ScalePerParamLR`, which is implicit in the older form."""
         path: KeyPath = ("init", "schedulers")
         for index, schedule in enumerate(self.result.get(("trainer", *path)) or []):
             place: KeyPath = ("trainer", *path, index)
@@ -252,7 +252,7 @@ class _Translation:
         self._place(("sparsity",), ("init", "sparsity"))
 
     def _schedules(self, rate: Any) -> None:
-        """A number, one schedule, or a list of schedules that follow each other."""
+        """Translate `learning_rate`: a number, a schedule, or a list of schedules that follow each other."""
         old: KeyPath = ("optimizer", "learning_rate")
         new: KeyPath = ("init", "schedulers")
         if not isinstance(rate, dict | list):
@@ -280,7 +280,7 @@ class _Translation:
         keys = self.source.get(entry)
         if not isinstance(keys, dict) or "scheduler" not in keys:
             raise ConfigError(
-                f"a schedule is a mapping with the key scheduler, found {keys!r}",
+                f"expected a schedule to be a mapping with the key scheduler, got {keys!r}",
                 where=str(self.source.origin(entry)),
                 remedy="write for example {scheduler: Linear, initial_learning_rate: 0.0, "
                 "end_learning_rate: 0.001, total_iters: 100}",
@@ -303,7 +303,7 @@ class _Translation:
                 _unknown(self.source, ("runconfig",), key, (*RUNCONFIG_KEYS, *_ELSEWHERE))
 
     def _load_states(self) -> None:
-        """Which parts of a checkpoint to read: a list, or names with commas between them."""
+        """Translate `load_checkpoint_states`: a list, or names separated by commas."""
         old: KeyPath = ("runconfig", "load_checkpoint_states")
         states = self.source.get(old)
         if isinstance(states, str):

@@ -1,4 +1,4 @@
-"""The JSON Schema of params files, for editors: made from the classes that read params files."""
+"""The JSON Schema of params files for editors, generated from the classes that read params files."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from headwater.config.schema_tree import Keys, SchemaTree, without_effect
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _DESCRIPTION = (
     "Keys, types and values of a Headwater params file. `headwater config validate` also checks which keys "
-    "must be there, and which values must go together."
+    "are required, and which values fit together."
 )
 _MODEL = ("trainer", "init", "model")
 
 
 def params_schema() -> JsonSchema:
-    """Return the JSON Schema (draft 2020-12) of params files, in the newer form and in the older one.
+    """Return the JSON Schema (draft 2020-12) of params files in both forms.
 
-    No key is required: a file may extend another one, and the command line sets keys too.
+    The schema does not require any key: a key may come from a file named by `extends`, or from the command
+    line.
     """
     trainer = TrainerConfig.model_json_schema(schema_generator=_Generator)
     definitions = trainer.pop("$defs")
@@ -35,7 +36,7 @@ def params_schema() -> JsonSchema:
     _accept_second_names(tree)
     sections = older_sections(tree)
     _accept_second_places(tree)
-    extends = {"type": "string", "description": "Another params file, or the name of one that ships."}
+    extends = {"type": "string", "description": "Another params file, or the name of a shipped one."}
     return {
         "$schema": _DIALECT,
         "title": "Headwater params file",
@@ -50,7 +51,7 @@ def params_schema() -> JsonSchema:
 
 
 def _accept_second_names(tree: SchemaTree) -> None:
-    """Give sections the further names that `also` notes, and image encoders theirs."""
+    """Add the further names that `also` has recorded, and those of image encoders."""
     for definition in list(tree.definitions.values()):
         properties = definition.get("properties", {})
         for key, node in properties.items():
@@ -67,7 +68,7 @@ def _second_names(note: JsonSchema, properties: Keys) -> Keys:
 
 
 def _accept_second_places(tree: SchemaTree) -> None:
-    """Give keys the second spellings and places that the newer form has for them."""
+    """Add the alternative paths of keys in the newer form (`MOVES`)."""
     of_model = {}
     for second, first in MOVES.items():
         if second[:-1] == _MODEL:
@@ -79,7 +80,7 @@ def _accept_second_places(tree: SchemaTree) -> None:
 
 
 class _Generator(GenerateJsonSchema):
-    """Writes sections with the descriptions of their docstrings, and unions with a name for each branch."""
+    """A schema generator that adds descriptions from docstrings, and selects branches of unions by name."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
         section = schema["cls"]
@@ -91,11 +92,11 @@ class _Generator(GenerateJsonSchema):
         described = _descriptions(section)
         for key, name in section.attributes().items():
             node = written["properties"][key]
-            if len(wrapped := node.get("allOf", ())) == 1:  # so pydantic before 2.9 adds a default to $ref
+            if len(wrapped := node.get("allOf", ())) == 1:  # pydantic before 2.9 wraps a $ref with a default
                 node.update(node.pop("allOf")[0] if wrapped[0].keys() == {"$ref"} else {})
             node.pop("title", None)
             if node.get("default") is None or isinstance(node["default"], dict):
-                node.pop("default", None)  # each key of a section shows its default
+                node.pop("default", None)  # the keys of a nested section have their own defaults
             marks = [mark for mark in section.model_fields[name].metadata if isinstance(mark, NoEffect)]
             if marks:
                 node.update(without_effect(marks[0].why))
@@ -128,7 +129,7 @@ class _Generator(GenerateJsonSchema):
 
 
 def _of_choice(written: JsonSchemaValue) -> JsonSchemaValue:
-    """Return the schema of a `Choice`: a name, or a mapping with one; names in any case."""
+    """Return the schema of a `Choice`: a name, or a mapping with one name as its key, in any case."""
     names = list(written["properties"])
     other_cases = {any_case([name]): node for name, node in written["properties"].items()}
     text = {"anyOf": [{"enum": names}, {"type": "string", "pattern": any_case(names)}]}
@@ -144,7 +145,7 @@ def _summary(section: type[Section]) -> str:
 
 
 def _descriptions(section: type[Section]) -> dict[str, str]:
-    """Return the description of each attribute of a section, from the docstrings of it and its bases."""
+    """Return the description of each attribute, from the docstrings of a section and its base classes."""
     found: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if issubclass(base, Section):

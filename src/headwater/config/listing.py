@@ -16,9 +16,9 @@ def describe_params(name: str, run: RunConfig, parameters: int | None = None) ->
     """Return a line about a params file: its name, the model's family and size, and the data.
 
     Args:
-        name: of the file.
-        run: what it describes.
-        parameters: of the model, if they were counted.
+        name: name of the file.
+        run: the run that it describes.
+        parameters: number of the model's parameters, if they were counted.
     """
     model = run.init.model
     data = "–" if run.fit is None else run.fit.train_dataloader.data_processor
@@ -41,10 +41,14 @@ _SIZES = {
 
 
 def show_params(path: Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> list[str]:
-    """Return a line for each value that a run would have, and where it was written.
+    """Return a line for each value of a run, with the place where it was written.
+
+    Args:
+        path: the params file.
+        overrides: values that replace those of the file; see `load_params`.
 
     Raises:
-        ConfigError: if anything is wrong with the file.
+        ConfigError: if the file is not valid.
     """
     _, document, trainer = read_run(path, overrides)
     lines = []
@@ -58,7 +62,7 @@ def show_params(path: Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -
 
 
 def _values(value: Any, location: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield each single value below `value`, as YAML spells it, and where it is."""
+    """Yield the location and the YAML text of each scalar and plain list below `value`."""
     if isinstance(value, Section):
         for key, name in value.attributes().items():
             if (inside := getattr(value, name)) is not None:
@@ -67,10 +71,10 @@ def _values(value: Any, location: KeyPath) -> Iterator[tuple[KeyPath, str]]:
         for index, entry in enumerate(value):
             yield from _values(entry, (*location, index))
     elif isinstance(value, tuple):
-        yield location, f"[{', '.join(map(_spelled, value))}]"
+        yield location, f"[{', '.join(map(_yaml_text, value))}]"
     else:
-        yield location, _spelled(value)
+        yield location, _yaml_text(value)
 
 
-def _spelled(value: Any) -> str:
+def _yaml_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

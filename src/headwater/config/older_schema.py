@@ -1,4 +1,4 @@
-"""The older form in the JSON Schema: made from the newer form's part, by the tables that translate files."""
+"""The schema of the older form, derived from that of the newer form with the tables that translate files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from headwater.config.schema_tree import Keys, SchemaTree, without_effect
 
 _INIT: KeyPath = ("trainer", "init")
 _NAME = "older"
-"""What the names of definitions end with that only the older form refers to."""
+"""Suffix of the names of definitions that only the older form uses."""
 
 
 def older_sections(tree: SchemaTree) -> dict[str, JsonSchema]:
-    """Return the schema of each section that a file in the older form may have."""
+    """Return the schema of each section of the older form."""
     rules_of_model = {
         key: rule for each in (*RULES_OF_MODELS.values(), tables.MODEL) for key, rule in each.items()
     }
@@ -35,7 +35,7 @@ def older_sections(tree: SchemaTree) -> dict[str, JsonSchema]:
 
 
 def _moved(tree: SchemaTree, keys: dict[str, KeyPath]) -> dict[str, JsonSchema]:
-    """Return the schema of each key, given where it goes below `trainer.init`."""
+    """Return the schema of each key, which is that of its new path below `trainer.init`."""
     return {key: tree.at((*_INIT, *path)) for key, path in keys.items()}
 
 
@@ -80,7 +80,7 @@ def _schedule(tree: SchemaTree) -> JsonSchema:
 
 
 def _of_all(tree: SchemaTree, kinds: Iterable[JsonSchema]) -> dict[str, JsonSchema]:
-    """Return the keys of all kinds of a section; a key accepts what any of the kinds accepts."""
+    """Return the union of the keys of several kinds of a section. A key accepts the values of all kinds."""
     found: dict[str, list[JsonSchema]] = {}
     for kind in kinds:
         for key, node in tree.resolve(kind)["properties"].items():
@@ -99,7 +99,14 @@ def _section(keys: Keys, rules: Rules | None = None) -> JsonSchema:
 
 
 def _with_rules(tree: SchemaTree, path: KeyPath, rules: Rules, keys: Keys | None = None) -> JsonSchema:
-    """Return the schema of the section at `path`, with the keys of older releases and further `keys`."""
+    """Return the schema of a section of the older form.
+
+    Args:
+        tree: the schema of the newer form.
+        path: path of the section in the newer form.
+        rules: rules for the keys of older releases.
+        keys: schemas of further keys.
+    """
     return tree.variant(tree.at(path), lambda known: {**(keys or {}), **_by_rules(rules, known)}, _NAME)
 
 
@@ -111,9 +118,9 @@ def _by_rule(rule: Rule, known: Keys, usual: JsonSchema | None) -> JsonSchema:
     """Return the schema of a key of older releases.
 
     Args:
-        rule: what becomes of the key.
+        rule: the rule that translates the key.
         known: schemas of the keys of its section in the newest release.
-        usual: the schema that the newest release has for the same key, if it has one.
+        usual: schema of the same key in the newest release, if it exists.
     """
     match rule:
         case Renamed(name=str(name)):
@@ -126,4 +133,4 @@ def _by_rule(rule: Rule, known: Keys, usual: JsonSchema | None) -> JsonSchema:
         case Replaced(meanings=meanings):
             return {"enum": list(meanings)}
         case _:
-            return {}  # it goes to another section
+            return {}  # the key moves to another section

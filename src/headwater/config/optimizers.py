@@ -1,4 +1,4 @@
-"""What the `optimizer:` and `schedulers:` sections may say, and what they mean."""
+"""The schema of the sections `optimizer` and `schedulers`, and their conversion to specs and schedules."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TaggedParamsConfig(Section):
-    """Parameters that have a schedule of their own.
+    """A tag for a group of parameters, which schedules can refer to.
 
     Attributes:
-        params: patterns of their names, ours or those of the public Model Zoo.
-        tag: what schedules call them.
+        params: patterns of parameter names, as in Headwater's models or in the Cerebras Model Zoo.
+        tag: name of the group, for `param_group_tags` of schedules.
     """
 
     params: Annotated[tuple[str, ...], Field(min_length=1), OneOrMore]
@@ -40,14 +40,14 @@ class TaggedParamsConfig(Section):
 
 
 class OptimizerSection(Section):
-    """What every optimizer takes.
+    """The keys of every optimizer.
 
     Attributes:
-        learning_rate: a constant rate, for a run without `schedulers`.
-        weight_decay: of every parameter but biases and those of normalization layers.
-        adjust_learning_rate: factor on the rate of parameters, by a pattern of their names, or `embedding` or
-            `decoder_kernel`; with a `ScalePerParamLR`.
-        params: tags of parameters, for schedules with `param_group_tags`.
+        learning_rate: constant learning rate, for a run without `schedulers`.
+        weight_decay: weight decay of all parameters except biases and parameters of normalization layers.
+        adjust_learning_rate: factors on the learning rate of parameters, by a pattern of their names, or by
+            `embedding` or `decoder_kernel`; needs a `ScalePerParamLR`.
+        params: tags of groups of parameters, for schedules with `param_group_tags`.
     """
 
     learning_rate: float | None = Field(default=None, ge=0)
@@ -56,12 +56,12 @@ class OptimizerSection(Section):
     params: Annotated[tuple[TaggedParamsConfig, ...], OneOrMore] = ()
 
     def kwargs(self) -> dict[str, Any]:
-        """Arguments of the optimizer in `torch.optim`, the learning rate apart."""
+        """Return the arguments for the optimizer's class, without the learning rate."""
         return self.model_dump(exclude={"learning_rate", "correct_bias", "adjust_learning_rate", "params"})
 
 
 class AdamConfig(OptimizerSection):
-    """Adam or AdamW. `correct_bias` can only be true: torch always corrects."""
+    """Adam or AdamW. `correct_bias` must be true, because torch always corrects the bias."""
 
     betas: Annotated[tuple[Beta, Beta], AsTuple] = (0.9, 0.999)
     eps: float = Field(default=1e-8, ge=0)
@@ -70,7 +70,7 @@ class AdamConfig(OptimizerSection):
 
 
 class SGDConfig(OptimizerSection):
-    """Stochastic gradient descent, with momentum where it is given."""
+    """Stochastic gradient descent, optionally with momentum."""
 
     momentum: float = Field(default=0.0, ge=0)
     dampening: float = 0.0
@@ -79,17 +79,17 @@ class SGDConfig(OptimizerSection):
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Self:
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
-            raise ValueError("nesterov needs a momentum above 0 and no dampening")
+            raise ValueError("nesterov needs momentum > 0 and dampening 0")
         return self
 
 
 class AdafactorConfig(OptimizerSection):
-    """Adafactor (arXiv:1804.04235) as `torch.optim` has it.
+    """Adafactor (arXiv:1804.04235) as in `torch.optim`.
 
     Attributes:
         beta2_decay: exponent of the decay of the second moment.
-        eps: added to the squared gradient, and least scale of the rate.
-        d: clips the update.
+        eps: number added to the squared gradient, and lower bound of the scale of the learning rate.
+        d: threshold at which the update is clipped.
     """
 
     beta2_decay: float = Field(default=-0.8, le=0)
@@ -141,7 +141,7 @@ class AdadeltaConfig(OptimizerSection):
 
 
 class OptimizerConfig(Choice):
-    """Which optimizer: its name with its arguments."""
+    """An optimizer: its name with its arguments."""
 
     AdamW: AdamConfig | None = None
     Adam: AdamConfig | None = None
@@ -159,7 +159,7 @@ class OptimizerConfig(Choice):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if self.chosen is None:
-            raise ValueError("no optimizer is named")
+            raise ValueError("expected the name of an optimizer, found none")
         return self
 
     @property
@@ -169,11 +169,11 @@ class OptimizerConfig(Choice):
     @property
     def arguments(self) -> OptimizerSection:
         chosen = self.chosen
-        assert isinstance(chosen, OptimizerSection), "a validator saw to it that there is one"
+        assert isinstance(chosen, OptimizerSection), "the validator has checked that one is chosen"
         return chosen
 
     def spec(self, learning_rate: float) -> OptimizerSpec:
-        """The optimizer, starting with `learning_rate`."""
+        """Return the spec of the optimizer with an initial learning rate."""
         kwargs = {"lr": learning_rate, **self.arguments.kwargs()}
         return OptimizerSpec(self.name, kwargs, no_decay=is_bias_or_norm)
 
@@ -182,11 +182,11 @@ Tags = Annotated[tuple[str, ...], OneOrMore]
 
 
 class ScheduleSection(Section, abc.ABC):
-    """What every schedule takes.
+    """The keys of every schedule.
 
     Attributes:
-        total_iters: the steps until it ends, which the one after it begins at.
-        param_group_tags: the parameters that it is for; all where absent.
+        total_iters: number of steps; in a sequence the next schedule starts after them.
+        param_group_tags: tags of the parameters to which the schedule applies; all parameters if absent.
     """
 
     total_iters: int | None = Field(default=None, ge=0)
@@ -194,7 +194,7 @@ class ScheduleSection(Section, abc.ABC):
 
     @abc.abstractmethod
     def build(self) -> Schedule:
-        """The schedule as a function of the step."""
+        """Return the schedule as a function of the step."""
 
 
 class ConstantConfig(ScheduleSection):
@@ -207,7 +207,7 @@ class ConstantConfig(ScheduleSection):
 
 
 class RampSection(ScheduleSection):
-    """What the schedules that lead from one rate to another take."""
+    """The keys of schedules from one learning rate to another."""
 
     initial_learning_rate: float = Field(ge=0)
     end_learning_rate: float = Field(ge=0)
@@ -215,21 +215,21 @@ class RampSection(ScheduleSection):
 
 
 class LinearConfig(RampSection):
-    """A straight line."""
+    """A linear change of the learning rate."""
 
     def build(self) -> Schedule:
         return Linear(self.initial_learning_rate, self.end_learning_rate, self.total_iters)
 
 
 class CosineDecayConfig(RampSection):
-    """Half a cosine."""
+    """Half a cosine from one learning rate to another."""
 
     def build(self) -> Schedule:
         return CosineDecay(self.initial_learning_rate, self.end_learning_rate, self.total_iters)
 
 
 class WeightDecayConfig(ScheduleSection):
-    """From one weight decay to another."""
+    """The keys of schedules from one weight decay to another."""
 
     initial_val: float = Field(ge=0)
     end_val: float = Field(ge=0)
@@ -237,7 +237,7 @@ class WeightDecayConfig(ScheduleSection):
 
 
 class LinearWeightDecayConfig(WeightDecayConfig):
-    """A straight line from one weight decay to another."""
+    """A linear change of the weight decay."""
 
     def build(self) -> Schedule:
         return Linear(self.initial_val, self.end_val, self.total_iters)
@@ -260,7 +260,7 @@ class ConstantWeightDecayConfig(ScheduleSection):
 
 
 class PolynomialConfig(RampSection):
-    """A line bent by a power."""
+    """A decay by a power of the remaining fraction of steps."""
 
     power: float = Field(default=1.0, ge=0)
     cycle: bool = False
@@ -271,13 +271,13 @@ class PolynomialConfig(RampSection):
 
 
 class DecaySection(ScheduleSection):
-    """What the schedules that begin with a rate and decay from there take."""
+    """The keys of schedules that start with a rate and decay without an end value."""
 
     initial_learning_rate: float = Field(ge=0)
 
 
 class ExponentialConfig(DecaySection):
-    """A power of `decay_rate`."""
+    """An exponential decay by the factor `decay_rate` per `total_iters` steps."""
 
     total_iters: int = Field(ge=1)
     decay_rate: float = Field(ge=0)
@@ -288,7 +288,7 @@ class ExponentialConfig(DecaySection):
 
 
 class InverseSquareRootDecayConfig(ScheduleSection):
-    """`scale` over the root of the step, constant for the first steps."""
+    """A decay with the inverse square root of the step, constant for the first `warmup_steps` steps."""
 
     initial_learning_rate: float = Field(default=1.0, ge=0)
     scale: float = Field(default=1.0, ge=0)
@@ -299,7 +299,7 @@ class InverseSquareRootDecayConfig(ScheduleSection):
 
 
 class CosineAnnealingConfig(DecaySection):
-    """A cosine without end, of period `2 * T_max`."""
+    """A periodic cosine with a period of `2 * T_max` steps."""
 
     T_max: int = Field(ge=1)
     eta_min: float = Field(default=0.0, ge=0)
@@ -309,7 +309,7 @@ class CosineAnnealingConfig(DecaySection):
 
 
 class StepConfig(DecaySection):
-    """Times `gamma` every `step_size` steps."""
+    """A multiplication of the rate by `gamma` every `step_size` steps."""
 
     step_size: int = Field(ge=1)
     gamma: float = Field(ge=0)
@@ -319,7 +319,7 @@ class StepConfig(DecaySection):
 
 
 class MultiStepConfig(DecaySection):
-    """Times `gamma` at each milestone."""
+    """A multiplication of the rate by `gamma` at each milestone."""
 
     gamma: float = Field(ge=0)
     milestones: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), AsTuple]
@@ -327,7 +327,7 @@ class MultiStepConfig(DecaySection):
     @model_validator(mode="after")
     def _increasing(self) -> Self:
         if list(self.milestones) != sorted(set(self.milestones)):
-            raise ValueError("milestones increase")
+            raise ValueError(f"milestones must be strictly increasing, found {list(self.milestones)}")
         return self
 
     def build(self) -> Schedule:
@@ -335,7 +335,7 @@ class MultiStepConfig(DecaySection):
 
 
 class SequentialConfig(Section):
-    """One schedule after another. The milestones follow from `total_iters` and need not be given."""
+    """A sequence of schedules. `milestones` follow from `total_iters` and can be omitted."""
 
     schedulers: Annotated[tuple[SimpleScheduleConfig, ...], Field(min_length=1), AsTuple]
     param_group_tags: Tags = ()
@@ -347,12 +347,12 @@ class SequentialConfig(Section):
             raise ValueError("every schedule but the last needs total_iters")
         if self.milestones not in (None, self.switches):
             found, expected = list(self.milestones or ()), list(self.switches)
-            raise ValueError(f"milestones {found} do not follow from total_iters, which gives {expected}")
+            raise ValueError(f"expected milestones {expected}, the sums of total_iters, found {found}")
         return self
 
     @property
     def switches(self) -> tuple[int, ...]:
-        """The steps at which the next schedule takes over."""
+        """The steps at which the next schedule starts."""
         lengths = (entry.schedule.total_iters or 0 for entry in self.schedulers[:-1])
         return tuple(itertools.accumulate(lengths))
 
@@ -361,7 +361,7 @@ class SequentialConfig(Section):
 
 
 class SimpleScheduleConfig(Choice):
-    """Which schedule, where it is part of another: its name with its arguments."""
+    """A schedule that can be part of a sequence: its name with its arguments."""
 
     LinearLR: LinearConfig | None = None
     CosineDecayLR: CosineDecayConfig | None = None
@@ -376,13 +376,13 @@ class SimpleScheduleConfig(Choice):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if self.chosen is None:
-            raise ValueError("no schedule is named")
+            raise ValueError("expected the name of a schedule, found none")
         return self
 
     @property
     def schedule(self) -> ScheduleSection:
         chosen = self.chosen
-        assert isinstance(chosen, ScheduleSection), "a validator saw to it that there is one"
+        assert isinstance(chosen, ScheduleSection), "the validator has checked that one is chosen"
         return chosen
 
     def build(self) -> Schedule:
@@ -390,7 +390,7 @@ class SimpleScheduleConfig(Choice):
 
 
 class ScheduleConfig(SimpleScheduleConfig):
-    """Which schedule: its name with its arguments."""
+    """A schedule: its name with its arguments."""
 
     SequentialLR: SequentialConfig | None = None
     ScalePerParamLR: ScalePerParamConfig | None = None
@@ -400,13 +400,13 @@ class ScheduleConfig(SimpleScheduleConfig):
 
     @property
     def option(self) -> str:
-        """The option of the optimizer that it sets: `lr` or `weight_decay`."""
+        """The optimizer's option that the schedule sets: `lr` or `weight_decay`."""
         is_decay = isinstance(self.chosen, WeightDecayConfig | ConstantWeightDecayConfig)
         return "weight_decay" if is_decay else "lr"
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Of the parameters that it is for; none: for all."""
+        """Tags of the parameters to which the schedule applies; empty for all parameters."""
         chosen = self.ScalePerParamLR.scheduler.chosen if self.ScalePerParamLR else self.chosen
         tags: tuple[str, ...] = getattr(chosen, "param_group_tags", ())
         return tags
@@ -416,7 +416,7 @@ class ScheduleConfig(SimpleScheduleConfig):
 
 
 class ScalePerParamConfig(Section):
-    """A schedule that is scaled for each parameter by the optimizer's `adjust_learning_rate`."""
+    """A schedule whose rate is multiplied by each parameter's factor in `adjust_learning_rate`."""
 
     scheduler: ScheduleConfig
 

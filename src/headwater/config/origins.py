@@ -26,7 +26,7 @@ class Origin:
     line: int | None = None
 
     def below(self, rest: KeyPath) -> Origin:
-        """The place of a key under this one."""
+        """Return the origin of a key below this one."""
         return dataclasses.replace(self, key=self.key + rest) if rest else self
 
     def __str__(self) -> str:
@@ -36,18 +36,18 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Origins:
-    """Origins of a value and of what is in it, as a tree beside that of the values.
+    """The origins of a value and of the values in it, a tree parallel to the values.
 
     Attributes:
-        here: of the value itself; `None` where nothing is recorded.
-        inside: of the values in it, by key or position.
+        here: origin of the value itself; `None` if it is not recorded.
+        inside: origins of the values in it, by key or position.
     """
 
     here: Origin | None = None
     inside: Mapping[str | int, Origins] = dataclasses.field(default_factory=dict)
 
     def at(self, path: KeyPath) -> Origins:
-        """Return the origins of the value at `path`, and of what is in it."""
+        """Return the origins of the value at `path` and of the values in it."""
         found = self
         for key in path:
             if key not in found.inside:
@@ -56,7 +56,7 @@ class Origins:
         return found
 
     def nearest(self, path: KeyPath) -> Origin:
-        """Return where the value at `path` was written, or would be, by its nearest recorded ancestor."""
+        """Return the origin of the value at `path`; if it is not recorded, derive it from an ancestor's."""
         best = (self.here or Origin("params", ())).below(path)
         found = self
         for depth, key in enumerate(path, 1):
@@ -68,15 +68,15 @@ class Origins:
         return best
 
     def replaced(self, key: str | int, origins: Origins) -> Origins:
-        """Return the same origins with others for the value at `key`."""
+        """Return a copy with other origins for the value at `key`."""
         return Origins(self.here, {**self.inside, key: origins})
 
     def without(self, key: str | int) -> Origins:
-        """Return the same origins without those of the value at `key`."""
+        """Return a copy without the origins of the value at `key`."""
         return Origins(self.here, {name: each for name, each in self.inside.items() if name != key})
 
     def merged(self, over: Origins) -> Origins:
-        """Return these origins with those of `over`, which come first."""
+        """Return the union of these origins and those of `over`, which take precedence."""
         inside = dict(self.inside)
         for key, origins in over.inside.items():
             inside[key] = inside[key].merged(origins) if key in inside else origins

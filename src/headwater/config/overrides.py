@@ -1,4 +1,4 @@
-"""Values that a command line sets over those of a params file."""
+"""Values on the command line that replace those of a params file."""
 
 from __future__ import annotations
 
@@ -42,17 +42,20 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
     "job_priority": ("trainer.init.backend.cluster_config.job_priority",),
     "checkpoint_path": ("trainer.fit.ckpt_path", "trainer.validate.ckpt_path"),
 }
-"""Flags that stand for keys. Of several keys, those count whose section the params file has."""
+"""Flags with the paths of their keys. If a flag has several keys, those are set whose section exists."""
 
 SOURCE = "command line"
 RATES = ("learning_rate", "lr")
 _MEASURES = ("max_steps", "num_steps", "num_epochs")
 _LOOPS: tuple[KeyPath, ...] = (("trainer", "init", "loop"), ("runconfig",))
-"""Sections that say how long a run is."""
+"""Sections with the length of a run."""
 
 
 def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Value by flag, from `--key=value` strings (the dashes may be left out) or a mapping.
+    """Return the values by flag.
+
+    Args:
+        overrides: strings `--key=value` (the dashes are optional), or a mapping.
 
     Raises:
         ConfigError: if a string has no `=`, or a key is neither a short name nor a path.
@@ -63,7 +66,7 @@ def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, A
         section = key.split(".")[0]
         if key not in SHORT_NAMES and ("." not in key or section not in ("trainer", *OLDER_SECTIONS)):
             close = nearest(key, SHORT_NAMES)
-            listed = f"short names are: {', '.join(sorted(SHORT_NAMES))}; or give the path, trainer.init.…"
+            listed = f"short names: {', '.join(sorted(SHORT_NAMES))}; or write a path, trainer.init.…"
             raise ConfigError(
                 f"unknown flag {key!r}",
                 where=SOURCE,
@@ -73,7 +76,7 @@ def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, A
 
 
 def apply_overrides(document: Document, overrides: Mapping[str, Any], sections: Sequence[str]) -> Document:
-    """`document` with the overrides whose keys are under one of `sections`."""
+    """Return `document` with those overrides applied whose keys are in one of `sections`."""
     for flag, value in overrides.items():
         for path in _paths(flag, document):
             if path[0] not in sections:
@@ -100,13 +103,13 @@ def _with_other_data_noticed(document: Document) -> Document:
     if not others:
         return document
     return document.with_notice(
-        f"--data_dir sets trainer.fit.train_dataloader alone; {', '.join(others)}; "
-        "KEY.data_dir=FOLDER sets another folder there"
+        f"--data_dir only sets trainer.fit.train_dataloader; {', '.join(others)}; "
+        "use KEY.data_dir=FOLDER to set another folder there"
     )
 
 
 def without_measures(document: Document, path: KeyPath) -> Document:
-    """Return `document` without the lengths of the run that a length on the command line replaces."""
+    """Return `document` without the file's run lengths if `path`, set on the command line, is one."""
     if path[-1] not in _MEASURES or path[:-1] not in _LOOPS:
         return document
     for measure in _MEASURES:
@@ -126,5 +129,5 @@ def _paths(flag: str, document: Document) -> list[KeyPath]:
 def _split(text: str) -> tuple[str, Any]:
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals:
-        raise ConfigError(f"{text!r} is not key=value", where=SOURCE, remedy=f"write --{key}=VALUE")
+        raise ConfigError(f"expected key=value, got {text!r}", where=SOURCE, remedy=f"write --{key}=VALUE")
     return key, parse_scalar(value)

@@ -1,4 +1,4 @@
-"""Turns what the schema found wrong into one error that names file, line, key and remedy."""
+"""Conversion of a validation error of the schema to a `ConfigError` with file, line, key and remedy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from headwater.core.errors import ConfigError, shorten
 
 _COMMAND_LINE = "command line"
 _FEW = 5
-"""Further problems that an error names."""
+"""Number of further problems that an error lists."""
 
 _EXPECTED = {
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
@@ -31,17 +31,17 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "none_required": "null",
 }
-"""What a value of the right type is, by pydantic's name of the problem."""
+"""The expected value, by pydantic's name of the problem."""
 
 _TYPE_NAMES = {dict: "a mapping", list: "a list", tuple: "a list", type(None): "null"}
 
 
 def config_error(error: ValidationError, document: Document, root: KeyPath) -> ConfigError:
-    """The first problem of `error` in full, with the places of the others.
+    """Return an error that describes the first problem in full, and lists the places of the others.
 
     Args:
-        error: what pydantic found in the value at `root` of `document`.
-        document: the params, for the places.
+        error: pydantic's error for the value at `root` of `document`.
+        document: the params, from which the places are taken.
         root: path of the validated value.
     """
     problems: dict[KeyPath, list[ErrorDetails]] = {}
@@ -53,7 +53,7 @@ def config_error(error: ValidationError, document: Document, root: KeyPath) -> C
     if first[0]["type"] == "value_error":
         written = [document.origin((*path, key)) for key in _keys_named(first[0])]
         where = next((origin for origin in written if origin.source == _COMMAND_LINE), where)
-    # Of one section in the older form several of the newer are made: its problem is one all the same.
+    # A section of the older form can become several sections of the newer form. Count its problem once.
     others = dict.fromkeys(str(document.origin(other)) for other in problems)
     del others[str(document.origin(path))]
     if others:
@@ -63,7 +63,7 @@ def config_error(error: ValidationError, document: Document, root: KeyPath) -> C
 
 
 def _path(details: ErrorDetails, document: Document, root: KeyPath) -> KeyPath:
-    """The path of the value in the document, or of the key that is not there."""
+    """Return the path of the wrong value in the document, or of the missing key."""
     path = document.locate(root, details["loc"])
     if details["type"] == "unknown_key":
         return (*path, details["ctx"]["key"])
@@ -74,13 +74,18 @@ def _path(details: ErrorDetails, document: Document, root: KeyPath) -> KeyPath:
 
 
 def _explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
-    """What is wrong with the key called `name`, and what to do about it."""
+    """Return the message and the remedy for the problems of one key.
+
+    Args:
+        name: name of the key.
+        found: its problems; several if its type is a union.
+    """
     details = found[0]
     context, kind = details.get("ctx", {}), details["type"]
     if kind == "unknown_key":
         valid = context["valid"]
         close = nearest(context["key"], valid)
-        listed = f"valid keys are: {', '.join(valid)}" if valid else "no keys are valid here"
+        listed = f"valid keys: {', '.join(valid)}" if valid else "remove it; this section has no keys"
         return (
             f"unknown key {shorten(context['key'], 80)!r}",
             f"write {close!r}; {listed}" if close else listed,
@@ -89,12 +94,13 @@ def _explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
         tag = _discriminator(details)
         return f"the key {tag!r} is missing", f"add {tag}"
     if kind == "missing" and isinstance(details["loc"][-1], int):
-        return f"{name} has too few entries", f"add one to {name}"
+        return f"{name} has too few entries", f"add an entry to {name}"
     if kind == "missing":
         return f"the key {details['loc'][-1]!r} is missing", f"add {details['loc'][-1]}"
     if kind == "choice":
         names = ", ".join(context["names"])
-        return f"{name} takes one name, found {names}", "keep one and remove the others, or set them to null"
+        what = f"expected one name in {name}, got {names}"
+        return what, "keep one and remove the others, or set them to null"
     if kind == "value_error":
         return str(context["error"]), f"change {' or '.join(_keys_named(details)) or name}"
     if kind == "size":
@@ -103,20 +109,20 @@ def _explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
 
 
 def _keys_named(details: ErrorDetails) -> list[str]:
-    """Return the keys of the section that the message about it names, in the order of the message."""
+    """Return the keys of a section that occur in the message about it, in the order of the message."""
     words = re.findall(r"[A-Za-z_]\w*", str(details["ctx"]["error"]))
     section = details["input"]
     return [word for word in dict.fromkeys(words) if isinstance(section, dict) and word in section]
 
 
 def _name(path: KeyPath) -> str:
-    """The last key of `path`, with the positions in it that follow."""
+    """Return the last key of `path`, with the list positions that follow it: `betas[1]`."""
     start = max((index for index, key in enumerate(path) if isinstance(key, str)), default=0)
     return dotted(path[start:])
 
 
 def _wrong_value(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
-    # A list that is too short because its entries are wrong is no problem of its own.
+    # pydantic also reports a list as too short if its entries are wrong: report only the entries.
     found = [details for details in found if details["type"] != "too_short"] or found
     value = found[0]["ctx"]["tag"] if found[0]["type"] == "union_tag_invalid" else found[0]["input"]
     expected = " or ".join(dict.fromkeys(_expected(details) for details in found))
@@ -124,7 +130,7 @@ def _wrong_value(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
     shown = kind or shorten(repr(value), 80)
     literals = [literal for details in found for literal in _literals(details)]
     close = nearest(value, literals) if isinstance(value, str) else None
-    what = f"{name} is {expected}, found {shown}"
+    what = f"expected {name} to be {expected}, got {shown}"
     if close or len(literals) < 2:
         return what, f"write {_remedy(value, close, expected, found[0])}"
     return what, "write one of these names"
@@ -135,7 +141,7 @@ def _remedy(value: Any, close: str | None, expected: str, details: ErrorDetails)
     if close:
         return repr(close)
     if isinstance(value, str) and _EXPECTED.get(details["type"]) in (
-        "a whole number",
+        "an integer",
         "a number",
         "true or false",
     ):
@@ -159,21 +165,20 @@ def _expected(details: ErrorDetails) -> str:
         return _EXPECTED[kind]
     if kind in ("literal_error", "union_tag_invalid"):
         return f"one of {', '.join(_literals(details))}"
-    bounds = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below"}
-    bounds["less_than_equal"] = "at most"
+    bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
     if kind in bounds:
-        return f"{bounds[kind]} {next(iter(context.values()))}"
+        return f"a number {bounds[kind]} {next(iter(context.values()))}"
     if kind in ("too_short", "too_long"):
-        return f"a list of {context.get('min_length', context.get('max_length'))}"
+        return f"a list with {context.get('min_length', context.get('max_length'))} entries"
     return details["msg"]
 
 
 _NO_TAG = ("union_tag_invalid", "union_tag_not_found")
-"""What pydantic calls a union whose branch is not told by the key that should tell it."""
+"""pydantic's names of the problem that no branch of a union matches the key that selects the branch."""
 
 
 def _discriminator(details: ErrorDetails) -> str:
-    """The key that tells the branch."""
+    """Return the key that selects the branch of a union."""
     return str(details["ctx"]["discriminator"]).strip("'")
 
 

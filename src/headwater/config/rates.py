@@ -1,4 +1,4 @@
-"""The learning rate of a command line, whatever optimizer and schedules the params have."""
+"""The option `--learning_rate`, for any optimizer and any schedules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ _RATES = ("learning_rate", "initial_learning_rate", "end_learning_rate", "eta_mi
 def set_learning_rate(document: Document, rate: Any, origin: Origin) -> Document:
     """Return `document` with `rate` as its highest learning rate.
 
-    The rates of schedules keep their proportions. Without schedules the rate is the optimizer's.
+    All rates of schedules are scaled by the same factor. Without schedules, the optimizer's rate is set.
+
+    Args:
+        document: the params.
+        rate: the new learning rate.
+        origin: place where the user wrote it.
 
     Raises:
-        ConfigError: if `rate` is not a number above 0, or the params have no rate that could be changed.
+        ConfigError: if `rate` is not a number > 0, or the schedules have no rate that can be scaled.
     """
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
         raise ConfigError(
-            f"learning_rate is a number above 0, found {rate!r}",
+            f"expected learning_rate to be a finite number > 0, got {rate!r}",
             where=str(origin),
             remedy="write for example 1e-4",
         )
@@ -35,9 +40,9 @@ def set_learning_rate(document: Document, rate: Any, origin: Origin) -> Document
     highest = max(found.values(), default=0)
     if not highest:
         raise ConfigError(
-            "the schedules have no learning rate that could be scaled",
+            "learning_rate cannot be applied: the schedules have no learning rate to scale",
             where=str(origin),
-            remedy="set their keys by their paths, such as trainer.init.schedulers.0.StepLR.gamma=0.1",
+            remedy="set their keys by path, such as trainer.init.schedulers.0.StepLR.gamma=0.1",
         )
     for path, value in found.items():
         if not value:
@@ -54,12 +59,12 @@ def _set_of_optimizer(document: Document, rate: float, origin: Origin) -> Docume
         else []
     )
     if len(names) != 1:
-        return document  # the schema says what is wrong with the section
+        return document  # the schema reports the error in this section
     return put(document, (*_OPTIMIZER, names[0], "learning_rate"), rate, origin)
 
 
 def _rates(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
-    """Yield each learning rate in `value`, and where it is."""
+    """Yield the path and the value of each learning rate in `value`."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inside in items:
         is_number = isinstance(inside, int | float) and not isinstance(inside, bool)

@@ -1,4 +1,4 @@
-"""A whole run as a params file describes it, and how the file is read."""
+"""The description of a complete run, and the reading of it from a params file."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class SetupConfig(Section):
-    """How a model is trained, whatever model and data: the section `trainer.init` without `model`.
+    """The section `trainer.init` without `model`: how any model is trained on any data.
 
     Attributes:
-        schedulers: of the learning rate and of the weight decay; one for all parameters, or several for those
-            of different tags, of which the last holds. Where absent the optimizer's own learning rate holds.
-        precision: fp32 where absent.
-        sparsity: weights that are kept at zero; one section or several, for weights of different names.
+        schedulers: schedules of the learning rate and the weight decay. There can be one for all parameters,
+            and others for parameters with tags. If several apply to a parameter, the last one counts. Without
+            schedules the optimizer's `learning_rate` is used.
+        precision: numeric precision; fp32 if absent.
+        sparsity: weights that are kept at zero; one section, or several for weights of different names.
     """
 
     backend: BackendConfig = BackendConfig()
@@ -66,17 +67,17 @@ class SetupConfig(Section):
             unknown = [tag for tag in entry.tags if tag not in tags]
             if unknown:
                 raise ValueError(
-                    f"a schedule is for {unknown[0]}, and the optimizer's params have no such tag"
+                    f"unknown tag {unknown[0]!r} in schedulers: the params of the optimizer do not define it"
                 )
         general = [entry.option for entry in self.schedulers if not entry.tags]
         if len(general) != len(set(general)):
             raise ValueError(
-                "there are two schedules for the same parameters; put schedules that follow each other in a "
-                "SequentialLR, and give those for different parameters param_group_tags"
+                "two schedulers apply to the same parameters; put schedules that follow each other into a "
+                "SequentialLR, and add param_group_tags to those for different parameters"
             )
         if not self._rates and self.optimizer.arguments.learning_rate is None:
             raise ValueError(
-                "the learning rate comes from schedulers, or else from the optimizer's learning_rate"
+                "the learning rate is missing: add schedulers, or learning_rate to the optimizer"
             )
         return self
 
@@ -84,15 +85,13 @@ class SetupConfig(Section):
         yield from super().notices()
         for_all = any(not entry.tags for entry in self._rates)
         if for_all and self.optimizer.arguments.learning_rate is not None:
-            yield "optimizer", "its learning_rate is not looked at, since there are schedulers"
+            yield "optimizer", "its learning_rate is ignored, because schedulers set the rate"
 
     @model_validator(mode="after")
     def _scaled_schedule(self) -> Self:
         scaled = any(entry.ScalePerParamLR for entry in self.schedulers)
         if self.optimizer.arguments.adjust_learning_rate and not scaled:
-            raise ValueError(
-                "the optimizer's adjust_learning_rate needs a ScalePerParamLR around the scheduler"
-            )
+            raise ValueError("adjust_learning_rate of the optimizer needs a ScalePerParamLR in schedulers")
         return self
 
     @model_validator(mode="after")
@@ -101,7 +100,7 @@ class SetupConfig(Section):
             None
         }
         if len(counts) > 1:
-            raise ValueError("checkpoint.keep_n and the callback KeepNCheckpoints differ")
+            raise ValueError("checkpoint keep_n and the callbacks' KeepNCheckpoints have different numbers")
         return self
 
     @property
@@ -110,12 +109,12 @@ class SetupConfig(Section):
 
     @property
     def schedule(self) -> Schedule:
-        """Learning rate by step, of all parameters or of those that come first."""
+        """The learning rate by step: for all parameters, or for those of the first schedule with tags."""
         rates = sorted(self._rates, key=lambda entry: bool(entry.tags))
         if rates:
             return rates[0].build()
         rate = self.optimizer.arguments.learning_rate
-        assert rate is not None, "a validator saw to it that there is a rate"
+        assert rate is not None, "the validator has checked that there is a rate"
         return Constant(rate)
 
     @property
@@ -125,18 +124,18 @@ class SetupConfig(Section):
 
     @property
     def compute_norm(self) -> bool:
-        """Whether to log norms of weights and gradients."""
+        """True if norms of weights and gradients are logged."""
         return bool(self._callbacks("ComputeNorm"))
 
     @property
     def keep_checkpoints(self) -> int | None:
-        """Newest checkpoints to keep; `None`: all."""
+        """Number of newest checkpoints to keep; `None` for all."""
         kept = (entry.n for entry in self._callbacks("KeepNCheckpoints") if entry.n is not None)
         return next(kept, self.checkpoint.keep_n)
 
     @property
     def checkpoint_states(self) -> tuple[str, ...]:
-        """Parts to read of a checkpoint that the run starts from: `("all",)` or for example `("model",)`."""
+        """Parts to load from the checkpoint with which the run starts, such as `("all",)` or `("model",)`."""
         states = (entry.load_checkpoint_states for entry in self._callbacks("LoadCheckpointStates"))
         return next(states, ("all",))
 
@@ -146,7 +145,7 @@ class SetupConfig(Section):
 
 
 class InitConfig(SetupConfig):
-    """The section `trainer.init`: everything but the data."""
+    """The section `trainer.init`: everything except the data."""
 
     model: AnyModel
 
@@ -162,15 +161,15 @@ class TrainerConfig(Section):
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A run. Two are equal that mean the same, whatever file and form they were read from.
+    """A run. Two runs with the same settings are equal, also if they come from different files or forms.
 
     Attributes:
-        init: model, optimizer, machine, loop.
-        fit: data to train on; `None` in a file that only evaluates.
-        validation: data to evaluate on.
-        validate_all: data to evaluate several checkpoints on.
-        source: the file.
-        notices: one line for each key that is accepted and has no effect.
+        init: model, optimizer, backend, loop and other settings.
+        fit: training data; `None` in a file that only evaluates.
+        validation: data for an evaluation.
+        validate_all: data for the evaluation of several checkpoints.
+        source: the params file.
+        notices: a line for each key without effect.
     """
 
     init: InitConfig
@@ -182,14 +181,15 @@ class RunConfig:
 
 
 def load_params(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
-    """The run that the params file at `path` describes.
+    """Read a run from a params file.
 
     Args:
-        path: a YAML file in either form; see `find_params` for those that ship.
-        overrides: `--trainer.init.loop.max_steps=10`, `--num_steps=10` or the same as a mapping.
+        path: a YAML file in either form; see `find_params` for the shipped ones.
+        overrides: values that replace those of the file: `--trainer.init.loop.max_steps=10`,
+            `--num_steps=10`, or the same as a mapping.
 
     Raises:
-        ConfigError: if anything is wrong, with file, line, key and what to write instead.
+        ConfigError: if the file is not valid, with file, line, key and what to write instead.
     """
     return read_run(path, overrides)[0]
 
@@ -197,13 +197,18 @@ def load_params(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
 def read_run(
     path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> tuple[RunConfig, Document, TrainerConfig]:
-    """Return the run that the params file at `path` describes, and its params in the newer form, twice.
+    """Read a run from a params file, and return it together with its params.
+
+    Args:
+        path: the params file.
+        overrides: values that replace those of the file; see `load_params`.
 
     Returns:
-        The run, the params as written with the origin of each value, and the same as the schema read them.
+        The run; its params in the newer form, as plain data with the origin of each value; and the same
+        params as a section of the schema.
 
     Raises:
-        ConfigError: if anything is wrong, with file, line, key and what to write instead.
+        ConfigError: if the file is not valid, with file, line, key and what to write instead.
     """
     source = Path(path)
     document = _without_training(read_params(source, parse_overrides(overrides)))
@@ -221,7 +226,7 @@ def read_run(
 
 
 def _without_training(document: Document) -> Document:
-    """Return `document` with an optimizer and a loop that do nothing, where it neither trains nor has any."""
+    """Add placeholder sections `optimizer` and `loop` if the document has no `fit` and none of them."""
     init: KeyPath = ("trainer", "init")
     trainer, section = document.get(init[:1]), document.get(init)
     if not isinstance(trainer, dict) or not isinstance(section, dict):
@@ -235,10 +240,18 @@ def _without_training(document: Document) -> Document:
 def read_section(
     kind: type[AnySection], document: Document, root: KeyPath
 ) -> tuple[AnySection, tuple[str, ...]]:
-    """The value at `root` of `document`, and one line for each key that has no effect.
+    """Validate a section of a document.
+
+    Args:
+        kind: class of the section.
+        document: the document.
+        root: path of the section.
+
+    Returns:
+        The section, and a line for each key without effect.
 
     Raises:
-        ConfigError: if it does not follow the schema `kind`.
+        ConfigError: if the section does not follow the schema.
     """
     try:
         section = kind.model_validate(document.get(root))
@@ -258,14 +271,14 @@ def _check_model_name(document: Document) -> None:
     if not isinstance(model, dict) or str(model.get("name")) in MODELS:
         return
     listed = (
-        f"models are: {', '.join(sorted(MODELS))}; any model of the transformers library is trained with "
-        "model: {hf: FOLDER}, where FOLDER has its config.json"
+        f"available: {', '.join(sorted(MODELS))}; for any model of the transformers library write "
+        "model: {hf: FOLDER} with a folder that contains its config.json"
     )
     if "name" not in model:
         raise ConfigError(
-            "the model has no name",
+            "the key 'name' of the model is missing",
             where=str(document.origin((*path, "name"))),
-            remedy=f"write name, or give --model NAME; {listed}",
+            remedy=f"add name, or write --model NAME; {listed}",
         )
     close = nearest(str(model["name"]), MODELS)
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""A JSON Schema with named definitions: where a key's schema is, and sections with further keys."""
+"""A JSON Schema with named definitions, in which schemas of keys can be found and extended."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _REFERENCE = "#/$defs/"
 
 
 def without_effect(why: str) -> JsonSchema:
-    """Return the schema of a key that is accepted and changes nothing."""
+    """Return the schema of a key that is accepted and has no effect."""
     return {"description": f"Has no effect: {why}.", "deprecated": True}
 
 
 @dataclasses.dataclass
 class SchemaTree:
-    """A JSON Schema in the making.
+    """A JSON Schema that is being constructed.
 
     Attributes:
-        root: the schema of the whole.
-        definitions: schemas by name, which others refer to.
+        root: the schema of the whole document.
+        definitions: schemas by name, to which `$ref` refers.
     """
 
     root: JsonSchema
     definitions: dict[str, JsonSchema]
 
     def resolve(self, node: JsonSchema) -> JsonSchema:
-        """Return the schema of a mapping that `node` is, refers to, or has as an alternative."""
+        """Follow `$ref` and `anyOf` to a schema of a mapping, and return it."""
         if "$ref" in node:
             return self.resolve(self.definitions[node["$ref"].removeprefix(_REFERENCE)])
         if "anyOf" in node and "properties" not in node:
@@ -50,12 +50,12 @@ class SchemaTree:
         return node
 
     def variant(self, node: JsonSchema, extra: Extra, name: str) -> JsonSchema:
-        """Return a schema that accepts what `node` does, and further keys.
+        """Return a copy of a schema of mappings that accepts further keys.
 
         Args:
-            node: the schema of one kind of mapping or of several.
-            extra: from the schemas of the keys that a mapping has, returns those of further keys.
-            name: what the names of new definitions end with.
+            node: schema of one kind of mapping, or of several alternatives.
+            extra: returns the schemas of further keys, given those of the existing keys.
+            name: suffix of the names of new definitions.
         """
         if "$ref" in node:
             old = node["$ref"].removeprefix(_REFERENCE)

@@ -1,4 +1,4 @@
-"""What the sections under `trainer.init` and the data loaders may say, model and optimizer apart."""
+"""The schema of the sections of `trainer`, except model, optimizer, schedulers and data."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from headwater.config.data import AnyData
 from headwater.core.placement import Placement
 from headwater.core.precision import Precision
 
-_Cluster = NoEffect("it tells a wafer-scale cluster how to divide its servers")
-_Wafer = NoEffect("there is no wafer here to tune")
+_Cluster = NoEffect("it only configures the servers of a Cerebras cluster")
+_Wafer = NoEffect("it only configures the hardware of a Cerebras system")
 
 
 def _upper(value: Any) -> Any:
@@ -36,22 +36,22 @@ def _in_any_case(schema: JsonSchema) -> JsonSchema:
 
 
 Upper = Reads(_upper, _in_any_case)
-"""Reads text in capitals."""
+"""Converts text to upper case."""
 Tier = Literal["auto", "memory", "disk"]
 
 
 class ClusterConfig(Section):
-    """How many compute ranks take part; most of the rest speaks to a wafer-scale cluster.
+    """The ranks of the run and its job. Most other keys configure a Cerebras cluster and have no effect.
 
     Attributes:
-        num_csx: compute ranks.
-        num_memx: store ranks, which keep masters and optimizer state and update them; with none the compute
-            ranks do.
-        rank_timeout_s: how long a rank waits for another before the run ends.
-        max_restarts: how often `headwater fit` starts its processes on this machine again when one of them is
-            gone.
-        job_labels: `name=value` each, to find a job by that is submitted to the queue.
-        job_priority: of a job that is submitted to the queue.
+        num_csx: number of compute ranks.
+        num_memx: number of store ranks, which hold and update masters and optimizer state; with 0 the compute
+            ranks do this.
+        rank_timeout_s: seconds that a rank waits for another rank before the run fails.
+        max_restarts: number of times that `headwater fit` restarts its processes on this machine after one of
+            them has died.
+        job_labels: labels `name=value` of a job that is submitted to the queue.
+        job_priority: priority of a job that is submitted to the queue.
     """
 
     num_csx: int = Field(default=1, ge=1)
@@ -70,33 +70,33 @@ class ClusterConfig(Section):
 
 
 class DiskConfig(Section):
-    """The disk tier: a folder and the bytes it may take there."""
+    """The disk tier: its folder, and the bytes that it may use."""
 
     path: FilePath
     size: Bytes | None = None
 
 
 class BackendConfig(Section):
-    """What the run may take of the machine, and what is not left to the plan.
+    """The resource limits of the run, and settings that would otherwise be chosen by the plan.
 
     Attributes:
-        backend_type: `CPU`, `GPU`, or `CSX`: the best device there is.
-        device_memory: bytes on the compute device; what is free where absent.
-        host_memory: bytes of resident host memory; what is free where absent.
-        micro_batch_size: samples computed at once.
-        num_slabs: slabs that stages stream through.
-        activations: what happens to the tensors that the backward needs.
-        tier: where masters and optimizer state live.
-        gradient_tier: where gradients wait for the update.
-        masters: `split` keeps the fp32 masters of bf16 weights in 4 bytes with them, also where `whole`, with
-            6 bytes and faster updates, would fit.
+        backend_type: `CPU`, `GPU`, or `CSX` for the best available device.
+        device_memory: bytes of memory on the compute device; the free memory if absent.
+        host_memory: bytes of resident host memory; the free memory if absent.
+        micro_batch_size: number of samples that are computed together.
+        num_slabs: number of slabs, which hold the weights of stages on the device.
+        activations: keep, recompute or offload the tensors that backward needs.
+        tier: storage of masters and optimizer state.
+        gradient_tier: storage of gradients that wait for the update.
+        masters: `split` always stores bf16 weights and their fp32 masters in 4 bytes per parameter; `auto`
+            uses 6 bytes, with faster updates, if they fit.
         compile: compile each distinct block with `torch.compile`.
-        matmul: `fast` lets fp32 matrix products differ from torch's own by rounding.
-        allocator: `tuned` keeps large temporaries from going back to the system.
-        verify_disk: compare what is read of the disk tier with checksums of what was written.
-        compile_only: do not train: write what there is to know of the model.
-        validate_only: do not train: check that everything goes together.
-        compile_dir: folder that is written to; `compile` in the model_dir where absent.
+        matmul: `fast` allows fp32 matrix products that differ from torch's in rounding.
+        allocator: `tuned` keeps the memory of large temporary tensors instead of returning it to the system.
+        verify_disk: check data read from the disk tier against checksums.
+        compile_only: do not train; write the plan, the graphs and a report of operators.
+        validate_only: do not train; check that model, loss, optimizer and data fit together.
+        compile_dir: folder for the output of `compile_only`; `compile` in the model_dir if absent.
     """
 
     backend_type: Annotated[Literal["CSX", "CPU", "GPU"], Upper] = "CSX"
@@ -117,40 +117,43 @@ class BackendConfig(Section):
     compile_only: bool = False
     validate_only: bool = False
     compile_dir: FilePath | None = None
-    implicit_casts: Annotated[bool, NoEffect("products of mixed precision are cast as they need it")] = Field(
-        default=False, alias="csx.debug.implicit_cast_cb16_to_fp32"
+    implicit_casts: Annotated[bool, NoEffect("operands in mixed precision are always cast as needed")] = (
+        Field(default=False, alias="csx.debug.implicit_cast_cb16_to_fp32")
     )
 
     @model_validator(mode="after")
     def _disk_tier_has_a_folder(self) -> Self:
         if self.disk is None and "disk" in (self.tier, self.gradient_tier):
-            raise ValueError("a tier is disk, but there is no disk: {path: …} to put it")
+            raise ValueError(
+                "tier or gradient_tier is disk, but the disk tier is missing: add disk: {path: …}"
+            )
         return self
 
     @property
     def num_csx(self) -> int:
-        """Compute ranks."""
+        """Number of compute ranks."""
         return self.cluster_config.num_csx
 
     @property
     def placement(self) -> Placement:
-        """Compute ranks and store ranks."""
+        """Numbers of compute ranks and store ranks."""
         return Placement(self.cluster_config.num_csx, self.cluster_config.num_memx)
 
 
-_DynamicScale = NoEffect("the dynamic loss scale follows fixed rules")
+_DynamicScale = NoEffect("the rules of the dynamic loss scale are fixed")
 
 
 class PrecisionConfig(Section):
-    """Precision, loss scale and clipping.
+    """Precision, loss scale and gradient clipping.
 
     Attributes:
-        enabled: mixed precision; fp32 throughout where false.
+        enabled: true for mixed precision, false for fp32.
         fp16_type: dtype of wire weights and matrix products in mixed precision.
-        loss_scaling_factor: used with `float16` only; bfloat16 has the range of fp32.
+        loss_scaling_factor: loss scale, a number or `dynamic`; only used with `float16`, because bfloat16 has
+            the range of fp32.
         max_gradient_norm: clip gradients to this global norm.
         max_gradient_value: clip each element of a gradient to this magnitude.
-        log_loss_scale: show the loss scale with the loss; TensorBoard and the history have it always.
+        log_loss_scale: print the loss scale with the loss. TensorBoard and the history always contain it.
     """
 
     enabled: bool = True
@@ -168,7 +171,7 @@ class PrecisionConfig(Section):
     @model_validator(mode="after")
     def _one_way_to_clip(self) -> Self:
         if self.max_gradient_norm is not None and self.max_gradient_value is not None:
-            raise ValueError("max_gradient_norm and max_gradient_value exclude each other")
+            raise ValueError("max_gradient_norm and max_gradient_value cannot be used together")
         return self
 
     @property
@@ -182,23 +185,23 @@ class PrecisionConfig(Section):
     def notices(self) -> Iterator[tuple[str, str]]:
         yield from super().notices()
         if self.fp16_type == "cbfloat16":
-            yield "fp16_type", "cbfloat16 is a format of the wafer, bfloat16 is used instead"
+            yield "fp16_type", "only Cerebras hardware has cbfloat16, bfloat16 is used instead"
         if self.precision.name != "fp16" and self.loss_scaling_factor != 1.0:
-            yield "loss_scaling_factor", f"{self.precision.name} needs no loss scale"
+            yield "loss_scaling_factor", f"{self.precision.name} does not need a loss scale"
 
 
 class LoopConfig(Section):
-    """How long to train and when to evaluate.
+    """The length of the training and its evaluations. The run ends at the first limit that is reached.
 
     Attributes:
-        max_steps: step at which training ends, counted from the first run on.
-        num_steps: steps to run from where this run starts.
-        num_epochs: passes over the training data. The first limit that is reached ends the run.
-        steps_per_epoch: cut each pass short.
-        eval_frequency: steps between evaluations, or a fraction of the run (1.0: once, at the end);
-            never where 0 or null.
-        eval_steps: batches of one evaluation; all there are where absent.
-        grad_accum_steps: split each batch into this many micro-batches; the plan chooses where absent.
+        max_steps: step at which training ends, counted over all resumed runs.
+        num_steps: number of steps to train now.
+        num_epochs: number of passes over the training data.
+        steps_per_epoch: steps after which a pass ends early.
+        eval_frequency: steps between evaluations (an integer), or a fraction of the run (1.0: once at the
+            end); 0 or null for no evaluations.
+        eval_steps: batches of one evaluation; all batches if absent.
+        grad_accum_steps: number of micro-batches of a batch; chosen by the plan if absent.
     """
 
     max_steps: Annotated[int | None, Field(ge=1)] = None
@@ -216,11 +219,11 @@ class LoopConfig(Section):
         return self
 
     def end_step(self, start: int, steps_per_epoch: int | None = None) -> int:
-        """Step at which a run that starts at `start` ends.
+        """Return the step at which a run ends.
 
         Args:
-            start: steps done before.
-            steps_per_epoch: batches in the training data, needed with `num_epochs`.
+            start: step at which the run starts.
+            steps_per_epoch: number of batches of the training data; needed with `num_epochs`.
         """
         ends = [] if self.max_steps is None else [self.max_steps]
         if self.num_steps is not None:
@@ -232,7 +235,7 @@ class LoopConfig(Section):
         return min(ends)
 
     def eval_interval(self, end_step: int) -> int:
-        """Steps between two evaluations of a run that ends at `end_step`; 0: none."""
+        """Return the steps between evaluations of a run that ends at `end_step`; 0 for no evaluations."""
         if not self.eval_frequency:
             return 0
         if isinstance(self.eval_frequency, int):
@@ -241,13 +244,14 @@ class LoopConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to write checkpoints and how to read them.
+    """The writing and loading of checkpoints.
 
     Attributes:
-        steps: steps between checkpoints; one at the end is always written.
-        keep_n: newest checkpoints to keep; all where absent.
-        autoload_last_checkpoint: continue from the newest checkpoint in `model_dir`; otherwise start over.
-        disable_strict_checkpoint_loading: allow a checkpoint with missing or further parameters.
+        steps: steps between checkpoints. A checkpoint at the end of the run is always written.
+        keep_n: number of newest checkpoints to keep; all if absent.
+        save_initial_checkpoint: write a checkpoint before the first step.
+        autoload_last_checkpoint: resume from the newest checkpoint in `model_dir`; false to start over.
+        disable_strict_checkpoint_loading: accept a checkpoint with missing or additional parameters.
     """
 
     steps: Annotated[int | None, Field(ge=0)] = None
@@ -255,11 +259,11 @@ class CheckpointConfig(Section):
     save_initial_checkpoint: bool = False
     autoload_last_checkpoint: bool = True
     disable_strict_checkpoint_loading: bool = False
-    checkpoint_name: Annotated[str | None, NoEffect("checkpoints have names of their own, by step")] = None
+    checkpoint_name: Annotated[str | None, NoEffect("checkpoints are named by their step")] = None
 
 
 class LoggingConfig(Section):
-    """What is logged, and how often."""
+    """The frequency and the level of log messages."""
 
     log_steps: int = Field(default=1, ge=1)
     log_level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Upper] = "INFO"
@@ -268,17 +272,17 @@ class LoggingConfig(Section):
 
 
 class EmptySection(Section):
-    """A section without keys: its name says it all."""
+    """A section without keys."""
 
 
 class KeepNCheckpointsConfig(Section):
-    """How many of the newest checkpoints to keep."""
+    """The number of newest checkpoints to keep."""
 
     n: int | None = Field(default=None, ge=1)
 
 
 class LoadCheckpointStatesConfig(Section):
-    """Which parts of a checkpoint to read: `all`, or for example `model`."""
+    """The parts of a checkpoint to load: `all`, or a list such as `[model]`."""
 
     load_checkpoint_states: Annotated[tuple[str, ...], OneOrMore] = ("all",)
 
@@ -288,7 +292,7 @@ _Profiler = Annotated[dict[str, Any] | None, NoEffect("rates and memory are alwa
 
 
 class CallbackConfig(Choice):
-    """One callback: its name with its arguments; null leaves it out."""
+    """A callback: its name with its arguments; null disables it."""
 
     ComputeNorm: EmptySection | None = None
     KeepNCheckpoints: KeepNCheckpointsConfig | None = None
@@ -307,13 +311,13 @@ class CallbackConfig(Choice):
 
 
 class TensorBoardLoggerConfig(Section):
-    """Scalars for TensorBoard, in `summary_dir` or below `model_dir`."""
+    """Output of scalars for TensorBoard, to `summary_dir` or to a folder in `model_dir`."""
 
     summary_dir: FilePath | None = None
 
 
 class LoggerConfig(Choice):
-    """One logger: its name with its arguments; null leaves it out."""
+    """A logger: its name with its arguments; null disables it."""
 
     TensorBoardLogger: TensorBoardLoggerConfig | None = None
     ProgressLogger: Annotated[EmptySection | None, NoEffect("progress is always shown")] = None
@@ -323,7 +327,7 @@ Loaders = Annotated[tuple[AnyData, ...], OneOrMore]
 
 
 class FitConfig(Section):
-    """Training: its data, the data of the evaluations in between, and where to start."""
+    """Training data, data for evaluations during training, and the checkpoint with which to start."""
 
     train_dataloader: AnyData
     val_dataloader: Loaders = ()
@@ -331,14 +335,14 @@ class FitConfig(Section):
 
 
 class ValidateConfig(Section):
-    """One evaluation."""
+    """Data and checkpoint of an evaluation."""
 
     val_dataloader: AnyData
     ckpt_path: FilePath | None = None
 
 
 class ValidateAllConfig(Section):
-    """Evaluation of several checkpoints on several data sets."""
+    """Data and checkpoints of an evaluation of several checkpoints on several data sets."""
 
     val_dataloaders: Loaders
     ckpt_paths: Annotated[tuple[FilePath, ...], OneOrMore] | None = None

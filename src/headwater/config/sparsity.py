@@ -1,4 +1,4 @@
-"""The section `sparsity`: which weights are kept at zero, and when others take their place."""
+"""The schema of the section `sparsity`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _ScheduleSection(Section):
     kind: ClassVar[Any]
 
     def build(self) -> schedules.Value:
-        """The number by step."""
+        """Return the number as a function of the step."""
         value: schedules.Value = self.kind(**self.model_dump(exclude={"type"}))
         return value
 
@@ -41,7 +41,7 @@ class LinearConfig(_ScheduleSection):
 
 
 class ExponentialConfig(_ScheduleSection):
-    """From `init` towards `final`, by `exp(-gamma)` in each step."""
+    """An exponential approach: `final + (init - final) · exp(-gamma · step)`."""
 
     type: Literal["exp"]
     init: float
@@ -73,7 +73,7 @@ class CosineConfig(_ScheduleSection):
 
 
 class CubicConfig(_ScheduleSection):
-    """From `init` at step `begin` to `final` at step `end`, fast at first."""
+    """A cubic from `init` at step `begin` to `final` at step `end`."""
 
     type: Literal["cubic"]
     init: float = 0.0
@@ -94,11 +94,11 @@ ByStep = Annotated[
     Field(discriminator="type"),
     Reads(_number, lambda schema: {"anyOf": [{"type": "number"}, schema]}),
 ]
-"""A number, or how it changes with the step."""
+"""A number, or a schedule of a number."""
 
 
 class CadenceConfig(Section):
-    """Every `freq` steps, from step `start` on and before step `stop`."""
+    """The multiples of `freq` from step `start` (inclusive) to `stop` (exclusive)."""
 
     freq: int = Field(ge=1)
     start: int = Field(default=0, ge=0)
@@ -106,15 +106,16 @@ class CadenceConfig(Section):
 
 
 class SparsityConfig(Section):
-    """How sparse the weights of some names are.
+    """The sparsity of a group of weights.
 
     Attributes:
-        sparsity: share of the elements that are zero, a number or by step.
-        algorithm: `static`; `gmp` prunes as `sparsity` grows; `set` and `rigl` exchange weights.
-        init_method: how the first mask is made.
-        drop_fraction: share of the weights that are exchanged, a number or by step.
-        update: when masks change.
-        param_filter: patterns of parameters' names, ours or those of the public Model Zoo.
+        sparsity: fraction of the elements that are zero, a number or a schedule.
+        algorithm: `static` keeps the first masks; `gmp` prunes as `sparsity` grows; `set` and `rigl` replace
+            the smallest weights.
+        init_method: how the first mask is chosen.
+        drop_fraction: fraction of the weights to replace at each update, a number or a schedule.
+        update: the steps at which masks change.
+        param_filter: patterns of parameter names, as in Headwater's models or in the Cerebras Model Zoo.
     """
 
     sparsity: ByStep = ConstantConfig(type="constant", value=0.0)
@@ -127,9 +128,10 @@ class SparsityConfig(Section):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if self.algorithm != "static" and self.update is None:
-            raise ValueError(f"{self.algorithm} needs update, the steps at which masks change")
+            raise ValueError(f"algorithm {self.algorithm} needs update, the steps at which masks change")
         if self.algorithm in ("set", "rigl") and self.drop_fraction is None:
-            raise ValueError(f"{self.algorithm} needs drop_fraction, the share of the weights to exchange")
+            what = "drop_fraction, the fraction of the weights to replace"
+            raise ValueError(f"algorithm {self.algorithm} needs {what}")
         try:
             self.build()
         except ConfigError as error:
@@ -137,7 +139,7 @@ class SparsityConfig(Section):
         return self
 
     def build(self) -> Sparsity:
-        """The same for the run."""
+        """Return the settings as an object for `Sparsifier`."""
         update = None
         if self.update is not None:
             update = schedules.Cadence(self.update.freq, self.update.start, self.update.stop)

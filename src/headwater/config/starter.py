@@ -1,4 +1,4 @@
-"""A new params file: short, commented, and on top of one that ships."""
+"""The text of a new params file: short, commented, and based on a shipped file."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PRECISIONS: Mapping[PrecisionName, Mapping[str, Any]] = {
 }
 """Section `precision` by the name of a precision."""
 _LARGEST_RATE = {True: 2e-5, False: 3e-4}
-"""Learning rate of a model of the transformers library that has weights, and of one that has none."""
+"""Learning rate of a model of the transformers library, by whether it has pretrained weights."""
 HF_DATA = {"causal_lm": "GptHDF5DataProcessor", "masked_lm": "BertHDF5DataProcessor"}
-"""Data processor by the task of a model of the transformers library."""
+"""Data processor of a model of the transformers library, by its task."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Start:
     Attributes:
         base: name of the shipped file that it extends, or the folder of a model of the transformers library.
         model_dir: folder of the run.
-        steps: training steps, or
-        epochs: passes over the data.
-        batch_size: samples of a step.
-        precision: of the run.
-        model: sizes that follow from the data.
+        steps: number of training steps; `None` if `epochs` is set.
+        epochs: number of passes over the data; `None` if `steps` is set.
+        batch_size: samples per step.
+        precision: precision of the run.
+        model: model sizes that follow from the data.
         loaders: keys of the data loaders, by section (`train`, `val`); without validation data only `train`.
-        backend: limits; empty for what is free.
+        backend: resource limits; empty to use all free memory.
     """
 
     base: str | Path
@@ -59,13 +59,13 @@ def start_text(start: Start, file: Path, schema_line: str | None) -> str:
     """Return the text of a new params file.
 
     Args:
-        start: what it says.
-        file: where it will be, for the comments.
-        schema_line: comment that names a JSON Schema, if there is one.
+        start: content of the file.
+        file: path of the file, for the comments.
+        schema_line: comment that names a JSON Schema, or `None`.
     """
     lines = [
         *([schema_line] if schema_line else []),
-        f"# Every value of this run and where it comes from: headwater config show {file}",
+        f"# To print all values of this run and their origins: headwater config show {file}",
         *([] if isinstance(start.base, Path) else [f"extends: {start.base}  # model, optimizer, schedule"]),
         "trainer:",
         "  init:",
@@ -81,14 +81,14 @@ def start_text(start: Start, file: Path, schema_line: str | None) -> str:
         loader = _flow(start.loaders["val"])
         lines += [f"    val_dataloader: {loader}", "  validate:", f"    val_dataloader: {loader}"]
     elif not isinstance(start.base, Path):
-        lines += ["    val_dataloader: []  # the data have no part to validate on", "  validate: null"]
+        lines += ["    val_dataloader: []  # there are no validation data", "  validate: null"]
     return "\n".join(lines) + "\n"
 
 
 def _model(start: Start) -> Iterator[str]:
     if not isinstance(start.base, Path):
         if start.model:
-            yield f"    model: {_flow(start.model)}  # as the data need"
+            yield f"    model: {_flow(start.model)}  # sizes of the data"
         return
     has_weights = any(start.base.glob("*.safetensors")) or any(start.base.glob("pytorch_model*.bin"))
     yield f"    model: {_flow({'hf': str(start.base), **start.model})}"
@@ -107,7 +107,7 @@ def _limits(backend: Mapping[str, Any]) -> Iterator[str]:
     if backend:
         yield f"    backend: {_flow(backend)}"
     else:
-        yield "    # backend: {host_memory: 8GiB, disk: {path: scratch}}  # limits; what is free without them"
+        yield "    # backend: {host_memory: 8GiB, disk: {path: scratch}}  # limits; default: all free memory"
 
 
 def _flow(value: Any) -> str:
@@ -119,15 +119,22 @@ def _flow(value: Any) -> str:
 
 
 def schema_line(schema: Path) -> str:
-    """Return the comment that names `schema` to the editor of a params file beside it."""
+    """Return the comment that tells an editor the schema of a params file in the same folder."""
     return f"# yaml-language-server: $schema={schema.name}"
 
 
 def moved_folders(run: RunConfig, data: Path) -> dict[str, dict[str, Any]]:
-    """Return the keys of a shipped run's data loaders that name files, with `data` as the folder of all data.
+    """Return the path keys of a shipped run's data loaders, with all paths moved to the folder `data`.
 
-    Folders below the one that holds all of the shipped run's data are below `data` likewise. A folder `train`
-    that `data` does not have means `data` itself, and then there is nothing to validate on.
+    Paths keep their place relative to the common folder of the shipped run's data. If `data` has no folder
+    `train`, `data` itself has the training data, and there are no validation data.
+
+    Args:
+        run: the shipped run.
+        data: folder of the user's data.
+
+    Returns:
+        The keys by section, `train` and, with validation data, `val`.
     """
     assert run.fit is not None, "shipped files train"
     train, val = run.fit.train_dataloader, run.fit.val_dataloader
@@ -155,7 +162,7 @@ def _is_folder(key: KeyPath) -> bool:
 
 
 def _paths(section: Section, location: KeyPath) -> Iterator[tuple[KeyPath, Path]]:
-    """Yield each path in a data loader's section, and its key."""
+    """Yield the key and the value of each path in a data loader's section."""
     for key, name in section.attributes().items():
         value = getattr(section, name)
         if isinstance(value, Section):

@@ -1,4 +1,4 @@
-"""What the `transforms` of an image loader's section may say: one class each, found by its name."""
+"""The schema of the `transforms` of an image loader: a class for each, selected by its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headwater.config.base import AsTuple, OneOrMore, Section
 
 Pixels = Annotated[int, Field(ge=1)]
 SizeInPixels = Annotated[tuple[Pixels, ...], Field(min_length=1, max_length=2), OneOrMore]
-"""Height and width; a single number is both."""
+"""Height and width; a single number stands for both."""
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Range = Annotated[tuple[float, float], AsTuple]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -32,11 +32,11 @@ class SizedTransform(Section):
 
 
 class ResizeConfig(SizedTransform):
-    """Scales the image.
+    """A transform that scales the image.
 
     Attributes:
-        size: height and width; one number is the shorter side, and the other follows.
-        interpolation: between pixels.
+        size: height and width; a single number is the shorter side, and the aspect ratio is kept.
+        interpolation: interpolation between pixels.
     """
 
     name: Literal["resize"]
@@ -44,10 +44,10 @@ class ResizeConfig(SizedTransform):
 
 
 class ExpandToSquareConfig(Section):
-    """Adds equal margins to the shorter sides, so that the image is square (arXiv:2310.03744, section A.2).
+    """A transform that pads the image equally on two sides to a square (arXiv:2310.03744, section A.2).
 
     Attributes:
-        background_color: of the margins, a number up to 255 for each channel.
+        background_color: colour of the margins, a number from 0 to 255 for each channel.
     """
 
     name: Literal["expand_to_square"]
@@ -55,16 +55,16 @@ class ExpandToSquareConfig(Section):
 
 
 class CenterCropConfig(SizedTransform):
-    """Cuts the middle out; what is outside the image is black."""
+    """A transform that crops the centre of the image. Pixels outside the image are black."""
 
     name: Literal["center_crop"]
 
 
 class RandomCropConfig(SizedTransform):
-    """Cuts a part out, anywhere.
+    """A transform that crops the image at a random position.
 
     Attributes:
-        padding: black pixels that are added on each side first.
+        padding: number of black pixels that are first added on each side.
     """
 
     name: Literal["random_crop"]
@@ -72,12 +72,12 @@ class RandomCropConfig(SizedTransform):
 
 
 class RandomResizedCropConfig(SizedTransform):
-    """Cuts a part of random area and shape out and scales it (arXiv:1409.4842, section 6).
+    """A transform that crops a part of random area and shape and scales it (arXiv:1409.4842, section 6).
 
     Attributes:
-        scale: least and largest share of the image's area.
-        ratio: least and largest width over height.
-        interpolation: between pixels.
+        scale: smallest and largest fraction of the image's area.
+        ratio: smallest and largest ratio of width to height.
+        interpolation: interpolation between pixels.
     """
 
     name: Literal["random_resized_crop"]
@@ -89,15 +89,15 @@ class RandomResizedCropConfig(SizedTransform):
     def _in_order(self) -> Self:
         for key, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
             if not 0 < low <= high:
-                raise ValueError(f"{key} is [{low}, {high}]: write two numbers above 0, the smaller first")
+                raise ValueError(f"expected {key} to be two ascending numbers > 0, found [{low}, {high}]")
         return self
 
 
 class RandomHorizontalFlipConfig(Section):
-    """Mirrors left and right.
+    """A transform that randomly flips the image horizontally.
 
     Attributes:
-        p: how often.
+        p: probability.
     """
 
     name: Literal["random_horizontal_flip"]
@@ -105,10 +105,10 @@ class RandomHorizontalFlipConfig(Section):
 
 
 class RandomVerticalFlipConfig(Section):
-    """Mirrors top and bottom.
+    """A transform that randomly flips the image vertically.
 
     Attributes:
-        p: how often.
+        p: probability.
     """
 
     name: Literal["random_vertical_flip"]
@@ -116,27 +116,27 @@ class RandomVerticalFlipConfig(Section):
 
 
 PerCrop = Annotated[tuple[Probability, ...], Field(min_length=1), OneOrMore]
-"""How often something is done: one number for all parts of an image, or one for each."""
+"""Probability of a transform: a number for all crops of an image, or one for each crop."""
 
 
 class OccasionalTransform(Section):
-    """A transform that is not always done.
+    """A transform that is applied with a probability.
 
     Attributes:
-        p: how often; one number, or one for each part that is cut out of an image.
+        p: probability; a number, or one for each crop of an image.
     """
 
     p: PerCrop = (1.0,)
 
 
 class ColorJitterConfig(OccasionalTransform):
-    """Changes brightness, contrast, saturation and hue, in a random order (arXiv:1312.5402, section 2).
+    """A transform that changes brightness, contrast, saturation and hue in random order (arXiv:1312.5402).
 
     Attributes:
-        brightness: by this factor below or above 1 at most.
-        contrast: likewise.
-        saturation: likewise.
-        hue: by this share of the circle of colours at most.
+        brightness: largest deviation of the factor on the brightness from 1.
+        contrast: the same for the contrast.
+        saturation: the same for the saturation.
+        hue: largest rotation of the hue, as a fraction of the colour circle.
     """
 
     name: Literal["color_jitter_with_prob"]
@@ -147,17 +147,17 @@ class ColorJitterConfig(OccasionalTransform):
 
 
 class RandomGrayScaleConfig(OccasionalTransform):
-    """Takes the colours away."""
+    """A transform that converts the image to gray."""
 
     name: Literal["random_gray_scale"]
 
 
 class RandomGaussianBlurConfig(OccasionalTransform):
-    """Blurs.
+    """A transform that blurs the image with a Gaussian of random radius.
 
     Attributes:
-        radius_min: least standard deviation in pixels.
-        radius_max: largest.
+        radius_min: smallest standard deviation, in pixels.
+        radius_max: largest standard deviation, in pixels.
     """
 
     name: Literal["random_gaussian_blur_random_radius"]
@@ -167,15 +167,17 @@ class RandomGaussianBlurConfig(OccasionalTransform):
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if self.radius_min > self.radius_max:
-            raise ValueError(f"radius_min ({self.radius_min}) is above radius_max ({self.radius_max})")
+            raise ValueError(
+                f"expected radius_min <= radius_max, found {self.radius_min} and {self.radius_max}"
+            )
         return self
 
 
 class RandomSolarizeConfig(OccasionalTransform):
-    """Turns the brightness of bright pixels round.
+    """A transform that inverts bright pixels.
 
     Attributes:
-        threshold: from this brightness on, of 256.
+        threshold: smallest pixel value that is inverted, 0 to 256.
     """
 
     name: Literal["random_solarize"]
@@ -183,17 +185,17 @@ class RandomSolarizeConfig(OccasionalTransform):
 
 
 class ToTensorConfig(Section):
-    """From an image to numbers between 0 and 1, [channels, h, w]."""
+    """A transform that converts an image to a tensor [channels, height, width] of values from 0 to 1."""
 
     name: Literal["to_tensor"]
 
 
 class NormalizeConfig(Section):
-    """Takes a mean off each channel and divides by a deviation.
+    """A transform that subtracts a mean from each channel and divides by a standard deviation.
 
     Attributes:
-        mean: of each channel, or one for all.
-        std: likewise.
+        mean: mean of each channel, or one number for all.
+        std: standard deviation of each channel, or one number for all.
     """
 
     name: Literal["normalize"]
@@ -203,7 +205,7 @@ class NormalizeConfig(Section):
     @model_validator(mode="after")
     def _divides(self) -> Self:
         if 0 in self.std:
-            raise ValueError("std is 0 for a channel: it is what the channel is divided by")
+            raise ValueError(f"expected std > 0 for every channel, found {list(self.std)}")
         return self
 
 
@@ -220,7 +222,7 @@ ImageTransform = (
     | RandomGaussianBlurConfig
     | RandomSolarizeConfig
 )
-"""Those that take an image."""
+"""The transforms of images."""
 
 AnyTransform = Annotated[ImageTransform | ToTensorConfig | NormalizeConfig, Field(discriminator="name")]
 
@@ -228,17 +230,17 @@ Transforms = Annotated[tuple[AnyTransform, ...], AsTuple]
 
 
 def check_order(transforms: Transforms) -> None:
-    """Check that images become numbers once, and that each transform gets what it takes.
+    """Check that there is one `to_tensor`, after all transforms of images and before `normalize`.
 
     Raises:
-        ValueError: if not.
+        ValueError: otherwise.
     """
     names = [each.name for each in transforms]
     if names.count("to_tensor") != 1:
-        raise ValueError("transforms need to_tensor, once")
+        raise ValueError(f"expected to_tensor once in transforms, found it {names.count('to_tensor')} times")
     place = names.index("to_tensor")
     for number, name in enumerate(names):
         if name == "normalize" and number < place:
-            raise ValueError("normalize comes after to_tensor")
+            raise ValueError("in transforms, normalize must come after to_tensor")
         if name not in ("normalize", "to_tensor") and number > place:
-            raise ValueError(f"{name} comes before to_tensor")
+            raise ValueError(f"in transforms, {name} must come before to_tensor")

@@ -1,8 +1,8 @@
-"""Params of a model of the user's own: strict where the package reads them, passed on where the user does.
+"""Params files for a model that the user has written. They have the older form.
 
-They have the older form. `runconfig` and `optimizer` are required and follow the schema of every run.
-`model`, `train_input` and `eval_input` are optional and hold what the user's model and data want; the package
-itself reads `model.mixed_precision`, `model.fp16_type` and `train_input.micro_batch_size` in them.
+`runconfig` and `optimizer` are required, and are validated as in every run. `model`, `train_input` and
+`eval_input` are optional, and are passed to the user's functions without validation. Headwater itself reads
+only `model.mixed_precision`, `model.fp16_type` and `train_input.micro_batch_size` in them.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ _REQUIRED = {
     "runconfig": "max_steps, checkpoint_steps, log_steps and save_losses",
     "optimizer": "optimizer_type, learning_rate and loss_scaling_factor",
 }
-"""Sections that must be there, and what they usually hold."""
+"""Required sections, with their usual keys."""
 
 _READ_HERE = {
     "model": ("mixed_precision", "fp16_type"),
     "train_input": ("micro_batch_size",),
     "eval_input": (),
 }
-"""Sections of the user's own, and the keys in them that the package reads too."""
+"""Sections for the user's functions, with the keys in them that Headwater also reads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UserConfig:
-    """A run of a model of the user's own.
+    """A run of a model that the user has written.
 
     Attributes:
-        init: how it is trained.
-        params: every section as written, values of the command line included; a section that is not there is
-            empty.
-        checkpoint: where the run starts, if it is named.
-        source: the file.
-        notices: one line for each key that is accepted and has no effect.
+        init: training settings.
+        params: all sections as written, with the values of the command line; missing sections are empty.
+        checkpoint: checkpoint with which the run starts, if the params name one.
+        source: the params file.
+        notices: a line for each key without effect.
     """
 
     init: SetupConfig
@@ -57,14 +56,15 @@ class UserConfig:
 
 
 def load_user_params(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> UserConfig:
-    """The run that the params file at `path` describes, whatever its model and data are.
+    """Read a run of the user's model from a params file.
 
     Args:
         path: a YAML file in the older form.
-        overrides: `--num_steps=10`, `--model.width=8` or the same as a mapping.
+        overrides: values that replace those of the file: `--num_steps=10`, `--model.width=8`, or the same as
+            a mapping.
 
     Raises:
-        ConfigError: if a section that is required is missing, or one that the package reads is wrong.
+        ConfigError: if a required section is missing, or a validated section is not valid.
     """
     source = Path(path)
     document = read_as_written(source)
@@ -85,14 +85,14 @@ def load_user_params(path: str | Path, overrides: Sequence[str] | Mapping[str, A
 def _check_sections(document: Document, source: Path) -> None:
     if "trainer" in document.tree:
         raise ConfigError(
-            "a model of your own is run from params in the older form, and this file is in the newer one",
+            "expected params in the older form for a user's model, got the newer form (section trainer)",
             where=str(document.origin(("trainer",))),
-            remedy="write the sections runconfig and optimizer, and what your model needs in model",
+            remedy="write the sections runconfig and optimizer, and the settings of your model in model",
         )
     for name, keys in _REQUIRED.items():
         if not document.tree.get(name):
             raise ConfigError(
-                f"the params have no section {name!r}", where=str(source), remedy=f"add {name}, with {keys}"
+                f"the section {name!r} is missing", where=str(source), remedy=f"add {name}, with {keys}"
             )
     for name in _READ_HERE:
         if not isinstance(document.tree.get(name) or {}, dict):
@@ -104,13 +104,13 @@ def _check_sections(document: Document, source: Path) -> None:
 
 
 def _older_key(flag: str) -> KeyPath:
-    """The key that a flag stands for, in the older form where it has one there."""
+    """Return the path that a flag sets, in the older form if it has one there."""
     key = tuple((SHORT_NAMES[flag][0] if flag in SHORT_NAMES else flag).split("."))
     return OLDER_KEYS.get(key, key)
 
 
 def _settings(document: Document) -> Document:
-    """`document` with no more of the user's own sections than the package reads."""
+    """Return the params in the newer form, without the keys that only the user's functions read."""
     tree = {name: section for name, section in document.tree.items() if name not in _READ_HERE}
     for name, keys in _READ_HERE.items():
         section = document.tree.get(name) or {}
@@ -126,7 +126,7 @@ def _checkpoint(document: Document) -> Path | None:
     value = document.get(key)
     if value is not None and not isinstance(value, str):
         raise ConfigError(
-            f"checkpoint_path is text, found {value!r}",
+            f"expected checkpoint_path to be text, got {value!r}",
             where=str(document.origin(key)),
             remedy="write a path",
         )

@@ -1,4 +1,4 @@
-"""YAML files as documents: strict about keys, and bounded in size, depth and time."""
+"""A strict YAML reader, with limits on size and depth so that no file takes long to read."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ MAX_VALUES = 10_000
 MAX_DEPTH = 50
 """Limits of a params file. The largest public one has 23 kB, 700 values and a depth of 12."""
 
-_TOO_MANY = f"expected at most {MAX_VALUES:,} values, aliases written out, found more"
+_TOO_MANY = f"expected at most {MAX_VALUES:,} values, including those of aliases, found more"
 _TAG = "tag:yaml.org,2002:"
 _TAGS = frozenset(_TAG + name for name in ("str", "int", "float", "bool", "null", "seq", "map"))
 _MERGE = _TAG + "merge"
 
 
 def parse_yaml(text: str, source: str, kind: str = "params") -> Document:
-    """Return the document in `text`, a file of a kind that messages name.
+    """Parse YAML text.
+
+    Args:
+        text: content of a file.
+        source: name of the file, for errors.
+        kind: kind of the file, for errors.
 
     Raises:
-        ConfigError: if it is not YAML or too large, is not a mapping, has a key that is not text, or has a
-            key twice with different values.
+        ConfigError: if the text is not valid YAML, is too large or not a mapping, has a key that is not text,
+            or has a key twice with different values.
     """
     try:
         loader = _Loader(text)
@@ -43,13 +48,17 @@ def parse_yaml(text: str, source: str, kind: str = "params") -> Document:
         raise _unreadable(error, source, kind) from None
     if not isinstance(tree, dict):
         first = "trainer" if kind == "params" else "description"
-        raise ConfigError(f"a {kind} file is a mapping of keys", where=source, remedy=f"write `{first}:`")
+        raise ConfigError(
+            f"expected a {kind} file to be a mapping of keys, got {type(tree).__name__}",
+            where=source,
+            remedy=f"start with the key `{first}:`",
+        )
     origins = _origins(node, Origin(source, ())) if node is not None else Origins(Origin(source, ()))
     return Document(tree, origins, tuple(_repeated(source, mark, key) for mark, key in loader.repeated))
 
 
 def parse_scalar(text: str) -> Any:
-    """Return the YAML value that `text` means on a command line: a number, `true`, `[a, b]`, or the text."""
+    """Parse a value on the command line as YAML (`1e-4`, `true`, `[a, b]`), or else return it as text."""
     try:
         loader = _Loader(text)
         try:
@@ -63,10 +72,14 @@ def parse_scalar(text: str) -> Any:
 
 
 def read_document(path: Path, kind: str = "params") -> Document:
-    """Return the document in the file at `path`, which is of a kind that messages name.
+    """Read a YAML file.
+
+    Args:
+        path: the file.
+        kind: kind of the file, for errors.
 
     Raises:
-        ConfigError: if there is no such file, or it cannot be read or parsed.
+        ConfigError: if the file does not exist, or cannot be read or parsed.
     """
     try:
         with path.open("rb") as file:
@@ -80,16 +93,16 @@ def read_document(path: Path, kind: str = "params") -> Document:
         raise ConfigError(
             f"the {kind} file is larger than {MAX_BYTES // 1024} KiB",
             where=str(path),
-            remedy=f"check the path: a {kind} file names data, and does not hold them",
+            remedy=f"check the path: a {kind} file is a short text",
         )
     return parse_yaml(text, str(path), kind)
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only: no dates, no tags beyond the basic ones, and numbers as YAML 1.2 reads them.
+    """A loader of plain data: no dates, only the basic tags, and numbers as in YAML 1.2.
 
     Attributes:
-        repeated: keys that are in a mapping twice with the same value, and where the second one is.
+        repeated: keys that occur twice in a mapping with the same value, with the place of the second one.
     """
 
     def __init__(self, text: str) -> None:
@@ -100,7 +113,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._depth += 1
         self._count += 1
-        if self._depth > MAX_DEPTH or self._count > 2 * MAX_VALUES:  # keys are nodes, too
+        if self._depth > MAX_DEPTH or self._count > 2 * MAX_VALUES:  # a key is a node too
             deep, many = f"values are nested deeper than {MAX_DEPTH}", _TOO_MANY
             mark: yaml.Mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(None, None, deep if self._depth > MAX_DEPTH else many, mark)
@@ -111,7 +124,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
-        """Drop keys that are repeated with the same value; refuse other repeated keys, and those not text."""
+        """Drop keys repeated with the same value. Refuse other repeated keys, and keys that are not text."""
         seen: dict[str, yaml.Node] = {}
         kept = []
         for key, value in node.value:
@@ -125,13 +138,13 @@ class _Loader(yaml.SafeLoader):
             elif _same_scalar(seen[name], value):
                 self.repeated.append((key.start_mark, name))
             else:
-                problem = f"the key {shorten(name, 80)} is there twice in one mapping, with different values"
+                problem = f"the key {shorten(name, 80)} occurs twice in one mapping, with different values"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
         node.value = kept
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if node.tag not in _TAGS and node.tag != _MERGE:
-            problem = f"the tag {shorten(node.tag.replace(_TAG, '!!'), 80)} means nothing here"
+            problem = f"the tag {shorten(node.tag.replace(_TAG, '!!'), 80)} is not supported"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_object(node, deep=deep)
 
@@ -140,7 +153,7 @@ def _key_text(key: yaml.Node) -> str:
     if isinstance(key, yaml.ScalarNode) and key.tag == _TAG + "str":
         return str(key.value)
     shown = shorten(str(key.value), 80) if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-    problem = f"expected text as a key, found {shown}: put it in quotes"
+    problem = f"expected text as a key, found {shown}; put it in quotes"
     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
 
 
@@ -150,14 +163,14 @@ def _same_scalar(first: yaml.Node, second: yaml.Node) -> bool:
 
 
 def _checked(construct: Callable[[Any, yaml.ScalarNode], Any]) -> Callable[[_Loader, yaml.ScalarNode], Any]:
-    """Return `construct` with the errors of Python's number parsers as errors of the file."""
+    """Wrap a constructor so that errors of Python's number parsers become errors of the file."""
 
     def checked(loader: _Loader, node: yaml.ScalarNode) -> Any:
         try:
             value = construct(loader, node)
         except (ValueError, LookupError, OverflowError):
             value = None
-        # Larger numbers would overflow wherever they are used.
+        # Larger numbers would overflow later, where they are used.
         if value is None or (isinstance(value, int) and abs(value) >= 2**63):
             shown = shorten(str(node.value), 40)
             problem = f"expected a number of at most 64 bits, or true or false, found {shown}"
@@ -170,19 +183,19 @@ def _checked(construct: Callable[[Any, yaml.ScalarNode], Any]) -> Callable[[_Loa
 for _name in ("int", "float", "bool"):
     _Loader.add_constructor(_TAG + _name, _checked(yaml.SafeLoader.yaml_constructors[_TAG + _name]))
 
-# Dates are text: a folder may be called like one.
+# Read dates as text, because a folder may have a date as its name.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _TAG + "timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# YAML 1.1 reads 2e-4 as text, because it lacks a point; in YAML 1.2 and for users it is a number.
+# YAML 1.1 reads 2e-4 as text, because it has no decimal point. Users and YAML 1.2 expect a number.
 _Loader.add_implicit_resolver(
     _TAG + "float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
 
 def _check_size(node: yaml.Node | None) -> None:
-    """Raise if the values are too many once aliases are written out, or one contains itself."""
+    """Raise if there are too many values, including those of aliases, or a value contains itself."""
     sizes: dict[int, int] = {}
     if node is not None and _size(node, sizes, set()) > MAX_VALUES:
         raise yaml.composer.ComposerError(None, None, _TOO_MANY, node.start_mark)
@@ -218,7 +231,7 @@ def _origins(node: yaml.Node, origin: Origin) -> Origins:
 
 
 def _repeated(source: str, mark: yaml.Mark, key: str) -> str:
-    return f"{source}, line {mark.line + 1}: {shorten(key, 80)} is there twice, with the same value"
+    return f"{source}, line {mark.line + 1}: {shorten(key, 80)} occurs twice, with the same value"
 
 
 def _unreadable(error: yaml.YAMLError, source: str, kind: str) -> ConfigError:
