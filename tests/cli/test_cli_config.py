@@ -31,7 +31,7 @@ def test_convert_writes_the_same_run_in_the_newest_form(old, tmp_path, capsys):
     assert main(["config", "convert", str(old), "--out", str(new)]) == 0
     said = capsys.readouterr().err
     assert "enable_distributed has no effect" in said
-    assert "the model is taken to be gpt2" in said
+    assert "the model is assumed to be gpt2" in said
     before, after = load_params(old), load_params(new)
     assert (before.init.schedule, before.init.precision) == (after.init.schedule, after.init.precision)
     assert before.init.model.hidden_size == after.init.model.hidden_size

@@ -69,7 +69,7 @@ def test_scaled_keeps_the_centre(mean, std, width, factor, name):
 
 
 def test_bounds_must_be_in_order():
-    with pytest.raises(ValidationError, match="is above b"):
+    with pytest.raises(ValidationError, match="expected a <= b"):
         InitializerConfig(name="uniform", a=1.0, b=0.0)
 
 

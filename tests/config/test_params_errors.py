@@ -57,7 +57,7 @@ CASES = [
     ("betas: [0.9, 0.95]", "correct_bias: false", "trainer.init.optimizer.AdamW.correct_bias", "got False", "True"),
     ("num_heads: 4", "num_heads: 5", "trainer.init.model", "hidden_size (32) is not a multiple of num_heads (5)",
      "change hidden_size or num_heads"),
-    ("num_heads: 4", "num_heads: 4\n      mup_base_hidden_size: 8", "trainer.init.model", "come together", "change mup_base_hidden_size"),
+    ("num_heads: 4", "num_heads: 4\n      mup_base_hidden_size: 8", "trainer.init.model", "expected both or none", "change mup_base_hidden_size"),
     ("name: gpt2", "name: gtp2", "trainer.init.model.name", "unknown model 'gtp2'", "write 'gpt2'; available: bert"),
     ("name: gpt2", "vocab_size: 3\n      vocab_size: 4", "", "the key vocab_size occurs twice", "quotes"),
     ("      name: gpt2\n", "", "trainer.init.model.name", "the key 'name' of the model is missing", "gpt2"),

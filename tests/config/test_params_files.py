@@ -46,7 +46,7 @@ def test_an_error_names_the_file_of_the_key(tmp_path):
 def test_files_that_extend_each_other_are_refused(tmp_path):
     write(tmp_path, "extends: b.yaml\n", "a.yaml")
     write(tmp_path, "extends: a.yaml\n", "b.yaml")
-    with pytest.raises(ConfigError, match=r"in a circle: .*a\.yaml → .*b\.yaml → .*a\.yaml"):
+    with pytest.raises(ConfigError, match=r"circular extends: .*a\.yaml → .*b\.yaml → .*a\.yaml"):
         load_params(tmp_path / "a.yaml")
 
 

@@ -101,11 +101,11 @@ def test_random_resized_crops_have_the_shares_and_shapes_that_are_asked_for():
     ("transforms", "message"),
     [
         ([{"name": "to_tensr"}], "to_tensor"),
-        ([{"name": "resize", "size": 3}], "need to_tensor"),
+        ([{"name": "resize", "size": 3}], "expected to_tensor once"),
         ([NUMBERS, {"name": "resize", "size": 3}], "before to_tensor"),
         ([{"name": "normalize", "mean": [0.0], "std": [1.0]}, NUMBERS], "after to_tensor"),
-        ([NUMBERS, {"name": "normalize", "mean": [0.0], "std": [0.0]}], "std is 0"),
-        ([{"name": "random_resized_crop", "size": 3, "scale": [1.0, 0.1]}, NUMBERS], "smaller first"),
+        ([NUMBERS, {"name": "normalize", "mean": [0.0], "std": [0.0]}], "expected std > 0"),
+        ([{"name": "random_resized_crop", "size": 3, "scale": [1.0, 0.1]}, NUMBERS], "two ascending numbers"),
         ([{"name": "resize", "size": [1, 2, 3]}, NUMBERS], "at most 2"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_section_of_a_params_file_mixes_sources(folders):
 
 
 def test_sections_that_do_not_fit_are_refused(folders, tmp_path):
-    with pytest.raises(ValueError, match="either data_dir or mixture"):
+    with pytest.raises(ValueError, match="expected data_dir or mixture"):
         config(folders, data_dir=str(folders / "a"))
     with pytest.raises(ValueError, match="data_dir"):
         config(folders, mixture=[])

@@ -147,11 +147,11 @@ def test_widths_scale_the_learning_rates_of_experts_too():
             {"attention_module": "multiquery_attention", "extra_attention_params": {"num_kv_groups": 3}},
             "multiple of num_kv_groups",
         ),
-        ({"position_embedding_type": "rotary", "rotary_dim": 10}, "at most the head size"),
-        ({"position_embedding_type": "rotary", "rotary_dim": 3}, "is even"),
+        ({"position_embedding_type": "rotary", "rotary_dim": 10}, "<= the head size"),
+        ({"position_embedding_type": "rotary", "rotary_dim": 3}, "expected an even rotary_dim"),
         ({"moe": {"num_experts": 2, "top_k": 3}}, "top_k"),
         ({"moe": {"num_experts": 2, "top_k": 2, "null_expert_bias": 1.0}}, "null_expert_bias"),
-        ({"dropout_rate": 0.1, "residual_dropout_rate": 0.2}, "two names of one rate"),
+        ({"dropout_rate": 0.1, "residual_dropout_rate": 0.2}, "name the same rate"),
     ],
 )
 def test_sizes_that_do_not_go_together(changes, message):

@@ -277,10 +277,16 @@ def test_the_momentum_is_half_a_cosine():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": [{"head_model": HEAD, "forward_args": [[trunk(2, 0, 1)]]}]}, "is not there yet"),
-        ({"heads": [{"head_model": HEAD, "forward_args": [["trunk.output(0)"]]}]}, "is neither"),
-        ({"ema": [average("heads", 1, 2)]}, r"no heads\.model\(2\)"),
-        ({"ema": [{**average("heads", 1, 0), "source": "image_model_trunks.model(1)"}]}, "not alike"),
+        ({"heads": [{"head_model": HEAD, "forward_args": [[trunk(2, 0, 1)]]}]}, "before it is computed"),
+        (
+            {"heads": [{"head_model": HEAD, "forward_args": [["trunk.output(0)"]]}]},
+            "expected ssl_transform.output",
+        ),
+        ({"ema": [average("heads", 1, 2)]}, r"heads\.model\(2\) does not exist"),
+        (
+            {"ema": [{**average("heads", 1, 0), "source": "image_model_trunks.model(1)"}]},
+            "to have the same settings",
+        ),
     ],
 )
 def test_sections_that_contradict_themselves(changes, message):

@@ -145,9 +145,9 @@ def test_fine_tuning_begins_with_the_encoder_of_pre_training():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"extra_attention_params": {"projected_length": 25}}, "projected_length .25. is above"),
-        ({"position_embedding_type": "rotary"}, "none can be rotated"),
-        ({"attention_module": "aiayn_attention"}, "extra_attention_params are of"),
+        ({"extra_attention_params": {"projected_length": 25}}, "expected projected_length"),
+        ({"position_embedding_type": "rotary"}, "cannot be used with position_embedding_type rotary"),
+        ({"attention_module": "aiayn_attention"}, "extra_attention_params need attention_module"),
     ],
 )
 def test_what_does_not_go_together(changes, message):

@@ -290,12 +290,12 @@ def test_a_dry_run_needs_no_memory(name):
     ("changes", "message"),
     [
         ({"tgt_vocab_size": 9}, "share_encoder_decoder_embedding"),
-        ({"mup_base_d_model": 8}, "come together"),
+        ({"mup_base_d_model": 8}, "expected both or none"),
         ({"mup_base_d_kv": 8}, "mup_base_d_kv needs"),
-        ({"relative_attention_max_distance": 16}, "is not above half"),
+        ({"relative_attention_max_distance": 16}, "expected relative_attention_max_distance >"),
         (
             {"mup_base_d_model": 8, "mup_base_d_ff": 8, "use_transformer_initialization": True},
-            "initial values",
+            "muP has initializers",
         ),
     ],
 )

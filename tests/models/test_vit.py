@@ -143,7 +143,7 @@ def test_images_of_another_size_are_an_error():
         ({"image_size": [10, 12]}, "image_size"),
         ({"num_heads": 5}, "num_heads"),
         ({"use_dinov2_classifier": True, "prepend_cls_token": False}, "prepend_cls_token"),
-        ({"use_dinov2_classifier": True, "use_encoder_pooler_layer": True}, "exclude"),
+        ({"use_dinov2_classifier": True, "use_encoder_pooler_layer": True}, "cannot be used together"),
     ],
 )
 def test_sections_that_contradict_themselves(changes, message):

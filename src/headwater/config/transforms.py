@@ -230,7 +230,7 @@ Transforms = Annotated[tuple[AnyTransform, ...], AsTuple]
 
 
 def check_order(transforms: Transforms) -> None:
-    """Check that there is one `to_tensor`, after all transforms of images and before `normalize`.
+    """Check that `to_tensor` occurs once, after all transforms of images and before `normalize`.
 
     Raises:
         ValueError: otherwise.

@@ -1,4 +1,4 @@
-"""What a data loader's section may say: one class for each kind of data, found by the processor's name."""
+"""The schema of data loaders: a class for each kind of data, selected by the name of the data processor."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DataConfig = (
 """Any data loader's section."""
 
 AnyData = Annotated[DataConfig, Field(discriminator="data_processor")]
-"""The same as a key of a params file: the data processor's name says which."""
+"""The type of a data loader in a params file. `data_processor` selects the class."""
 
 __all__ = [
     "AnswerDataConfig",

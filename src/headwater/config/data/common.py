@@ -1,4 +1,4 @@
-"""What every data loader takes."""
+"""The keys of all data loaders."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from headwater.config.base import FilePath, NoEffect, OneOrMore, Section
 
 
 class LoaderSection(Section):
-    """What every data loader takes.
+    """The keys of all data loaders.
 
     Attributes:
         batch_size: samples of one step over all ranks.
-        shuffle: a random order of its own for each pass.
-        shuffle_seed: order of the samples; the run's seed where absent.
-        num_workers: processes that read ahead; 0 reads in the training process.
-        prefetch_factor: batches each worker reads ahead.
-        persistent_workers: keep the workers from one pass to the next.
-        drop_last: leave out the samples that do not fill a batch.
+        shuffle: read the samples in a random order, which differs in each pass.
+        shuffle_seed: seed of the random order; the run's seed if absent.
+        num_workers: number of processes that read ahead; with 0 the training process reads.
+        prefetch_factor: number of batches that each worker reads ahead.
+        persistent_workers: keep the workers between passes.
+        drop_last: drop the last samples of a pass if they do not fill a batch.
     """
 
     batch_size: int = Field(ge=1)
@@ -30,21 +30,21 @@ class LoaderSection(Section):
     persistent_workers: bool = True
     drop_last: bool = True
     micro_batch_size: Annotated[
-        Any, NoEffect("the plan chooses it; trainer.init.backend.micro_batch_size sets it")
+        Any, NoEffect("the plan chooses it, unless trainer.init.backend.micro_batch_size is set")
     ] = None
-    mixed_precision: Annotated[Any, NoEffect("the precision of the run holds")] = None
-    fp16_type: Annotated[Any, NoEffect("the precision of the run holds")] = None
-    use_worker_cache: Annotated[Any, NoEffect("data are read from where they are")] = None
-    shuffle_buffer: Annotated[Any, NoEffect("all samples are shuffled, not those of a buffer")] = None
+    mixed_precision: Annotated[Any, NoEffect("the precision of the run is used")] = None
+    fp16_type: Annotated[Any, NoEffect("the precision of the run is used")] = None
+    use_worker_cache: Annotated[Any, NoEffect("data are never copied to another place")] = None
+    shuffle_buffer: Annotated[Any, NoEffect("all samples are shuffled, without a buffer")] = None
 
     @property
     def leaves_out_last(self) -> bool:
-        """Whether an incomplete last batch is left out."""
+        """True if an incomplete last batch is dropped."""
         return self.drop_last
 
     @property
     def place(self) -> str:
-        """Where the data are, for messages."""
+        """The folder of the data, for messages."""
         folders = getattr(self, "data_dir", "")
         return ", ".join(map(str, folders)) if isinstance(folders, tuple) else str(folders)
 

@@ -1,4 +1,4 @@
-"""Data of images."""
+"""The schema of image data."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from headwater.config.base import AsTuple, FilePath, NoEffect
 from headwater.config.data.common import Folders, LoaderSection
 from headwater.config.transforms import ResizeConfig, ToTensorConfig, Transforms, check_order
 
-_Encoded = Annotated[Any, NoEffect("the images are encoded already")]
-_ModelHolds = Annotated[Any, NoEffect("the model's holds")]
+_Encoded = Annotated[Any, NoEffect("the images are already encoded")]
+_FromModel = Annotated[Any, NoEffect("the value of the model is used")]
 
 
 class MNISTDataConfig(LoaderSection):
@@ -19,16 +19,15 @@ class MNISTDataConfig(LoaderSection):
 
     Attributes:
         data_dir: folder with the files.
-        split: `train`, or `val`: the test set.
+        split: `train`, or `val` for the test set.
         drop_last_batch: another name of `drop_last`.
-        to_float16: pixels are fp32 here, and precision decides what becomes of them.
     """
 
     data_processor: Literal["MNISTDataProcessor"]
     data_dir: FilePath
     split: Literal["train", "val"] = "train"
     drop_last_batch: bool | None = None
-    to_float16: Annotated[bool, NoEffect("the precision of the run holds")] = False
+    to_float16: Annotated[bool, NoEffect("the precision of the run is used")] = False
 
     @property
     def leaves_out_last(self) -> bool:
@@ -36,15 +35,15 @@ class MNISTDataConfig(LoaderSection):
 
 
 class ImageFolderDataConfig(LoaderSection):
-    """Images in a folder for each class: `data_dir`/`split`/CLASS/….
+    """Images with a folder for each class: `data_dir`/`split`/CLASS/….
 
     Attributes:
         data_dir: the folder.
-        split: folder in it.
-        image_size: height and width to which images are scaled where there are no transforms; beside the
-            model's.
-        num_classes: beside the model's.
-        transforms: what is done to each image, in this order.
+        split: subfolder of `data_dir`.
+        image_size: height and width to which images are scaled if there are no transforms; must be those of
+            the model.
+        num_classes: number of classes; must be that of the model.
+        transforms: transforms of each image, in this order.
     """
 
     data_processor: Literal["ImageNet1KProcessor"]
@@ -53,9 +52,9 @@ class ImageFolderDataConfig(LoaderSection):
     image_size: Annotated[tuple[int, int], AsTuple] | None = None
     num_classes: Annotated[int | None, Field(ge=1)] = None
     transforms: Transforms = ()
-    patch_size: _ModelHolds = None
-    max_sequence_length: _ModelHolds = None
-    image_channels: _ModelHolds = None
+    patch_size: _FromModel = None
+    max_sequence_length: _FromModel = None
+    image_channels: _FromModel = None
 
     @model_validator(mode="after")
     def _order(self) -> Self:
@@ -65,23 +64,23 @@ class ImageFolderDataConfig(LoaderSection):
 
     @property
     def steps(self) -> Transforms:
-        """What is done to each image."""
+        """The transforms of each image; by default those that follow from `image_size`."""
         resize = () if self.image_size is None else (ResizeConfig(name="resize", size=self.image_size),)
         return self.transforms or (*resize, ToTensorConfig(name="to_tensor"))
 
 
 class SegmentationDataConfig(LoaderSection):
-    """Images with a class for each pixel: equally named files in `data_dir`/image and `data_dir`/label.
+    """Images with a class for each pixel: files with the same names in `data_dir`/image and `data_dir`/label.
 
     Attributes:
         data_dir: the folder.
-        train_test_split: share of the files to train on, the first ones in the order of their names.
-        is_training: those; otherwise the rest.
-        image_size: height and width of the parts that are cut out; whole images where absent.
-        augment_data: cut anywhere, turn by quarters and mirror at random when training; otherwise cut the
-            middle out.
-        normalize_data_method: numbers between 0 and 1, between -1 and 1, or of mean 0 and deviation 1 in
-            each image.
+        train_test_split: fraction of the files for training, the first ones in the order of their names.
+        is_training: true for the training files, false for the other ones.
+        image_size: height and width of the crops; whole images if absent.
+        augment_data: in training, use random crops, random rotations by multiples of 90° and random flips;
+            otherwise use the centre crop.
+        normalize_data_method: range of the pixels: `zero_one` from 0 to 1, `zero_centered` from -1 to 1,
+            `standard_score` with mean 0 and standard deviation 1 in each image.
     """
 
     data_processor: Literal["UNetDataProcessor"]
@@ -94,27 +93,27 @@ class SegmentationDataConfig(LoaderSection):
 
     @property
     def augments(self) -> bool:
-        """Whether parts are random."""
+        """True if crops are random."""
         return self.is_training and self.augment_data
 
 
 class LatentDataConfig(LoaderSection):
-    """Images that an autoencoder has encoded, in a folder for each class: `data_dir`/`split`/CLASS/….npz.
+    """Images encoded by an autoencoder, with a folder for each class: `data_dir`/`split`/CLASS/….npz.
 
-    A file's `vae_output` [2 * channels, h, w] has means and logarithms of variances, from which a latent is
-    drawn anew in each pass.
+    `vae_output` [2 * channels, height, width] in a file has means and logarithms of variances. In each pass a
+    latent is sampled from this distribution.
 
     Attributes:
-        data_dir: folders with the same images, for example one with all of them mirrored; which of them a
-            sample is read from is random.
-        split: folder in it.
-        num_classes: beside the model's.
+        data_dir: one or several folders with the same images, for example a second one with flipped images.
+            Each sample is read from a randomly chosen folder.
+        split: subfolder of `data_dir`.
+        num_classes: number of classes; must be that of the model.
     """
 
     data_processor: Literal["DiffusionLatentImageNet1KProcessor"]
     data_dir: Folders
     split: str = "train"
     num_classes: Annotated[int | None, Field(ge=1)] = None
-    num_diffusion_steps: _ModelHolds = None
+    num_diffusion_steps: _FromModel = None
     image_size: _Encoded = None
     image_channels: _Encoded = None

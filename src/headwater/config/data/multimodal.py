@@ -1,4 +1,4 @@
-"""Data of texts with images."""
+"""The schema of texts with images."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from headwater.config.base import AsTuple, FilePath, NoEffect
 from headwater.config.data.common import Folders, LoaderSection
 from headwater.config.transforms import Transforms, check_order
 
-_AsPrepared = Annotated[Any, NoEffect("texts are read as they were prepared")]
+_AsPrepared = Annotated[Any, NoEffect("it was applied when the texts were prepared")]
 
 
 class ImageTextDataConfig(LoaderSection):
-    """Texts with images in HDF5 files, and the images in files of their own.
+    """Texts in HDF5 files, and their images in image files.
 
     Attributes:
-        data_processor: the first has an image at the same place in all samples, `image_start_idx` of the
-            model, where the files do not say another; the second says it in the files.
+        data_processor: with the first, the image is at `image_start_idx` of the model in all samples, unless
+            the files contain its place; with the second, the files contain the places of the images.
         data_dir: folders with HDF5 files.
-        img_data_dir: folder below which the images are.
-        image_data_size: channels, height and width of the images after the transforms; beside the model's.
-        transforms: what is done to each image, in this order.
+        img_data_dir: folder of the images.
+        image_data_size: channels, height and width of the images after the transforms; must be those of the
+            model.
+        transforms: transforms of each image, in this order.
     """
 
     data_processor: Literal["LlavaHDF5MapDataProcessor", "MultimodalSimpleHDF5MapDataProcessor"]
@@ -30,8 +31,8 @@ class ImageTextDataConfig(LoaderSection):
     img_data_dir: FilePath
     image_data_size: Annotated[tuple[int, int, int] | None, AsTuple] = None
     transforms: Annotated[Transforms, Field(min_length=1)]
-    max_num_img: Annotated[Any, NoEffect("the files say it")] = None
-    num_patches: Annotated[Any, NoEffect("the model's holds")] = None
+    max_num_img: Annotated[Any, NoEffect("the number in the files is used")] = None
+    num_patches: Annotated[Any, NoEffect("the value of the model is used")] = None
     bos_token_id: _AsPrepared = None
     pad_token_id: _AsPrepared = None
 

@@ -1,4 +1,4 @@
-"""Data of pairs of texts for encoder-decoders."""
+"""The schema of pairs of texts for encoder-decoders."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from headwater.config.data.common import Folders, LoaderSection
 
 
 class TokenPairSection(LoaderSection):
-    """What loaders of texts for encoder-decoders take.
+    """The keys of loaders of texts for encoder-decoders.
 
     Attributes:
-        src_data_dir: folders with the files that `meta.dat` there lists, or text files; a text a line.
-        src_vocab_file: tokens, one a line, of texts that are cut at spaces; or a `tokenizer.json`.
-        extra_ids: tokens above those of the file, that stand for spans of text.
-        src_max_sequence_length: tokens of a text to read, filled up.
-        tgt_max_sequence_length: likewise to write, with the token that begins or ends it.
-        do_lower: lower case.
-        dynamic_loss_weight: a sample counts the less per label the more labels it has.
-        oov_token: stands for what is not in the vocabulary.
-        sos_token: begins what is written.
-        eos_token: ends it.
-        pad_token: fills texts up.
-        input_pad_id: does so for what is read, where it is another one.
-        labels_pad_id: likewise for the labels.
+        src_data_dir: folders of text files with a text on each line; a file `meta.dat` can list the files.
+        src_vocab_file: file with a token on each line, for texts that are split at spaces; or a
+            `tokenizer.json`.
+        extra_ids: number of further token ids after those of the file, which stand for spans of text.
+        src_max_sequence_length: tokens of an input text, including padding.
+        tgt_max_sequence_length: tokens of an output text, including padding and the start or end token.
+        do_lower: convert texts to lower case.
+        dynamic_loss_weight: give each label of a sample a smaller weight if the sample has more labels.
+        oov_token: token for words that are not in the vocabulary.
+        sos_token: start token of output texts.
+        eos_token: end token of texts.
+        pad_token: padding token.
+        input_pad_id: id of the padding of input texts, if it is not that of `pad_token`.
+        labels_pad_id: id of the padding of labels, if it is not that of `pad_token`.
     """
 
     src_data_dir: Folders
@@ -42,8 +43,8 @@ class TokenPairSection(LoaderSection):
     pad_token: str = "<pad>"
     input_pad_id: int | None = Field(default=None, ge=0)
     labels_pad_id: int | None = Field(default=None, ge=0)
-    buckets: Annotated[Any, NoEffect("all samples are filled up to one length")] = None
-    vocab_size: Annotated[Any, NoEffect("the model's holds")] = None
+    buckets: Annotated[Any, NoEffect("all samples are padded to the same length")] = None
+    vocab_size: Annotated[Any, NoEffect("the value of the model is used")] = None
 
     @property
     def place(self) -> str:
@@ -51,30 +52,30 @@ class TokenPairSection(LoaderSection):
 
 
 class SpanCorruptionDataConfig(TokenPairSection):
-    """Texts with spans left out, which are to be written (arXiv:1910.10683, section 3.1.4).
+    """Texts with spans removed; the model predicts the spans (arXiv:1910.10683, section 3.1.4).
 
     Attributes:
-        pack_sequences: join texts before they are cut into samples.
-        num_documents_to_concatenate: how many of them.
+        pack_sequences: concatenate texts before they are split into samples.
+        num_documents_to_concatenate: number of texts to concatenate.
     """
 
     data_processor: Literal["T5DynamicDataProcessor"]
     pack_sequences: bool = False
     num_documents_to_concatenate: int = Field(default=128, ge=1)
-    tgt_data_dir: Annotated[Any, NoEffect("what is written is left out of what is read")] = None
-    tgt_vocab_file: Annotated[Any, NoEffect("what is written is left out of what is read")] = None
+    tgt_data_dir: Annotated[Any, NoEffect("the outputs are spans of the inputs")] = None
+    tgt_vocab_file: Annotated[Any, NoEffect("the outputs are spans of the inputs")] = None
 
 
 class TranslationDataConfig(TokenPairSection):
-    """Texts and their translations, in files that belong together line by line.
+    """Texts and their translations, on the same lines of two files.
 
     Attributes:
-        tgt_data_dir: translations of the texts in `src_data_dir`; where absent, `meta.dat` there lists both.
-        tgt_vocab_file: of the translations, where they have a vocabulary of their own.
+        tgt_data_dir: folders of the translations; if absent, `meta.dat` in `src_data_dir` lists both files.
+        tgt_vocab_file: vocabulary of the translations, if it differs from that of the texts.
     """
 
     data_processor: Literal["TransformerDynamicDataProcessor"]
     tgt_data_dir: Folders | None = None
     tgt_vocab_file: FilePath | None = None
-    pack_sequences: Annotated[Any, NoEffect("a translation is a sample of its own")] = None
-    num_documents_to_concatenate: Annotated[Any, NoEffect("a translation is a sample of its own")] = None
+    pack_sequences: Annotated[Any, NoEffect("each translation is one sample")] = None
+    num_documents_to_concatenate: Annotated[Any, NoEffect("each translation is one sample")] = None

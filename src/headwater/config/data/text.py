@@ -1,4 +1,4 @@
-"""Data of texts for decoders and encoders."""
+"""The schema of text data for decoders and encoders."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pydantic import Field, model_validator
 from headwater.config.base import AsTuple, FilePath, NoEffect, Section
 from headwater.config.data.common import Folders, LoaderSection
 
-_AsPrepared = Annotated[Any, NoEffect("samples are read as they were prepared")]
-_Buckets = Annotated[Any, NoEffect("all samples are filled up to one length")]
+_AsPrepared = Annotated[Any, NoEffect("it was applied when the samples were prepared")]
+_Buckets = Annotated[Any, NoEffect("all samples are padded to the same length")]
+_Tokenized = NoEffect("the texts are already tokenized")
 
 
 class SinkTokensConfig(Section):
-    """Puts tokens before each sample that every later one may attend to.
+    """Sink tokens, which are inserted before each sample and which all later tokens can attend to.
 
     Attributes:
-        name: of the change.
-        sink_token_id: the token.
-        num_sink_tokens: how often it is put there.
+        name: name of the transform.
+        sink_token_id: id of the token.
+        num_sink_tokens: number of copies to insert.
     """
 
     name: Literal["add_sink_tokens"]
@@ -28,11 +29,11 @@ class SinkTokensConfig(Section):
 
 
 class SourceConfig(Section):
-    """One of the sources of a mixture.
+    """A source of a mixture.
 
     Attributes:
         data_dir: folders with HDF5 files.
-        weight: share of the samples, relative to those of the other sources.
+        weight: weight of the source: its fraction of the samples relative to the other sources.
     """
 
     data_dir: Folders
@@ -43,13 +44,13 @@ class GptDataConfig(LoaderSection):
     """Samples for next-word prediction in HDF5 files.
 
     Attributes:
-        data_processor: the two spellings mean the same here.
-        data_dir: folders with HDF5 files; those of the mixture where there is one.
-        mixture: several sources, each with its weight, in place of `data_dir`.
-        vocab_size: number above every token id; beside the model's.
-        data_transforms: what is done to each sample.
-        use_vsl: several texts in a sample, told apart by `attention_span` and `position_ids`; data that have
-            these are read so in any case.
+        data_processor: both names have the same meaning.
+        data_dir: folders with HDF5 files; those of the mixture if there is one.
+        mixture: several sources with weights, instead of `data_dir`.
+        vocab_size: number of token ids; must be that of the model.
+        data_transforms: transforms of each sample.
+        use_vsl: several texts in a sample, separated by `attention_span` and `position_ids`. Data with these
+            fields are always read in this way.
     """
 
     data_processor: Literal["GptHDF5DataProcessor", "GptHDF5MapDataProcessor"]
@@ -74,24 +75,24 @@ class GptDataConfig(LoaderSection):
     def _has_one_kind_of_source(self) -> GptDataConfig:
         mixed = tuple(folder for source in self.mixture for folder in source.data_dir)
         if mixed and mixed != self.data_dir:
-            raise ValueError("write either data_dir or mixture, a list of data_dir and weight")
+            raise ValueError("expected data_dir or mixture, a list of data_dir and weight, found both")
         return self
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """Where the samples come from; one source of weight 1 where there is no mixture."""
+        """The sources of the samples; a single source with weight 1 if there is no mixture."""
         return self.mixture or (SourceConfig(data_dir=self.data_dir, weight=1.0),)
 
 
 class TextSection(LoaderSection):
-    """What loaders of texts for BERT take.
+    """The keys of loaders of texts for BERT.
 
     Attributes:
         data_dir: folder with the files.
-        vocab_file: WordPiece tokens, one a line.
-        max_sequence_length: tokens of a sample; longer texts are cut, shorter ones filled up.
-        do_lower: lower case, without accents.
-        is_training: the part to train on; otherwise that to evaluate on.
+        vocab_file: file with a WordPiece token on each line.
+        max_sequence_length: tokens of a sample; longer texts are truncated, shorter ones padded.
+        do_lower: convert texts to lower case and remove accents.
+        is_training: true for the training data, false for the evaluation data.
     """
 
     data_dir: FilePath
@@ -102,16 +103,17 @@ class TextSection(LoaderSection):
 
 
 class TextClassificationDataConfig(TextSection):
-    """Texts with a class each, as the GLUE benchmark distributes them: `train.tsv` and `dev.tsv`."""
+    """Texts with classes in the files of the GLUE benchmark: `train.tsv` and `dev.tsv`."""
 
     data_processor: Literal["SST2DataProcessor", "MNLIDataProcessor"]
 
 
 class TokenClassificationDataConfig(TextSection):
-    """Tokens with a class each: a token, a tab and its tag a line, and an empty line after each text.
+    """Tokens with classes: each line has a token, a tab and its tag; an empty line follows each text.
 
     Attributes:
-        label_vocab_file: JSON, number of each tag; in order of the alphabet, `O` first, where absent.
+        label_vocab_file: JSON file with the number of each tag; if absent, `O` is first and the others follow
+            in alphabetical order.
     """
 
     data_processor: Literal["BertTokenClassifierDataProcessor"]
@@ -119,14 +121,14 @@ class TokenClassificationDataConfig(TextSection):
 
 
 class QuestionDataConfig(TextSection):
-    """Questions about texts that hold the answers, as SQuAD v1.1 distributes them: JSON, compressed or not.
+    """Questions with texts that contain the answers, in the JSON files of SQuAD v1.1, compressed or not.
 
     Attributes:
         data_dir: a file, or a folder of files.
-        held_out_dir: likewise; in training, questions about texts that are in there are left out.
-        max_query_length: tokens of a question; longer ones lose their end.
-        doc_stride: tokens from the beginning of one window to that of the next, where a text is longer than a
-            sample; at most those of a window.
+        held_out_dir: a file, or a folder of files. Questions about texts in it are skipped in training.
+        max_query_length: largest number of tokens of a question; longer ones are truncated at the end.
+        doc_stride: tokens between the starts of consecutive windows of a text that is longer than a sample;
+            at most the length of a window.
     """
 
     data_processor: Literal["SquadDataProcessor"]
@@ -139,19 +141,19 @@ class QuestionDataConfig(TextSection):
     def _room_for_context(self) -> QuestionDataConfig:
         if self.max_query_length + 4 > self.max_sequence_length:
             raise ValueError(
-                f"max_query_length ({self.max_query_length}) leaves no room for a text in "
-                f"max_sequence_length ({self.max_sequence_length})"
+                f"expected max_query_length <= max_sequence_length - 4, found {self.max_query_length} and "
+                f"{self.max_sequence_length}"
             )
         return self
 
 
 class RecordSection(LoaderSection):
-    """What loaders of samples with named fields take.
+    """The keys of loaders of samples with named fields.
 
     Attributes:
         data_dir: folder of HDF5 or CSV files.
-        max_sequence_length: tokens of a sample; longer ones are cut, shorter ones filled up. Those of the
-            model where absent.
+        max_sequence_length: tokens of a sample; longer ones are truncated, shorter ones padded. The model's
+            length if absent.
     """
 
     data_dir: FilePath
@@ -159,11 +161,11 @@ class RecordSection(LoaderSection):
 
 
 class MaskedTextDataConfig(RecordSection):
-    """Texts with masked tokens, masked when they were prepared.
+    """Texts with tokens that were masked when the data were prepared.
 
     Attributes:
-        max_predictions_per_seq: tokens that are guessed at most; those of 15 % of the sample where absent.
-        use_vsl: several texts in a sample, told apart by `attention_span` and `position_ids`.
+        max_predictions_per_seq: largest number of tokens to predict; 15 % of the sample if absent.
+        use_vsl: several texts in a sample, separated by `attention_span` and `position_ids`.
     """
 
     data_processor: Literal["BertHDF5DataProcessor", "BertCSVDataProcessor"]
@@ -172,53 +174,52 @@ class MaskedTextDataConfig(RecordSection):
     vocab_file: _AsPrepared = None
     do_lower: _AsPrepared = None
     masked_lm_prob: _AsPrepared = None
-    vocab_size: Annotated[Any, NoEffect("the model's holds")] = None
+    vocab_size: Annotated[Any, NoEffect("the value of the model is used")] = None
     buckets: _Buckets = None
 
 
 class DynamicMaskDataConfig(RecordSection):
-    """Texts that are masked anew in each pass.
+    """Texts in which other random tokens are masked in each pass.
 
     Attributes:
-        vocab_file: WordPiece tokens, one a line.
-        max_predictions_per_seq: tokens that are guessed at most.
-        masked_lm_prob: share of the tokens that are guessed.
-        do_lower: the texts are lower case; they are cut into tokens already.
+        vocab_file: file with a WordPiece token on each line.
+        max_predictions_per_seq: largest number of tokens to predict.
+        masked_lm_prob: fraction of the tokens to predict.
     """
 
     data_processor: Literal["BertCSVDynamicMaskDataProcessor"]
     vocab_file: FilePath
     max_predictions_per_seq: int = Field(default=20, ge=1)
     masked_lm_prob: float = Field(default=0.15, gt=0, lt=1)
-    do_lower: Annotated[bool, NoEffect("the texts are cut into tokens already")] = True
+    do_lower: Annotated[bool, _Tokenized] = True
     buckets: _Buckets = None
 
 
 class SentencesDataConfig(RecordSection):
-    """Texts of sentences, each with whether it belongs to the summary.
+    """Texts whose sentences are labelled: whether a sentence belongs to the summary.
 
     Attributes:
-        max_cls_tokens: sentences of a text at most.
+        max_cls_tokens: largest number of sentences of a text.
     """
 
     data_processor: Literal["BertSumCSVDataProcessor"]
     max_cls_tokens: int = Field(default=50, ge=1)
-    vocab_file: Annotated[Any, NoEffect("the texts are cut into tokens already")] = None
-    do_lower: Annotated[bool, NoEffect("the texts are cut into tokens already")] = True
+    vocab_file: Annotated[Any, _Tokenized] = None
+    do_lower: Annotated[bool, _Tokenized] = True
 
 
 class AnswerDataConfig(RecordSection):
-    """Questions with texts as tokens, and where the answer begins and ends in them."""
+    """Tokenized questions and texts, with the positions at which the answer starts and ends."""
 
     data_processor: Literal["BertQADataProcessor"]
-    vocab_file: Annotated[Any, NoEffect("the texts are cut into tokens already")] = None
+    vocab_file: Annotated[Any, _Tokenized] = None
 
 
 class RetrievalDataConfig(RecordSection):
-    """Questions with passages, of which the first answers the question.
+    """Questions with passages. The first passage answers the question.
 
     Attributes:
-        num_passages: passages of a question, the right one included.
+        num_passages: number of passages of a question, including the one with the answer.
     """
 
     data_processor: Literal["DPRHDF5DataProcessor"]
@@ -226,6 +227,6 @@ class RetrievalDataConfig(RecordSection):
 
 
 class PreferenceDataConfig(RecordSection):
-    """Prompts, each with an answer that is preferred to another."""
+    """Prompts with a preferred answer and a rejected answer."""
 
     data_processor: Literal["DpoHDF5DataProcessor"]

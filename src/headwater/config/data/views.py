@@ -1,4 +1,4 @@
-"""Data of several views of each image, for models that learn without labels."""
+"""The schema of several views of each image, for self-supervised learning."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Pixels = Annotated[int, Field(ge=1)]
 
 
 class ImagenetConfig(Section):
-    """Images in a folder for each class: `root`/`split`/CLASS/….
+    """Images with a folder for each class: `root`/`split`/CLASS/….
 
     Attributes:
         root: the folder.
-        split: folder in it.
+        split: subfolder of `root`.
     """
 
     name: Literal["Imagenet"]
@@ -27,18 +27,18 @@ class ImagenetConfig(Section):
 
 
 class MultiCropConfig(Section):
-    """Parts of each image: large ones, and small ones (arXiv:2006.09882, section 3.3).
+    """Multi-crop: large (global) and small (local) crops of each image (arXiv:2006.09882, section 3.3).
 
     Attributes:
-        global_num_crops: large parts.
-        local_num_crops: small parts.
-        global_image_size: height and width to which the large ones are scaled.
-        local_image_size: likewise the small ones.
-        global_crops_scale: least and largest share of the image's area.
-        local_crops_scale: likewise of the small ones.
-        interpolation: between pixels.
-        multicrop_transform_list: what is done to each part; where `p` has several numbers, they are those of
-            the large parts and then those of the small ones.
+        global_num_crops: number of global crops.
+        local_num_crops: number of local crops.
+        global_image_size: height and width to which global crops are scaled.
+        local_image_size: height and width to which local crops are scaled.
+        global_crops_scale: smallest and largest area of a global crop, as fractions of the image's area.
+        local_crops_scale: smallest and largest area of a local crop, as fractions of the image's area.
+        interpolation: interpolation between pixels.
+        multicrop_transform_list: transforms of each crop. If a `p` has several numbers, the first ones are
+            for the global crops, the others for the local crops.
     """
 
     global_num_crops: int = Field(default=2, ge=2)
@@ -56,21 +56,25 @@ class MultiCropConfig(Section):
         parts = self.global_num_crops + self.local_num_crops
         for each in self.multicrop_transform_list:
             if isinstance(each, OccasionalTransform) and len(each.p) not in (1, parts):
-                raise ValueError(f"{each.name} has {len(each.p)} values of p: write one, or {parts}")
-        for low, high in (self.global_crops_scale, self.local_crops_scale):
+                raise ValueError(
+                    f"expected 1 or {parts} values of p for {each.name} in multicrop_transform_list, "
+                    f"found {len(each.p)}"
+                )
+        for key in ("global_crops_scale", "local_crops_scale"):
+            low, high = getattr(self, key)
             if not 0 < low <= high:
-                raise ValueError(f"a scale is [{low}, {high}]: write two numbers above 0, the smaller first")
+                raise ValueError(f"expected {key} to be two ascending numbers > 0, found [{low}, {high}]")
         return self
 
 
 class MaskedPatchConfig(Section):
-    """Which patches of the large parts the student does not see (arXiv:2106.08254, section 2.3).
+    """The masking of patches of the global crops for the student (arXiv:2106.08254, section 2.3).
 
     Attributes:
-        image_size: of the large parts.
-        patch_size: of a patch.
-        mask_probability: share of the parts of which patches are masked.
-        mask_ratio_tuple: least and largest share of the patches that are masked there.
+        image_size: height and width of a global crop.
+        patch_size: height and width of a patch.
+        mask_probability: fraction of the global crops in which patches are masked.
+        mask_ratio_tuple: smallest and largest fraction of the patches that are masked in such a crop.
     """
 
     image_size: Pixels
@@ -82,7 +86,9 @@ class MaskedPatchConfig(Section):
     def _in_order(self) -> Self:
         low, high = self.mask_ratio_tuple
         if not 0 <= low <= high <= 1:
-            raise ValueError(f"mask_ratio_tuple is [{low}, {high}]: write two shares, the smaller first")
+            raise ValueError(
+                f"expected mask_ratio_tuple to be two ascending numbers from 0 to 1, found [{low}, {high}]"
+            )
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size ({self.image_size}) is not a multiple of patch_size ({self.patch_size})"
@@ -91,7 +97,7 @@ class MaskedPatchConfig(Section):
 
 
 class Dinov2TransformConfig(Section):
-    """What becomes of an image."""
+    """The transforms of DINOv2: crops, and masks of patches."""
 
     name: Literal["Dinov2Transform"]
     multi_crop_transform: MultiCropConfig
@@ -103,7 +109,7 @@ class ViewDataConfig(LoaderSection):
 
     Attributes:
         dataset: the images.
-        ssl_transform: what becomes of each.
+        ssl_transform: the transforms of each image.
     """
 
     data_processor: Literal["DinoImageDataProcessor"]
@@ -115,7 +121,10 @@ class ViewDataConfig(LoaderSection):
         transform = self.ssl_transform
         sizes = transform.multi_crop_transform.global_image_size, transform.masked_patch_transform.image_size
         if sizes[0] != sizes[1]:
-            raise ValueError(f"global_image_size is {sizes[0]}, masked_patch_transform.image_size {sizes[1]}")
+            raise ValueError(
+                "expected the same sizes in ssl_transform, found "
+                f"global_image_size {sizes[0]} and masked_patch_transform.image_size {sizes[1]}"
+            )
         return self
 
     @property

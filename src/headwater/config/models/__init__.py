@@ -1,4 +1,4 @@
-"""What a `model:` section may say, for every model family: one class each, found by the model's name."""
+"""The schema of the section `model`: a class for each model family, selected by the model's name."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ ModelConfig = (
 
 
 def named(section: Any) -> Any:
-    """Return a model section with its name: a section with the key `hf` need not say `name: hf`."""
+    """Add `name: hf` to a model section that has the key `hf` but no name."""
     if isinstance(section, dict) and "hf" in section and "name" not in section:
         return {"name": "hf", **section}
     return section
 
 
 AnyModel = Annotated[ModelConfig, Field(discriminator="name"), Reads(named, lambda schema: schema)]
-"""The same as a key of a params file: the name says which."""
+"""The type of a model section in a params file. `name` selects the class."""
 
 
 def _names(schema: type[Section]) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def _names(schema: type[Section]) -> tuple[str, ...]:
 
 
 MODELS: dict[str, type[Any]] = {name: schema for schema in get_args(ModelConfig) for name in _names(schema)}
-"""Schema of the `model:` section by the model's name. A family is added by a class and a line above."""
+"""Class of the section `model`, by the model's name. A new family needs a class in `ModelConfig`."""
 
 __all__ = [
     "DECODERS",

@@ -1,4 +1,4 @@
-"""What the model sections of several families have in common."""
+"""Types and sections that several model families share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Nonlinearity = Literal[
     "swiglu", "geglu", "geglu_new", "reglu",
 ]  # fmt: skip
 Rate = Annotated[float, Field(ge=0, lt=1)]
-"""Share of elements that dropout zeroes."""
+"""Dropout rate: the fraction of elements that are set to zero."""
 
 InitializerName = Literal[
     "normal", "truncated_normal", "uniform", "xavier_normal", "xavier_uniform", "kaiming_uniform", "constant",
@@ -22,21 +22,21 @@ InitializerName = Literal[
 
 
 class InitializerConfig(Section):
-    """How a weight is drawn at the start.
+    """The initial distribution of a weight.
 
     Attributes:
-        name: the distribution. `truncated_normal` draws from a normal and redraws outside [`a`, `b`].
-        mean: of the normal ones.
-        std: of the normal ones.
-        a: lower bound of `uniform` and `truncated_normal` (there `mean - 2 std` where absent); of
-            `kaiming_uniform` the slope of the leaky ReLU that it is for (0 where absent).
-        b: upper bound, likewise.
-        gain: factor on the spread of the `xavier_*` ones.
-        value: what `constant` fills in.
-        scale: of `variance_scaling`: the variance, times the number of inputs or outputs.
-        mode: of `variance_scaling`: that number: inputs, outputs, or their mean.
-        distribution: of `variance_scaling`. A `truncated_normal` ends at two standard deviations and is as
-            wide as the others after that.
+        name: the distribution. `truncated_normal` is a normal distribution restricted to [`a`, `b`].
+        mean: mean of `normal` and `truncated_normal`.
+        std: standard deviation of `normal` and `truncated_normal`.
+        a: lower bound of `uniform` (0 if absent) and `truncated_normal` (`mean - 2 std` if absent); negative
+            slope of the leaky ReLU for `kaiming_uniform` (0 if absent).
+        b: upper bound of `uniform` (1 if absent) and `truncated_normal` (`mean + 2 std` if absent).
+        gain: factor on the standard deviation of `xavier_normal` and `xavier_uniform`.
+        value: value of `constant`.
+        scale: for `variance_scaling`, the variance is `scale` divided by the number that `mode` selects.
+        mode: for `variance_scaling`, the number of inputs, the number of outputs, or their mean.
+        distribution: distribution of `variance_scaling`. `truncated_normal` is cut at two standard
+            deviations, and its variance is corrected for the cut.
     """
 
     name: InitializerName
@@ -60,7 +60,7 @@ class InitializerConfig(Section):
         return (low if self.a is None else self.a), (high if self.b is None else self.b)
 
     def scaled(self, factor: float) -> InitializerConfig:
-        """The same distribution with its spread multiplied by `factor`."""
+        """Return the distribution with its standard deviation multiplied by `factor`."""
         if factor == 1:
             return self
         update: dict[str, float] = {"std": self.std * factor, "gain": self.gain * factor}
@@ -75,5 +75,5 @@ class InitializerConfig(Section):
     def _bounds_in_order(self) -> Self:
         low, high = self.bounds
         if self.name != "kaiming_uniform" and low > high:
-            raise ValueError(f"a ({low}) is above b ({high})")
+            raise ValueError(f"expected a <= b, found {low} and {high}")
         return self

@@ -1,4 +1,4 @@
-"""Decoder-only language models: one schema; a family is the values of the keys that its params leave out."""
+"""Decoder-only language models: a single schema. A family sets the defaults of its keys."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from headwater.config.models.lora import LoRAConfig
 
 
 class KeyValueConfig(Section):
-    """`extra_attention_params` of multi-query attention: how many groups of heads share keys and values."""
+    """`extra_attention_params` of multi-query attention: the number of heads of keys and values."""
 
     num_kv_groups: int = Field(default=1, ge=1)
 
 
 class FeedForwardPartConfig(Section):
-    """`extra_ffn_params`: what is special about the feed-forward part; nothing here."""
+    """`extra_ffn_params`: settings of the feed-forward part, which have no effect."""
 
     static_dual_expert: Literal[False] = False
 
 
 class RopeScalingConfig(Section):
-    """`pos_scaling_extra_args`: what the way of scaling needs beside the factor."""
+    """`pos_scaling_extra_args`: further settings of the scaling of rotary positions."""
 
     original_max_position_embeddings: int | None = Field(default=None, ge=1)
     low_freq_factor: float | None = Field(default=None, gt=0)
@@ -37,17 +37,17 @@ class RopeScalingConfig(Section):
 
 
 class MoEConfig(Section):
-    """A mixture of experts in place of the feed-forward part.
+    """A mixture of experts that replaces the feed-forward part.
 
     Attributes:
-        num_experts: experts among which each token chooses.
-        top_k: how many it goes to.
-        num_shared_experts: experts that every token goes through besides.
+        num_experts: number of experts from which the router chooses for each token.
+        top_k: number of experts that are chosen for each token.
+        num_shared_experts: number of further experts that process every token.
         load_balancing_loss_coef: weight of the load-balancing loss (arXiv:2101.03961, equation 4).
-        null_expert_bias: with `top_k` 1, logit of an expert that gives nothing: it takes its share of the
-            probabilities, so that the weight of the chosen one can grow.
-        router_fp32: compute the router in fp32; always so here.
-        routing_algorithm: `learned` is the only one.
+        null_expert_bias: with `top_k` 1, the logit of a null expert whose output is 0. It takes a part of the
+            probability, so that the weight of the chosen expert can grow.
+        router_fp32: accepted and ignored: the router is always computed in fp32.
+        routing_algorithm: `learned` is the only algorithm.
     """
 
     num_experts: int = Field(ge=1)
@@ -61,9 +61,9 @@ class MoEConfig(Section):
     @model_validator(mode="after")
     def _enough_experts(self) -> Self:
         if self.top_k > self.num_experts:
-            raise ValueError(f"top_k ({self.top_k}) is more than num_experts ({self.num_experts})")
+            raise ValueError(f"expected top_k <= num_experts, found {self.top_k} and {self.num_experts}")
         if self.null_expert_bias is not None and self.top_k != 1:
-            raise ValueError("null_expert_bias is for top_k 1")
+            raise ValueError(f"null_expert_bias needs top_k 1, found {self.top_k}")
         return self
 
 
@@ -151,66 +151,67 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "santacoder": _BIGCODE,
     "starcoder": _BIGCODE,
 }
-"""Values of the keys that a family's params leave out, by the family's name."""
+"""Defaults of keys, by the family's name."""
 
-_AUTOMATIC = "the kernel is chosen by torch"
+_AUTOMATIC = "torch chooses the kernel"
 
 
 class DecoderConfig(Section):
     """A decoder-only language model.
 
-    Rates and sizes that may be absent have a property that gives the value in force.
+    For rates and sizes that can be absent, a property returns the effective value.
 
     Attributes:
-        name: the family; gives keys that are left out the family's values.
+        name: the family, which sets the defaults of other keys.
         position_embedding_type: `learned`, `fixed` (sinusoidal, arXiv:1706.03762), `rotary`
-            (arXiv:2104.09864), `alibi` (arXiv:2108.12409) or none.
-        rotary_dim: elements of each head that are rotated; all where absent.
-        rotary_style: which elements are rotated together: `interleaved` neighbours (GPT-J), or one of each
-            `half` (GPT-NeoX).
-        rope_theta: base of the wavelengths.
-        pos_scaling_type: how rotary positions are scaled beyond the length of pre-training: `linear`
+            (arXiv:2104.09864), `alibi` (arXiv:2108.12409), or null for none.
+        rotary_dim: number of elements of each head that are rotated; all if absent.
+        rotary_style: pairs of elements that are rotated together: `interleaved` for neighbours (GPT-J), or
+            `half` for elements of the first and second half (GPT-NeoX).
+        rope_theta: base of the wavelengths of rotary positions.
+        pos_scaling_type: scaling of rotary positions beyond the length of pre-training: `linear`
             (arXiv:2306.15595), `ntk`, `yarn` (arXiv:2309.00071), `llama3`.
-        pos_scaling_factor: by how much.
-        pos_scaling_extra_args: what else the way of scaling needs.
+        pos_scaling_factor: factor of this scaling.
+        pos_scaling_extra_args: further settings of this scaling.
         alibi_trainable_slopes: train the slopes of ALiBi.
         embedding_layer_norm: normalize the embeddings.
         norm_type: `layernorm`, `biasless-layernorm` or `rmsnorm` (arXiv:1910.07467).
-        norm_unit_offset: the weight of a norm is what is added to 1.
-        norm_first_sandwich: normalize what each part of a block adds, too.
-        parallel_blocks: attention and feed-forward part read the same input, and both are added to it.
-        use_untied_layer_norm: in parallel blocks, a norm for each of the two.
-        attention_module: `multiquery_attention` shares keys and values among heads as
-            `extra_attention_params` says (arXiv:1911.02150, arXiv:2305.13245).
-        attention_inner_dim: width of all heads together; `hidden_size` where absent.
-        attention_type: `dot_product` leaves out the division by the root of the head size.
+        norm_unit_offset: normalization layers multiply by 1 + weight.
+        norm_first_sandwich: also normalize the output of each part of a block.
+        parallel_blocks: attention and feed-forward part read the same input, to which both outputs are added.
+        use_untied_layer_norm: in parallel blocks, use separate normalization layers for the two parts.
+        attention_module: with `multiquery_attention`, several query heads share a head of keys and values, as
+            set by `extra_attention_params` (arXiv:1911.02150, arXiv:2305.13245).
+        attention_inner_dim: width of all heads together; `hidden_size` if absent.
+        attention_type: `dot_product` does not divide scores by the square root of the head size.
         attention_logits_alpha: factor on attention scores.
-        attention_logit_softcapping: scores `s` become `c·tanh(s/c)` (arXiv:2408.00118, section 2).
-        attention_sliding_window_length: keys that a query sees at most, itself included.
-        attention_sink_tokens: first tokens that every query sees beside its window (arXiv:2309.17453).
-        sliding_window_every_other_decoder_layer: only layers 0, 2, 4 … have a window.
+        attention_logit_softcapping: `c` in `c·tanh(s/c)`, which replaces each score `s` (arXiv:2408.00118,
+            section 2).
+        attention_sliding_window_length: largest number of keys that a query attends to, including its own.
+        attention_sink_tokens: number of first tokens to which every query also attends (arXiv:2309.17453).
+        sliding_window_every_other_decoder_layer: only the layers 0, 2, 4, … have a window.
         scale_qk_dot_by_layer_idx: divide attention scores by the number of the layer, from 1.
-        final_logit_softcapping: likewise of the logits.
-        filter_size: width between the two layers of the feed-forward part; 4 `hidden_size` where absent.
+        final_logit_softcapping: `c` in `c·tanh(s/c)`, which replaces each logit `s`.
+        filter_size: width of the hidden layer of the feed-forward part; 4 · `hidden_size` if absent.
         residual_dropout_rate: another name of `dropout_rate`.
-        moe: a mixture of experts in place of the feed-forward part.
-        initializer_range: standard deviation of every matrix without an initializer.
-        initializer: of every weight matrix that has none of its own.
-        embedding_initializer: of token and position embeddings; `initializer` where absent.
-        output_layer_initializer: of the matrices that write into the residual stream; where absent
-            `initializer` with its spread divided by the root of twice the number of layers
-            (GPT-2 paper, section 2.3).
-        loss_scaling: what the summed cross-entropy is divided by.
-        loss_weight: factor on the loss where `loss_scaling` is `batch_size`, usually 1 / sequence length.
-        mup_base_hidden_size: width at which the hyperparameters were tuned; turns on maximal update
-            parametrization (muP, arXiv:2203.03466), in the form of the Cerebras-GPT paper (arXiv:2304.03208,
-            appendix G). Needs `mup_base_filter_size` too.
-        mup_base_filter_size: likewise of the feed-forward part.
-        scale_qk_dot_by_d: divide attention scores by the head size and not by its root.
-        output_logits_alpha: factor on the logits, on top of the muP width ratio.
-        output_logits_scale: factor on the logits, in place of all that.
+        moe: a mixture of experts that replaces the feed-forward part.
+        initializer_range: standard deviation of matrices without an initializer.
+        initializer: initializer of matrices for which there is no other one.
+        embedding_initializer: initializer of token and position embeddings; `initializer` if absent.
+        output_layer_initializer: initializer of the matrices whose output is added to the residual stream; if
+            absent, `initializer` with its standard deviation divided by the square root of twice the number
+            of layers (GPT-2 paper, section 2.3).
+        loss_scaling: divisor of the summed cross-entropy: the number of tokens or the batch size.
+        loss_weight: factor on the loss if `loss_scaling` is `batch_size`, usually 1 / sequence length.
+        mup_base_hidden_size: width at which the hyperparameters were tuned. It enables maximal update
+            parametrization (muP, arXiv:2203.03466) as in the Cerebras-GPT paper (arXiv:2304.03208, appendix
+            G), and needs `mup_base_filter_size`.
+        mup_base_filter_size: `filter_size` at which the hyperparameters were tuned.
+        scale_qk_dot_by_d: divide attention scores by the head size instead of its square root.
+        output_logits_alpha: further factor on the logits with muP.
+        output_logits_scale: factor on the logits, which replaces that of muP.
         embeddings_scale: factor on the sum of the embeddings.
-        lora_params: train low-rank adapters, and nothing else.
+        lora_params: low-rank adapters; if present, only the adapters are trained.
     """
 
     name: Literal[
@@ -262,16 +263,16 @@ class DecoderConfig(Section):
     use_ffn_bias_in_attention: bool = True
     attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
     attention_kernel: Annotated[str | None, NoEffect(_AUTOMATIC)] = None
-    boundary_casting: Annotated[bool, NoEffect("autocast decides what is cast")] = False
+    boundary_casting: Annotated[bool, NoEffect("autocast selects the operations to cast")] = False
 
     # feed-forward part
     filter_size: int | None = Field(default=None, ge=1)
     nonlinearity: Nonlinearity = "gelu"
     use_ffn_bias: bool = True
     moe: MoEConfig | None = None
-    extra_ffn_params: Annotated[FeedForwardPartConfig, NoEffect("there is one kind of it")] = (
-        FeedForwardPartConfig()
-    )
+    extra_ffn_params: Annotated[
+        FeedForwardPartConfig, NoEffect("there is only one kind of feed-forward part")
+    ] = FeedForwardPartConfig()
 
     # output, initial values, loss
     use_bias_in_output: bool = False
@@ -313,14 +314,16 @@ class DecoderConfig(Section):
             self.rotary_size % 2 or self.rotary_size > self.head_size
         ):
             raise ValueError(
-                f"rotary_dim ({self.rotary_size}) is even, and at most the head size ({self.head_size})"
+                f"expected an even rotary_dim <= the head size {self.head_size}, found {self.rotary_size}"
             )
         return self
 
     @model_validator(mode="after")
     def _mup_needs_both_widths(self) -> Self:
         if (self.mup_base_hidden_size is None) != (self.mup_base_filter_size is None):
-            raise ValueError("mup_base_hidden_size and mup_base_filter_size come together or not at all")
+            raise ValueError(
+                "expected both or none of mup_base_hidden_size and mup_base_filter_size, found one"
+            )
         return self
 
     @model_validator(mode="after")
@@ -330,7 +333,9 @@ class DecoderConfig(Section):
             "dropout_rate",
             "residual_dropout_rate",
         } <= given and self.dropout_rate != self.residual_dropout_rate:
-            raise ValueError("dropout_rate and residual_dropout_rate are two names of one rate, and differ")
+            raise ValueError(
+                "dropout_rate and residual_dropout_rate name the same rate, but have different values"
+            )
         return self
 
     # attention
@@ -346,24 +351,24 @@ class DecoderConfig(Section):
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         shared = self.attention_module == "multiquery_attention"
         return self.extra_attention_params.num_kv_groups if shared else self.num_heads
 
     @property
     def rotary_size(self) -> int:
-        """Elements of a head that are rotated."""
+        """Number of elements of a head that are rotated."""
         return self.rotary_dim or self.head_size
 
     def attention_scale(self, layer: int) -> float:
-        """Factor on the product of query and key in a layer, numbered from 0."""
+        """Return the factor on the product of query and key in a layer, numbered from 0."""
         scale = self.attention_logits_alpha / (layer + 1 if self.scale_qk_dot_by_layer_idx else 1)
         if self.attention_type == "dot_product":
             return scale
         return scale / (self.head_size if self.scale_qk_dot_by_d else math.sqrt(self.head_size))
 
     def window(self, layer: int) -> int | None:
-        """Keys that a query of a layer sees at most, itself included; `None` if all before it."""
+        """Return the attention window of a layer: a number of keys, or `None` for all previous keys."""
         if self.sliding_window_every_other_decoder_layer and layer % 2:
             return None
         return self.attention_sliding_window_length
@@ -372,12 +377,12 @@ class DecoderConfig(Section):
 
     @property
     def ffn_size(self) -> int:
-        """Width between the two layers of the feed-forward part."""
+        """Width of the hidden layer of the feed-forward part."""
         return self.filter_size or 4 * self.hidden_size
 
     @property
     def residual_dropout(self) -> float:
-        """Of what each part of a block adds."""
+        """Dropout rate of the output of each part of a block."""
         return self.dropout_rate if self.residual_dropout_rate is None else self.residual_dropout_rate
 
     @property
@@ -400,7 +405,7 @@ class DecoderConfig(Section):
 
     @property
     def logits_scale(self) -> float:
-        """Factor on the logits in force."""
+        """Effective factor on the logits."""
         if self.output_logits_scale is not None:
             return self.output_logits_scale
         alpha = 1.0 if self.output_logits_alpha is None else self.output_logits_alpha
@@ -408,31 +413,31 @@ class DecoderConfig(Section):
 
     @property
     def matrix_init(self) -> InitializerConfig:
-        """Of every matrix that has no initializer of its own, before muP."""
+        """Initializer of matrices for which there is no other one, before muP."""
         return self.initializer or InitializerConfig(name="truncated_normal", std=self.initializer_range)
 
     @property
     def embedding_init(self) -> InitializerConfig:
-        """Of token and position embeddings."""
+        """Initializer of token and position embeddings."""
         return self.embedding_initializer or self.matrix_init
 
     @property
     def input_init(self) -> InitializerConfig:
-        """Of the matrices that read the residual stream: query, key, value, first feed-forward layer."""
+        """Initializer of the matrices that read the residual stream: query, key, value, first FFN layer."""
         return self.matrix_init.scaled(self.width_ratio**-0.5)
 
     @property
     def attention_output_init(self) -> InitializerConfig:
-        """Of the attention's output projection."""
+        """Initializer of the attention's output projection."""
         return self._residual_init(self.width_ratio)
 
     @property
     def ffn_output_init(self) -> InitializerConfig:
-        """Of the second layer of the feed-forward part."""
+        """Initializer of the second layer of the feed-forward part."""
         return self._residual_init(self.filter_ratio)
 
     def _residual_init(self, ratio: float) -> InitializerConfig:
-        # muP files give the output initializer without the depth factor, other files with it.
+        # In files with muP the output initializer does not include the depth factor, in others it does.
         given, mup = self.output_layer_initializer, self.mup_base_hidden_size is not None
         depth_factor = (2 * self.num_hidden_layers) ** -0.5 if mup or given is None else 1.0
         return (given or self.matrix_init).scaled(depth_factor * ratio**-0.5)

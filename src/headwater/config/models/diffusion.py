@@ -1,4 +1,4 @@
-"""Models that make images out of noise."""
+"""Diffusion models, which generate images from noise."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _DECODER_ONLY = NoEffect("images are encoded before training, by an autoencoder 
 
 
 class AutoencoderConfig(Section):
-    """What the model learns to make: latents of images, by the autoencoder that they were encoded with.
+    """The latents that the model generates, and the autoencoder that encoded the images to latents.
 
     Attributes:
         latent_size: height and width of the latents.
-        latent_channels: channels of the latents.
-        scaling_factor: on the latents, so that their variance is about one (arXiv:2112.10752, section G).
+        latent_channels: number of channels of the latents.
+        scaling_factor: factor on the latents, which makes their variance about 1 (arXiv:2112.10752, section
+            G).
     """
 
     latent_size: Size = (32, 32)
@@ -38,22 +39,23 @@ class AutoencoderConfig(Section):
 
 
 class SamplerConfig(Section):
-    """How noise becomes an image.
+    """The sampler, which converts noise to an image.
 
     Attributes:
-        name: `ddpm` adds noise again at each step (arXiv:2006.11239, algorithm 2), `ddim` adds none
+        name: `ddpm` adds noise in each step (arXiv:2006.11239, algorithm 2); `ddim` does not
             (arXiv:2010.02502, equation 12).
-        num_inference_steps: steps from noise to image; fewer than in training leave some out.
-        variance_type: of the noise that `ddpm` adds: the smaller or the larger bound
+        num_inference_steps: number of steps from noise to image. If it is smaller than in training, steps are
+            skipped.
+        variance_type: variance of the noise that `ddpm` adds: the smaller or the larger bound
             (arXiv:2006.11239, section 3.2).
     """
 
     name: Literal["ddpm", "ddim"] = "ddpm"
     num_inference_steps: int = Field(default=250, ge=1)
     variance_type: Literal["fixed_small", "fixed_large"] = "fixed_small"
-    beta_start: Annotated[Any, NoEffect("the schedule of training holds")] = None
-    beta_end: Annotated[Any, NoEffect("the schedule of training holds")] = None
-    num_diffusion_steps: Annotated[Any, NoEffect("the model's holds")] = None
+    beta_start: Annotated[Any, NoEffect("the schedule of the training is used")] = None
+    beta_end: Annotated[Any, NoEffect("the schedule of the training is used")] = None
+    num_diffusion_steps: Annotated[Any, NoEffect("the value of the model is used")] = None
 
 
 Labels = Annotated[
@@ -64,50 +66,51 @@ Labels = Annotated[
         lambda schema: {"anyOf": [schema, {"const": "None"}]},
     ),
 ]
-"""Classes; YAML reads the word None as a text."""
+"""Classes. The text `None` is accepted for null, because YAML reads it as text."""
 
 
 class PipelineConfig(Section):
-    """What is made.
+    """The settings of the generated images.
 
     Attributes:
-        guidance_scale: how far the noise that is predicted for a class is moved away from what is predicted
-            for none (arXiv:2207.12598, equation 6, as one more than w there); 1: not at all.
-        num_cfg_channels: channels for which this is done, from the first on; all where absent.
-        custom_labels: classes to make images of; random ones where absent.
+        guidance_scale: weight of classifier-free guidance, 1 + w in arXiv:2207.12598, equation 6; 1 for no
+            guidance.
+        num_cfg_channels: number of first channels to which guidance is applied; all if absent.
+        custom_labels: classes of the images to generate; random classes if absent.
     """
 
     guidance_scale: float = Field(default=1.0, ge=1)
     num_cfg_channels: int | None = Field(default=None, ge=1)
     custom_labels: Labels = None
-    num_classes: Annotated[Any, NoEffect("the model's holds")] = None
+    num_classes: Annotated[Any, NoEffect("the value of the model is used")] = None
 
 
 class ReverseProcessConfig(Section):
-    """How images are made with a trained model."""
+    """The generation of images with a trained model."""
 
     sampler: SamplerConfig = SamplerConfig()
     pipeline: PipelineConfig = PipelineConfig()
 
 
 class DiTConfig(Section):
-    """Predicts the noise in a latent by a transformer over its patches (arXiv:2212.09748, adaLN-Zero).
+    """A diffusion transformer, which predicts the noise in a latent (arXiv:2212.09748, adaLN-Zero).
 
     Attributes:
-        num_diffusion_steps: steps from an image to noise.
-        schedule_name: how the noise grows: `linear` (arXiv:2006.11239, section 4) or `cosine`
-            (arXiv:2102.09672, equation 17).
-        num_classes: of the images.
-        label_dropout_rate: share of the images that are trained on without their class.
-        embedding_nonlinearity: in the embedding of the time, and before each modulation.
-        frequency_embedding_size: sines and cosines of the time.
-        position_embedding_type: `fixed`: sines and cosines of row and column; or `learned`, or none.
-        attention_type: `dot_product` leaves out the division by the root of the head size.
-        use_ffn_bias_in_attention: bias of the attention's output.
+        num_diffusion_steps: number of steps from an image to noise.
+        schedule_name: noise schedule: `linear` (arXiv:2006.11239, section 4) or `cosine` (arXiv:2102.09672,
+            equation 17).
+        num_classes: number of classes of the images.
+        label_dropout_rate: fraction of the images that are trained without their class.
+        embedding_nonlinearity: nonlinearity in the time embedding, and before each modulation.
+        frequency_embedding_size: number of sines and cosines of the time.
+        position_embedding_type: `fixed` for sines and cosines of row and column, `learned`, or null for none.
+        attention_type: `dot_product` does not divide scores by the square root of the head size.
+        use_ffn_bias_in_attention: add a bias to the attention's output.
         initializer_range: standard deviation of the embeddings of time and class.
-        initializer: of the other matrices but those that begin with zeros; Xavier's where absent.
+        initializer: initializer of the other matrices, except those that start at zero; Xavier uniform if
+            absent.
         vae: the latents.
-        reverse_process: how images are made.
+        reverse_process: the generation of images.
     """
 
     name: Literal["dit"]
@@ -118,7 +121,7 @@ class DiTConfig(Section):
 
     patch_size: Size = (2, 2)
     use_conv_patchified_embedding: Annotated[
-        bool, NoEffect("a convolution of patches that do not overlap is the same product")
+        bool, NoEffect("a convolution of non-overlapping patches is the same matrix product")
     ] = False
     embedding_dropout_rate: Rate = 0.0
     embedding_nonlinearity: Nonlinearity = "silu"
@@ -168,26 +171,27 @@ class DiTConfig(Section):
         steps = self.reverse_process.sampler.num_inference_steps
         if steps > self.num_diffusion_steps:
             raise ValueError(
-                f"reverse_process.sampler.num_inference_steps ({steps}) is above num_diffusion_steps "
-                f"({self.num_diffusion_steps})"
+                "expected reverse_process.sampler.num_inference_steps <= num_diffusion_steps, "
+                f"found {steps} and {self.num_diffusion_steps}"
             )
         if self.reverse_process.pipeline.guidance_scale > 1 and not self.label_dropout_rate:
-            raise ValueError("reverse_process.pipeline.guidance_scale above 1 needs label_dropout_rate")
+            raise ValueError("reverse_process.pipeline.guidance_scale > 1 needs label_dropout_rate > 0")
         labels = self.reverse_process.pipeline.custom_labels or ()
         if any(not 0 <= label < self.num_classes for label in labels):
             raise ValueError(
-                f"reverse_process.pipeline.custom_labels are not all below num_classes ({self.num_classes})"
+                "expected reverse_process.pipeline.custom_labels >= 0 and < num_classes "
+                f"({self.num_classes}), found {list(labels)}"
             )
         return self
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of what the model makes."""
+        """Channels, height and width of the latents."""
         return self.vae.latent_channels, *self.vae.latent_size
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
+        """Numbers of rows and columns of patches."""
         (height, width), (patch_height, patch_width) = self.vae.latent_size, self.patch_size
         return height // patch_height, width // patch_width
 
@@ -202,5 +206,5 @@ class DiTConfig(Section):
 
     @property
     def matrix_init(self) -> InitializerConfig:
-        """Of every matrix but embeddings and those that begin with zeros."""
+        """Initializer of matrices, except embeddings and matrices that start at zero."""
         return self.initializer or InitializerConfig(name="xavier_uniform")

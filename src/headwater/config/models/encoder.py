@@ -1,4 +1,4 @@
-"""Bidirectional encoders: BERT, RoBERTa and ESM-2, and what is trained on top of them."""
+"""Bidirectional encoders (BERT, RoBERTa and ESM-2), and the models that are trained on top of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
 
 
 class LinformerConfig(Section):
-    """`extra_attention_params` of `linformer`: how keys and values are projected along the sequence.
+    """`extra_attention_params` of `linformer`: the projection of keys and values along the sequence.
 
     Attributes:
-        projected_length: keys and values that are left of a sequence.
-        sharing: what has one projection (arXiv:2006.04768, section 4): `headwise` the keys of a layer, and
-            another one its values; `key_value` both of them; `layerwise` those of all layers.
+        projected_length: number of keys and values after the projection.
+        sharing: sharing of projections (arXiv:2006.04768, section 4): `headwise` uses one for the keys and
+            another for the values of a layer, `key_value` one for both, `layerwise` one for all layers.
     """
 
     projected_length: int = Field(default=256, ge=1)
@@ -26,38 +26,39 @@ class LinformerConfig(Section):
 
     @property
     def initializer(self) -> InitializerConfig:
-        """Of the projections: the distribution for which lengths are kept (theorem 2)."""
+        """Initializer of the projections: the distribution that preserves lengths (theorem 2)."""
         return InitializerConfig(name="normal", std=self.projected_length**-0.5)
 
 
 class EncoderSection(Section):
-    """The encoder itself.
+    """The keys of an encoder.
 
-    Rates and sizes that may be absent have a property that gives the value in force.
+    For rates and sizes that can be absent, a property returns the effective value.
 
     Attributes:
-        position_embedding_type: `learned`, or `rotary` (arXiv:2104.09864), or none.
-        mask_padding_in_positional_embed: count positions of the tokens that are no padding, from
-            `pad_token_id` + 1 on (RoBERTa).
-        pad_token_id: the token that fills samples up.
-        num_segments: kinds of segments that `token_type_ids` tell apart; 0: none.
-        rotary_dim: elements of each head that are rotated; all where absent.
+        position_embedding_type: `learned`, `rotary` (arXiv:2104.09864), or null for none.
+        mask_padding_in_positional_embed: give positions only to tokens that are not padding, starting from
+            `pad_token_id` + 1 (RoBERTa).
+        pad_token_id: id of the padding token.
+        num_segments: number of segments that `token_type_ids` distinguish; 0 for none.
+        rotary_dim: number of elements of each head that are rotated; all if absent.
         embedding_layer_norm: normalize the embeddings.
-        norm_first: normalize what a part of a block reads and not what it has added to; then the last output
-            is normalized too (`use_final_layer_norm`).
-        token_dropout: masked tokens have embedding 0, and the rest is scaled up as if as many were masked as
-            in training (arXiv:2207.20827's code): ESM-2.
-        mask_token_id: the masked token of `token_dropout`.
-        encoder_nonlinearity: of the feed-forward parts.
-        initializer_range: standard deviation of every matrix without an initializer.
-        symmetric_attention_init: queries and keys begin with the same weights, so that each token attends to
-            those like it from the start (after arXiv:2305.09828): small models soon compare two texts then.
-        mup_base_hidden_size: width at which the hyperparameters were tuned; turns on maximal update
-            parametrization (muP, arXiv:2203.03466). Needs `mup_base_filter_size` too.
-        mup_base_filter_size: likewise of the feed-forward part.
-        attention_module: `linformer` projects keys and values along the sequence to a fixed length, as
-            `extra_attention_params` say, so that the cost grows as the length (arXiv:2006.04768).
-        scale_qk_dot_by_d: divide attention scores by the head size and not by its root.
+        norm_first: normalize the input of each part of a block instead of the sum after it. Usually used with
+            `use_final_layer_norm`, which normalizes the output of the last block.
+        token_dropout: set the embeddings of masked tokens to 0, and scale the others by the fraction of
+            unmasked tokens in training over that in the sample (ESM-2, the code of arXiv:2207.20827).
+        mask_token_id: id of the masked token for `token_dropout`.
+        encoder_nonlinearity: nonlinearity of the feed-forward parts.
+        initializer_range: standard deviation of matrices without an initializer.
+        symmetric_attention_init: start queries and keys with the same weights, so that each token attends to
+            similar tokens from the start (after arXiv:2305.09828). Small models then learn sooner to compare
+            two texts.
+        mup_base_hidden_size: width at which the hyperparameters were tuned. It enables maximal update
+            parametrization (muP, arXiv:2203.03466), and needs `mup_base_filter_size`.
+        mup_base_filter_size: `filter_size` at which the hyperparameters were tuned.
+        attention_module: `linformer` projects keys and values along the sequence to a fixed length, as set by
+            `extra_attention_params`, so that the cost is linear in the length (arXiv:2006.04768).
+        scale_qk_dot_by_d: divide attention scores by the head size instead of its square root.
         attention_logits_alpha: factor on attention scores.
         embeddings_scale: factor on the sum of the embeddings.
     """
@@ -88,7 +89,7 @@ class EncoderSection(Section):
     attention_module: Literal["aiayn_attention", "linformer"] = "aiayn_attention"
     extra_attention_params: LinformerConfig | None = None
     attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
-    attention_kernel: Annotated[str | None, NoEffect("the kernel is chosen by torch")] = None
+    attention_kernel: Annotated[str | None, NoEffect("torch chooses the kernel")] = None
 
     initializer_range: float = Field(default=0.02, gt=0)
     initializer: InitializerConfig | None = None
@@ -113,26 +114,31 @@ class EncoderSection(Section):
     @model_validator(mode="after")
     def _mup_needs_both_widths(self) -> Self:
         if (self.mup_base_hidden_size is None) != (self.mup_base_filter_size is None):
-            raise ValueError("mup_base_hidden_size and mup_base_filter_size come together or not at all")
+            raise ValueError(
+                "expected both or none of mup_base_hidden_size and mup_base_filter_size, found one"
+            )
         return self
 
     @model_validator(mode="after")
     def _projected_keys(self) -> Self:
         if self.linformer is None:
             if self.extra_attention_params is not None:
-                raise ValueError("extra_attention_params are of attention_module: linformer")
+                raise ValueError("extra_attention_params need attention_module: linformer")
         elif self.linformer.projected_length > self.max_position_embeddings:
             raise ValueError(
-                f"projected_length ({self.linformer.projected_length}) is above max_position_embeddings "
-                f"({self.max_position_embeddings})"
+                "expected projected_length in extra_attention_params <= max_position_embeddings, "
+                f"found {self.linformer.projected_length} and {self.max_position_embeddings}"
             )
         elif self.position_embedding_type == "rotary":
-            raise ValueError("linformer adds up keys of all positions: none can be rotated by its own")
+            raise ValueError(
+                "attention_module linformer cannot be used with position_embedding_type rotary, because it "
+                "sums keys over positions"
+            )
         return self
 
     @property
     def linformer(self) -> LinformerConfig | None:
-        """How keys and values are projected; `None` where they are not."""
+        """Projection of keys and values; `None` without one."""
         if self.attention_module != "linformer":
             return None
         return self.extra_attention_params or LinformerConfig()
@@ -143,7 +149,7 @@ class EncoderSection(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Elements of a head that are rotated."""
+        """Number of elements of a head that are rotated."""
         return self.rotary_dim or self.head_size
 
     @property
@@ -172,7 +178,7 @@ class EncoderSection(Section):
 
     @property
     def matrix_init(self) -> InitializerConfig:
-        """Of every matrix, before muP."""
+        """Initializer of matrices, before muP."""
         return self.initializer or InitializerConfig(name="truncated_normal", std=self.initializer_range)
 
 
@@ -187,7 +193,7 @@ _ESM2: Mapping[str, Any] = {
 
 
 class NamedEncoderSection(EncoderSection):
-    """An encoder that trains by itself: its name chooses the values of keys that are left out."""
+    """The keys of a model whose name sets the defaults of other keys."""
 
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
@@ -198,18 +204,18 @@ class NamedEncoderSection(EncoderSection):
 
 
 class BertConfig(NamedEncoderSection):
-    """Pre-training by guessing masked tokens, and whether one text follows the other.
+    """Pre-training by masked language modelling and next-sentence prediction.
 
     Attributes:
-        name: `esm2` is the encoder of protein language models (Science 379:1123), RoBERTa is a `bert` with
+        name: `bert`, or `esm2` for protein language models (Science 379:1123). RoBERTa is a `bert` with
             `disable_nsp` and `mask_padding_in_positional_embed`.
-        disable_nsp: train on masked tokens alone.
-        mlm_nonlinearity: between the two layers that guess a token; `encoder_nonlinearity` where absent.
-        pooler_nonlinearity: of the layer that reads the first token.
-        share_embedding_weights: tokens are guessed by their embeddings.
-        mlm_loss_scaling: what the summed loss of the masked tokens is divided by.
+        disable_nsp: train without next-sentence prediction.
+        mlm_nonlinearity: nonlinearity in the head for masked tokens; `encoder_nonlinearity` if absent.
+        pooler_nonlinearity: nonlinearity of the layer that reads the first token.
+        share_embedding_weights: use the token embeddings as the last layer of the head.
+        mlm_loss_scaling: divisor of the summed loss of the masked tokens: the batch size or their number.
         mlm_loss_weight: factor on the loss of the masked tokens.
-        output_logits_alpha: with muP, factor on the logits beside the width ratio.
+        output_logits_alpha: with muP, a further factor on the logits.
     """
 
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {"esm2": {**_ESM2, "disable_nsp": True}}
@@ -225,20 +231,20 @@ class BertConfig(NamedEncoderSection):
 
     @property
     def logits_scale(self) -> float:
-        """Factor on the logits in force."""
+        """Effective factor on the logits."""
         alpha = 1.0 if self.output_logits_alpha is None else self.output_logits_alpha
         return alpha / self.width_ratio if self.mup_base_hidden_size is not None else 1.0
 
 
 class ClassifierConfig(NamedEncoderSection):
-    """A class for each text, read off its first token.
+    """A classifier of texts, which reads the first token.
 
     Attributes:
-        num_labels: classes.
-        task_dropout: rate before the last layer.
-        name: `esm2/classifier` reads proteins by the encoder of `esm2`.
-        problem_type: a class, or a number (mean squared error).
-        compute_eval_metrics: accuracy besides the loss.
+        num_labels: number of classes.
+        task_dropout: dropout rate before the last layer.
+        name: `bert/classifier`, or `esm2/classifier` for proteins, with the encoder of `esm2`.
+        problem_type: classification, or regression with mean squared error.
+        compute_eval_metrics: compute the accuracy in evaluations.
     """
 
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {"esm2/classifier": _ESM2}
@@ -252,15 +258,15 @@ class ClassifierConfig(NamedEncoderSection):
 
 
 class TokenClassifierConfig(EncoderSection):
-    """A class for each token.
+    """A classifier of tokens.
 
     Attributes:
-        num_classes: classes.
-        encoder_output_dropout_rate: rate before the last layer; `dropout_rate` where absent.
-        include_padding_in_loss: padding counts, with the class that the data give it.
+        num_classes: number of classes.
+        encoder_output_dropout_rate: dropout rate before the last layer; `dropout_rate` if absent.
+        include_padding_in_loss: include padding in the loss, with its class in the data.
         loss_weight: factor on the loss.
-        label_vocab_file: names of the classes, JSON; the data have it too.
-        compute_eval_metrics: accuracy of the tokens besides the loss.
+        label_vocab_file: JSON file with the names of the classes; the data loader has the same key.
+        compute_eval_metrics: compute the accuracy of tokens in evaluations.
     """
 
     name: Literal["bert/token_classifier"]
@@ -279,13 +285,13 @@ class TokenClassifierConfig(EncoderSection):
 
 
 class ExtractiveSummarizationConfig(EncoderSection):
-    """Whether each sentence belongs to the summary, read off the token that begins it (arXiv:1908.08345).
+    """Extractive summarization: a classifier of sentences, which reads their first tokens (arXiv:1908.08345).
 
     Attributes:
-        loss_weight: factor on the summed loss of the sentences, over the batch size.
-        use_cls_bias: the last layer has a bias.
-        vocab_file: tokens, one a line; the data have it too.
-        compute_eval_metrics: accuracy besides the loss.
+        loss_weight: factor on the loss, which is the sum over sentences divided by the batch size.
+        use_cls_bias: add a bias to the last layer.
+        vocab_file: file with a token on each line; the data loader has the same key.
+        compute_eval_metrics: compute the accuracy in evaluations.
     """
 
     name: Literal["bert/extractive_summarization"]
@@ -297,11 +303,11 @@ class ExtractiveSummarizationConfig(EncoderSection):
 
 
 class QuestionAnsweringConfig(EncoderSection):
-    """Where the answer to a question begins and ends in a text.
+    """Extractive question answering: predicts the start and the end of the answer in a text.
 
     Attributes:
-        max_answer_length: tokens of an answer at most, where the best one is sought.
-        compute_eval_metrics: accuracy and F1 of the answers besides the loss.
+        max_answer_length: largest number of tokens of a predicted answer.
+        compute_eval_metrics: compute accuracy and F1 of the answers in evaluations.
     """
 
     name: Literal["bert/qa"]
@@ -317,12 +323,12 @@ class TowerConfig(EncoderSection):
 
 
 class DPRConfig(Section):
-    """Dense passage retrieval (arXiv:2004.04906): questions and passages, each by an encoder of its own.
+    """Dense passage retrieval (arXiv:2004.04906), with separate encoders for questions and passages.
 
     Attributes:
-        q_encoder: of questions.
-        ctx_encoder: of passages.
-        softmax_temperature: divides the products of questions and passages.
+        q_encoder: encoder of questions.
+        ctx_encoder: encoder of passages.
+        softmax_temperature: divisor of the dot products of questions and passages.
     """
 
     name: Literal["dpr"]
@@ -333,5 +339,6 @@ class DPRConfig(Section):
     @model_validator(mode="after")
     def _same_width(self) -> Self:
         if self.q_encoder.hidden_size != self.ctx_encoder.hidden_size:
-            raise ValueError("q_encoder and ctx_encoder differ in hidden_size, and are compared by product")
+            sizes = f"{self.q_encoder.hidden_size} and {self.ctx_encoder.hidden_size}"
+            raise ValueError(f"expected the same hidden_size in q_encoder and ctx_encoder, found {sizes}")
         return self

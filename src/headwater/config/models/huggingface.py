@@ -12,7 +12,7 @@ from headwater.config.base import AsTuple, FilePath, Section
 from headwater.core.errors import ConfigError
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "sequence_classification", "image_classification"]
-"""What a model is trained for; each has one class of automatic models in the transformers library."""
+"""The tasks for which a model can be trained; `AUTO_CLASSES` has the class of each in the library."""
 
 CONFIG_FILE = "config.json"
 
@@ -30,10 +30,10 @@ class HuggingFaceConfig(Section):
 
     Attributes:
         hf: a folder with `config.json`. Code in the folder is never run.
-        weights: a folder with the weights that training starts from, or `random`. Where absent, the weights
-            in `hf`; if `hf` has no weights, random ones.
-        task: what the model is trained for; where absent, the task of the class in `config.json`.
-        sequence_length: tokens of the longest sample; where absent, the positions that the model has.
+        weights: a folder with the initial weights, or `random`. If absent, the weights in `hf`, or random
+            ones if it has no weights.
+        task: task of the training; if absent, that of the class in `config.json`.
+        sequence_length: tokens of the longest sample; if absent, the model's number of positions.
         freeze: regular expressions; parameters whose names one of them matches are not trained.
     """
 
@@ -54,10 +54,10 @@ class HuggingFaceConfig(Section):
 
     @property
     def architecture(self) -> Any:
-        """The transformers library's own configuration. It is shared: copy it before you change it.
+        """The transformers library's configuration object. It is shared: copy it before you change it.
 
         Raises:
-            ConfigError: if `config.json` is damaged, or is of an architecture that the library does not have.
+            ConfigError: if `config.json` is damaged, or the library does not have its architecture.
         """
         path = self.hf / CONFIG_FILE
         stat = path.stat()
@@ -65,10 +65,10 @@ class HuggingFaceConfig(Section):
 
     @property
     def kind(self) -> Task:
-        """The task.
+        """The task of the training.
 
         Raises:
-            ConfigError: if neither the section nor `config.json` names one that can be trained.
+            ConfigError: if neither the section nor `config.json` names a supported task.
         """
         if self.task is not None:
             return self.task
@@ -89,7 +89,7 @@ class HuggingFaceConfig(Section):
 
     @property
     def vocab_size(self) -> int:
-        """Number above every token that the model reads."""
+        """Number of token ids of the model."""
         return int(self._text.vocab_size)
 
     source_tokens = target_tokens = vocab_size
@@ -103,49 +103,49 @@ class HuggingFaceConfig(Section):
 
     @property
     def example_length(self) -> int:
-        """Tokens of a sample in a plan that is made without data."""
+        """Tokens of a sample in a plan without data."""
         return self.sequence_length or self._positions or _USUAL_LENGTH
 
     @property
     def _positions(self) -> int | None:
-        """Positions that the model has, if that number is limited."""
+        """The model's number of positions, or `None` if it is not limited."""
         config = self._text
         names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
         found = (getattr(config, name, None) for name in names)
         positions = next((each for each in found if isinstance(each, int) and each > 0), None)
-        # Positions of RoBERTa and its relatives are counted from behind the padding token.
+        # In RoBERTa and similar models, positions start after the id of the padding token.
         if positions is not None and config.model_type in _SHIFTED_POSITIONS:
             return positions - int(config.pad_token_id) - 1
         return positions
 
     @property
     def num_segments(self) -> int:
-        """Texts in a sample that the model tells apart; 0 if it does not."""
+        """Number of segments of a sample that the model distinguishes; 0 for none."""
         return int(getattr(self._text, "type_vocab_size", 0) or 0)
 
     @property
     def pad_token_id(self) -> int:
-        """Token that fills samples up."""
+        """Id of the padding token."""
         return int(getattr(self._text, "pad_token_id", None) or 0)
 
     disable_nsp: ClassVar[bool] = True
-    """The transformers library's masked language models do not learn which sentence comes next."""
+    """True: the library's masked language models do not predict the next sentence."""
 
     @property
     def num_labels(self) -> int:
-        """Classes that the model tells apart."""
+        """Number of classes of the model."""
         return int(self.architecture.num_labels)
 
     num_classes = num_labels
 
     @property
     def num_channels(self) -> int:
-        """Numbers of a pixel."""
+        """Number of channels of images."""
         return int(getattr(self.architecture, "num_channels", 3))
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width of images in a plan that is made without data."""
+        """Height and width of images in a plan without data."""
         size = getattr(self.architecture, "image_size", None) or _USUAL_IMAGE_SIZE
         return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
@@ -163,24 +163,24 @@ def _read_config(folder: Path, _modified_ns: int, _num_bytes: int) -> Any:
     from_pretrained = _library("AutoConfig").from_pretrained
     try:
         return from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises exceptions of any class for a file that it cannot use
+    except Exception as error:  # for a file that it cannot use, the library can raise any exception
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
             f"the transformers library cannot use this {CONFIG_FILE}: {lines[0][:300]}",
             where=str(folder / CONFIG_FILE),
-            remedy="name the folder of a model whose model_type the installed transformers library knows; "
+            remedy="name the folder of a model whose model_type the installed transformers library supports; "
             "code in the folder is not run",
         ) from error
 
 
 def auto_class(task: Task) -> Any:
-    """The class of automatic models for a task."""
+    """Return the transformers library's `AutoModelFor…` class for a task."""
     return _library(AUTO_CLASSES[task])
 
 
 @functools.cache
 def _classes(task: Task) -> frozenset[str]:
-    """Names of the classes that the library has for a task."""
+    """Return the names of the library's model classes for a task."""
     found: set[str] = set()
     for names in auto_class(task)._model_mapping._model_mapping.values():
         found.update((names,) if isinstance(names, str) else names)
@@ -192,6 +192,7 @@ def _library(name: str) -> Any:
         import transformers
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "a model of the transformers library needs transformers", remedy="pip install 'headwater[hf]'"
+            "a model of the transformers library needs transformers",
+            remedy="run: pip install 'headwater[hf]'",
         ) from error
     return getattr(transformers, name)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: a model is fine-tuned by a few parameters beside each matrix."""
+"""Low-rank adapters (LoRA), which fine-tune a model with a few additional parameters per matrix."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from headwater.config.models.common import Rate
 
 
 class LoRAConfig(Section):
-    """Low-rank adaptation (arXiv:2106.09685): `W` acts as `W + alpha/r · B·A`; only A and B are trained.
+    """Low-rank adaptation (arXiv:2106.09685): `W + alpha/r · B·A` replaces `W`; only A and B are trained.
 
     Attributes:
-        r: rank, rows of A.
-        alpha: numerator of the factor on what is added.
-        dropout: rate on what A reads.
-        target_modules: patterns of names of linear layers: ours, those of the transformers library for the
-            same family (`q_proj`, `c_attn`, …), or those of the public Model Zoo; a name without dots is the
-            last part of one. By default every projection of the attention.
+        r: rank: number of rows of A.
+        alpha: numerator of the factor on `B·A`.
+        dropout: dropout rate of the input of A.
+        target_modules: patterns of names of linear layers, as in Headwater's models, in the transformers
+            library's model of the same family (`q_proj`, `c_attn`, …) or in the Cerebras Model Zoo. A pattern
+            without dots is compared with the last part of a name. By default all projections of the
+            attention.
     """
 
     r: int = Field(ge=1)
@@ -31,5 +32,5 @@ class LoRAConfig(Section):
         "proj_v_dense_layer",
         "proj_output_dense_layer",
     )
-    fan_in_fan_out: Annotated[bool, NoEffect("weights are kept as torch keeps them")] = False
+    fan_in_fan_out: Annotated[bool, NoEffect("weights always have torch's layout")] = False
     merge_weights: Annotated[bool, NoEffect("adapters are merged when the model is exported")] = False

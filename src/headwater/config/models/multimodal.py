@@ -1,4 +1,4 @@
-"""Models that read images and text."""
+"""Multimodal models, which read images and text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FeatureMode = Literal["patch", "cls_patch"]
 
 
 class ProjectorConfig(Section):
-    """Linear layers, each with a nonlinearity and dropout or without.
+    """A sequence of linear layers, with optional nonlinearities and dropout.
 
     Attributes:
-        input_unit: width of what comes in.
-        layers_units: width of what each layer gives.
-        layers_activation: what follows each layer; nothing where it is null or the list is absent.
-        layers_dropout_rates: dropout after that, likewise.
-        use_bias: bias of every layer.
+        input_unit: width of the input.
+        layers_units: width of the output of each layer.
+        layers_activation: nonlinearity after each layer; an entry can be null, or the list absent, for none.
+        layers_dropout_rates: dropout rate after each nonlinearity; null or absent for none.
+        use_bias: add a bias to every layer.
     """
 
     name: Literal["FeedForwardNetwork"] = "FeedForwardNetwork"
@@ -41,7 +41,9 @@ class ProjectorConfig(Section):
         for key in ("layers_activation", "layers_dropout_rates"):
             given = getattr(self, key)
             if given is not None and len(given) != layers:
-                raise ValueError(f"{key} has {len(given)} values for the {layers} layers of layers_units")
+                raise ValueError(
+                    f"expected {layers} values in {key}, one for each of layers_units, found {len(given)}"
+                )
         return self
 
     @property
@@ -54,35 +56,40 @@ class ProjectorConfig(Section):
 
     @property
     def output_unit(self) -> int:
-        """Width of what comes out."""
+        """Width of the output."""
         return self.layers_units[-1]
 
 
 class ImageModelConfig(ImageEncoderSection):
-    """An image encoder that gives features."""
+    """An image encoder whose hidden states are used as features."""
 
     name: Literal["ViTModel"] = "ViTModel"
-    use_encoder_pooler_layer: Annotated[bool, NoEffect("features are taken before it")] = False
+    use_encoder_pooler_layer: Annotated[bool, NoEffect("the features are those before the pooler")] = False
 
     def blocks_of(self, layer: int) -> int:
-        """Blocks that run for the features of a layer.
+        """Return the number of blocks that must run for the features of a layer.
+
+        Args:
+            layer: number of the layer; negative numbers count from the last one, -1.
 
         Raises:
-            ValueError: if there is no such layer.
+            ValueError: if the layer does not exist.
         """
         count = layer + self.num_hidden_layers + 1 if layer < 0 else layer
         if not 0 <= count <= self.num_hidden_layers:
-            raise ValueError(f"there is no layer {layer} in a model of {self.num_hidden_layers}")
+            raise ValueError(
+                f"expected a layer of a model with {self.num_hidden_layers} layers, found {layer}"
+            )
         return count
 
 
 class Tower(NamedTuple):
-    """An image encoder, and what is done to its features.
+    """An image encoder with the projection of its features.
 
     Attributes:
         encoder: the encoder.
-        num_blocks: of its blocks those that run.
-        projection: what its features go through before they are joined with those of others.
+        num_blocks: number of its blocks that run.
+        projection: projection of its features before they are joined with those of other encoders.
     """
 
     encoder: ImageModelConfig
@@ -91,12 +98,12 @@ class Tower(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of a feature."""
+        """Width of a feature."""
         return self.encoder.hidden_size if self.projection is None else self.projection.output_unit
 
 
 def _decoder(section: Any) -> Any:
-    """The section of a decoder, with the names that public files have for a language model without head."""
+    """Convert the names that public files use for a language model without head to those of a decoder."""
     if not isinstance(section, dict):
         return section
     section = {_DECODER_KEYS.get(key, key): value for key, value in section.items()}
@@ -109,14 +116,15 @@ _DECODER_NAMES = {"LlamaModel": "llama"}
 
 
 class MultimodalSection(Section):
-    """A language model that reads features of images in place of some of its tokens (arXiv:2304.08485).
+    """A language model in which image features replace some of the tokens (arXiv:2304.08485).
 
     Attributes:
         text_model: the model section of any decoder.
-        freeze: regular expressions; parameters whose names one of them matches are not trained.
-        image_token_id: token that stands where features come; it is not looked at.
-        loss_scaling: `num_tokens`: the mean over the labels; `batch_size`: their sum over the samples.
-        loss_weight: factor on the loss that is scaled by `batch_size`.
+        freeze: regular expressions; parameters whose names match one of them are not trained.
+        image_token_id: placeholder token at the places of features; its embedding is not used.
+        loss_scaling: divisor of the summed loss: the number of labels (`num_tokens`) or of samples
+            (`batch_size`).
+        loss_weight: factor on the loss if `loss_scaling` is `batch_size`.
     """
 
     text_model: Annotated[DecoderConfig, Reads(_decoder, also(_DECODER_KEYS, _DECODER_NAMES))]
@@ -128,17 +136,17 @@ class MultimodalSection(Section):
     @property
     @abstractmethod
     def towers(self) -> tuple[Tower, ...]:
-        """The image encoders; their features follow each other."""
+        """The image encoders, whose features are concatenated along the sequence."""
 
     @property
     @abstractmethod
     def projection(self) -> ProjectorConfig | None:
-        """What the features of all encoders go through."""
+        """The projection of the features of all encoders."""
 
     @property
     @abstractmethod
     def features(self) -> FeatureMode:
-        """Which hidden states are features."""
+        """The hidden states that are used as features."""
 
     @property
     def decoder(self) -> DecoderConfig:
@@ -148,12 +156,12 @@ class MultimodalSection(Section):
 
     @property
     def share_embedding_weights(self) -> bool:
-        """Whether the language model's head is its embedding."""
+        """True if the language model's head is its embedding."""
         return self.text_model.share_embedding_weights
 
     @property
     def matrix_init(self) -> InitializerConfig:
-        """Of the language model's matrices."""
+        """Initializer of the language model's matrices."""
         return self.text_model.matrix_init
 
     @property
@@ -164,7 +172,7 @@ class MultimodalSection(Section):
 
     @property
     def num_features(self) -> int:
-        """Tokens whose place an image takes."""
+        """Number of tokens that an image replaces."""
         class_token = self.features == "cls_patch"
         return sum(
             tower.encoder.num_patches + (class_token and tower.encoder.prepend_cls_token)
@@ -173,28 +181,31 @@ class MultimodalSection(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        _loss_is_said_once(self.text_model)
+        _check_loss_keys(self.text_model)
         shapes = {(tower.encoder.num_channels, *tower.encoder.image_size) for tower in self.towers}
         if len(shapes) != 1:
-            raise ValueError("the image models take images of several sizes")
+            raise ValueError(f"expected image models of one image size, found {sorted(shapes)}")
         width = _joined_width(self.towers)
         if self.projection is not None:
             _fits("the image features", width, "the projector", self.projection.input_unit)
             width = self.projection.output_unit
         _fits("the projected features", width, "text_model.hidden_size", self.text_model.hidden_size)
         if self.image_token_id >= self.text_model.vocab_size:
-            raise ValueError(f"image_token_id ({self.image_token_id}) is not below text_model.vocab_size")
+            raise ValueError(
+                "expected image_token_id < text_model.vocab_size, "
+                f"found {self.image_token_id} and {self.text_model.vocab_size}"
+            )
         return self
 
 
-def _loss_is_said_once(text_model: DecoderConfig) -> None:
+def _check_loss_keys(text_model: DecoderConfig) -> None:
     given = text_model.model_fields_set & {"loss_scaling", "loss_weight"}
     if given:
-        raise ValueError(f"{min(given)} belongs beside text_model, not into it")
+        raise ValueError(f"{min(given)} must be a key of the model, not of text_model")
 
 
 def _joined_width(towers: Sequence[Tower]) -> int:
-    """Width of the features of all encoders."""
+    """Return the width of the features, which must be the same for all encoders."""
     for tower in towers:
         if tower.projection is not None:
             _fits(
@@ -205,20 +216,20 @@ def _joined_width(towers: Sequence[Tower]) -> int:
             )
     widths = {tower.width for tower in towers}
     if len(widths) != 1:
-        raise ValueError(f"the features of the image models are {sorted(widths)} wide, and follow each other")
+        raise ValueError(f"expected image features of one width, found {sorted(widths)}")
     return widths.pop()
 
 
 def _fits(what: str, given: int, where: str, taken: int) -> None:
     if given != taken:
-        raise ValueError(f"{what} are {given} wide, and {where} takes {taken}")
+        raise ValueError(f"{what} have width {given}, but {where} has {taken}")
 
 
 class ProjectorsConfig(Section):
-    """What comes between the parts.
+    """The projectors between the parts of a model.
 
     Attributes:
-        image_model: between image encoder and language model.
+        image_model: the projector between the image encoder and the language model.
     """
 
     image_model: ProjectorConfig
@@ -229,11 +240,12 @@ class LlavaConfig(MultimodalSection):
 
     Attributes:
         image_model: the image encoder.
-        projector: what makes its features as wide as the language model; none if they are.
-        image_feature_select_layer_idx: after which block the features are taken, counted from the last if
-            below 0: -1 is the last one, -2 the one before. They are not normalized.
-        image_feature_select_mode: `patch`: features of the patches; `cls_patch`: of the class token, too.
-        image_start_idx: place of the first feature in data that do not say it.
+        projector: projector of the features to the width of the language model; absent if they have it.
+        image_feature_select_layer_idx: number of the block whose output is used as features; negative numbers
+            count from the last block, -1. The features are not normalized.
+        image_feature_select_mode: `patch` for the features of the patches, `cls_patch` to include that of the
+            class token.
+        image_start_idx: position of the first feature, for data that do not contain it.
     """
 
     name: Literal["llava"]
@@ -259,7 +271,7 @@ class LlavaConfig(MultimodalSection):
 
 
 class LayeredImageModelConfig(ImageModelConfig):
-    """An image encoder of several.
+    """An image encoder of a model with several encoders.
 
     Attributes:
         image_layer_idx: see `image_feature_select_layer_idx` of `LlavaConfig`.
@@ -269,11 +281,11 @@ class LayeredImageModelConfig(ImageModelConfig):
 
 
 class ProjectedImageModelConfig(Section):
-    """One of several image encoders.
+    """An image encoder with its projection.
 
     Attributes:
         image_encoder: the encoder.
-        projection_layer: what its features go through before those of others follow.
+        projection_layer: projection of its features before they are joined with those of other encoders.
     """
 
     image_encoder: LayeredImageModelConfig
@@ -281,12 +293,13 @@ class ProjectedImageModelConfig(Section):
 
 
 class ImageModelListConfig(Section):
-    """Image encoders that look at the same image.
+    """Several image encoders that read the same image.
 
     Attributes:
-        image_feature_select_mode: `patch`: features of the patches; `cls_patch`: of the class tokens, too.
-        image_models: the encoders; their features follow each other.
-        global_image_projection: what all features go through.
+        image_feature_select_mode: `patch` for the features of the patches, `cls_patch` to include those of
+            the class tokens.
+        image_models: the encoders; their features are concatenated along the sequence.
+        global_image_projection: projection of all features.
     """
 
     image_feature_select_mode: FeatureMode = "patch"
@@ -295,7 +308,7 @@ class ImageModelListConfig(Section):
 
 
 class MultimodalSimpleConfig(MultimodalSection):
-    """A language model that reads several images, each by several encoders, anywhere in a text.
+    """A language model that reads any number of images in a text, each with one or several encoders.
 
     Attributes:
         image_model_list: the image encoders and their projectors.

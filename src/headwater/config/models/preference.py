@@ -1,4 +1,4 @@
-"""Models that are trained on preferences between answers."""
+"""Preference training of language models."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headwater.config.models.decoder import DecoderConfig
 
 
 class PreferenceLossConfig(Section):
-    """How a preference becomes a loss.
+    """The loss of preference training.
 
     Attributes:
-        beta: how dearly the policy pays for leaving the reference.
+        beta: strength of the penalty for a deviation of the policy from the reference.
         loss_type: `sigmoid` (arXiv:2305.18290, equation 7), `hinge` (arXiv:2309.06657, section 3.2) or `ipo`
             (arXiv:2310.12036, equation 17).
-        reference_free: there is no reference; it counts as one that finds all answers equally likely.
-        disable_dropout: nothing is dropped in the policy, whatever its section says.
+        reference_free: train without a reference, as if it found all answers equally likely.
+        disable_dropout: disable dropout in the policy, also if its section enables it.
     """
 
     beta: float = Field(default=0.1, gt=0)
@@ -30,22 +30,24 @@ class PreferenceLossConfig(Section):
 class DPOConfig(Section):
     """Direct preference optimization of a language model (arXiv:2305.18290).
 
-    The policy is trained; the reference is a frozen copy of what the policy was at the start.
+    The policy is trained. The reference is a frozen copy of the initial policy.
 
     Attributes:
         policy_model: the model section of any decoder.
         dpo: the loss.
-        compute_eval_metrics: how often the policy prefers the chosen answer, besides the loss.
+        compute_eval_metrics: compute how often the policy prefers the chosen answer, in evaluations.
     """
 
     name: Literal["dpo"]
     policy_model: DecoderConfig
     dpo: PreferenceLossConfig = PreferenceLossConfig()
     compute_eval_metrics: bool = True
-    fp16_type: Annotated[str | None, NoEffect("the precision of the run holds")] = None
+    fp16_type: Annotated[str | None, NoEffect("the precision of the run is used")] = None
 
     @model_validator(mode="after")
     def _without_experts(self) -> Self:
         if self.policy_model.moe is not None:
-            raise ValueError("policy_model has experts, whose balance has no place in this loss")
+            raise ValueError(
+                "policy_model must not have moe: the loss does not include the load balancing of experts"
+            )
         return self

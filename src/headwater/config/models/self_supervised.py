@@ -1,4 +1,4 @@
-"""Models that learn from images without labels: a student beside a teacher that follows it."""
+"""Self-supervised learning from images, with a student and a teacher that is the student's moving average."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _OUTPUT = re.compile(r"(image_model_trunks|heads)\.output\((\d+), *(\d+), *(\d+)
 _MODEL = re.compile(r"(image_model_trunks|heads)\.model\((\d+)\)")
 
 Source = tuple[str] | tuple[str, int, int, int]
-"""A tensor of the batch by its name; or a part, the number of a model, of its call and of the output."""
+"""A tensor of the batch, by name; or an output: name of the part, numbers of model, call and output."""
 
 
 def source_of(reference: str) -> Source:
-    """What an entry of `forward_args` names.
+    """Parse an entry of `forward_args`.
 
     Raises:
-        ValueError: if it names nothing.
+        ValueError: if it is not a valid reference.
     """
     if found := _VIEW.fullmatch(reference):
         return (found[1],)
     if found := _OUTPUT.fullmatch(reference):
         return found[1], int(found[2]), int(found[3]), int(found[4])
     raise ValueError(
-        f"{reference!r} is neither ssl_transform.output('global_view') or another view nor "
-        "image_model_trunks.output(model, call, output) or heads.output(model, call, output)"
+        f"expected ssl_transform.output('global_view') or another view, image_model_trunks.output(model, "
+        f"call, output) or heads.output(model, call, output), found {reference!r}"
     )
 
 
@@ -42,11 +42,11 @@ Calls = Annotated[tuple[Call, ...], Field(min_length=1), AsTuple]
 
 
 class CalledSection(Section):
-    """A module with what it is called with.
+    """A module with the arguments of its calls.
 
     Attributes:
-        forward_args: for each call its arguments.
-        stop_grad: nothing is learnt through it.
+        forward_args: the arguments of each call.
+        stop_grad: do not propagate gradients through the module.
     """
 
     forward_args: Calls
@@ -54,14 +54,14 @@ class CalledSection(Section):
 
 
 class InterpolationConfig(Section):
-    """How positions are told in views that are not as large as the model's images.
+    """The interpolation of position embeddings for views of another size than the model's images.
 
     Attributes:
-        antialias: smooth where there are fewer.
-        interpolate_offset: added to rows and columns before the scale is taken (the code published with
-            arXiv:2304.07193).
-        local_patch_dims: rows and columns of patches of the small views, by which a plan is made; half of
-            those of the whole ones where absent.
+        antialias: use antialiasing when the number of positions decreases.
+        interpolate_offset: number added to rows and columns before the scale is computed (the code published
+            with arXiv:2304.07193).
+        local_patch_dims: rows and columns of patches of the local views, for the plan; half of those of the
+            global views if absent.
     """
 
     antialias: bool = False
@@ -70,17 +70,19 @@ class InterpolationConfig(Section):
 
 
 class ViewEncoderConfig(ImageEncoderSection):
-    """The vision transformer under a student or teacher (arXiv:2304.07193).
+    """The vision transformer of a student or a teacher (arXiv:2304.07193).
 
     Attributes:
-        interpolate_position_embedding: of views of another size.
-        use_masked_patches: a trained vector stands for masked patches.
-        stochastic_depth_drop_prob: how often a part of a block is left out (arXiv:1603.09382), for each view.
-        stochastic_depth_drop_prob_schedule: the same in all blocks, or growing from 0 on.
-        projection_initializer: of the patches' projection.
-        position_embedding_initializer: of the positions.
-        cls_token_initializer: of the token before the patches, and of that for masked ones.
-        default_initializer: of every other matrix.
+        interpolate_position_embedding: interpolation of position embeddings for views of another size.
+        use_masked_patches: replace masked patches by a trained vector.
+        stochastic_depth_drop_prob: probability that a part of a block is skipped for a view
+            (arXiv:1603.09382).
+        stochastic_depth_drop_prob_schedule: the same probability in all blocks (`constant`), or growing
+            linearly from 0 (`linear`).
+        projection_initializer: initializer of the patch projection.
+        position_embedding_initializer: initializer of the position embeddings.
+        cls_token_initializer: initializer of the class token and the mask token.
+        default_initializer: initializer of all other matrices.
     """
 
     name: Literal["MultiImageViTModel"]
@@ -104,29 +106,29 @@ class ViewEncoderConfig(ImageEncoderSection):
         return self.default_initializer or super().matrix_init
 
     def drop_rate(self, block: int) -> float:
-        """How often a part of a block is left out."""
+        """Return the probability that a part of a block, numbered from 0, is skipped."""
         if self.stochastic_depth_drop_prob_schedule == "constant":
             return self.stochastic_depth_drop_prob
         return self.stochastic_depth_drop_prob * block / max(1, self.num_hidden_layers - 1)
 
 
 class TrunkConfig(CalledSection):
-    """A vision transformer. Its arguments are views, nothing, and which patches are masked."""
+    """A vision transformer. The arguments of a call are the views, null, and the masks of patches."""
 
     image_model: ViewEncoderConfig
 
 
 class DinoHeadConfig(Section):
-    """Scores of prototypes, by layers with a narrow one before the last (arXiv:2104.14294, appendix C).
+    """A head that computes scores of prototypes, with a bottleneck before its last layer (arXiv:2104.14294).
 
     Attributes:
-        input_size: width of what is read.
-        hidden_size: width of the layers between.
+        input_size: width of the input.
+        hidden_size: width of the hidden layers.
         bottleneck_size: width before the last layer.
-        output_size: prototypes.
-        num_layers: before the last one.
-        norm_last_layer: the prototypes are of length one; otherwise each has a length that is learnt.
-        initializer: of the matrices.
+        output_size: number of prototypes.
+        num_layers: number of layers before the last one.
+        norm_last_layer: true for prototypes of norm 1; otherwise the norm of each is trained.
+        initializer: initializer of the matrices.
     """
 
     name: Literal["DinoHead"]
@@ -140,22 +142,23 @@ class DinoHeadConfig(Section):
 
 
 class HeadConfig(CalledSection):
-    """What turns outputs of a trunk into scores."""
+    """A head, which converts outputs of a trunk to scores."""
 
     head_model: DinoHeadConfig
 
 
 class DistillationConfig(Section):
-    """Cross entropy of the student's scores with the teacher's, centred and sharpened (arXiv:2104.14294).
+    """The cross-entropy of the student's scores with the teacher's centred scores (arXiv:2104.14294).
 
     Attributes:
-        name: of the whole views (arXiv:2104.14294, section 3.1), or of masked patches (arXiv:2111.07832).
-        input_size: scores.
-        student_temp: divides the student's.
-        teacher_temp: divides the teacher's, after the warm-up.
-        warmup_teacher_temp: likewise at the first step.
-        warmup_teacher_temp_steps: steps in between, in a straight line.
-        center_momentum: how slowly what is taken off the teacher's scores follows their mean.
+        name: `DinoDistillationLoss` for whole views (arXiv:2104.14294, section 3.1), or `iBOTPatchLoss` for
+            masked patches (arXiv:2111.07832).
+        input_size: number of scores.
+        student_temp: temperature of the student's scores.
+        teacher_temp: temperature of the teacher's scores after the warm-up.
+        warmup_teacher_temp: temperature of the teacher's scores at the first step.
+        warmup_teacher_temp_steps: number of steps of the warm-up, in which the temperature changes linearly.
+        center_momentum: momentum of the moving average that is subtracted from the teacher's scores.
     """
 
     name: Literal["DinoDistillationLoss", "iBOTPatchLoss"]
@@ -170,7 +173,7 @@ class DistillationConfig(Section):
 
 
 class KoLeoConfig(Section):
-    """Keeps the images of a batch apart from each other (arXiv:1806.03198, equation 1).
+    """A loss that spreads the features of a batch apart from each other (arXiv:1806.03198, equation 1).
 
     Attributes:
         loss_weight: factor on the loss.
@@ -181,17 +184,17 @@ class KoLeoConfig(Section):
 
 
 class LossConfig(CalledSection):
-    """A part of the loss; they are added."""
+    """A term of the loss."""
 
     loss: Annotated[DistillationConfig | KoLeoConfig, Field(discriminator="name")]
 
 
 class CopyConfig(Section):
-    """Two models that begin alike.
+    """A copy of the initial weights of a model to another one.
 
     Attributes:
-        source: one of them, as `heads.model(0)`.
-        target: the other.
+        source: the model to copy from, such as `heads.model(0)`.
+        target: the model to copy to.
     """
 
     source: Annotated[str, Field(pattern=_MODEL.pattern)]
@@ -199,14 +202,14 @@ class CopyConfig(Section):
 
     @property
     def prefixes(self) -> tuple[str, str]:
-        """What the names of the parameters of both begin with."""
+        """Prefixes of the parameter names of both models."""
         first, second = (_MODEL.fullmatch(each) for each in (self.source, self.target))
-        assert first is not None and second is not None, "the pattern of the fields"
+        assert first is not None and second is not None, "the fields have this pattern"
         return f"{first[1]}.model.{first[2]}.", f"{second[1]}.model.{second[2]}."
 
 
 class MomentumConfig(Section):
-    """From `ema_decay_start` to `ema_decay_end`, half a cosine over `total_steps`."""
+    """The momentum of a moving average: half a cosine from start to end over `total_steps` steps."""
 
     ema_decay_start: float = Field(ge=0, le=1)
     ema_decay_end: float = Field(default=1.0, ge=0, le=1)
@@ -214,7 +217,7 @@ class MomentumConfig(Section):
 
 
 class AverageConfig(CopyConfig):
-    """A model that follows another one: after each step, the average of both with a momentum.
+    """A model that is the exponential moving average of another one.
 
     Attributes:
         scheduler_params: the momentum.
@@ -224,7 +227,7 @@ class AverageConfig(CopyConfig):
     scheduler_params: MomentumConfig
 
     def momentum(self, step: int) -> float:
-        """The share that stays after step `step`, counted from 1."""
+        """Return the weight of the old average in the update after step `step`, counted from 1."""
         params = self.scheduler_params
         done = min((step - 1) / params.total_steps, 1.0)
         fall = params.ema_decay_end - params.ema_decay_start
@@ -235,12 +238,12 @@ class DinoConfig(Section):
     """Self-distillation without labels (DINOv2, arXiv:2304.07193).
 
     Attributes:
-        image_model_trunks: vision transformers, in the order in which they are called.
-        heads: likewise what turns their outputs into scores.
-        losses: parts of the loss.
-        copy_init_weights: models that begin alike.
-        ema: teachers that follow their students.
-        freeze: regular expressions; parameters whose names one of them matches are not trained.
+        image_model_trunks: vision transformers, in the order of their calls.
+        heads: heads, in the order of their calls.
+        losses: terms of the loss, which are added.
+        copy_init_weights: pairs of models with equal initial weights.
+        ema: teachers that are the moving averages of their students.
+        freeze: regular expressions; parameters whose names match one of them are not trained.
     """
 
     name: Literal["dino"]
@@ -263,7 +266,7 @@ class DinoConfig(Section):
                 name, model, call, output = source
                 calls = done[name]
                 if model >= len(calls) or call >= calls[model] or output >= outputs[name]:
-                    raise ValueError(f"{reference} is not there yet when {part} is called with it")
+                    raise ValueError(f"{part} uses {reference} before it is computed, or it does not exist")
             if part in done:
                 done[part].append(len(called.forward_args))
         return self
@@ -276,14 +279,14 @@ class DinoConfig(Section):
             for prefix in pair.prefixes:
                 part, _, number, _ = prefix.split(".")
                 if int(number) >= len(models[part]):
-                    raise ValueError(f"there is no {part}.model({number})")
+                    raise ValueError(f"{part}.model({number}) does not exist")
                 sections.append((part, models[part][int(number)]))
             if sections[0][0] != sections[1][0]:
-                raise ValueError(f"{pair.source} and {pair.target} are not alike")
+                raise ValueError(f"expected {pair.source} and {pair.target} to have the same settings")
         return self
 
     def _called(self) -> Iterator[tuple[str, CalledSection]]:
-        """Every module with the name of its part, in the order in which they are called."""
+        """Yield the name of the part and the section of every module, in the order of their calls."""
         yield from (("image_model_trunks", each) for each in self.image_model_trunks)
         yield from (("heads", each) for each in self.heads)
         yield from (("losses", each) for each in self.losses)

@@ -1,4 +1,4 @@
-"""Encoder-decoders: T5 (arXiv:1910.10683) and the first transformer (arXiv:1706.03762)."""
+"""Encoder-decoders: T5 (arXiv:1910.10683) and the original transformer (arXiv:1706.03762)."""
 
 from __future__ import annotations
 
@@ -24,57 +24,58 @@ SEQ2SEQ: dict[str, dict[str, Any]] = {
         "use_transformer_initialization": True,
     },
 }
-"""Values of the keys that a family's params leave out, by the family's name."""
+"""Defaults of keys, by the family's name."""
 
 
 class Seq2SeqConfig(Section):
-    """A model that reads one text and writes another.
+    """A model that reads one text and generates another.
 
-    Rates and sizes that may be absent have a property that gives the value in force.
+    For rates and sizes that can be absent, a property returns the effective value.
 
     Attributes:
-        name: the family; gives keys that are left out the family's values.
-        src_vocab_size: tokens that the encoder reads, without `extra_ids`.
-        tgt_vocab_size: likewise the decoder; as many as the encoder where absent.
-        extra_ids: further tokens at the top of both vocabularies, that stand for spans of text.
-        share_encoder_decoder_embedding: encoder and decoder read the same embedding.
-        share_embedding_weights: the head is the embedding that the decoder reads.
-        embeddings_alpha: factor on the embeddings; with muP on top of the root of `d_model`.
+        name: the family, which sets the defaults of other keys.
+        src_vocab_size: size of the encoder's vocabulary without `extra_ids`.
+        tgt_vocab_size: size of the decoder's vocabulary without `extra_ids`; that of the encoder if absent.
+        extra_ids: number of further token ids at the top of both vocabularies, which stand for spans of text.
+        share_encoder_decoder_embedding: use the same embedding in encoder and decoder.
+        share_embedding_weights: use the decoder's embedding as the head.
+        embeddings_alpha: factor on the embeddings; with muP in addition to the square root of `d_model`.
         position_embedding_type: `relative` (arXiv:1910.10683, section 2.1), `fixed` (arXiv:1706.03762,
-            section 3.5), `learned_absolute` or none.
-        relative_attention_num_buckets: distances that `relative` tells apart.
-        relative_attention_max_distance: distance from which on they are all alike.
-        src_max_position_embeddings: most tokens of a text to read.
-        tgt_max_position_embeddings: most tokens of a text to write.
+            section 3.5), `learned_absolute`, or null for none.
+        relative_attention_num_buckets: number of distances that `relative` distinguishes.
+        relative_attention_max_distance: distance beyond which distances are not distinguished.
+        src_max_position_embeddings: largest number of tokens of an input text.
+        tgt_max_position_embeddings: largest number of tokens of an output text.
         d_kv: width of a head.
-        d_ff: width between the layers of the feed-forward part.
-        decoder_num_hidden_layers: as many as in the encoder where absent.
-        decoder_nonlinearity: that of the encoder where absent.
-        relu_dropout_rate: after the nonlinearity; `dropout_rate` where absent.
-        use_pre_encoder_decoder_layer_norm: normalize what a part of a block reads and not what it has added
-            to.
-        use_dropout_outside_residual_path: dropout on what encoder and decoder give, too.
-        use_transformer_initialization: Xavier's initial values, and attention scores divided by the root of
-            the head size. T5 draws smaller queries instead.
-        initializer_factor: factor on the spread of T5's initial values.
-        pad_token_id: begins what is written, unless `decoder_start_token_id` does.
-        label_smoothing: share of each label that is spread over all tokens in training (arXiv:1512.00567,
-            section 7).
-        mlm_loss_scaling: what the summed cross-entropy is divided by: the labels that count (`num_masked`),
-            or the samples (`batch_size`). `precomputed_num_masked` is `batch_size` with the batch's own
-            `loss_weight`, where it has one, in place of `lm_loss_weight`.
-        lm_loss_weight: factor on the loss if divided by the samples, usually 1 / labels of a sample.
-        mup_base_d_model: width at which the hyperparameters were tuned; turns on maximal update
-            parametrization (muP, arXiv:2203.03466). Needs `mup_base_d_ff` too.
-        mup_base_d_ff: likewise of the feed-forward part.
-        mup_base_d_kv: likewise of a head, where that grows, too.
+        d_ff: width of the hidden layer of the feed-forward part.
+        decoder_num_hidden_layers: number of the decoder's layers; that of the encoder if absent.
+        decoder_nonlinearity: nonlinearity of the decoder; that of the encoder if absent.
+        relu_dropout_rate: dropout rate after the nonlinearity; `dropout_rate` if absent.
+        use_pre_encoder_decoder_layer_norm: normalize the input of each part of a block instead of the sum
+            after it.
+        use_dropout_outside_residual_path: also apply dropout to the outputs of encoder and decoder.
+        use_transformer_initialization: use Xavier initializers, and divide attention scores by the square
+            root of the head size. Otherwise, as in T5, the queries' weights are initialized smaller.
+        initializer_factor: factor on the standard deviation of T5's initializers.
+        pad_token_id: id of the padding token; also the start token if `decoder_start_token_id` is absent.
+        label_smoothing: fraction of each label that is spread over all tokens in training
+            (arXiv:1512.00567, section 7).
+        mlm_loss_scaling: divisor of the summed cross-entropy: the number of labels (`num_masked`) or of
+            samples (`batch_size`). `precomputed_num_masked` is `batch_size` with the field `loss_weight` of
+            the batch, if it has one, instead of `lm_loss_weight`.
+        lm_loss_weight: factor on the loss if it is divided by the number of samples; usually 1 / number of
+            labels per sample.
+        mup_base_d_model: width at which the hyperparameters were tuned. It enables maximal update
+            parametrization (muP, arXiv:2203.03466), and needs `mup_base_d_ff`.
+        mup_base_d_ff: `d_ff` at which the hyperparameters were tuned.
+        mup_base_d_kv: `d_kv` at which the hyperparameters were tuned, if it also grows.
         encoder_attention_logits_alpha: factor on the encoder's attention scores.
-        decoder_attention_logits_alpha: factor on the decoder's.
-        scale_encoder_qk_dot_by_d: divide the encoder's attention scores by the head size and not by its root;
-            so it is with muP where absent.
-        scale_decoder_qk_dot_by_d: likewise the decoder's.
-        scale_output_logits_by_d: with muP divide the logits by the width ratio and not by its root.
-        output_logits_alpha: with muP a factor on the logits.
+        decoder_attention_logits_alpha: factor on the decoder's attention scores.
+        scale_encoder_qk_dot_by_d: divide the encoder's attention scores by the head size instead of its
+            square root; if absent, true with muP.
+        scale_decoder_qk_dot_by_d: the same for the decoder.
+        scale_output_logits_by_d: with muP, divide the logits by the width ratio instead of its square root.
+        output_logits_alpha: with muP, a factor on the logits.
     """
 
     name: Literal["t5", "transformer"]
@@ -109,11 +110,11 @@ class Seq2SeqConfig(Section):
     use_ffn_bias: bool = False
     use_pre_encoder_decoder_layer_norm: bool = True
     use_pre_encoder_decoder_dropout: Annotated[
-        bool, NoEffect("embeddings are dropped out once in any case")
+        bool, NoEffect("dropout is always applied once to the embeddings")
     ] = False
     use_dropout_outside_residual_path: bool = True
     attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
-    attention_kernel: Annotated[str | None, NoEffect("the kernel is chosen by torch")] = None
+    attention_kernel: Annotated[str | None, NoEffect("torch chooses the kernel")] = None
 
     # initial values, loss, generation
     use_transformer_initialization: bool = False
@@ -145,8 +146,8 @@ class Seq2SeqConfig(Section):
     def _vocabularies_fit(self) -> Self:
         if self.share_encoder_decoder_embedding and self.source_tokens != self.target_tokens:
             raise ValueError(
-                f"src_vocab_size ({self.src_vocab_size}) and tgt_vocab_size ({self.tgt_vocab_size}) differ, "
-                "and share_encoder_decoder_embedding is true"
+                "share_encoder_decoder_embedding needs equal src_vocab_size and tgt_vocab_size, "
+                f"found {self.src_vocab_size} and {self.tgt_vocab_size}"
             )
         return self
 
@@ -154,20 +155,20 @@ class Seq2SeqConfig(Section):
     def _buckets_fit(self) -> Self:
         if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
             raise ValueError(
-                f"relative_attention_max_distance ({self.relative_attention_max_distance}) is not above half "
-                f"of relative_attention_num_buckets ({self.relative_attention_num_buckets})"
+                "expected relative_attention_max_distance > relative_attention_num_buckets / 2, found "
+                f"{self.relative_attention_max_distance} and {self.relative_attention_num_buckets}"
             )
         return self
 
     @model_validator(mode="after")
     def _mup_is_whole(self) -> Self:
         if (self.mup_base_d_model is None) != (self.mup_base_d_ff is None):
-            raise ValueError("mup_base_d_model and mup_base_d_ff come together or not at all")
+            raise ValueError("expected both or none of mup_base_d_model and mup_base_d_ff, found one")
         if self.mup_base_d_kv is not None and not self.is_mup:
             raise ValueError("mup_base_d_kv needs mup_base_d_model and mup_base_d_ff")
         if self.is_mup and self.use_transformer_initialization:
             raise ValueError(
-                "muP has initial values of its own: use_transformer_initialization is false then"
+                "use_transformer_initialization cannot be used with mup_base_d_model: muP has initializers"
             )
         return self
 
@@ -175,12 +176,12 @@ class Seq2SeqConfig(Section):
 
     @property
     def source_tokens(self) -> int:
-        """Rows of the encoder's embedding."""
+        """Number of rows of the encoder's embedding."""
         return self.src_vocab_size + self.extra_ids
 
     @property
     def target_tokens(self) -> int:
-        """Rows of the decoder's embedding and of the head."""
+        """Number of rows of the decoder's embedding and of the head."""
         return (self.tgt_vocab_size or self.src_vocab_size) + self.extra_ids
 
     @property
@@ -190,25 +191,25 @@ class Seq2SeqConfig(Section):
 
     @property
     def ffn_dropout(self) -> float:
-        """After the nonlinearity."""
+        """Dropout rate after the nonlinearity."""
         return self.dropout_rate if self.relu_dropout_rate is None else self.relu_dropout_rate
 
     @property
     def start_token_id(self) -> int:
-        """The token that begins what is written."""
+        """Id of the start token of output texts."""
         return self.pad_token_id if self.decoder_start_token_id is None else self.decoder_start_token_id
 
     def num_layers(self, stack: StackName) -> int:
-        """Blocks of the encoder or of the decoder."""
+        """Return the number of blocks of the encoder or the decoder."""
         encoder = stack == "encoder" or self.decoder_num_hidden_layers is None
         return self.encoder_num_hidden_layers if encoder else self.decoder_num_hidden_layers or 0
 
     def max_length(self, stack: StackName) -> int:
-        """Most tokens that the encoder or the decoder reads."""
+        """Return the largest number of tokens that the encoder or the decoder reads."""
         return self.src_max_position_embeddings if stack == "encoder" else self.tgt_max_position_embeddings
 
     def nonlinearity(self, stack: StackName) -> Nonlinearity:
-        """Of the feed-forward parts of the encoder or of the decoder."""
+        """Return the nonlinearity of the feed-forward parts of the encoder or the decoder."""
         own = None if stack == "encoder" else self.decoder_nonlinearity
         return own or self.encoder_nonlinearity
 
@@ -230,31 +231,31 @@ class Seq2SeqConfig(Section):
 
     @property
     def head_ratio(self) -> float:
-        """`d_kv` relative to the muP base; 1 where heads do not grow."""
+        """`d_kv` relative to the muP base; 1 if heads do not grow."""
         return self.d_kv / (self.mup_base_d_kv or self.d_kv)
 
     @property
     def embeddings_scale(self) -> float:
-        """Factor on the embeddings in force."""
+        """Effective factor on the embeddings."""
         return self.embeddings_alpha * (math.sqrt(self.d_model) if self.is_mup else 1.0)
 
     @property
     def logits_scale(self) -> float:
-        """Factor on the logits in force; a shared embedding exceeds a head by the root of `d_model`."""
+        """Effective factor on the logits. It corrects for a shared embedding, whose values are larger."""
         if self.is_mup:
             ratio = self.width_ratio
             return self.output_logits_alpha / (ratio if self.scale_output_logits_by_d else math.sqrt(ratio))
         return self.d_model**-0.5 if self.share_embedding_weights else 1.0
 
     def attention_scale(self, stack: StackName) -> float:
-        """Factor on the product of query and key in the encoder or in the decoder."""
+        """Return the factor on the product of query and key in the encoder or the decoder."""
         encoder = stack == "encoder"
         alpha = self.encoder_attention_logits_alpha if encoder else self.decoder_attention_logits_alpha
         if not (self.is_mup or self.use_transformer_initialization):
             return alpha
         given = self.scale_encoder_qk_dot_by_d if encoder else self.scale_decoder_qk_dot_by_d
         by_size = self.is_mup if given is None else given
-        # Where only d_model grows, queries and keys each count less by the root of the ratio.
+        # If only d_model grows, queries and keys are each divided by the square root of the ratio.
         growth = self.width_ratio if self.mup_base_d_kv is None else 1.0
         return alpha / (self.d_kv if by_size else math.sqrt(self.d_kv)) / growth
 
@@ -262,7 +263,7 @@ class Seq2SeqConfig(Section):
 
     @property
     def embedding_init(self) -> InitializerConfig:
-        """Of tokens, and of the head where it is not shared."""
+        """Initializer of the token embeddings, and of the head if it is not shared."""
         if self.use_transformer_initialization:
             return InitializerConfig(name="truncated_normal", std=1.0)
         return self._normal(self.d_model**-0.5 if self.is_mup else 1.0)
@@ -273,20 +274,20 @@ class Seq2SeqConfig(Section):
 
     @property
     def matrix_init(self) -> InitializerConfig:
-        """Of keys and values, and of the table of relative positions."""
+        """Initializer of keys and values, and of the table of relative positions."""
         if self.use_transformer_initialization:
             return InitializerConfig(name="xavier_uniform", gain=1 / 3)
         return self._normal(self.d_model**-0.5)
 
     @property
     def ffn_input_init(self) -> InitializerConfig:
-        """Of the first layer of the feed-forward part."""
+        """Initializer of the first layer of the feed-forward part."""
         if self.use_transformer_initialization:
             return InitializerConfig(name="xavier_uniform")
         return self._normal(self.d_model**-0.5)
 
     def attention_output_init(self, stack: StackName) -> InitializerConfig:
-        """Of the attention's output projection."""
+        """Return the initializer of the attention's output projection."""
         if self.use_transformer_initialization:
             return self.matrix_init
         grows_with_model = self.is_mup and self.mup_base_d_kv is None
@@ -294,7 +295,7 @@ class Seq2SeqConfig(Section):
         return self._normal(inputs**-0.5 * self._depth_factor(stack))
 
     def ffn_output_init(self, stack: StackName) -> InitializerConfig:
-        """Of the second layer of the feed-forward part."""
+        """Return the initializer of the second layer of the feed-forward part."""
         if self.use_transformer_initialization:
             return InitializerConfig(name="xavier_uniform")
         return self._normal(self.d_ff**-0.5 * self._depth_factor(stack))

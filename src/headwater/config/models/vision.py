@@ -1,4 +1,4 @@
-"""Models of images."""
+"""Image models."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
 
 
 class FCMnistConfig(Section):
-    """Handwritten digits by fully connected layers.
+    """A classifier of handwritten digits with fully connected layers.
 
     Attributes:
-        depth: hidden layers.
-        hidden_size: width of each.
-        dropout: rate after each.
-        activation_fn: after each.
-        compute_eval_metrics: accuracy besides the loss.
+        depth: number of hidden layers.
+        hidden_size: width of each hidden layer.
+        dropout: dropout rate after each hidden layer.
+        activation_fn: nonlinearity after each hidden layer.
+        compute_eval_metrics: compute the accuracy in evaluations.
     """
 
     name: Literal["fc_mnist"]
@@ -27,7 +27,7 @@ class FCMnistConfig(Section):
     dropout: Rate = 0.0
     activation_fn: Nonlinearity = "relu"
     compute_eval_metrics: bool = True
-    to_float16: Annotated[bool, NoEffect("the precision of the run holds")] = False
+    to_float16: Annotated[bool, NoEffect("the precision of the run is used")] = False
 
 
 Size = Annotated[tuple[int, int], AsTuple]
@@ -39,24 +39,25 @@ class ImageEncoderSection(Section):
 
     Attributes:
         image_size: height and width of the images.
-        patch_size: height and width of a patch; both sizes of an image are multiples.
-        prepend_cls_token: a token before the patches.
-        position_embedding_type: `learned`, or `fixed`: sines and cosines (arXiv:1706.03762, section 3.5), or
-            none.
-        use_post_embed_layer_norm: normalize what enters the first block.
-        norm_first: normalize what a part of a block reads, and what the last block gives.
-        layerscale_value: initial factor on what each part of a block adds (arXiv:2103.17239); no factor
-            where absent.
-        attention_type: `dot_product` leaves out the division by the root of the head size.
-        use_ffn_bias_in_attention: bias of the attention's output.
-        initializer_range: standard deviation of every matrix without an initializer.
+        patch_size: height and width of a patch; `image_size` must be a multiple of it.
+        prepend_cls_token: insert a class token before the patches.
+        position_embedding_type: `learned`, `fixed` for sines and cosines (arXiv:1706.03762, section 3.5), or
+            null for none.
+        use_post_embed_layer_norm: normalize the input of the first block.
+        norm_first: normalize the input of each part of a block, and the output of the last block, instead of
+            the sum after each part.
+        layerscale_value: initial value of a trained factor on the output of each part of a block
+            (arXiv:2103.17239); no factor if absent.
+        attention_type: `dot_product` does not divide scores by the square root of the head size.
+        use_ffn_bias_in_attention: add a bias to the attention's output.
+        initializer_range: standard deviation of matrices without an initializer.
     """
 
     image_size: Size = (224, 224)
     patch_size: Size = (16, 16)
     num_channels: int = Field(default=3, ge=1)
     use_conv_patchified_embedding: Annotated[
-        bool, NoEffect("a convolution of patches that do not overlap is the same product")
+        bool, NoEffect("a convolution of non-overlapping patches is the same matrix product")
     ] = False
     use_embed_proj_bias: bool = True
     prepend_cls_token: bool = True
@@ -89,7 +90,10 @@ class ImageEncoderSection(Section):
                 f"hidden_size ({self.hidden_size}) is not a multiple of num_heads ({self.num_heads})"
             )
         if min(*self.image_size, *self.patch_size) < 1:
-            raise ValueError("image_size and patch_size are numbers of pixels, at least 1")
+            raise ValueError(
+                "expected image_size and patch_size to be numbers of pixels >= 1, found "
+                f"{list(self.image_size)} and {list(self.patch_size)}"
+            )
         if any(size % patch for size, patch in zip(self.image_size, self.patch_size, strict=True)):
             raise ValueError(
                 f"image_size {list(self.image_size)} is not a multiple of patch_size {list(self.patch_size)}"
@@ -98,13 +102,13 @@ class ImageEncoderSection(Section):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image."""
+        """Number of patches of an image."""
         (height, width), (patch_height, patch_width) = self.image_size, self.patch_size
         return (height // patch_height) * (width // patch_width)
 
     @property
     def encoder_nonlinearity(self) -> Nonlinearity:
-        """Of the feed-forward parts."""
+        """Nonlinearity of the feed-forward parts."""
         return self.nonlinearity
 
     @property
@@ -118,22 +122,22 @@ class ImageEncoderSection(Section):
 
     @property
     def matrix_init(self) -> InitializerConfig:
-        """Of every matrix."""
+        """Initializer of matrices."""
         return self.initializer or InitializerConfig(name="truncated_normal", std=self.initializer_range)
 
 
 class ViTConfig(ImageEncoderSection):
-    """A class for each image, by a transformer over its patches (arXiv:2010.11929).
+    """A classifier of images with a transformer over their patches (arXiv:2010.11929).
 
-    The class is read off the token before the patches, or off their mean where there is none.
+    The classifier reads the class token, or the mean of the patches if there is no class token.
 
     Attributes:
-        use_encoder_pooler_layer: a layer between the first token and the classes.
-        use_dinov2_classifier: the class is read off the first token and the mean of the patches, side by side
+        use_encoder_pooler_layer: insert a layer between the class token and the classifier.
+        use_dinov2_classifier: the classifier reads the class token and the mean of the patches, concatenated
             (arXiv:2304.07193, section B.3).
-        use_bias_in_output: bias of the last layer.
-        freeze: regular expressions; parameters whose names one of them matches are not trained.
-        compute_eval_metrics: accuracy besides the loss.
+        use_bias_in_output: add a bias to the last layer.
+        freeze: regular expressions; parameters whose names match one of them are not trained.
+        compute_eval_metrics: compute the accuracy in evaluations.
     """
 
     name: Literal["vision_transformer"]
@@ -151,32 +155,31 @@ class ViTConfig(ImageEncoderSection):
             if getattr(self, key) and not self.prepend_cls_token:
                 raise ValueError(f"{key} needs prepend_cls_token")
         if self.use_encoder_pooler_layer and self.use_dinov2_classifier:
-            raise ValueError("use_encoder_pooler_layer and use_dinov2_classifier exclude each other")
+            raise ValueError("use_encoder_pooler_layer and use_dinov2_classifier cannot be used together")
         return self
 
 
 class UNetConfig(Section):
-    """A class for each pixel of an image, by convolutions at several resolutions (arXiv:1505.04597).
+    """A U-Net: a classifier of pixels with convolutions at several resolutions (arXiv:1505.04597).
 
-    Convolutions are padded, so that the logits are as large as the image.
+    Convolutions are padded, so that the logits have the size of the image.
 
     Attributes:
-        input_channels: of the images.
-        image_size: height and width of the images to train on; the model takes others, too.
-        num_classes: of a pixel. 1: whether it is of the class or not; `bce` only.
-        encoder_filters: channels at each resolution, each half of the one before.
-        convs_per_block: 3x3 convolutions at each resolution on the way down, and again on the way up.
-        norm_layer: after each convolution: over the batch (arXiv:1502.03167), over each image
-            (arXiv:1607.08022), or none.
-        norm_epsilon: added to the variance.
-        nonlinearity: after each normalization.
-        dropout_rate: whole channels at the lowest resolution.
-        loss: `bce`: binary cross entropy of the pixels, of each class on its own where there are several.
-            `cross_entropy`: over the classes. `cross_entropy_dice`: with soft Dice loss (arXiv:1606.04797,
-            section 3) added.
+        input_channels: number of channels of the images.
+        image_size: height and width of the training images; the model also accepts other sizes.
+        num_classes: number of classes of a pixel. With 1 the only loss is `bce`.
+        encoder_filters: number of channels at each resolution; each resolution is half of the previous one.
+        convs_per_block: number of 3x3 convolutions at each resolution in the encoder, and in the decoder.
+        norm_layer: normalization after each convolution: over the batch (`batchnorm2d`, arXiv:1502.03167),
+            over each image (`instancenorm2d`, arXiv:1607.08022), or null for none.
+        norm_epsilon: number added to the variance.
+        nonlinearity: nonlinearity after each normalization.
+        dropout_rate: dropout rate of whole channels at the lowest resolution.
+        loss: `bce` for the binary cross-entropy of each class, `cross_entropy` over the classes, or
+            `cross_entropy_dice` with the soft Dice loss added (arXiv:1606.04797, section 3).
         dice_weight: factor on the Dice loss.
-        freeze: regular expressions; parameters whose names one of them matches are not trained.
-        compute_eval_metrics: accuracy of the pixels, mean IoU and mean Dice besides the loss.
+        freeze: regular expressions; parameters whose names match one of them are not trained.
+        compute_eval_metrics: compute pixel accuracy, mean IoU and mean Dice in evaluations.
     """
 
     name: Literal["unet"]
@@ -199,15 +202,15 @@ class UNetConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.num_classes == 1 and self.loss != "bce":
-            raise ValueError(f"the loss {self.loss} needs num_classes of 2 or more; with 1 it is bce")
+            raise ValueError(f"loss {self.loss} needs num_classes >= 2, found 1: write loss: bce")
         if any(size < 1 or size % self.stride for size in self.image_size):
             raise ValueError(
-                f"image_size {list(self.image_size)} cannot be halved {len(self.encoder_filters) - 1} times: "
-                f"give multiples of {self.stride}"
+                f"expected image_size to be multiples of {self.stride}, which can be halved "
+                f"{len(self.encoder_filters) - 1} times, found {list(self.image_size)}"
             )
         return self
 
     @property
     def stride(self) -> int:
-        """Both sizes of an image are multiples of this."""
+        """The height and width of an image must be multiples of this number."""
         return int(2 ** (len(self.encoder_filters) - 1))

@@ -1,4 +1,4 @@
-"""Params of older public releases in the older form, brought up to date."""
+"""Conversion of the older form from older releases of the Cerebras Model Zoo to the newest release."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECTIONS = {
 
 
 def update_release(document: Document) -> Document:
-    """Return `document`, in the older form of any release, with the keys of the newest.
+    """Return `document`, which has the older form of any release, with the keys of the newest release.
 
     Raises:
         ConfigError: if a key of an older release has a value that is not supported.
@@ -41,7 +41,7 @@ _BESIDE_POLICY = (
 
 
 def _nest_policy(document: Document) -> Document:
-    """Return `document` with the keys of a `dpo` that describe the policy in a section `policy_model`."""
+    """Return `document` with the policy's keys of a `dpo` model moved into a section `policy_model`."""
     model = document.get(("model",))
     if not isinstance(model, dict) or "dpo" not in model or "policy_model" in model:
         return document
@@ -57,7 +57,7 @@ def _nest_policy(document: Document) -> Document:
 
 
 def _name_filters(document: Document) -> Document:
-    """Return `document` with `param_name_patterns`, regular expressions, as `param_filter`."""
+    """Return `document` with `param_name_patterns` (regular expressions) converted to `param_filter`."""
     old: KeyPath = ("sparsity", "param_name_patterns")
     given = document.get(old)
     if given is None:
@@ -76,11 +76,19 @@ def _name_filters(document: Document) -> Document:
 
 
 def _filter(pattern: str, where: str) -> str:
-    """Return the pattern with `*` that matches what the regular expression matches."""
+    """Convert a regular expression to a pattern with `*` that matches the same names.
+
+    Args:
+        pattern: the regular expression.
+        where: place for the error.
+
+    Raises:
+        ConfigError: if there is no such pattern.
+    """
     simple = pattern.removesuffix("$").replace(".*", "*")
     if not re.fullmatch(r"[\w.*\[\]]*", simple):
         raise ConfigError(
-            f"the regular expression {pattern!r} cannot be written as a pattern with *",
+            f"the regular expression {pattern!r} cannot be converted to a pattern with *",
             where=where,
             remedy="write param_filter, a list of patterns such as '*proj_q_dense_layer.weight'",
         )

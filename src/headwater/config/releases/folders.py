@@ -1,4 +1,4 @@
-"""Model names told by folders: in the public Model Zoo the folder of a params file names its model."""
+"""Model names from folder names: the Cerebras Model Zoo has its params files in a folder for each model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwater.config.origins import KeyPath, Origin
 from headwater.config.overrides import SOURCE
 
 _FOLDERS: Mapping[str, str] = {name: name for name in MODELS if name != "hf"} | {"gpt_neox": "gpt-neox"}
-"""Name of the model by the folder's name."""
+"""Name of the model, by name of the folder."""
 
 _TASKS: Mapping[tuple[str, str], str] = {
     ("bert", "classifier"): "bert/classifier",
@@ -21,13 +21,13 @@ _TASKS: Mapping[tuple[str, str], str] = {
     ("bert", "token_classifier"): "bert/token_classifier",
     ("esm2", "classification"): "esm2/classifier",
 }
-"""Name of the model by its folder and by the folder of a task below it."""
+"""Name of the model, by names of its folder and of the task's folder in it."""
 
 
 def model_of_folders(path: Path) -> tuple[str, str] | None:
-    """Return the model that the folders of the params file `path` name, and the folders that name it.
+    """Return the model that the folders of a params file name, and a text with these folders.
 
-    Returns `None` where no folder names a model, or several folders name different ones.
+    Return `None` if no folder names a model, or several folders name different models.
     """
     folders = path.absolute().parts[:-1]
     named = {folder for folder in folders if folder in _FOLDERS}
@@ -41,12 +41,14 @@ def model_of_folders(path: Path) -> tuple[str, str] | None:
 
 
 def name_model(document: Document, path: Path, given: Any = None) -> Document:
-    """Return the params `document` with the model's name.
+    """Return the params with the name of the model added, if it can be determined.
+
+    The name is taken from the command line, the file, or the folders of the file, in this order.
 
     Args:
         document: params in either form.
-        path: their file, whose folders may tell the name. A name in the file comes before that.
-        given: the name from the command line, which comes before any other.
+        path: file of the params.
+        given: name on the command line, if there is one.
     """
     section: KeyPath = ("trainer", "init", "model") if "trainer" in document.tree else ("model",)
     key, model = (*section, "name"), document.get(section)
@@ -58,9 +60,9 @@ def name_model(document: Document, path: Path, given: Any = None) -> Document:
         return document
     if "dpo" in model:
         return put(document, key, "dpo", document.origin((*section, "dpo")))
-    told = model_of_folders(path)
-    if told is None or "model_name" in model:
+    found = model_of_folders(path)
+    if found is None or "model_name" in model:
         return document
-    name, folder = told
-    notice = f"{path}: the model is taken to be {name}, after the folder {folder}; --model NAME sets another"
+    name, folder = found
+    notice = f"{path}: the model is assumed to be {name}, from the folder {folder}; --model NAME sets another"
     return put(document, key, name, Origin(str(path.parent), key)).with_notice(notice)

@@ -1,4 +1,4 @@
-"""Keys of older releases that only some models have."""
+"""Conversion of the keys of older releases that only some models have."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from headwater.config.origins import KeyPath
 from headwater.config.releases.rules import Ignored, Renamed, Replaced, Rules, apply_rules
 from headwater.core.errors import ConfigError
 
-_NORMALIZED = Ignored("convolutions before a normalization have no bias, the others have one")
+_ALWAYS = "the model always has this value"
+_NORMALIZED = Ignored("only convolutions without a normalization after them have a bias")
 
 MODEL: Mapping[str, Rules] = {
     "unet": {
-        "skip_connect": Ignored("so it is always", only=(True,)),
-        "residual_blocks": Ignored("so it is always", only=(False,)),
-        "use_conv3d": Ignored("images are flat", only=(False,)),
-        "downscale_method": Ignored("so it is always", only=("max_pool",)),
-        "downscale_first_conv": Ignored("so it is always", only=(False,)),
-        "downscale_bottleneck": Ignored("so it is always", only=(False,)),
+        "skip_connect": Ignored(_ALWAYS, only=(True,)),
+        "residual_blocks": Ignored(_ALWAYS, only=(False,)),
+        "use_conv3d": Ignored("images have two dimensions", only=(False,)),
+        "downscale_method": Ignored(_ALWAYS, only=("max_pool",)),
+        "downscale_first_conv": Ignored(_ALWAYS, only=(False,)),
+        "downscale_bottleneck": Ignored(_ALWAYS, only=(False,)),
         "enable_bias": _NORMALIZED,
-        "bias_initializer": Ignored("so it is always", only=("zeros",)),
-        "initializer": Ignored("initial values are He's, for the nonlinearity"),
-        "eval_metrics": Ignored("all metrics are computed, with compute_eval_metrics: true"),
+        "bias_initializer": Ignored(_ALWAYS, only=("zeros",)),
+        "initializer": Ignored("the initializer is He's, for the nonlinearity"),
+        "eval_metrics": Ignored("compute_eval_metrics: true computes all metrics"),
         "loss": Replaced(
             {
                 "bce": ("loss", "bce"),
@@ -36,19 +37,19 @@ MODEL: Mapping[str, Rules] = {
         "nonlinearity": Replaced({name: ("nonlinearity", name.lower()) for name in ("ReLU", "GELU", "relu")}),
     },
     "esm2/classifier": {
-        "freeze_pretrained_model": Ignored("so it is always", only=(False,)),
+        "freeze_pretrained_model": Ignored(_ALWAYS, only=(False,)),
         "classifier_dropout": Renamed("task_dropout"),
-        "disable_nsp": Ignored("there are labels instead"),
-        "share_embedding_weights": Ignored("the model guesses no tokens"),
+        "disable_nsp": Ignored("a classifier does not predict the next sentence"),
+        "share_embedding_weights": Ignored("a classifier does not predict tokens"),
     },
 }
-"""Keys of the section `model`, by the model's name."""
+"""Rules for keys of the section `model`, by the model's name."""
 
 _TOWER: Rules = {key: Renamed(("model", key)) for key in ("mixed_precision", "fp16_type")}
 
 
 def update_model(document: Document) -> Document:
-    """Return `document`, in the older form, with what its model's keys mean in the newest release.
+    """Return `document`, which has the older form, with its model's keys converted to the newest release.
 
     Raises:
         ConfigError: if a key of an older release has a value that is not supported.
@@ -61,13 +62,13 @@ def update_model(document: Document) -> Document:
 
 
 def _unet(document: Document) -> Document:
-    """Lists of convolutions become their number; sizes go from the data to the model."""
+    """Convert lists of convolutions to their number, and move sizes from the data to the model."""
     document = _count_convolutions(document)
     filters, widths = document.get(("model", "decoder_filters")), document.get(("model", "encoder_filters"))
     if filters is not None:
         if not isinstance(widths, list) or filters != widths[-2::-1]:
             raise ConfigError(
-                "expected decoder_filters: encoder_filters in reverse without the last, found other ones",
+                f"expected decoder_filters to be encoder_filters without the last, reversed; got {filters!r}",
                 where=str(document.origin(("model", "decoder_filters"))),
                 remedy="write encoder_filters, and remove decoder_filters",
             )
@@ -105,7 +106,7 @@ def _count_convolutions(document: Document) -> Document:
 
 
 def _digits(document: Document) -> Document:
-    """The model had one data processor, which was not named."""
+    """Add the name of the data processor, which older releases omit for this model."""
     for section, split in (("train_input", "train"), ("eval_input", "val")):
         given = document.tree.get(section)
         if isinstance(given, dict) and "data_processor" not in given:
@@ -117,7 +118,7 @@ def _digits(document: Document) -> Document:
 
 
 def _retrieval(document: Document) -> Document:
-    """`scale_similarity` is a temperature, the root of the width; precision is not each encoder's own."""
+    """Convert `scale_similarity` to a temperature, and move the precision from the encoders to the model."""
     for tower in ("q_encoder", "ctx_encoder"):
         document = apply_rules(document, ("model", tower), _TOWER)
     key: KeyPath = ("model", "scale_similarity")
@@ -133,7 +134,12 @@ def _root_of_width(document: Document) -> float:
 
 
 def nest_image_encoders(document: Document, model: KeyPath) -> Document:
-    """Return `document` with `image_model`, a list of one, as `image_encoder`, in the section `model`."""
+    """Return `document` with `image_model`, a list with one entry, converted to `image_encoder`.
+
+    Args:
+        document: params in either form.
+        model: path of the section `model`.
+    """
     path: KeyPath = (*model, "image_model_list", "image_models")
     entries = document.get(path)
     for index, entry in enumerate(entries if isinstance(entries, list) else []):
@@ -153,4 +159,4 @@ _SPECIAL: Mapping[str, Callable[[Document], Document]] = {
     "dpr": _retrieval,
     "multimodal_simple": lambda document: nest_image_encoders(document, ("model",)),
 }
-"""What no table can say, by the model's name."""
+"""Conversions that cannot be written as rules, by the model's name."""

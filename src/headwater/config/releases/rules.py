@@ -1,4 +1,4 @@
-"""Rules by which a key of an older release becomes what this release reads."""
+"""Rules that convert a key of an older release to the keys of this release."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from headwater.core.errors import ConfigError
 
 
 class Rule(abc.ABC):
-    """The treatment of one key of an older release."""
+    """The conversion of a key of an older release."""
 
     @abc.abstractmethod
     def apply(self, document: Document, path: KeyPath) -> Document:
-        """Return `document` without the key at `path`, and with what the key means."""
+        """Return `document` with the key at `path` replaced by its equivalent."""
 
 
 Rules = Mapping[str, Rule]
@@ -26,10 +26,10 @@ Rules = Mapping[str, Rule]
 @final
 @dataclasses.dataclass(frozen=True)
 class Renamed(Rule):
-    """A key with another name, in the same section or elsewhere.
+    """A key that has another name now, in the same section or in another one.
 
     Attributes:
-        name: the new key; a path from the top of the file where it has several parts.
+        name: the new key of the same section, or a path from the top of the file.
     """
 
     name: str | KeyPath
@@ -46,8 +46,8 @@ class Ignored(Rule):
     """A key that has no effect.
 
     Attributes:
-        why: a clause for the notice.
-        only: the values that have no effect; any other value is an error. Every value where empty.
+        why: the reason, a clause for the notice.
+        only: the values that have no effect; any other value is an error. Empty for all values.
     """
 
     why: str
@@ -62,10 +62,10 @@ class Ignored(Rule):
 @final
 @dataclasses.dataclass(frozen=True)
 class IgnoredWhere(Rule):
-    """A key that has no effect where it has one of some values, and is as valid as ever with others.
+    """A key that has no effect with some values, and is kept unchanged with all others.
 
     Attributes:
-        reasons: a clause for the notice, by the value.
+        reasons: for each value without effect, the reason, a clause for the notice.
     """
 
     reasons: Mapping[str, str]
@@ -80,10 +80,10 @@ class IgnoredWhere(Rule):
 @final
 @dataclasses.dataclass(frozen=True)
 class Replaced(Rule):
-    """A key whose values each mean another key with a value, or what is so anyway.
+    """A key whose values each correspond to another key with a value, or to the default.
 
     Attributes:
-        meanings: key and value by the old value; no key where the old value asks for what is so anyway.
+        meanings: new key and value, by old value; `None` if the old value is the default.
     """
 
     meanings: Mapping[Any, tuple[str | KeyPath, Any] | None]
@@ -101,7 +101,12 @@ class Replaced(Rule):
 
 
 def apply_rules(document: Document, section: KeyPath, rules: Rules) -> Document:
-    """Return `document` with each key of `section` that has a rule replaced by what it means.
+    """Return `document` with the rules applied to the keys of a section.
+
+    Args:
+        document: the document.
+        section: path of the section.
+        rules: rules by key; keys without a rule are kept.
 
     Raises:
         ConfigError: if a key has a value that this release does not support, or contradicts another key.
@@ -117,7 +122,7 @@ def _check_free(document: Document, old: KeyPath, new: KeyPath) -> None:
     parent = document.get(new[:-1])
     if isinstance(parent, dict) and new[-1] in parent and parent[new[-1]] != document.get(old):
         raise ConfigError(
-            f"{dotted(old)} and {dotted(new)} mean the same, and differ",
+            f"{dotted(old)} and {dotted(new)} have the same meaning, but different values",
             where=f"{document.origin(old)} and {document.origin(new)}",
             remedy=f"remove {old[-1]}",
         )
@@ -129,13 +134,13 @@ def _check_value(document: Document, path: KeyPath, allowed: tuple[Any, ...]) ->
         return
     expected = " or ".join(_yaml(each) for each in allowed)
     raise ConfigError(
-        f"expected {path[-1]}: {expected}, found {_yaml(value)}, which is not supported here",
+        f"expected {path[-1]}: {expected}, found {_yaml(value)}, which is not supported",
         where=str(document.origin(path)),
         remedy=f"write {path[-1]}: {_yaml(allowed[0])}, or remove the key",
     )
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as a params file spells it."""
+    """Return a value as YAML text."""
     names = {True: "true", False: "false", None: "null"}
     return names[value] if value is None or isinstance(value, bool) else repr(value)

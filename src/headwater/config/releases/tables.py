@@ -1,6 +1,6 @@
-"""Keys of the public releases 1.6 to 2.3 that are gone since, with what they meant.
+"""Rules for keys of the releases 1.6 to 2.3 of the Cerebras Model Zoo that no longer exist.
 
-Each section has its table. A key that is in no table and not in the schema is an error.
+There is a table for each section. A key that is neither in its table nor in the schema is an error.
 """
 
 from __future__ import annotations
@@ -8,24 +8,25 @@ from __future__ import annotations
 from headwater.config.releases.rules import Ignored, IgnoredWhere, Renamed, Replaced, Rules
 
 _PLAN = Ignored("the plan decides how the machine is used")
+_TUNING = "it only configures the hardware of a Cerebras system"
 _PROCESSES = Ignored("the number of processes follows from num_csx")
 _SUMMARIES = Ignored("norms are logged with optimizer.log_summaries: true, every log_steps")
 
 TOP: Rules = {
     "description": Ignored("it is a comment"),
     "tag": Ignored("it is a comment"),
-    "predict_input": Ignored("there is no command for predictions; `headwater validate` reads eval_input"),
-    "csconfig": Ignored("there is no wafer here to tune"),
+    "predict_input": Ignored("Headwater has no prediction mode; `headwater validate` reads eval_input"),
+    "csconfig": Ignored(_TUNING),
 }
-"""Sections beside the five of the older form."""
+"""Further top-level keys of the older form."""
 
 RUNCONFIG: Rules = {
     "keep_checkpoint_max": Renamed("max_checkpoints"),
     "save_checkpoints_steps": Renamed("checkpoint_steps"),
     "save_checkpoint_steps": Renamed("checkpoint_steps"),
-    "log_step_count_steps": Ignored("log_steps says how often a run logs"),
+    "log_step_count_steps": Ignored("log_steps sets the steps between log messages"),
     "save_summary_steps": Ignored("scalars are written every log_steps"),
-    "mode": Ignored("the command says what to do"),
+    "mode": Ignored("the command selects training or evaluation"),
     "save_losses": Ignored("losses are always logged"),
     "num_workers_per_csx": _PLAN,
     "num_wgt_servers": _PLAN,
@@ -35,12 +36,12 @@ RUNCONFIG: Rules = {
     "wrk_memory_gi": _PLAN,
     "transfer_processes": _PLAN,
     "use_appliance_data": _PLAN,
-    "use_cs_grad_accum": Ignored("the plan splits batches; optimizer.grad_accum_steps sets how often"),
+    "use_cs_grad_accum": Ignored("the plan splits batches, or optimizer.grad_accum_steps sets the number"),
     "execution_strategy": Ignored("weights are always streamed", only=("weight_streaming",)),
     "enable_distributed": _PROCESSES,
     "multireplica": _PROCESSES,
-    "show_debug_metrics": Ignored("there is no wafer whose metrics could be shown"),
-    "op_profiler_config": Ignored("there is no wafer to profile"),
+    "show_debug_metrics": Ignored(_TUNING),
+    "op_profiler_config": Ignored(_TUNING),
     "mgmt_address": _PLAN,
     "mount_dirs": _PLAN,
     "python_paths": _PLAN,
@@ -49,7 +50,7 @@ RUNCONFIG: Rules = {
 OPTIMIZER: Rules = {
     "epsilon": Renamed("eps"),
     "use_bias_correction": Renamed("correct_bias"),
-    "disable_lr_steps_reset": Ignored("each of several schedules counts from its own first step"),
+    "disable_lr_steps_reset": Ignored("each schedule of a sequence counts its own steps"),
     "ws_summary": _SUMMARIES,
 }
 
@@ -61,26 +62,26 @@ MODEL: Rules = {
     "use_rms_norm": Replaced({True: ("norm_type", "rmsnorm"), False: None}),
     "use_t5_layer_norm": Replaced({True: ("norm_type", "rmsnorm"), False: ("norm_type", "layernorm")}),
     "scale_by_layer_index": Renamed("scale_qk_dot_by_layer_idx"),
-    "enable_vts": Ignored("samples have one length"),
+    "enable_vts": Ignored("all samples have the same length"),
     "allow_multireplica": _PROCESSES,
     "tf_summary": _SUMMARIES,
-    "alibi_implementation": Ignored("one way to add the slopes is as good as the other"),
+    "alibi_implementation": Ignored("all implementations compute the same values"),
     "fixed_sparse_attention": Ignored("attention is dense", only=(None,)),
 }
 
 INPUT: Rules = {
-    "repeat": Ignored("a pass over the data follows the other until max_steps", only=(True,)),
-    "use_multiple_workers": Ignored("num_workers says how many there are"),
-    "use_fast_dataloader": Ignored("there is one data loader"),
+    "repeat": Ignored("the data are repeated until max_steps", only=(True,)),
+    "use_multiple_workers": Ignored("num_workers sets the number of workers"),
+    "use_fast_dataloader": Ignored("there is only one data loader"),
     "micro_batch_size": IgnoredWhere({"auto": "the plan chooses it", "explore": "the plan chooses it"}),
-    "whole_word_masking": Ignored("tokens are masked one by one", only=(False,)),
+    "whole_word_masking": Ignored("tokens are masked individually", only=(False,)),
     "dynamic_mlm_scale": Replaced({True: (("model", "mlm_loss_scaling"), "num_masked"), False: None}),
 }
 
 EVAL_INPUT: Rules = {
     **INPUT,
     "repeat": Ignored("an evaluation reads the data once"),
-    "dynamic_mlm_scale": Ignored("that of train_input holds"),
+    "dynamic_mlm_scale": Ignored("the value of train_input is used"),
 }
 
 SPARSITY: Rules = {"type": Renamed("algorithm"), "schedule": Renamed("update")}
