@@ -106,7 +106,7 @@ def test_labels_and_lists(submit, queue):
     assert [one.name for one in queue.jobs(everything=True)] == [job.name, other.name]
 
 
-def test_what_cannot_be_is_refused(submit, queue, tmp_path):
+def test_invalid_requests_are_refused(submit, queue, tmp_path):
     with pytest.raises(ConfigError, match="expected num_csx to be 1 to 4, got 5"):
         submit("true", num_csx=5)
     with pytest.raises(ConfigError, match="command of the job is empty"):
@@ -178,7 +178,7 @@ def test_nothing_of_a_job_is_left_when_it_is_over(submit, queue):
     assert job_processes(job) == []
 
 
-def test_a_job_goes_on_while_the_supervisor_is_dead(submit, queue, supervisor, folder, tmp_path):
+def test_a_job_continues_without_a_supervisor(submit, queue, supervisor, folder, tmp_path):
     job = submit("sh", "-c", "echo start >> starts; while [ ! -e go ]; do sleep 0.02; done; exit 4")
     other = submit("sh", "-c", "echo start >> others; while [ ! -e end ]; do sleep 0.02; done")
     running(queue, job), running(queue, other)
@@ -198,7 +198,7 @@ def test_a_job_goes_on_while_the_supervisor_is_dead(submit, queue, supervisor, f
     assert (tmp_path / "starts").read_text() == (tmp_path / "others").read_text() == "start\n"
 
 
-def test_a_supervisor_killed_before_it_starts_a_job_is_made_good(submit, queue, supervisor, folder, tmp_path):
+def test_the_next_supervisor_starts_jobs_of_a_killed_one(submit, queue, supervisor, folder, tmp_path):
     running(queue, submit(*LONG, num_csx=4))
     job = submit("sh", "-c", "echo start >> starts")
     wait_until(lambda: queue.show(job.name).phase == Phase.QUEUED)
@@ -213,7 +213,7 @@ def test_a_supervisor_killed_before_it_starts_a_job_is_made_good(submit, queue, 
     assert (tmp_path / "starts").read_text() == "start\n"
 
 
-def test_a_job_is_started_once_however_many_would_watch_over_it(submit, queue, supervisor, folder, tmp_path):
+def test_concurrent_wrappers_start_a_job_only_once(submit, queue, supervisor, folder, tmp_path):
     blocker = running(queue, submit(*LONG, num_csx=4))
     job = submit("sh", "-c", "echo start >> starts; sleep 0.3")
     end([supervisor()])
@@ -228,7 +228,7 @@ def test_a_job_is_started_once_however_many_would_watch_over_it(submit, queue, s
     queue.cancel(blocker.name)
 
 
-def test_a_job_that_nobody_watches_over_has_failed(submit, queue, supervisor, folder, tmp_path):
+def test_a_job_without_a_wrapper_has_failed(submit, queue, supervisor, folder, tmp_path):
     job = submit("sh", "-c", "setsid sleep 1000 & touch up; sleep 1000", num_csx=4)
     wait_until((tmp_path / "up").exists)
     end([supervisor(), *processes_of(folder, "wrapper")])
@@ -238,7 +238,7 @@ def test_a_job_that_nobody_watches_over_has_failed(submit, queue, supervisor, fo
     assert queue.wait(submit("true", num_csx=4).name, 120).phase == Phase.SUCCEEDED
 
 
-def test_one_supervisor_and_no_csx_twice(folder, queue, supervisor, submit):
+def test_one_supervisor_at_a_time_and_unique_leases(folder, queue, supervisor, submit):
     running(queue, submit(*LONG))
     supervisor()
     command = [sys.executable, "-m", "headwater.appliance.supervisor", str(folder.path)]
@@ -265,14 +265,14 @@ def test_a_submission_that_is_sent_twice_is_one_job(queue, submit, tmp_path):
     assert len(queue.jobs(everything=True)) == 1
 
 
-def test_a_folder_that_others_can_write_to_is_no_queue(tmp_path):
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(QueueError, match="other users can write"):
         QueueFolder(tmp_path / "open").create()
 
 
-def test_a_database_that_is_none_is_named(folder):
+def test_a_file_that_is_not_a_database_is_an_error(folder):
     folder.database.write_text("not a database, but long enough to be taken for one" * 20)
     with pytest.raises(QueueError, match="not a database"):
         Database(folder)

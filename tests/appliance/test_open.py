@@ -8,7 +8,7 @@ from headwater.appliance.open import open_queue
 from headwater.core.errors import ConfigError, QueueError
 
 
-def test_a_queue_that_does_not_exist_is_named(monkeypatch):
+def test_an_unknown_queue_backend_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="unknown queue 'cloud'"):
         open_queue("cloud")
     monkeypatch.setenv("HEADWATER_QUEUE", "cluod")
@@ -16,13 +16,13 @@ def test_a_queue_that_does_not_exist_is_named(monkeypatch):
         open_queue()
 
 
-def test_slurm_where_there_is_none(monkeypatch, tmp_path):
+def test_slurm_without_sbatch_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(QueueError, match="the command sbatch was not found"):
         open_queue("slurm")
 
 
-def test_where_the_queue_is(monkeypatch, tmp_path):
+def test_the_folder_of_the_queue(monkeypatch, tmp_path):
     monkeypatch.delenv("HEADWATER_QUEUE_DIR", raising=False)
     monkeypatch.setattr("headwater.appliance.folder.MACHINE", tmp_path / "machine")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

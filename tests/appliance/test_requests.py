@@ -71,7 +71,7 @@ def test_a_job_with_numbers_beyond_64_bits_is_refused(served):
 @pytest.mark.parametrize(
     "name", ["wsjob-" + "9" * 26, "9" * 5000, "wsjob-٣", "wsjob-", "", "-1", "wsjob-1.0"]
 )
-def test_names_that_no_job_has(quiet, name):
+def test_invalid_job_names(quiet, name):
     with pytest.raises(QueueError, match="there is no job"):
         quiet.show(name)
 
@@ -100,7 +100,7 @@ def test_many_connections_at_once_are_answered(served):
     assert found == [4] * 20
 
 
-def test_a_number_or_a_beginning_names_a_job(quiet, tmp_path):
+def test_a_job_is_named_by_number_or_prefix(quiet, tmp_path):
     add(quiet, tmp_path, 11)
     for name in ("wsjob-000000000007", "wsjob-7", "7"):
         assert quiet.show(name).name == "wsjob-000000000007"
@@ -114,7 +114,7 @@ def test_a_number_or_a_beginning_names_a_job(quiet, tmp_path):
     assert quiet.label("11", {"a": "b"}).name == "wsjob-000000000011"
 
 
-def test_a_beginning_that_one_job_has(quiet, tmp_path):
+def test_a_unique_prefix_names_a_job(quiet, tmp_path):
     add(quiet, tmp_path)
     for name in ("wsjob-0", "wsjob-00000000000", "000"):
         assert quiet.show(name).name == "wsjob-000000000001"

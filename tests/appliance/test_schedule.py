@@ -42,7 +42,7 @@ def test_priority_comes_before_age_and_age_before_anything_else():
         ([5, 1, 1], [3], [1]),  # a second one would be in the way
     ],
 )
-def test_what_may_start_before_a_job_that_waits(sizes, held, chosen):
+def test_backfill(sizes, held, chosen):
     assert numbers(schedule(requests(sizes), held, TOTAL - sum(held))) == chosen
 
 
@@ -64,7 +64,7 @@ def first_start(sizes, times, held, *, first):
 
 @settings(deadline=None)
 @given(SIZES.filter(bool), st.data())
-def test_nobody_keeps_the_first_job_waiting(sizes, data):
+def test_backfill_never_delays_the_first_job(sizes, data):
     times = data.draw(st.lists(st.integers(1, 50), min_size=len(sizes), max_size=len(sizes)))
     held, left = [], TOTAL
     for size in data.draw(SIZES):
@@ -77,7 +77,7 @@ def test_nobody_keeps_the_first_job_waiting(sizes, data):
 
 @settings(deadline=None)
 @given(SIZES, SIZES, st.data())
-def test_what_is_chosen_fits_and_no_order_is_broken(sizes, held, data):
+def test_started_jobs_fit_and_respect_the_order(sizes, held, data):
     free = data.draw(st.integers(0, TOTAL))
     priorities = data.draw(st.lists(st.sampled_from(Priority), min_size=len(sizes), max_size=len(sizes)))
     waiting = requests(sizes, priorities)
@@ -90,5 +90,5 @@ def test_what_is_chosen_fits_and_no_order_is_broken(sizes, held, data):
         assert (first in chosen) == (first.num_csx <= free)
 
 
-def test_slots_are_neighbours_where_they_can_be():
+def test_slots_are_neighbours_if_possible():
     assert choose_slots({5, 1, 2, 0}, 2) == [0, 1]

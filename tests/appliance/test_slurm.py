@@ -80,7 +80,7 @@ def test_how_jobs_end(submit, queue, command, phase, exit_code, reason):
     assert job.created <= job.started <= job.ended and job.num_csx == 1
 
 
-def test_what_a_job_gets(submit, queue, tmp_path):
+def test_a_slurm_job_has_its_folder_environment_and_log(submit, queue, tmp_path):
     program = 'pwd; umask; echo "$COLOUR | $HEADWATER_JOB"; echo oh >&2; printf "%s\n" "a b" "ü"'
     environment = {**os.environ, "COLOUR": "green"}
     model_dir = tmp_path / "a 100% run"
@@ -138,7 +138,7 @@ def test_a_cancelled_job_is_asked_first_and_ended_the_second_time(submit, queue,
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_cannot_be_is_refused(submit, queue, tmp_path):
+def test_invalid_requests_are_refused(submit, queue, tmp_path):
     with pytest.raises(ConfigError, match="expected num_csx to be 1 to 4, got 5"):
         submit("true", num_csx=5)
     with pytest.raises(ConfigError, match="the limit is 1000"):
@@ -185,7 +185,7 @@ def test_another_user_cannot_change_a_job(submit, queue):
     assert queue.show(job.name).phase in (Phase.QUEUED, Phase.RUNNING) and queue.show(job.name).labels == {}
 
 
-def test_csctl_speaks_to_it(submit, queue, capsys):
+def test_csctl_works_with_slurm(submit, queue, capsys):
     job = submit("sleep", "1000", labels={"team": "a"}, num_csx=3)
     wait_until(lambda: queue.show(job.name).phase == Phase.RUNNING)
     assert csctl.main(["get", "jobs"]) == 0

@@ -86,7 +86,7 @@ def ask(folder, uid, *questions):
     return [json.loads(line) for line in run_as(uid, ASK, folder.path, json.dumps(questions)).splitlines()]
 
 
-def test_users_share_the_csxs_and_leave_the_jobs_of_others_alone(folder):
+def test_users_share_csxs_but_cannot_change_each_others_jobs(folder):
     place = folder.path.parent / "alice"
     place.mkdir()
     os.chown(place, ALICE, ALICE)
@@ -109,7 +109,7 @@ def test_users_share_the_csxs_and_leave_the_jobs_of_others_alone(folder):
     wait_until(lambda: root.show(of_root).log.exists())
     refused, hidden = (ask(folder, BOB, [question, of_root])[0]["error"] for question in ("cancel", "logs"))
     assert refused == f"job {of_root} belongs to root\n  remedy: ask root"
-    assert "cannot be read: Permission denied" in hidden and "it is a file of root" in hidden
+    assert "cannot be read: Permission denied" in hidden and "ask root" in hidden
     root.cancel(of_root)
     root.wait(of_root, 120)
     jobs, seen, number = ask(folder, BOB, ["jobs"], ["show", name], ["num_csx"])
@@ -129,7 +129,7 @@ def test_users_share_the_csxs_and_leave_the_jobs_of_others_alone(folder):
     assert root.wait(name, 120).phase == Phase.CANCELLED
 
 
-def test_a_log_without_a_model_dir_is_the_users_own(folder):
+def test_a_log_without_a_model_dir_belongs_to_the_user(folder):
     job, other = ask(folder, ALICE, ["submit", ["id", "-u"], {}], ["submit", ["id", "-u"], {"num_csx": 2}])
     root = EmbeddedQueue(Database(folder), Caller.myself(), lambda: None)
     for name in (job["name"], other["name"]):
@@ -141,7 +141,7 @@ def test_a_log_without_a_model_dir_is_the_users_own(folder):
     assert [run_as(uid, program, log).strip() for uid in (ALICE, BOB)] == ["True", "False"]
 
 
-def test_nobody_else_reads_or_writes_what_the_queue_keeps(folder):
+def test_other_users_cannot_access_the_queues_files(folder):
     program = f"{BECOME}{LEAVE_ROOT}print([os.access(path, os.R_OK) for path in sys.argv[1:]])"
     paths = [path for path in folder.path.iterdir() if path not in (folder.socket, folder.path / "shared")]
     assert folder.database in paths
@@ -150,7 +150,7 @@ def test_nobody_else_reads_or_writes_what_the_queue_keeps(folder):
     assert run_as(BOB, program, folder.path, *paths) == f"{[False] * (1 + len(paths))}\n"
 
 
-def test_nonsense_is_answered_and_harms_nobody(folder):
+def test_malformed_requests_of_users_are_answered(folder):
     program = (
         f"{BECOME}{LEAVE_ROOT}s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])\n"
         "s.sendall(sys.argv[2].encode() + b'\\n'); print(s.makefile().readline())"
@@ -171,13 +171,13 @@ def test_nonsense_is_answered_and_harms_nobody(folder):
     assert ask(folder, BOB, ["jobs"]) == [[]]
 
 
-def test_a_queue_that_is_not_served_says_so(folder):
+def test_a_queue_without_a_supervisor_is_an_error(folder):
     end(processes_of(folder, "supervisor"))
     (answer,) = ask(folder, BOB, ["jobs"])
     assert "does not answer" in answer["error"] and "serve --all_users" in answer["error"]
 
 
-def test_a_queue_of_one_user_is_not_that_of_another():
+def test_another_users_queue_is_refused():
     with tempfile.TemporaryDirectory(prefix="headwater-queue-") as path:
         Path(path).chmod(0o755)
         folder = QueueFolder(Path(path) / "queue")

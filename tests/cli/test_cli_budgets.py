@@ -58,7 +58,7 @@ def params(tmp_path, data):
 
 
 @pytest.mark.slow
-def test_the_remedy_of_a_refusal_is_a_budget_that_a_run_keeps(params):
+def test_a_run_keeps_the_budget_that_a_refusal_suggests(params):
     code, text, _ = fit(params, "--host_memory=1MiB")
     assert code == 2
     budget = parse_bytes(re.search(r"set host_memory ([\d.]+ \w+)", text)[1])

@@ -30,14 +30,14 @@ def test_a_row_for_each_number(headwater):
     assert rows[0][-1] == "100.0%"
 
 
-def test_by_default_powers_of_two_as_far_as_the_batch_goes(headwater):
+def test_default_counts_are_powers_of_two_up_to_the_batch_size(headwater):
     _, text, _ = headwater(*TINY, "--cluster", "two_cores")
     assert "16 CSXs" not in text
     assert "32 CSXs: 32 CSXs do not divide a batch of 16" in text
     assert "1024 CSXs" in text
 
 
-def test_what_does_not_divide_is_left_out_and_named_and_the_rest_simulated(headwater):
+def test_counts_that_do_not_divide_the_batch_are_skipped(headwater):
     code, text, err = headwater(*TINY, "--cluster", "8xh100", "--counts", "1,3,8")
     assert code == 0
     assert "3 CSXs are left out: 3 CSXs do not divide a batch of 16" in err
@@ -45,17 +45,17 @@ def test_what_does_not_divide_is_left_out_and_named_and_the_rest_simulated(headw
     assert {"1", "8"} <= set(rows)
 
 
-def test_weak_scaling_keeps_the_batch_of_each(headwater):
+def test_weak_scaling_keeps_the_batch_size_per_csx(headwater):
     _, text, _ = headwater(*TINY, "--cluster", "two_cores", "--counts", "32", "--scaling", "weak")
     assert " 512 " in text
 
 
-def test_pictures(out):
+def test_the_simulator_writes_plots(out):
     for name in (SCALING_FILE, TIMELINE_FILE):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_trace_is_one_that_viewers_read(out):
+def test_the_trace_has_the_chrome_format(out):
     trace = json.loads((out / TRACE_FILE).read_text())
     events = trace["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
@@ -74,7 +74,7 @@ def test_the_trace_is_one_that_viewers_read(out):
         assert all(start >= before + lasted - 1e-3 for (before, lasted), (start, _) in pairwise(row))
 
 
-def test_the_numbers(out):
+def test_the_simulator_writes_its_numbers(out):
     numbers = json.loads((out / NUMBERS_FILE).read_text())
     assert [point["num_csx"] for point in numbers["points"]] == [1, 4, 8]
     assert numbers["cluster"] == "two_cores"
@@ -129,7 +129,7 @@ def test_a_file_of_this_machine_agrees_with_its_plan(headwater, tmp_path):
         (("--cluster", "cs2", "--counts", "1", "--out", "/dev/null/x"), "the simulation cannot be written"),
     ],
 )
-def test_what_it_refuses(headwater, words, message):
+def test_invalid_options_of_the_simulator(headwater, words, message):
     code, _, err = headwater(*TINY, *words)
     assert code == 2
     assert message in err

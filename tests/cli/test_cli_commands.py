@@ -40,7 +40,7 @@ def test_every_command_has_help(capsys):
         assert "usage: headwater" in capsys.readouterr().out
 
 
-def test_help_comes_without_a_command(headwater):
+def test_help_is_printed_without_a_command(headwater):
     code, out, _ = headwater()
     assert code == 0
     assert all(command in out for command in COMMANDS)
@@ -110,7 +110,7 @@ def test_export_is_read_by_transformers_and_import_reads_it_back(headwater, para
     code, out, _ = headwater("fit", tmp_path / "new", "--max_steps", 1, "trainer.init.model.dropout_rate=0.0")
     assert code == 0 and "going on from step 0" in out
     code, _, err = headwater("checkpoint", "import", exported, "--model_dir", tmp_path / "new")
-    assert code == 2 and "a run in this model_dir already" in err
+    assert code == 2 and "already contains a run" in err
 
 
 def test_config(headwater, params):
@@ -132,7 +132,7 @@ def test_demo(headwater, tmp_path):
     folder = tmp_path / "demo"
     code, out, _ = headwater("demo", "--max_steps", 2, "--model_dir", folder)
     assert code == 0
-    losses = re.search(r"validation loss ([\d.]+) nats a token; .* has ([\d.]+)", out.replace("\n", " "))
+    losses = re.search(r"validation loss ([\d.]+) nats per token; .* has ([\d.]+)", out.replace("\n", " "))
     assert losses is not None and 0 < float(losses[2]) < float(losses[1]), "two steps teach nothing yet"
     for name in ("checkpoint_2", "loss_curve.png", "train"):
         assert (folder / name).exists() and str(folder / name) in out.replace("\n", "")
@@ -173,6 +173,6 @@ def test_public_params_run_unchanged_but_for_the_data(headwater, data, tmp_path)
 
 
 @pytest.mark.real_start
-def test_the_package_is_a_command():
+def test_python_m_headwater_runs_the_command_line():
     done = subprocess.run([sys.executable, "-m", "headwater", "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("headwater ")

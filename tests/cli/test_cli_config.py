@@ -53,7 +53,7 @@ def test_show_tells_where_each_value_comes_from(old, capsys):
     assert "trainer.init.seed: 0  # default" in lines
 
 
-def test_list_says_family_and_data_of_those_with_a_word(capsys):
+def test_list_prints_lines_that_contain_a_word(capsys):
     assert main(["config", "list", "cerebras_gpt_111m"]) == 0
     out = capsys.readouterr().out
     (line,) = [each for each in out.splitlines() if each.startswith("gpt/cerebras_gpt_111m ")]
@@ -79,14 +79,14 @@ def test_list_counts_the_parameters_of_each_model(capsys):
 
 
 @pytest.mark.parametrize("form", ["fit", "validate"])
-def test_data_dir_says_which_loader_it_sets(form, tmp_path, capsys):
+def test_data_dir_notice_names_loaders_that_it_does_not_set(form, tmp_path, capsys):
     assert main(["config", "validate", "gpt/tiny", "--data_dir", "mine"]) == 0
     said = capsys.readouterr().err
     assert "--data_dir only sets trainer.fit.train_dataloader" in said
     assert f"trainer.{form}.val_dataloader reads data/tiny/val" in said
 
 
-def test_data_dir_is_silent_where_validation_data_are_given_too(capsys):
+def test_no_data_dir_notice_if_validation_data_are_given(capsys):
     loaders = [f"trainer.{section}.val_dataloader.data_dir=val" for section in ("fit", "validate")]
     assert main(["config", "validate", "gpt/tiny", "--data_dir", "mine", *loaders]) == 0
     assert capsys.readouterr().err == ""
@@ -119,7 +119,7 @@ def test_errors_say_what_to_write(change, words, capsys):
 @pytest.mark.parametrize(
     ("command", "hidden"), [("validate", "--job_priority"), ("plan", "--checkpoint_steps")]
 )
-def test_help_lists_options_that_the_command_has_a_use_for(command, hidden, capsys):
+def test_help_lists_only_options_that_the_command_uses(command, hidden, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     said = capsys.readouterr().out

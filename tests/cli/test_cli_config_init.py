@@ -41,7 +41,7 @@ def test_sizes_and_lengths_follow_from_data_and_shipped_file(data, here):
     assert run.init.model_dir.as_posix() == "runs/run"
 
 
-def test_each_flag_counts(data, here):
+def test_each_flag_has_an_effect(data, here):
     words = [
         "--data",
         data,
@@ -63,7 +63,7 @@ def test_each_flag_counts(data, here):
     assert str(init.model_dir) == "elsewhere"
 
 
-def test_a_folder_without_a_part_to_validate_on(data, here):
+def test_data_without_validation_part(data, here):
     assert main(["config", "init", "run.yaml", "--data", str(data / "train"), "--yes"]) == 0
     run = load_params("run.yaml")
     assert run.fit.train_dataloader.data_dir == (data / "train",)
@@ -79,7 +79,7 @@ def test_a_folder_without_a_part_to_validate_on(data, here):
         ("llava/tiny_coco", {"data_dir": "my/digits/train", "img_data_dir": "my/digits"}, {}),
     ],
 )
-def test_every_folder_of_the_data_moves(model, train, val, here, capsys):
+def test_all_data_paths_are_moved(model, train, val, here, capsys):
     assert main(["config", "init", "run.yaml", "--data", "my/digits", "--model", model, "--yes"]) == 0
     fit = load_params("run.yaml").fit
     for loader, keys in ((fit.train_dataloader, train), (fit.val_dataloader[0], val)):
@@ -89,7 +89,7 @@ def test_every_folder_of_the_data_moves(model, train, val, here, capsys):
     assert "my/digits does not exist yet" in capsys.readouterr().err
 
 
-def test_the_terminal_is_asked_until_an_answer_is_right(data, here, monkeypatch, capsys):
+def test_questions_are_repeated_until_the_answer_is_valid(data, here, monkeypatch, capsys):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -128,7 +128,7 @@ def test_a_file_is_replaced_only_with_force(data, here, capsys):
     [
         (["--model", "gtp"], "write 'gpt'"),
         (["--model", "roberto/base"], "roberta/base"),
-        (["--steps", "0"], "whole number above 0"),
+        (["--steps", "0"], "an integer > 0"),
         (["--host_memory", "much"], "write for example 8GiB"),
         (["--model", "hf:nowhere"], "config.json"),
     ],
@@ -139,7 +139,7 @@ def test_a_wrong_answer(words, said, data, here, capsys):
     assert not (here / "run.yaml").exists()
 
 
-def test_the_editor_is_told_of_a_schema_that_is_beside_the_file(data, here, capsys):
+def test_a_new_file_names_the_schema_in_its_folder(data, here, capsys):
     words = ["config", "init", "--data", str(data), "--yes"]
     assert main([*words, "one.yaml"]) == 0
     assert main(["config", "schema", "--output", "headwater.schema.json"]) == 0

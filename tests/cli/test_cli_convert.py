@@ -27,7 +27,7 @@ def diff(first, second):
     return main(["checkpoint", "diff", str(first), str(second)])
 
 
-def test_there_and_back_to_the_same_bits(tmp_path, llama, capsys):
+def test_conversion_to_hf_and_back_is_bit_identical(tmp_path, llama, capsys):
     assert convert("hf", "headwater", llama / "model.safetensors", tmp_path / "own") == 0
     assert convert("headwater", "hf", tmp_path / "own", tmp_path / "back") == 0
     assert diff(llama, tmp_path / "back") == 0
@@ -56,7 +56,7 @@ def test_differences_are_named(tmp_path, llama, capsys):
     assert "only in" in lines["embedding.weight"] and "only in" in lines["more"]
 
 
-def test_halves(tmp_path, llama):
+def test_conversion_to_16_bit_dtypes(tmp_path, llama):
     assert convert("hf", "headwater", llama, tmp_path / "own", "--dtype", "bf16") == 0
     assert {t.dtype for t in load_file(tmp_path / "own" / "model.safetensors").values()} == {torch.bfloat16}
 
@@ -69,7 +69,7 @@ def test_halves(tmp_path, llama):
             {"model": "gptj"},
             "expected the config of a GPTJForCausalLM, got that of a LlamaForCausalLM",
         ),
-        (("hf", "headwater", "hf", "out"), {"model": "lama"}, "write llama; models are"),
+        (("hf", "headwater", "hf", "out"), {"model": "lama"}, "write llama; available: bert"),
         (("hf", "hf", "hf", "out"), {}, "source and target format are both hf"),
         (("hf", "headwater", "none", "out"), {}, "the checkpoint does not exist"),
         (
@@ -81,11 +81,15 @@ def test_halves(tmp_path, llama):
         (("headwater", "hf", "hf", "out"), {}, "the model section cannot be read"),
         (("cs2", "headwater", "hf", "out"), {}, "expected hf, headwater or cs-X.Y, found 'cs2'"),
         (("cs-2.3", "headwater", "hf", "out"), {}, "cs-2.3 and headwater both mean the format headwater"),
-        (("hf", "headwater", "hf", "out"), {"model": "lama-headless"}, "write llama-headless; models are"),
-        (("hf", "headwater", "hf", "out"), {"model": "bert-headles"}, "write bert-headless; models are"),
+        (
+            ("hf", "headwater", "hf", "out"),
+            {"model": "lama-headless"},
+            "write llama-headless; available: bert",
+        ),
+        (("hf", "headwater", "hf", "out"), {"model": "bert-headles"}, "write bert-headless; available: bert"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, llama, capsys, arguments, options, message):
+def test_errors_of_convert(tmp_path, llama, capsys, arguments, options, message):
     convert("hf", "headwater", llama, tmp_path / "own")
     source, target, before, after = arguments
     assert convert(source, target, tmp_path / before, tmp_path / after, **options) != 0
@@ -93,7 +97,7 @@ def test_what_is_wrong_is_said(tmp_path, llama, capsys, arguments, options, mess
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_without_a_place_is_named_with_the_nearest(tmp_path, llama, capsys):
+def test_an_unknown_tensor_is_named_with_the_nearest_known_one(tmp_path, llama, capsys):
     path = llama / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_projj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].clone()
@@ -110,7 +114,7 @@ def test_list(capsys):
     assert "LlamaForCausalLM" in capsys.readouterr().out
 
 
-def test_command_of_the_documents_letter_by_letter(tmp_path, capsys):
+def test_the_command_line_of_the_model_zoo_works_unchanged(tmp_path, capsys):
     folder = tmp_path / "my_checkpoints"
     sizes = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "rotary_dim": 8}
     torch.manual_seed(0)
@@ -151,7 +155,7 @@ def test_diff_of_a_changed_folder_ends_with_a_summary(tmp_path, llama, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("1 only in A, 1 only in B")
 
 
-def test_info_knows_folders_in_both_formats(tmp_path, llama, capsys):
+def test_info_describes_folders_in_both_formats(tmp_path, llama, capsys):
     convert("hf", "headwater", llama, tmp_path / "own", "--dtype", "bf16")
     capsys.readouterr()
     own = tmp_path / "own"
@@ -162,7 +166,7 @@ def test_info_knows_folders_in_both_formats(tmp_path, llama, capsys):
         assert dtype in line
 
 
-def test_conversion_keeps_what_lies_beside_the_weights(tmp_path, llama):
+def test_conversion_keeps_tokenizer_files(tmp_path, llama):
     (llama / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     (llama / "chat_template.jinja").write_text("{{ messages }}")
     assert convert("hf", "headwater", llama, tmp_path / "own") == 0

@@ -29,7 +29,7 @@ def test_a_misspelt_key(headwater, params):
 
 def test_a_value_of_the_wrong_type(headwater, params):
     result = headwater("fit", params, "trainer.init.loop.max_steps=many")
-    assert_refused(result, "max_steps is", "command line")
+    assert_refused(result, "max_steps to be an integer", "command line")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_checkpoint_with_a_flipped_byte(headwater, params, tmp_path):
     assert_refused(headwater("fit", params), str(file), code=1)
 
 
-def test_a_folder_that_is_no_run(headwater, tmp_path):
+def test_a_folder_that_is_not_a_model_dir(headwater, tmp_path):
     assert_refused(headwater("fit", tmp_path), "not the model_dir of a run", "params.yaml")
 
 
@@ -126,7 +126,7 @@ def test_a_folder_that_is_no_run(headwater, tmp_path):
         ("--target_device=GPU", "no GPU"),
     ],
 )
-def test_what_the_machine_or_this_version_cannot_do(headwater, params, option, text, monkeypatch):
+def test_unsupported_devices_and_settings(headwater, params, option, text, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert_refused(headwater("fit", params, option), text, "remedy")
 

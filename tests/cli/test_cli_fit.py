@@ -139,13 +139,13 @@ def test_a_run_that_has_nothing_to_do_sets_nothing_aside(headwater, params, tmp_
     assert (run / "checkpoint_6").is_dir()
 
 
-def test_a_finished_run_says_so(headwater, params):
+def test_a_finished_run_reports_nothing_to_do(headwater, params):
     assert headwater("fit", params, "--max_steps", 1)[0] == 0
     code, _, error = headwater("fit", params, "--max_steps", 1)
     assert code == 0 and "nothing to do" in error
 
 
-def test_weights_alone_can_be_the_start(headwater, data, tmp_path):
+def test_a_run_can_start_from_the_weights_only(headwater, data, tmp_path):
     first, second = (write_params(tmp_path, data, name) for name in ("first", "second"))
     assert headwater("fit", first, "--max_steps", 3)[0] == 0
     start = tmp_path / "first" / "checkpoint_3"
@@ -175,7 +175,7 @@ def test_validate_all_evaluates_every_checkpoint(headwater, params, data, tmp_pa
 
 
 @pytest.mark.parametrize(("mode", "kinds"), [("train", {"train"}), ("train_and_eval", {"train", "validate"})])
-def test_the_documents_spelling(params, tmp_path, capsys, mode, kinds):
+def test_the_model_zoos_command_line(params, tmp_path, capsys, mode, kinds):
     from headwater.run import main
 
     options = ["--num_csx", "1", "--num_steps", "3", "--model_dir", str(tmp_path / "other")]

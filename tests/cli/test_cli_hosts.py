@@ -32,9 +32,7 @@ def exact(model_dir):
     return [{k: v for k, v in record.items() if k != "weight_norm"} for record in history(model_dir)]
 
 
-def test_two_hosts_give_the_bits_of_two_ranks_of_one_host_and_checkpoints_for_any(
-    headwater, params, alone, tmp_path
-):
+def test_two_hosts_are_bit_identical_to_two_ranks_and_share_checkpoints(headwater, params, alone, tmp_path):
     with Hosts(2) as hosts:
         codes, logs = wait(fit(hosts, params, tmp_path / "hosts"), tmp_path / "hosts")
     assert codes == [0, 0], logs
@@ -49,7 +47,7 @@ def test_two_hosts_give_the_bits_of_two_ranks_of_one_host_and_checkpoints_for_an
 
 
 @pytest.mark.parametrize("every", [3, 1], ids=["between checkpoints", "while one is written"])
-def test_a_host_that_is_cut_off_ends_the_run_which_goes_on_to_the_same_bits(params, alone, tmp_path, every):
+def test_a_run_that_lost_a_host_resumes_bit_identically(params, alone, tmp_path, every):
     folder, saves = tmp_path / "hosts", f"--trainer.init.checkpoint.steps={every}"
     patience = "--trainer.init.backend.cluster_config.rank_timeout_s=10"
     with Hosts(2) as hosts:

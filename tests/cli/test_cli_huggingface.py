@@ -128,7 +128,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("task", MODELS)
-def test_loss_of_a_library_model_is_the_librarys_own(task, tmp_path):
+def test_loss_of_a_transformers_model_equals_the_librarys(task, tmp_path):
     torch.manual_seed(1)
     theirs = MODELS[task]()
     theirs.save_pretrained(tmp_path)
@@ -155,7 +155,7 @@ def test_loss_of_a_library_model_is_the_librarys_own(task, tmp_path):
         assert torch.equal(found, reference)
 
 
-def test_weights_of_a_loss_are_the_labels_that_count(pretrained):
+def test_loss_weights_are_the_numbers_of_labels(pretrained):
     config = HuggingFaceConfig.model_validate({"name": "hf", "hf": str(pretrained)})
     ours, given = batch_of(None, "causal_lm", torch.Generator().manual_seed(2))
     labels = FAMILIES["hf"].labels(config, ours)
@@ -308,14 +308,14 @@ def test_data_of_another_task_are_refused(headwater, library_params):
     assert "BertHDF5DataProcessor" in error
 
 
-def test_unknown_model_is_answered_with_the_section_that_takes_it(headwater, library_params):
+def test_an_unknown_model_error_suggests_the_hf_section(headwater, library_params):
     changed(library_params, name="qwen2")
     _, _, error = headwater("fit", library_params)
     assert "unknown model 'qwen2'" in error
     assert "model: {hf: FOLDER}" in error
 
 
-def test_head_that_the_folder_lacks_is_drawn_and_named(pretrained, caplog):
+def test_a_missing_head_is_initialised_and_named(pretrained, caplog):
     section = {"name": "hf", "hf": str(pretrained), "task": "sequence_classification"}
     model = build_model(HuggingFaceConfig.model_validate(section), device="meta")
     initial = initial_of(model, 1)

@@ -81,7 +81,7 @@ def halves(folder):
     ids=["vit", "unet"],
 )
 @pytest.mark.parametrize("bf16", ["false", "true"], ids=["fp32", "bf16"])
-def test_it_learns(headwater, tmp_path, model, make, metric, least, bf16):
+def test_training_reduces_the_loss(headwater, tmp_path, model, make, metric, least, bf16):
     train, val = make(tmp_path / "data")
     path = tmp_path / "params.yaml"
 
@@ -107,7 +107,7 @@ def test_it_learns(headwater, tmp_path, model, make, metric, least, bf16):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_frozen_parameters_are_in_the_checkpoint_as_they_were_drawn(headwater, tmp_path):
+def test_frozen_parameters_keep_their_initial_values_in_the_checkpoint(headwater, tmp_path):
     train, val = halves(tmp_path / "data")
     model = VIT.replace("num_classes: 2", "num_classes: 2, freeze: ['^vit_model']")
     places = {"model_dir": tmp_path / "run", "model": model, "train": train, "val": val}

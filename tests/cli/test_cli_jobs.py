@@ -63,7 +63,7 @@ def rows(text):
     return [line.split() for line in text.splitlines()]
 
 
-def test_the_life_of_jobs_by_both_names(headwater, control, queue_dir, tmp_path):
+def test_jobs_from_submission_to_end_with_both_commands(headwater, control, queue_dir, tmp_path):
     assert rows(headwater("jobs", "list")[1]) == [list(COLUMNS)]
     options = ("--num_csx", 1, "--job_labels", "team=a", "try=1")
     code, out, err = headwater("jobs", "submit", *options, "--", "sh", "-c", "echo --x; sleep 1000")
@@ -146,7 +146,7 @@ def test_bad_input_of_jobs(headwater, queue_dir, words, message):
     assert code == 2 and message in err
 
 
-def test_an_own_supervisor(headwater, queue_dir):
+def test_a_supervisor_in_the_foreground(headwater, queue_dir):
     command = [sys.executable, "-m", "headwater", "jobs", "serve", "--num_csx", "3", "--grace", "5"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert str(queue_dir) in process.stdout.readline()
@@ -162,7 +162,7 @@ def test_an_own_supervisor(headwater, queue_dir):
     assert headwater("jobs", "wait", NAMES[0])[0] == 1
 
 
-def test_a_submitted_run_is_seen_cancelled_and_goes_on(headwater, queue_dir, params, tmp_path):
+def test_a_submitted_run_can_be_watched_cancelled_and_resumed(headwater, queue_dir, params, tmp_path):
     run = tmp_path / "run"
     endless = ("--max_steps", 1_000_000, "--eval_frequency", 0, "--checkpoint_steps", 1_000_000)
     labels = ("--job_labels", "kind=test", "team=a", "--job_priority", "p1")
@@ -191,7 +191,7 @@ def test_a_submitted_run_is_seen_cancelled_and_goes_on(headwater, queue_dir, par
     assert len(history(run)) == last + 2
 
 
-def test_what_is_wrong_with_a_run_is_said_when_it_is_submitted(headwater, queue_dir, params):
+def test_errors_in_params_are_reported_at_submission(headwater, queue_dir, params):
     for words, message in (
         (("--num_csx", 4096), "got 4096"),
         (("--job_labels", "x"), "expected a label name=value, got 'x'"),
@@ -210,12 +210,12 @@ def test_durations_are_short():
     ]  # fmt: skip
 
 
-def test_what_is_for_submitted_jobs_only_is_said(headwater, params):
+def test_job_options_without_submit_get_a_notice(headwater, params):
     code, _, err = headwater("fit", params, "--validate_only", "--job_priority", "p1")
     assert code == 0 and "note: job_priority has no effect without --submit" in err
 
 
-def test_who_lists_jobs_does_not_wait_for_torch(queue_dir):
+def test_listing_jobs_does_not_import_torch(queue_dir):
     program = (
         "import sys\n"
         "from headwater.cli import csctl, main\n"

@@ -32,7 +32,7 @@ def pods(job):
     return [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
 
 
-def test_there_are_as_many_pods_as_the_ranks_need_and_they_end_with_the_job(write):
+def test_the_manifest_has_the_pods_that_the_ranks_need(write):
     code, documents, _ = write("--retries=5", "--name=first")
     assert code == 0
     job = documents["RayJob"]
@@ -52,7 +52,7 @@ def test_there_are_as_many_pods_as_the_ranks_need_and_they_end_with_the_job(writ
     assert resources["limits"] == resources["requests"] == {"cpu": "12", "memory": "49152Mi"}
 
 
-def test_pods_have_a_gpu_for_each_rank_where_that_is_asked_for(write):
+def test_pods_have_a_gpu_for_each_rank_on_request(write):
     def of(documents):
         (group,) = documents["RayJob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
         (container,) = group["template"]["spec"]["containers"]
@@ -62,7 +62,7 @@ def test_pods_have_a_gpu_for_each_rank_where_that_is_asked_for(write):
     assert of(write("--gpus_per_rank=1")[1]) == ("4", "4")
 
 
-def test_all_start_parameters_are_text_as_the_schema_wants_it(write):
+def test_ray_start_parameters_are_text(write):
     cluster = write()[1]["RayJob"]["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert all(type(value) is str for value in group["rayStartParams"].values())
@@ -83,7 +83,7 @@ def test_every_pod_has_the_volumes_and_the_params(write):
         }
 
 
-def test_the_command_trains_by_the_same_params(write, headwater, params, tmp_path):
+def test_the_command_in_the_manifest_trains_with_the_same_params(write, headwater, params, tmp_path):
     _, documents, _ = write("trainer.init.seed=17")
     words = shlex.split(documents["RayJob"]["spec"]["entrypoint"])
     assert words[:4] == ["headwater", "ray", "fit", "/etc/headwater/params.yaml"]
@@ -97,7 +97,7 @@ def test_the_command_trains_by_the_same_params(write, headwater, params, tmp_pat
     assert "nothing answers at 127.0.0.1:1" in error, "all but the cluster is there"
 
 
-def test_it_is_said_what_the_image_must_have(write, data):
+def test_a_note_lists_paths_that_the_image_must_contain(write, data):
     assert f"note: {data}/train is not in a volume, so the image must contain it" in write()[2]
 
 
@@ -113,18 +113,18 @@ def test_it_is_said_what_the_image_must_have(write, data):
         ("--volume=shared=data", "expected CLAIM=PATH, got 'shared=data'"),
         ("--memory=much", "'much' is not a size"),
         ("--memory=64", "expected at least 1 GiB of memory per rank, got 64 B for 4 ranks"),
-        ("--ranks_per_node=3", "8 ranks cannot be divided into 3 for each node"),
-        ("--retries=-1", "--retries is -1"),
+        ("--ranks_per_node=3", "8 ranks cannot be divided equally into nodes of 3"),
+        ("--retries=-1", "--retries >= 0, got -1"),
     ],
 )
-def test_what_cannot_be_is_refused(write, word, message):
+def test_invalid_combinations_are_refused(write, word, message):
     code, documents, error = write(word)
     assert code == 2
     assert message in error
     assert not documents
 
 
-def test_what_must_be_said_is_asked_for(headwater, params):
+def test_missing_options_are_errors(headwater, params):
     code, _, error = headwater("ray", "manifest", params)
     assert code == 2
     for option in ("--image", "--memory", "--volume", "--ranks_per_node"):

@@ -81,7 +81,7 @@ def halves(headwater, folder):
         assert (code, err) == (0, "") and re.search(rf"images +│ {count}", out), out
 
 
-def test_it_learns_to_say_what_it_sees(headwater, tmp_path):
+def test_llava_learns_captions(headwater, tmp_path):
     halves(headwater, tmp_path / "data")
     path = tmp_path / "params.yaml"
 

@@ -86,7 +86,7 @@ def test_a_rank_is_killed(headwater, params, kind, rank, undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize(("num_csx", "killed"), [(1, [0]), (2, [1, 0])])
-def test_a_run_starts_again_by_itself(headwater, params, undisturbed, num_csx, killed, tmp_path):
+def test_a_run_restarts_after_a_rank_died(headwater, params, undisturbed, num_csx, killed, tmp_path):
     run, number = tmp_path / "run", f"--num_csx={num_csx}"
     options = [*ALWAYS_SAVING, number, "--trainer.init.backend.micro_batch_size=4", "--max_restarts=2"]
     with running(params, options, run, STEPS) as launcher:
@@ -104,7 +104,7 @@ def test_a_run_starts_again_by_itself(headwater, params, undisturbed, num_csx, k
     assert losses(run) == pytest.approx(losses(undisturbed), rel=0 if num_csx == 2 else 1e-5)
 
 
-def test_what_would_come_again_ends_a_run_that_may_start_again(params, tmp_path):
+def test_a_reproducible_error_is_not_retried(params, tmp_path):
     words = ["--num_csx=2", "--max_restarts=5", "--trainer.fit.train_dataloader.data_dir=nowhere"]
     command = [sys.executable, "-m", "headwater", "fit", str(params), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -18,7 +18,7 @@ ONE = "--trainer.init.backend.micro_batch_size=4"
 """One rank that computes what two do: a batch of 8 in two parts."""
 
 
-def test_two_ranks_give_what_one_gives_and_the_same_each_time(headwater, params, two, tmp_path):
+def test_two_ranks_match_one_rank_and_are_reproducible(headwater, params, two, tmp_path):
     assert headwater("fit", params, ONE, model_dir(tmp_path / "one"))[0] == 0
     assert losses(two) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     tokens = [[record["tokens"] for record in history(run)] for run in (two, tmp_path / "one")]
@@ -33,7 +33,7 @@ def test_two_ranks_give_what_one_gives_and_the_same_each_time(headwater, params,
 
 
 @pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, TWO)])
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(headwater, params, two, before, after, tmp_path):
+def test_a_checkpoint_resumes_with_another_number_of_ranks(headwater, params, two, before, after, tmp_path):
     other = model_dir(tmp_path / "other")
     assert headwater("fit", params, before, other, "--trainer.init.loop.max_steps=3")[0] == 0
     code, output, error = headwater("fit", params, after, other)
@@ -42,7 +42,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(headwater, params, tw
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tmp_path, number):
+def test_an_interrupted_run_finishes_its_step_and_resumes(params, two, headwater, tmp_path, number):
     folder = tmp_path / "other"
     command = [sys.executable, "-m", "headwater", "fit", str(params), TWO, model_dir(folder)]
     endless = [*command, "--trainer.init.loop.max_steps=100000"]
@@ -66,7 +66,7 @@ def test_an_interrupted_run_ends_its_step_and_goes_on(params, two, headwater, tm
         ([TWO, "--trainer.fit.train_dataloader.batch_size=7"], "write 6 or 8"),
     ],
 )
-def test_what_cannot_be_is_refused(params, keys, message, tmp_path):
+def test_invalid_combinations_are_refused(params, keys, message, tmp_path):
     command = [sys.executable, "-m", "headwater", "fit", str(params), *keys]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0

@@ -30,9 +30,7 @@ def two(tmp_path_factory, data):
     return folder / "run"
 
 
-def test_the_disk_tier_gives_what_the_memory_tier_gives_and_the_same_each_time(
-    headwater, params, two, tmp_path
-):
+def test_the_disk_tier_matches_the_memory_tier_and_is_reproducible(headwater, params, two, tmp_path):
     assert headwater("fit", params, TWO, LAYERS, SLABS, model_dir(tmp_path / "memory"))[0] == 0
     assert headwater("fit", params, TWO, *on_disk(tmp_path / "disk"), model_dir(tmp_path / "again"))[0] == 0
     for other in (tmp_path / "memory", tmp_path / "again"):
@@ -41,9 +39,7 @@ def test_the_disk_tier_gives_what_the_memory_tier_gives_and_the_same_each_time(
 
 
 @pytest.mark.parametrize("begins_on_disk", [True, False])
-def test_a_checkpoint_goes_on_with_one_rank_in_memory_and_the_other_way_round(
-    headwater, params, two, begins_on_disk, tmp_path
-):
+def test_checkpoints_resume_across_tiers_and_rank_counts(headwater, params, two, begins_on_disk, tmp_path):
     disk, memory = [TWO, *on_disk(tmp_path / "disk")], ["--trainer.init.backend.micro_batch_size=4", LAYERS]
     before, after = (disk, memory) if begins_on_disk else (memory, disk)
     other = model_dir(tmp_path / "other")

@@ -113,9 +113,7 @@ def cluster():
 
 @pytest.mark.slow
 @needs_hosts
-def test_actors_on_one_node_and_on_two_give_the_bits_of_other_ranks_and_an_interrupt_ends_their_step(
-    cluster, alone, params, tmp_path
-):
+def test_ray_actors_are_bit_identical_to_processes_and_can_be_interrupted(cluster, alone, params, tmp_path):
     run = tmp_path / "run"
     code, output = cluster.fit(params, TWO, "--trainer.init.loop.max_steps=3")
     assert code == 0, output
@@ -167,7 +165,7 @@ def test_a_rank_whose_actor_is_killed_is_named_and_ends_the_run(cluster, params,
 
 @pytest.mark.slow
 @needs_hosts
-def test_what_ranks_cannot_do_is_said_once_and_what_the_cluster_has_not_is_refused(cluster, params):
+def test_ray_prints_an_error_once_and_refuses_missing_resources(cluster, params):
     code, output = cluster.fit(params, TWO, "--trainer.fit.train_dataloader.batch_size=7")
     assert code == 2, output
     assert "error: batch_size 7 cannot be divided" in output
@@ -188,8 +186,8 @@ def test_what_ranks_cannot_do_is_said_once_and_what_the_cluster_has_not_is_refus
         (["--address=127.0.0.1:1"], "nothing answers at 127.0.0.1:1"),
         (["--address=ray://127.0.0.1:10001"], "'ray://127.0.0.1:10001' is no address of a Ray cluster"),
         (["--address=here"], "'here' is no address"),
-        (["--ranks_per_node=3"], "2 ranks cannot be divided into 3 for each node"),
-        (["--cpus_per_rank=0"], "--cpus_per_rank is 0"),
+        (["--ranks_per_node=3"], "2 ranks cannot be divided equally into nodes of 3"),
+        (["--cpus_per_rank=0"], "--cpus_per_rank >= 1, got 0"),
         (
             ["--trainer.init.backend.compile_only=true"],
             "compile_only and validate_only cannot run on a Ray cluster",

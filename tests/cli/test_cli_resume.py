@@ -73,7 +73,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(headwater, p
     assert_same_run(run, undisturbed)
 
 
-def test_info_says_of_every_checkpoint_whether_it_is_whole(headwater, trained):
+def test_info_reports_damaged_checkpoints(headwater, trained):
     run = trained
     shutil.copytree(run / "checkpoint_6", run / "checkpoint_4")
     flip_byte(run / "checkpoint_3" / "weights_0000.safetensors")
@@ -112,7 +112,7 @@ def test_a_fine_tuning_command_that_is_run_again_continues(headwater, data, tmp_
     assert history(tmp_path / "stopped") == history(tmp_path / "whole")[:4]
 
 
-def test_a_run_is_sent_back_once_by_the_same_command(headwater, params, trained):
+def test_checkpoint_path_sends_a_run_back_only_once(headwater, params, trained):
     run = trained
     back = ("fit", params, f"--checkpoint_path={run / 'checkpoint_3'}", "--max_steps")
     code, _, error = headwater(*back, 5)
@@ -134,7 +134,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_and_room_again(headwater, small_disk, data, undisturbed):
+def test_a_run_resumes_after_a_full_disk(headwater, small_disk, data, undisturbed):
     params = write_params(small_disk, data)
     run = small_disk / "run"
     assert headwater("fit", params, "--max_steps", 3)[0] == 0

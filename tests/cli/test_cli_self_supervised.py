@@ -131,7 +131,7 @@ def run_params(path, model, section, folder, steps, *, every=10):
 
 
 @pytest.mark.parametrize(("model", "data"), [(DINO, pictures), (DIT, latents)], ids=["dino", "dit"])
-def test_a_run_goes_on_where_it_stopped(headwater, tmp_path, model, data):
+def test_a_self_supervised_run_resumes(headwater, tmp_path, model, data):
     section = {**data(tmp_path / "data"), "batch_size": 4, "shuffle": True}
     params = tmp_path / "params.yaml"
 
@@ -160,7 +160,7 @@ def test_a_run_goes_on_where_it_stopped(headwater, tmp_path, model, data):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
-def test_centers_neighbours_and_teacher_of_two_ranks_are_those_of_one(headwater, tmp_path):
+def test_two_ranks_have_the_centers_and_teacher_of_one(headwater, tmp_path):
     section = {**pictures(tmp_path / "data"), "batch_size": 4, "shuffle": True}
     disk = ("--trainer.init.backend.tier=disk", f"--disk={tmp_path / 'disk'}")
     runs = {"one": (), "two": ("--num_csx=2",), "store": ("--num_csx=2", "--num_memx=1", *disk)}

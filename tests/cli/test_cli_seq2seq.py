@@ -70,7 +70,7 @@ def write_texts(folder):
         ("t5", "T5DynamicDataProcessor", 4, "AdaFactor: {learning_rate: 0.1}"),
     ],
 )
-def test_it_learns(headwater, tmp_path, name, processor, extra_ids, optimizer):
+def test_training_reduces_the_loss(headwater, tmp_path, name, processor, extra_ids, optimizer):
     write_texts(tmp_path)
     if name == "t5":
         for part in ("train", "val"):

@@ -53,7 +53,7 @@ def steps_done(model_dir):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_saves_and_says_how_to_go_on(start, headwater, data, tmp_path, number):
+def test_an_interrupted_run_saves_and_prints_how_to_continue(start, headwater, data, tmp_path, number):
     params, run = write_params(tmp_path, data), tmp_path / "run"
     workers = "trainer.fit.train_dataloader.num_workers=1"
     process = start(
@@ -79,7 +79,7 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(start, headwater, data, 
     assert_same_checkpoint(run / name, tmp_path / "undisturbed" / name)
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(start, headwater, data, tmp_path):
+def test_a_killed_run_resumes_bit_identically(start, headwater, data, tmp_path):
     params, run = write_params(tmp_path, data), tmp_path / "run"
     process = start("fit", params, "--max_steps", FAR, "--eval_frequency", 0)
     wait_until(lambda: len(complete_checkpoints(run)) >= 2, process)

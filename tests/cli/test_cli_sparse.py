@@ -47,7 +47,7 @@ def test_a_resumed_run_has_the_masks_of_an_undisturbed_one(headwater, sparse_par
     assert not all(torch.equal(early[name], late[name]) for name in late)
 
 
-def test_ranks_change_masks_alike(headwater, sparse_params, tmp_path):
+def test_all_ranks_change_masks_equally(headwater, sparse_params, tmp_path):
     two, disk = "--num_csx=2", ("--trainer.init.backend.tier=disk", f"--disk={tmp_path / 'disk'}")
 
     def fit(name, *options, steps=6):
@@ -77,7 +77,7 @@ def test_ranks_change_masks_alike(headwater, sparse_params, tmp_path):
         (["--trainer.init.optimizer={Adafactor: {}}"], "Adafactor does not update each weight by itself"),
     ],
 )
-def test_what_cannot_be_is_refused(headwater, sparse_params, keys, message):
+def test_invalid_combinations_are_refused(headwater, sparse_params, keys, message):
     code, _, error = headwater("fit", sparse_params, *keys)
     assert code != 0
     assert message in " ".join(error.split())

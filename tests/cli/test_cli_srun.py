@@ -67,7 +67,7 @@ def run(*words, folder):
 
 
 @pytest.mark.parametrize("step", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
-def test_losses_are_those_of_ranks_that_headwater_has_started(params, alone, tmp_path, step):
+def test_losses_under_srun_equal_those_of_headwaters_launcher(params, alone, tmp_path, step):
     code, output = run(*step, *HEADWATER, "fit", params, "--num_csx=2", folder=tmp_path)
     assert code == 0, output
     assert losses(tmp_path / "run") == losses(alone)
@@ -80,7 +80,7 @@ exec torchrun --nnodes 2 --node_rank $SLURM_NODEID --nproc_per_node 1 \
 """
 
 
-def test_a_loop_of_ones_own_under_srun_and_under_torchrun_that_srun_has_started(tmp_path):
+def test_a_users_loop_under_srun_and_under_torchrun_in_srun(tmp_path):
     script = tmp_path / "start.sh"
     script.write_text(TORCHRUN.format(port=slurm_cluster.free_ports(1)[0]))
     python = (sys.executable,)
@@ -140,7 +140,7 @@ def scancel(process):
 
 
 @pytest.mark.parametrize("stop", [ctrl_c, scancel])
-def test_who_stops_a_step_gets_a_checkpoint(params, alone, tmp_path, stop):
+def test_stopping_a_slurm_step_writes_a_checkpoint(params, alone, tmp_path, stop):
     words = (*HEADWATER, "fit", params, "--num_csx=2", *ENDLESS, "--checkpoint_steps=1000000")
     with step_of("--disable-status", *TWO_NODES, *words, folder=tmp_path) as process:
         wait_for(tmp_path / "run/history.jsonl")

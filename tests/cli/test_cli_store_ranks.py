@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this m
 COMPUTE, STORE = "--num_csx=2", "--num_memx=1"
 
 
-def test_a_store_rank_changes_no_bit(headwater, params, two, tmp_path):
+def test_store_ranks_are_bit_identical(headwater, params, two, tmp_path):
     code, output, error = headwater("fit", params, COMPUTE, STORE, model_dir(tmp_path))
     assert code == 0, output + error
     assert history(tmp_path) == history(two)
@@ -19,7 +19,7 @@ def test_a_store_rank_changes_no_bit(headwater, params, two, tmp_path):
 
 
 @pytest.mark.parametrize("placements", [([STORE], ["--num_memx=2"]), ([], [STORE]), ([STORE], [])])
-def test_a_checkpoint_goes_on_with_another_placement(headwater, params, two, placements, tmp_path):
+def test_a_checkpoint_resumes_with_another_placement(headwater, params, two, placements, tmp_path):
     for placement, steps in zip(placements, (3, 6), strict=True):
         options = (*placement, model_dir(tmp_path), f"--trainer.init.loop.max_steps={steps}")
         assert headwater("fit", params, COMPUTE, *options)[0] == 0
@@ -34,7 +34,7 @@ def test_one_rank_computes_and_one_stores(headwater, params, tmp_path):
     assert losses(runs[0]) == losses(runs[1])
 
 
-def test_a_loss_that_is_not_finite_is_said_and_what_was_before_is_saved(headwater, params, tmp_path):
+def test_a_non_finite_loss_is_reported_and_the_previous_step_saved(headwater, params, tmp_path):
     """Only the rank that computes it knows where it began; the store rank hears of it in time."""
     steep = "--trainer.init.schedulers=[{ConstantLR: {learning_rate: 1e30}}]"
     code, output, error = headwater("fit", params, STORE, model_dir(tmp_path), steep)
@@ -44,7 +44,7 @@ def test_a_loss_that_is_not_finite_is_said_and_what_was_before_is_saved(headwate
 
 
 @pytest.mark.skipif(available() is not None, reason=str(available()))
-def test_a_host_of_store_ranks_changes_no_bit(params, two, tmp_path):
+def test_a_host_of_store_ranks_is_bit_identical(params, two, tmp_path):
     arguments = ["fit", str(params), COMPUTE, "--num_memx=2", model_dir(tmp_path / "run")]
     with Hosts(2) as hosts:
         launchers = hosts.start_ranks(arguments, 2, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
@@ -55,9 +55,7 @@ def test_a_host_of_store_ranks_changes_no_bit(params, two, tmp_path):
 
 
 @pytest.mark.parametrize("store", [STORE, "--num_memx=2"])
-def test_store_ranks_that_keep_weights_on_disk_change_no_bit_and_go_on_in_memory(
-    headwater, params, two, store, tmp_path
-):
+def test_store_ranks_on_disk_are_bit_identical_and_resume_in_memory(headwater, params, two, store, tmp_path):
     disk = (f"--disk={tmp_path}/disk", "--trainer.init.backend.tier=disk")
     for options in ((store, *disk, "--trainer.init.loop.max_steps=3"), (STORE,), (store, *disk)):
         code, output, error = headwater("fit", params, COMPUTE, model_dir(tmp_path / "run"), *options)

@@ -43,14 +43,14 @@ def port():
         return found.getsockname()[1]
 
 
-def test_other_params(params, port, tmp_path):
+def test_ranks_with_different_params_are_refused(params, port, tmp_path):
     codes, printed = started(params, port, ["--seed=1"], ["--seed=2"])
     assert 0 not in codes
     assert "rank 1 has another trainer.init.seed than rank 0: 2, and 1" in printed[0]
     assert not (tmp_path / "run/history.jsonl").exists()
 
 
-def test_other_data(params, data, port, tmp_path):
+def test_ranks_with_different_data_are_refused(params, data, port, tmp_path):
     shutil.copytree(data / "train", tmp_path / "other")
     with h5py.File(next((tmp_path / "other").glob("*.h5")), "r+") as file:
         file["data"][0, 0, 0] += 1

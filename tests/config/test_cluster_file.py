@@ -39,12 +39,12 @@ def load(folder, document):
     return load_cluster(file)
 
 
-def test_those_that_ship_are_valid():
+def test_shipped_cluster_files_are_valid():
     assert sorted(shipped_clusters()) == ["8xh100", "cs2", "desktop_gpu", "two_cores"]
     assert all(load_cluster(name).description for name in shipped_clusters())
 
 
-def test_what_the_documents_state_of_a_system():
+def test_cs2_has_the_published_numbers():
     cs2 = load_cluster("cs2")
     assert cs2.network.bytes_per_s == pytest.approx(1.2e12 / 8)
     assert cs2.host.accelerator.memory == 40 * 10**9
@@ -74,7 +74,7 @@ def test_rates(text, rate):
 
 
 @pytest.mark.parametrize("text", ["fast", "50 GB", "-1 GB/s", "10 XB/s", float("inf"), True])
-def test_what_is_no_rate(text):
+def test_text_that_is_not_a_rate_is_refused(text):
     with pytest.raises(ConfigError, match="is not a rate"):
         parse_rate(text)
 
@@ -98,27 +98,27 @@ def test_what_is_no_rate(text):
         (("description",), None, "the key 'description' is missing"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, path, value, message):
+def test_errors_name_the_wrong_key(tmp_path, path, value, message):
     with pytest.raises(ConfigError, match=message) as refused:
         load(tmp_path, changed(path, value))
     assert "cluster.yaml" in refused.value.where
     assert refused.value.remedy
 
 
-def test_an_accelerator_on_the_network_is_a_host_of_its_own(tmp_path):
+def test_an_accelerator_on_the_network_needs_a_host_with_one_rank(tmp_path):
     document = changed(("host", "accelerator"), {"memory": "40GB"}) | {"store": STORE}
     with pytest.raises(ConfigError, match="write ranks: 1"):
         load(tmp_path, document)
 
 
-def test_a_name_that_does_not_ship():
+def test_an_unknown_cluster_file_name():
     with pytest.raises(ConfigError, match="no cluster file 'two_core'") as refused:
         find_cluster("two_core")
     assert "two_cores" in refused.value.remedy
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "hosts: [", "just text"])
-def test_what_is_no_mapping(tmp_path, text):
+def test_a_cluster_file_that_is_not_a_mapping(tmp_path, text):
     file = tmp_path / "cluster.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match="cluster file"):

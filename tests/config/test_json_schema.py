@@ -113,7 +113,7 @@ def test_the_two_forms_do_not_mix(fault):
 
 def test_editors_show_what_a_key_means(schema):
     loop = schema.schema["$defs"]["LoopConfig"]["properties"]
-    assert loop["num_epochs"]["description"].startswith("Passes over the training data.")
+    assert loop["num_epochs"]["description"].startswith("Number of passes over the training data.")
     loader = schema.schema["$defs"]["GptDataConfig"]["properties"]
     assert loader["use_worker_cache"]["deprecated"]
     assert loader["batch_size"]["description"] == "Samples of one step over all ranks."

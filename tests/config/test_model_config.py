@@ -74,7 +74,7 @@ def test_bounds_must_be_in_order():
 
 
 @given(start=st.integers(0, 50), max_steps=st.integers(1, 100), num_steps=st.integers(1, 100))
-def test_what_comes_first_ends_the_loop(start, max_steps, num_steps):
+def test_the_first_limit_reached_ends_the_loop(start, max_steps, num_steps):
     both = LoopConfig(max_steps=max_steps, num_steps=num_steps).end_step(start)
     assert both == min(
         LoopConfig(max_steps=max_steps).end_step(start), LoopConfig(num_steps=num_steps).end_step(start)

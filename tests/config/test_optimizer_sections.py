@@ -42,6 +42,6 @@ def test_optimizers_are_built_with_their_own_defaults(name):
     assert same == set(spec.kwargs)
 
 
-def test_milestones_increase():
+def test_milestones_must_be_increasing():
     with pytest.raises(ValueError, match="milestones must be strictly increasing"):
         ScheduleConfig.model_validate({"MultiStepLR": {**SCHEDULES["MultiStepLR"], "milestones": [6, 2]}})

@@ -47,7 +47,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_model_is_the_public_one(name):
+def test_shipped_models_equal_the_public_ones(name):
     public = load_params(public_params("nlp") / f"{PUBLIC[name]}.yaml").init.model
     ours = decoder_meaning(load_params(find_params(name)).init.model)
     different = {key for key, value in decoder_meaning(public).items() if ours[key] != value}

@@ -108,9 +108,7 @@ OLDER_CASES = [
 
 
 @pytest.mark.parametrize(("old", "new", "place", "what", "remedy"), OLDER_CASES)
-def test_bad_values_in_the_older_form_are_named_as_the_user_wrote_them(
-    tmp_path, old, new, place, what, remedy
-):
+def test_errors_name_keys_of_the_older_form(tmp_path, old, new, place, what, remedy):
     assert old in OLDER
     path = write(tmp_path, OLDER.replace(old, new, 1))
     error = error_of(path)
@@ -132,7 +130,7 @@ def test_further_problems_are_listed(tmp_path):
     assert "trainer.init.checkpoint.steps" in error.what
 
 
-def test_two_optimizers_are_one_too_many(tmp_path):
+def test_two_optimizers_are_refused(tmp_path):
     path = write(
         tmp_path, NEWER.replace("    schedulers:\n    - Seq", "      SGD: {}\n    schedulers:\n    - Seq")
     )
@@ -208,7 +206,7 @@ TREES = st.recursive(
     value=TREES,
     section=st.sampled_from(["backend", "optimizer", "schedulers", "callbacks", "loop", "model", "seed"]),
 )
-def test_no_value_gets_past_the_schema_as_anything_but_a_config_error(value, section, tmp_path_factory):
+def test_any_invalid_value_is_a_config_error(value, section, tmp_path_factory):
     path = write(tmp_path_factory.getbasetemp(), NEWER, "fuzz.yaml")
     try:
         load_params(path, {f"trainer.init.{section}": value})
@@ -241,7 +239,7 @@ def test_any_text_is_a_document_or_a_config_error(text):
     ],
     ids=range(7),
 )
-def test_odd_values_are_short_errors_of_the_project(tmp_path, old, new, what):
+def test_errors_of_odd_values_are_short(tmp_path, old, new, what):
     assert old in NEWER
     with pytest.raises(ConfigError) as raised:
         load_params(write(tmp_path, NEWER.replace(old, new, 1)))

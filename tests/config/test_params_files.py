@@ -76,7 +76,7 @@ def test_params_are_found_by_name_and_by_path(tmp_path):
         find_params("nothing")
 
 
-def test_what_several_files_extend_is_no_run():
+def test_base_files_are_not_listed_as_runs():
     base = shipped_params()["gpt/tiny"].parents[1] / "_decoder.yaml"
     assert "extends: ../_decoder.yaml" in shipped_params()["llama/llama1_7b"].read_text()
     assert base.is_file()

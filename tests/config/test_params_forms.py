@@ -31,7 +31,7 @@ def test_both_forms_give_equal_runs(newer, older):
     assert first.source != second.source
 
 
-def test_the_run_says_what_the_file_says(newer):
+def test_a_run_has_the_values_of_the_file(newer):
     init = load_params(newer).init
     assert init.model_dir == Path("runs/a")
     assert (init.seed, init.model.hidden_size, init.backend.num_csx) == (7, 32, 2)
@@ -99,7 +99,7 @@ def test_without_a_precision_section_the_run_is_fp32(tmp_path):
     )
 
 
-def test_keys_without_effect_are_told(tmp_path):
+def test_keys_without_effect_get_a_notice(tmp_path):
     text = NEWER.replace("log_loss_scale: true", "precision_opt_level: 1")
     text = text.replace("- ComputeNorm: {}", "- ScopedTrainFlags: {csx.performance.micro_batch_size: 8}")
     path = write(tmp_path, text.replace("num_csx: 2", "num_csx: 2, num_workers_per_csx: 1"))
@@ -110,18 +110,18 @@ def test_keys_without_effect_are_told(tmp_path):
     ]
 
 
-def test_older_keys_without_effect_are_told_under_their_own_name(tmp_path):
+def test_notices_name_keys_of_the_older_form(tmp_path):
     path = write(tmp_path, OLDER + "  save_losses: true\n  precision_opt_level: 1\n")
     assert told(path) == ["runconfig.save_losses", "runconfig.precision_opt_level"]
 
 
-def test_a_logger_of_what_is_always_shown_is_told(tmp_path):
+def test_a_logger_without_effect_gets_a_notice(tmp_path):
     loggers = "    loggers:\n    - ProgressLogger: {}\n    callbacks:"
     path = write(tmp_path, NEWER.replace("    callbacks:", loggers))
     assert told(path) == ["trainer.init.loggers[0].ProgressLogger"]
 
 
-def test_cbfloat16_and_its_loss_scale_are_told(tmp_path):
+def test_cbfloat16_and_its_loss_scale_get_a_notice(tmp_path):
     text = NEWER.replace("fp16_type: bfloat16", "fp16_type: cbfloat16\n      loss_scaling_factor: dynamic")
     assert told(write(tmp_path, text)) == [
         "trainer.init.precision.fp16_type",

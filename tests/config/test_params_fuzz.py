@@ -10,7 +10,7 @@ from headwater.core.errors import HeadwaterError
 
 
 @pytest.mark.parametrize("name", ["llama/tiny", "vit/large", "esm2/tiny"])
-def test_a_source_of_the_fuzzing_is_valid_in_another_folder(name, tmp_path):
+def test_fuzzed_files_are_valid_before_mutation(name, tmp_path):
     path = tmp_path / "params.yaml"
     path.write_text(text_of(shipped_params()[name]))
     assert load_params(path).init == load_params(shipped_params()[name]).init

@@ -11,7 +11,7 @@ FOLDER = SHARED / "public_params" / "multimodal" / "llava" / "configs"
 
 @pytest.mark.parametrize("phase", [1, 2])
 @pytest.mark.parametrize("size", ["7b", "13b"])
-def test_shipped_models_are_the_public_ones(size, phase):
+def test_shipped_llava_models_equal_the_public_ones(size, phase):
     if not FOLDER.is_dir():
         pytest.skip("the public params files are not here")
     public = load_params(FOLDER / f"params_llava_v1p5_pretrain_{size}_phase{phase}_MSL2K.yaml")

@@ -69,7 +69,7 @@ def test_both_spellings_of_num_csx_are_one_key(tmp_path):
     assert load_params(path, ["--trainer.init.backend.cluster_config.num_csx=5"]).init.backend.num_csx == 5
 
 
-def test_checkpoint_path_goes_only_where_there_is_a_section(tmp_path):
+def test_checkpoint_path_is_set_only_in_existing_sections(tmp_path):
     path = write(tmp_path, NEWER[: NEWER.index("  validate:")])
     run = load_params(path, ["--checkpoint_path=c.mdl"])
     assert run.fit is not None
@@ -98,7 +98,7 @@ def test_bad_overrides(newer, flag, where, what, remedy):
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.integers(1, 10**9), rate=st.floats(1e-9, 1.0), seed=st.integers(0, 2**40))
-def test_scalars_mean_on_the_command_line_what_they_mean_in_a_file(newer, steps, rate, seed):
+def test_the_command_line_reads_scalars_as_yaml(newer, steps, rate, seed):
     path = "trainer.init.optimizer.AdamW.weight_decay"
     run = load_params(newer, [f"--max_steps={steps}", f"--{path}={rate!r}", f"--seed={seed}"])
     assert run.init.loop.max_steps == steps

@@ -56,7 +56,7 @@ def changed(old, new, text=GPT):
     return text.replace(old, new)
 
 
-def test_keys_of_older_releases_mean_what_they_meant(tmp_path):
+def test_keys_of_older_releases_keep_their_meaning(tmp_path):
     run = load_params(older(tmp_path))
     assert (run.init.model.name, run.init.model.position_embedding_type) == ("gpt2", "learned")
     assert run.init.optimizer_spec.kwargs["eps"] == 1e-6
@@ -91,14 +91,14 @@ def test_the_folder_names_the_model(folder, name):
     assert model_of_folders(Path("/zoo", folder, "params.yaml"))[0] == name
 
 
-def test_the_name_from_the_folder_is_said(tmp_path):
+def test_a_notice_names_the_model_taken_from_the_folder(tmp_path):
     path = older(tmp_path)
     expected = f"{path}: the model is assumed to be gpt2, from the folder gpt2; --model NAME sets another"
     assert expected in load_params(path).notices
 
 
 @pytest.mark.parametrize("folder", ["params", "gpt2/bert/configs"])
-def test_a_model_that_no_folder_names_is_asked_for(tmp_path, folder):
+def test_a_missing_model_name_is_an_error(tmp_path, folder):
     path = older(tmp_path, folder=folder)
     with pytest.raises(ConfigError, match="the key 'name' of the model is missing") as raised:
         load_params(path)
@@ -106,11 +106,11 @@ def test_a_model_that_no_folder_names_is_asked_for(tmp_path, folder):
     assert load_params(path, ["--model=gpt3"]).init.model.name == "gpt3"
 
 
-def test_the_command_line_names_the_model_before_the_folder_does(tmp_path):
+def test_the_model_name_of_the_command_line_replaces_the_folders(tmp_path):
     assert load_params(older(tmp_path), ["--model=gpt3"]).init.model.name == "gpt3"
 
 
-def test_a_name_in_the_file_comes_before_the_folder(tmp_path):
+def test_the_model_name_of_the_file_replaces_the_folders(tmp_path):
     run = load_params(older(tmp_path, changed("model:\n", "model:\n  name: gpt3\n")))
     assert run.init.model.name == "gpt3"
     assert not any("taken to be" in notice for notice in run.notices)
@@ -130,7 +130,7 @@ def test_a_name_in_the_file_comes_before_the_folder(tmp_path):
         ("use_bfloat16: true", "use_bfloat16: [1]", ["use_bfloat16", "found [1]"]),
     ],
 )
-def test_what_has_no_meaning_stays_an_error(tmp_path, old, new, words):
+def test_unsupported_values_of_older_keys_are_errors(tmp_path, old, new, words):
     with pytest.raises(ConfigError) as raised:
         load_params(older(tmp_path, changed(old, new)))
     assert all(word in str(raised.value) for word in words), str(raised.value)
@@ -141,7 +141,7 @@ def test_half_precision_was_float16_without_bfloat16(tmp_path):
     assert run.init.precision.precision == Precision("fp16", "dynamic")
 
 
-def test_adjusted_learning_rates_need_no_word_around_the_schedule(tmp_path):
+def test_adjust_learning_rate_wraps_schedules_of_the_older_form(tmp_path):
     ramp = "{scheduler: Linear, initial_learning_rate: 0.0, end_learning_rate: 0.1, steps: 10}"
     decay = "{scheduler: Linear, initial_learning_rate: 0.1, end_learning_rate: 0.0, alpha: 0.1, steps: 90}"
     text = changed(
@@ -183,7 +183,7 @@ sparsity:
         load_params(older(tmp_path, GPT + section.replace("'.*proj", "'(a|b)proj")))
 
 
-def test_preferences_had_the_policy_in_the_same_section(tmp_path):
+def test_the_policy_of_older_dpo_files_gets_its_own_section(tmp_path):
     text = changed("model:\n", "model:\n  dpo: {beta: 0.01}\n  model_name: mistral\n")
     data = changed(
         "GptHDF5DataProcessor\n  data_dir: data/train\n  max_sequence_length: 16\n",
@@ -204,14 +204,14 @@ csconfig: {use_cbfloat16: false}
 """
 
 
-def test_digits_had_one_data_processor(tmp_path):
+def test_older_mnist_files_get_their_data_processor(tmp_path):
     run = load_params(older(tmp_path, DIGITS, "fc_mnist"))
     assert (run.fit.train_dataloader.split, run.validation.val_dataloader.split) == ("train", "val")
     assert run.init.loop.end_step(0) == 1500
 
 
 @pytest.mark.parametrize(("given", "end"), [("max_steps: 1500", 1500), ("max_steps: 2500", 2000)])
-def test_the_measure_that_comes_first_ends_the_run(tmp_path, given, end):
+def test_the_first_of_several_lengths_ends_the_run(tmp_path, given, end):
     run = load_params(older(tmp_path, DIGITS.replace("max_steps: 1500", given), "fc_mnist"))
     assert run.init.loop.end_step(0) == end
 
@@ -267,7 +267,7 @@ runconfig: {{max_steps: 1}}
     assert (init.model.softmax_temperature, init.precision.enabled) == (8.0, True)
 
 
-def test_masked_losses_are_scaled_as_the_data_said(tmp_path):
+def test_dynamic_mlm_scale_of_the_data_scales_the_models_loss(tmp_path):
     text = """\
 train_input:
   {data_processor: BertCSVDataProcessor, data_dir: d, batch_size: 2, dynamic_mlm_scale: true, buckets: [4]}
@@ -293,7 +293,7 @@ def test_a_file_that_only_evaluates_needs_no_optimizer(tmp_path):
     assert any("EleutherEvalHarness has no effect" in notice for notice in run.notices)
 
 
-def test_precision_is_not_said_twice_in_different_ways(tmp_path):
+def test_contradicting_precision_keys_are_refused(tmp_path):
     text = NEWER + "    precision: {fp16_type: float16}\n"
     with pytest.raises(ConfigError, match="have the same meaning, but different values"):
         load_params(write(tmp_path, text))

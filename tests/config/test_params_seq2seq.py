@@ -93,6 +93,6 @@ def test_adafactor_is_torchs():
     assert torch.equal(*updated)
 
 
-def test_the_file_that_ships_loads():
+def test_the_shipped_file_loads():
     run = load_params(files("headwater") / "params" / "transformer" / "tiny_multi30k.yaml")
     assert run.init.model.name == "transformer" and run.fit.train_dataloader.tgt_data_dir is not None

@@ -43,14 +43,14 @@ MERGES = "m0: &m0 {x: 1, y: 2}\n" + "".join(
     ],
     ids=lambda value: value[:20],
 )
-def test_a_file_that_cannot_be_read_is_an_error_of_the_project(text, what):
+def test_an_unreadable_file_is_a_config_error(text, what):
     with pytest.raises(ConfigError) as raised:
         parse_yaml(text, "params.yaml")
     assert what in raised.value.what
     assert len(str(raised.value)) < 1000
 
 
-def test_a_key_that_is_repeated_with_its_value_is_told():
+def test_a_repeated_key_with_the_same_value_gets_a_notice():
     document = parse_yaml("a: 1\nb:\n  c: x\n  c: x\n", "params.yaml")
     assert document.tree == {"a": 1, "b": {"c": "x"}}
     assert document.notices == ("params.yaml, line 4: c occurs twice, with the same value",)

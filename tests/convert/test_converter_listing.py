@@ -127,4 +127,4 @@ def test_between_releases_there_is_nothing_to_convert(formats, tmp_path, capsys)
     assert main(["checkpoint", *words.split()]) == 2
     message = capsys.readouterr().err
     assert f"{source} and {target} both mean the format" in message
-    assert "use IN as it is" in message
+    assert "use IN without conversion" in message

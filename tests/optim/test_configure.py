@@ -182,7 +182,7 @@ def test_learning_rates_in_every_spelling(rate, expected):
     assert rates(scheduler, 3) == pytest.approx(expected)
 
 
-def test_what_a_learning_rate_becomes():
+def test_schedulers_made_from_learning_rates():
     assert configure_lr_scheduler(sgd(), None) is None
     assert type(configure_lr_scheduler(sgd(), 0.1)) is ConstantLR
     constant = {"scheduler": "Constant", "learning_rate": 0.25, "total_iters": 2}
@@ -191,7 +191,7 @@ def test_what_a_learning_rate_becomes():
     assert type(configure_lr_scheduler(sgd(), chained)) is ChainedLR
 
 
-def test_tags_hold_for_the_parts():
+def test_tags_apply_to_parts_of_a_scheduler():
     optimizer = sgd({"tags": ("a",)}, {})
     parts = [{"LinearLR": {**LINEAR, "total_iters": 2}}, {"ConstantLR": {"learning_rate": 0.25}}]
     scheduler = configure_scheduler(

@@ -22,7 +22,7 @@ print("torch._dynamo" in sys.modules)
 
 
 @pytest.mark.parametrize("name", sorted(optimizers()))
-def test_steps_have_the_bits_of_the_class(name):
+def test_eager_steps_are_bit_identical(name):
     def trained(kind):
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5, 2))]

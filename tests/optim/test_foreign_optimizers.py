@@ -142,7 +142,7 @@ class MyAdamW(torch.optim.AdamW):
         (torch.optim.LBFGS, "LBFGS cannot be used here: it calls the model several times"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused_with_the_line_to_write(make, reason):
+def test_unstreamable_optimizers_are_refused_with_a_remedy(make, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         OptimizerSpec.of(make(params()))
     assert "optimizer = headwater.optim.AdamW(model.parameters(), lr=1e-3)" in caught.value.remedy
@@ -154,7 +154,7 @@ def transformers_adafactor(params, lr):
 
 
 @pytest.mark.parametrize("make", [Plain, MyAdamW, transformers_adafactor])
-def test_a_foreign_class_that_can_be_streamed_is(make):
+def test_streamable_foreign_classes_are_accepted(make):
     ours, theirs = params(), params()
     optimizer = make(theirs, lr=0.05)
     spec = OptimizerSpec.of(optimizer)
@@ -214,14 +214,14 @@ def test_lamb_and_lion_are_known():
         assert type(OptimizerSpec(name, {"lr": 0.1}).build(params())) is kind
 
 
-def test_a_namesake_of_a_known_class_is_another():
+def test_a_class_with_a_known_name_is_still_foreign():
     class AdamW(Plain):
         pass
 
     assert OptimizerSpec.of(AdamW(params())).name.endswith("<locals>.AdamW")
 
 
-def test_options_of_a_group_are_what_the_optimizer_reads():
+def test_group_options_contain_only_the_optimizers_keys():
     groups = [{"params": params(), "lr": torch.tensor(0.5), "tags": ("a",), "betas": [0.5, 0.6]}]
     optimizer = torch.optim.Adam(groups, lr=0.1, eps=1e-5)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)

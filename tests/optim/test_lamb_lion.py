@@ -56,7 +56,7 @@ def flat_gradients(index):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_lion_is_that_of_its_paper(decay):
+def test_lion_equals_the_papers_formula(decay):
     params = [torch.nn.Parameter(value) for value in values(0)]
     ours = train(Lion(params, lr=0.01, betas=(0.9, 0.97), weight_decay=decay), params)
     for index, (start, end) in enumerate(zip(values(0), ours, strict=True)):
@@ -69,7 +69,7 @@ def test_lion_is_that_of_its_paper(decay):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_lamb_is_that_of_its_paper(decay):
+def test_lamb_equals_the_papers_formula(decay):
     params = [torch.nn.Parameter(value) for value in values(0)]
     ours = train(Lamb(params, lr=0.02, betas=(0.8, 0.99), eps=1e-5, weight_decay=decay), params)
     for index, (start, end) in enumerate(zip(values(0), ours, strict=True)):
@@ -109,7 +109,7 @@ def test_each_group_has_its_options(kind):
 
 
 @pytest.mark.parametrize("kind", [Lamb, Lion])
-def test_going_on_from_a_state_dict_gives_the_same_bits(kind):
+def test_resuming_from_a_state_dict_is_bit_identical(kind):
     params = [torch.nn.Parameter(value) for value in values(0, torch.float32)]
     optimizer = kind(params, lr=0.01, weight_decay=0.1)
     train(optimizer, params, steps=3)

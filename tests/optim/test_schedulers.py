@@ -101,7 +101,7 @@ def test_arguments_may_be_positional(name):
         assert kind(make_optimizer(), *(arguments[key] for key in order)).schedule == named.schedule
 
 
-def test_the_families_are_whole():
+def test_both_families_have_all_schedules():
     for module, suffix in ((lr_scheduler, "LR"), (weight_decay_scheduler, "WD")):
         for name in (*LR_ARGUMENTS, *COMBINED):
             assert inspect.isclass(getattr(module, name + suffix))
@@ -189,7 +189,7 @@ def test_an_optimizer_without_the_option_is_refused():
         ConstantWD(optimizer, 0.1)
 
 
-def test_groups_that_must_not_decay_are_left_alone_unless_named():
+def test_no_decay_groups_change_only_if_tagged():
     optimizer = make_optimizer({}, {"weight_decay": 0.0, "no_weight_decay": True, "tags": ("a",)})
     LinearWD(optimizer, 0.1, 1.0, 10)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -220,7 +220,7 @@ def test_a_chain_multiplies():
     assert values(chain, "lr", 4) == pytest.approx([1.0, 0.5, 0.025, 0.0125])
 
 
-def test_parts_must_go_together():
+def test_parts_of_other_optimizers_are_refused():
     optimizer, other = make_optimizer({"tags": ("a",)}), make_optimizer()
     rate = ConstantLR(optimizer, 0.1, 3)
     for part in (ConstantWD(optimizer, 0.1), ConstantLR(other, 0.1)):
@@ -262,7 +262,7 @@ def test_wrong_arguments_are_named(make, message):
     assert optimizer.param_groups[0]["lr"] == 5.0
 
 
-def test_a_family_member_of_ones_own():
+def test_a_user_defined_scheduler():
     @dataclasses.dataclass(frozen=True)
     class Halving(schedules.Schedule):
         initial: float

@@ -132,7 +132,7 @@ def test_exponential(initial, rate):
 
 
 @holds_for(initial=RATES, rate=FACTORS, length=LENGTHS)
-def test_exponential_in_stairs_is_a_step(initial, rate, length):
+def test_exponential_with_staircase_equals_step(initial, rate, length):
     make = bound(torch_schedulers.StepLR, step_size=length, gamma=rate)
     expected = torch_closed(make, initial, 90)
     assert_equal(Step(initial, length, rate), expected)
@@ -246,7 +246,7 @@ def test_sequential_equals_torch(warm, decay, rest):
 
 
 @holds_for(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), step=st.integers(0, 60))
-def test_sequential_gives_each_part_its_own_step(lengths, step):
+def test_sequential_counts_steps_of_each_part_from_zero(lengths, step):
     milestones = tuple(sum(lengths[: i + 1]) for i in range(len(lengths)))
     parts = tuple(Linear(i, i + 0.5, 10) for i in range(len(lengths) + 1))
     value = Sequential(parts, milestones).value(step)
@@ -304,6 +304,6 @@ def test_schedules_are_values():
         (lambda: Cyclic(0.1, 1.0, mode="exp_range", scale_mode="cycle"), "with mode 'exp_range'"),
     ],
 )
-def test_what_does_not_go_together_is_refused(make, message):
+def test_invalid_schedules_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()

@@ -78,7 +78,7 @@ class Piecewise:
 
 
 @pytest.mark.parametrize(("name", "kwargs"), OPTIMIZERS)
-def test_piece_by_piece_is_the_same(name, kwargs):
+def test_updates_of_slices_equal_updates_of_whole_parameters(name, kwargs):
     params = parameters()
     fused = {"fused": True} if name in FUSED else {}
     plain = getattr(headwater.optim, name)(groups(name, params), **kwargs, **fused)

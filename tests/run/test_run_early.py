@@ -20,7 +20,7 @@ class OnMeta(Classifier):
 
 
 @pytest.mark.parametrize("option", ["--validate_only", "--compile_only"])
-def test_nothing_is_trained(tmp_path, capsys, option):
+def test_compile_only_and_validate_only_do_not_train(tmp_path, capsys, option):
     params = write_params(tmp_path, text=PARAMS)
     DEVICES.clear()
     run(OnMeta, get_train_dataloader, argv=["--params", str(params), "--mode", "train", option])

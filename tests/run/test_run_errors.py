@@ -47,7 +47,7 @@ def without(section):
 # params
 
 
-def test_what_a_model_is_given(tmp_path):
+def test_user_params_with_values_of_the_command_line(tmp_path):
     path = tmp_path / "params.yaml"
     path.write_text(PARAMS.replace("seed: 5", "seed: 5\n  checkpoint_path: somewhere"))
     options = {"num_steps": 9, "batch_size": 16, "model.widths": [1], "checkpoint_steps": 0}
@@ -64,13 +64,13 @@ def test_what_a_model_is_given(tmp_path):
 
 
 @pytest.mark.parametrize("section", ["model", "train_input", "eval_input"])
-def test_sections_of_the_users_own_may_be_missing(tmp_path, section):
+def test_sections_for_the_users_functions_are_optional(tmp_path, section):
     path = write_params(tmp_path, text=without(section))
     assert load_user_params(path).params[section] == {}
 
 
 @pytest.mark.parametrize("section", ["optimizer", "runconfig"])
-def test_sections_that_must_be_there(tmp_path, section):
+def test_missing_required_sections_are_errors(tmp_path, section):
     path = tmp_path / "params.yaml"
     path.write_text(without(section))
     with pytest.raises(ConfigError, match=f"no section '{section}'"):
@@ -171,7 +171,7 @@ def test_models_that_cannot_be_trained(refused, model, texts):
     assert all(text in err for text in texts), err
 
 
-def test_an_exception_in_the_users_model_is_the_users(tmp_path):
+def test_an_exception_in_the_users_model_is_not_wrapped(tmp_path):
     class Broken(Classifier):
         steps = 0
 
@@ -219,7 +219,7 @@ def test_a_batch_that_is_not_full_cannot_be_divided(refused):
     assert "7 samples cannot be divided into 2 equal micro-batches" in err
 
 
-def test_only_fit_starts_again_by_itself(refused):
+def test_max_restarts_is_refused_outside_fit(refused):
     assert "only `headwater fit` starts a run again by itself" in refused("--max_restarts", "2")
     with pytest.raises(ConfigError, match=r"(?s)only `headwater fit`.*cluster_config\.max_restarts"):
         headwater.backend("CSX", cluster_config={"max_restarts": 1})

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("own_models.py")
 
 
 @pytest.mark.skipif(available() is not None, reason=str(available()))
-def test_two_hosts_give_the_bits_of_two_ranks_of_one_host(tmp_path):
+def test_two_hosts_are_bit_identical_to_two_ranks(tmp_path):
     words = ["--mode", "train_and_eval", "--num_csx", "2", "--params"]
     one, two = write_params(tmp_path, "one"), write_params(tmp_path, "two")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

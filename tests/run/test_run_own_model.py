@@ -120,7 +120,7 @@ def test_a_run_in_two_parts_equals_one_in_one(tmp_path, workers):
     assert_equal_checkpoints(tmp_path / "whole" / "checkpoint_18", tmp_path / "parts" / "checkpoint_18")
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, capsys):
+def test_a_killed_run_resumes_bit_identically(tmp_path, capsys):
     params, folder = write_params(tmp_path), tmp_path / "run"
     script = Path(__file__).with_name("own_models.py")
     words = ["--params", str(params), "--mode", "train", *STREAMED, "--max_steps", "1000000"]

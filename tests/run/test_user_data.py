@@ -46,7 +46,7 @@ def taken(data, count):
 
 @pytest.mark.parametrize("make", LOADERS)
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 5, 9, 14])
-def test_a_resumed_iteration_gives_what_the_first_would_have_given(make, done):
+def test_a_resumed_iteration_yields_the_remaining_batches(make, done):
     whole = taken(RepeatedPasses(Passes(make(), 1, "data")), 16)
     first = RepeatedPasses(Passes(make(), 1, "data"))
     taken(first, done)
@@ -69,12 +69,12 @@ def test_passes_differ_and_evaluations_do_not(make):
     assert all(map(torch.equal, list(evaluation), list(evaluation)))
 
 
-def test_the_first_pass_of_a_generator_is_the_users_own():
+def test_the_first_pass_of_a_generator_is_unchanged():
     assert all(map(torch.equal, RepeatedPass(Passes(own_generator(), 1, "data")), own_generator()))
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
-def test_the_parts_of_a_batch_make_it_up(samples, size):
+def test_parts_of_a_batch_add_up_to_it(samples, size):
     images = torch.arange(samples * 2).view(samples, 2)
     batch = {"input_ids": images, "more": (images + 1, [images * 2]), "scale": torch.tensor(3.0), "name": "x"}
     parts = list(split_batch(batch, size))

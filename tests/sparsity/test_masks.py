@@ -17,7 +17,7 @@ def generator():
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.75, 0.9])
 @pytest.mark.parametrize("method", INIT_METHODS)
-def test_a_first_mask_keeps_its_share(method, sparsity):
+def test_a_first_mask_keeps_its_fraction(method, sparsity):
     weight = torch.randn(17, 23, generator=generator())
     if method == "from_zeros":
         weight *= torch.rand(17, 23, generator=generator()) >= sparsity
@@ -40,7 +40,7 @@ def test_a_checkerboard_is_even():
     assert mask.sum(1).tolist() == [10] * 8
 
 
-def test_the_smallest_make_room_for_the_highest_scores():
+def test_exchange_replaces_the_smallest_by_the_highest_scores():
     weight = torch.tensor([5.0, -4.0, 3.0, 0.1, 0.0, 0.0, 0.0, 0.0])
     mask = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0]).bool()
     scores = torch.tensor([9.0, 9.0, 9.0, 0.5, 0.2, 0.9, 0.3, 0.1])
@@ -77,6 +77,6 @@ def test_schedules():
         ({"sparsity": {"type": "cosin", "init": 1.0}}, "cosin"),
     ],
 )
-def test_what_makes_no_sense_is_refused(section, message):
+def test_invalid_settings_are_refused(section, message):
     with pytest.raises(ValueError, match=message):
         SparsityConfig.model_validate(section)
