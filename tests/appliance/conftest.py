@@ -1,4 +1,4 @@
-"""Queues of a few CSXs in folders of their own, with supervisors that do not outlive the test."""
+"""Queues with a few CSXs in temporary folders, whose supervisors end with the test."""
 
 import os
 

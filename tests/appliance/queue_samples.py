@@ -33,7 +33,7 @@ def end(processes):
 
 
 def wait_until(condition, seconds=120):
-    """What `condition` gives, as soon as it is true."""
+    """Block until `condition` returns a true value, and return the value."""
     limit = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < limit, "it never came"

@@ -1,4 +1,4 @@
-"""Which queue a command speaks to."""
+"""Selection of the queue that a command uses."""
 
 import pytest
 

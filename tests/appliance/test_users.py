@@ -1,4 +1,4 @@
-"""Several users of one machine: root keeps a queue for all, and the kernel says who asks."""
+"""Several users of one machine: a queue of root that all users share, with users reported by the kernel."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def folder():
 
 
 def run_as(uid, program, *arguments):
-    """What a Python program prints that another user runs."""
+    """Run a Python program as another user and return its output."""
     command = [sys.executable, "-c", program, str(uid), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
     assert done.returncode == 0, done.stderr

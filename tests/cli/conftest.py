@@ -14,7 +14,7 @@ from headwater.data.tokenizer import TrainBPE
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory):
-    """The rates of the machine are measured once, and not where the user keeps theirs."""
+    """Measure the rates of the machine once, and keep them outside of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))

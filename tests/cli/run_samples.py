@@ -62,7 +62,7 @@ def model_dir(folder):
 
 
 def history(model_dir):
-    """What is exact in the history of a run."""
+    """Return the parts of a run's history that must be bit-identical."""
     lines = (model_dir / "history.jsonl").read_text().splitlines()
     return [{key: record.get(key) for key in EXACT} for record in map(json.loads, lines)]
 

@@ -1,4 +1,4 @@
-"""`headwater plan --cluster`: tables, pictures, a trace and numbers, and what it refuses."""
+"""`headwater plan --cluster`: tables, plots, a trace, numbers, and invalid options."""
 
 import json
 from itertools import pairwise

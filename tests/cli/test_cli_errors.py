@@ -1,4 +1,4 @@
-"""What a user is told: one short message with place and remedy, an exit code, nothing lost."""
+"""Errors of the command line: a short message with place and remedy, and an exit code; no data are lost."""
 
 import h5py
 import numpy as np

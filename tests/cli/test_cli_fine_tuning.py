@@ -51,7 +51,7 @@ def test_adapters_are_trained_on_top_of_an_earlier_run(headwater, params, base, 
     assert len(adapters) == 2 * 2 * 2
     assert all(value.any() for value in adapters.values())
 
-    # A run that stopped goes on to the same bits.
+    # Check that an interrupted run resumes bit-identically.
     other = f"--trainer.init.model_dir={tmp_path / 'other'}"
     assert headwater("fit", path, other, "--trainer.init.loop.max_steps=3")[0] == 0
     assert headwater("fit", path, other, "--trainer.fit.ckpt_path=null")[0] == 0
@@ -71,7 +71,7 @@ def test_adapters_are_trained_on_top_of_an_earlier_run(headwater, params, base, 
 
 @pytest.fixture
 def preferences(tmp_path):
-    """Pairs of answers of which the preferred one repeats one token."""
+    """Write pairs of answers; the preferred answer repeats one token."""
     folder = tmp_path / "preferences"
     folder.mkdir()
     generator = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Ranks on several hosts, each in a network of its own: the same numbers, and what a cut link does."""
+"""Ranks on several hosts, each in a separate network namespace: bit-identical results, and a broken link."""
 
 import os
 import signal

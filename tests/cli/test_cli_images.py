@@ -1,4 +1,4 @@
-"""Models of images learn from folders of pictures by command line, and a run goes on where it stopped."""
+"""Image models on the command line: they learn from folders of images, and runs resume."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def squares(folder):
 
 
 def halves(folder):
-    """Pictures of which the left or the right half is bright."""
+    """Write images whose left or right half is bright."""
     generator = np.random.default_rng(0)
     for split, count in (("train", 16), ("val", 8)):
         for number, name in enumerate(("left", "right")):

@@ -32,7 +32,7 @@ def processes_of(folder):
 
 @pytest.fixture
 def queue_dir(tmp_path, monkeypatch):
-    """The folder of a queue with two CSXs, of which nothing is left after the test."""
+    """Yield the folder of a queue, and kill its processes after the test."""
     folder = tmp_path / "queue"
     monkeypatch.setenv("HEADWATER_QUEUE_DIR", str(folder))
     yield folder

@@ -1,4 +1,4 @@
-"""LLaVA learns to say what it sees by command line, goes on where it stopped, and is exported."""
+"""LLaVA on the command line: it learns captions, resumes, and is exported."""
 
 import json
 import re
@@ -57,7 +57,7 @@ trainer:
 
 
 def halves(headwater, folder):
-    """Pictures of which one half is bright, and which it is in words."""
+    """Write images with one bright half, and captions that name it."""
     generator = np.random.default_rng(0)
     tokenizer = folder / "tokenizer.json"
     folder.mkdir()

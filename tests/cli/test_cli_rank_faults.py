@@ -1,4 +1,4 @@
-"""What befalls several ranks while they write checkpoints: afterwards the run goes on to the same bits."""
+"""Failures of several ranks while they write checkpoints; the run then resumes bit-identically."""
 
 import contextlib
 import os
@@ -60,7 +60,7 @@ def running(params, options, model_dir, steps=1_000_000):
 
 
 def assert_goes_on(headwater, params, options, model_dir, undisturbed):
-    """The same command brings the run to the same end."""
+    """Check that the same command resumes the run bit-identically."""
     before = len(losses(model_dir))
     assert 2 <= before < STEPS, "it was disturbed in between"
     code, output, error = headwater(
@@ -137,7 +137,7 @@ def test_a_rank_stands_still_for_a_while(params, undisturbed, tmp_path):
 
 @contextlib.contextmanager
 def small_disk(folder, size):
-    """A file system of so many bytes at a folder."""
+    """Mount a file system of a given size, in bytes, at a folder."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
     try:

@@ -1,4 +1,4 @@
-"""Ranks as actors of a Ray cluster of two nodes, each in a network of its own."""
+"""Ranks as actors of a Ray cluster with two nodes, each in a separate network namespace."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ class Cluster:
     """A Ray cluster, and runs on it.
 
     Args:
-        hosts: two, of which each becomes a node with two CPUs.
+        hosts: two hosts; each becomes a node with two CPUs.
         folder: for what Ray writes.
     """
 

@@ -1,4 +1,4 @@
-"""The same command, run again after a kill, a full disk or damage: it continues the run."""
+"""Resuming with the same command after a kill, a full disk or damage."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Models that make images, or learn from them without classes: runs by command line, and where they go on."""
+"""Diffusion and self-supervised models on the command line: training and resuming."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs that are interrupted or killed, as processes of their own."""
+"""Interrupted and killed runs in separate processes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ FAR = 1_000_000
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a command line in a process of its own, which does not outlive the test."""
+    """Start a command line in a separate process, which is killed after the test."""
     processes = []
 
     def run(*words):

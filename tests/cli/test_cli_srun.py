@@ -60,7 +60,7 @@ def step_of(*words, folder):
 
 
 def run(*words, folder):
-    """Run a step to its end; gives its exit code and what it printed."""
+    """Run a step to its end; return its exit code and its output."""
     with step_of(*words, folder=folder) as process:
         output, _ = process.communicate(timeout=200)
     return process.returncode, output
@@ -107,7 +107,7 @@ def task(number, folder):
         environment, words = process.info["environ"] or {}, process.info["cmdline"] or []
         if str(folder) in " ".join(words) and environment.get("SLURM_PROCID") == str(number):
             return process
-    raise AssertionError(f"there is no task {number}")
+    raise AssertionError(f"unknown task {number}")
 
 
 @pytest.mark.parametrize(("step", "rank"), [(ONE_NODE, 0), (TWO_NODES, 1)], ids=["one node", "two nodes"])
@@ -130,7 +130,7 @@ def test_a_rank_that_is_killed_ends_the_step_and_is_named(params, tmp_path, step
 
 
 def ctrl_c(process):
-    """What a terminal does; `srun --disable-status` passes on the first."""
+    """Send the signal as a terminal does; `srun --disable-status` forwards the first one."""
     process.send_signal(signal.SIGINT)
 
 

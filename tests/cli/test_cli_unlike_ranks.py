@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this m
 
 
 def started(params, port, *options):
-    """Two ranks, each with options of its own; their exit codes and what they print."""
+    """Run two ranks with different options; return their exit codes and outputs."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "headwater", "fit", str(params), "--num_csx=2", *own],

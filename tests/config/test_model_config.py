@@ -1,4 +1,4 @@
-"""What the GPT section means: sizes, rates and initializers in force."""
+"""The model section of decoders: effective sizes, rates and initializers."""
 
 import pytest
 from hypothesis import given

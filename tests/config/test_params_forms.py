@@ -13,7 +13,7 @@ from headwater.optim import CosineDecay, Linear, Sequential
 
 
 def told(path):
-    """The keys of which a notice says that they have no effect; each notice names the right line."""
+    """Return the keys that notices report as without effect, after checking their lines."""
     keys = []
     for notice in load_params(path).notices:
         match = re.fullmatch(rf"{re.escape(str(path))}, line (\d+): (\S+) has no effect: .+", notice)

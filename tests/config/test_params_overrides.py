@@ -1,4 +1,4 @@
-"""What a command line sets over a params file."""
+"""Values on the command line that replace those of a params file."""
 
 # ruff: noqa: E501  (tables of cases are read in rows)
 

@@ -1,4 +1,4 @@
-"""Params files of encoder-decoders: the public ones are understood, and give models of the known sizes."""
+"""Params files of encoder-decoders: public files load, and their models have the published sizes."""
 
 from importlib.resources import files
 

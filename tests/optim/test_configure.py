@@ -1,4 +1,4 @@
-"""Optimizers, groups and schedulers in the spellings of public params files, of which real ones are read."""
+"""Optimizers, parameter groups and schedulers from settings, including those of public params files."""
 
 import pytest
 import torch

@@ -68,7 +68,7 @@ def make_optimizer(*groups):
 
 
 def values(scheduler, option, steps=10):
-    """What the option of the first group is at steps 0, 1, …"""
+    """Return the option of the first group at the steps 0, 1, …"""
     found = []
     for _ in range(steps):
         found.append(scheduler.optimizer.param_groups[0][option])

@@ -41,13 +41,13 @@ def parameters():
 
 
 def groups(name, params):
-    """The first parameter by itself, with other options than the rest."""
+    """Return groups in which the first parameter has other options than the rest."""
     own = {} if name == "Rprop" else {"weight_decay": 0.03}
     return [{"params": params[:1], "lr": 0.003, "tags": ("first",), **own}, {"params": params[1:]}]
 
 
 class Piecewise:
-    """What the weight store does with a parameter: each piece has its own state; whole where it must be."""
+    """An updater that works as the weight store does: in slices with separate state, or whole if necessary."""
 
     def __init__(self, rule, param):
         self.rule = rule

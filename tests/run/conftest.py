@@ -1,4 +1,4 @@
-"""The rates of the machine are measured once, and not where the user keeps theirs."""
+"""Measure the rates of the machine once, and keep them outside of the user's cache."""
 
 import pytest
 

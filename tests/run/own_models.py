@@ -95,7 +95,7 @@ def clusters(count, seed):
 
 
 class Jittered(Dataset):
-    """Adds noise that is drawn anew each time a sample is read."""
+    """A data set that adds new random noise each time a sample is read."""
 
     def __init__(self, points, labels):
         self.points, self.labels = points, labels
@@ -144,7 +144,7 @@ EXACT = ("kind", "step", "loss", "gradient_norm", "learning_rate", "applied", "s
 
 
 def history(model_dir):
-    """What is exact in the history of a run."""
+    """Return the parts of a run's history that must be bit-identical."""
     lines = (model_dir / "history.jsonl").read_text().splitlines()
     return [{key: record.get(key) for key in EXACT} for record in map(json.loads, lines)]
 

@@ -10,7 +10,7 @@ DEVICES = []
 
 
 class OnMeta(Classifier):
-    """Says where it was built."""
+    """A model that records the device on which it is built."""
 
     def __init__(self, params, device=None):
         super().__init__(params)

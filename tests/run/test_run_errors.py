@@ -1,4 +1,4 @@
-"""What is wrong with params, model or data of one's own is said in one message, and nothing is lost."""
+"""Errors in a user's params, model or data: one message, and no data are lost."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from headwater.trainer.user_data import Passes, RepeatedPasses
 
 @pytest.fixture
 def refused(tmp_path, capsys):
-    """Runs, and gives what was printed as an error; the exit code is 2."""
+    """Run, check that the exit code is 2, and return the error output."""
 
     def call(*words, text=PARAMS, model=Classifier, data=get_train_dataloader, evaluation=None):
         params = write_params(tmp_path, text=text)

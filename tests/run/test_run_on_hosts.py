@@ -1,4 +1,4 @@
-"""Models of one's own through `run` on several ranks: of one host, and of two."""
+"""A user's model through `run` on several ranks of one host and of two hosts."""
 
 import os
 import subprocess

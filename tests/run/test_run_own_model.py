@@ -1,4 +1,4 @@
-"""Models of one's own through `run`: equal to plain PyTorch, resumed to the bit, evaluated with metrics."""
+"""A user's model through `run`: equal to plain PyTorch, resumed bit-identically, evaluated with metrics."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def train(params, *options, model=Classifier, data=get_train_dataloader, evaluat
 
 
 def fixed_order(params):
-    """The same batches in plain PyTorch and here: the loader has a generator of its own."""
+    """Return a loader with its own generator, which yields the same batches in plain PyTorch and here."""
     generator = torch.Generator().manual_seed(3)
     return DataLoader(TensorDataset(*clusters(64, 1)), batch_size=8, shuffle=True, generator=generator)
 

@@ -21,7 +21,7 @@ from headwater.trainer.user_data import Passes, RepeatedPass, RepeatedPasses
 
 
 class Noise:
-    """Three batches of noise from every source that there is."""
+    """Yield three batches of noise from every source of random numbers."""
 
     def __iter__(self):
         return (torch.tensor([[torch.rand(()), random.random(), np.random.rand()]]) for _ in range(3))
