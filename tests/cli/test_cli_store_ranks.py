@@ -35,7 +35,7 @@ def test_one_rank_computes_and_one_stores(headwater, params, tmp_path):
 
 
 def test_a_non_finite_loss_is_reported_and_the_previous_step_saved(headwater, params, tmp_path):
-    """Only the computing rank knows the place of the first non-finite value, and must tell the store rank in time."""
+    """Only the computing rank knows the first non-finite place, and must tell the store rank in time."""
     steep = "--trainer.init.schedulers=[{ConstantLR: {learning_rate: 1e30}}]"
     code, output, error = headwater("fit", params, STORE, model_dir(tmp_path), steep)
     assert code != 0, output

@@ -47,7 +47,7 @@ def groups(name, params):
 
 
 class Piecewise:
-    """An updater that works as the weight store does: in slices with separate state, or whole if necessary."""
+    """An updater that works as the weight store does: in slices with separate state, or whole."""
 
     def __init__(self, rule, param):
         self.rule = rule

@@ -20,7 +20,13 @@ _LONGEST = ((120, 1, "s"), (3 * 3600, 60, "m"), (48 * 3600, 3600, "h"))
 
 
 def show_jobs(jobs: Sequence[Job], style: str, *, reasons: bool = False) -> str:
-    """Return the jobs in one of `FORMATS`; a table has the column `REASON` if `reasons` is set."""
+    """Return a list of jobs as text.
+
+    Args:
+        jobs: the jobs.
+        style: one of `FORMATS`.
+        reasons: true to add the column `REASON` to a table.
+    """
     if style == "table" and reasons:
         return render_table([(*COLUMNS, "REASON"), *([*row(job), job.reason or ""] for job in jobs)])
     if style == "table":

@@ -131,7 +131,16 @@ def remove(document: Document, path: KeyPath) -> Document:
 
 
 def move(document: Document, old: KeyPath, new: KeyPath) -> Document:
-    """Return a copy of `document` with the value at `old` moved to `new`; unchanged if `old` is missing."""
+    """Return a copy of `document` with the value at `old` moved to `new`; unchanged if `old` is missing.
+
+    Args:
+        document: the document.
+        old: path of the value.
+        new: new path of the value.
+
+    Raises:
+        ConfigError: if `new` contains a position that is not in a list of the document.
+    """
     parent = document.get(old[:-1])
     if not isinstance(parent, dict) or old[-1] not in parent:
         return document

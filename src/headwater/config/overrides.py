@@ -76,7 +76,16 @@ def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, A
 
 
 def apply_overrides(document: Document, overrides: Mapping[str, Any], sections: Sequence[str]) -> Document:
-    """Return `document` with those overrides applied whose keys are in one of `sections`."""
+    """Return `document` with overrides applied.
+
+    Args:
+        document: the document.
+        overrides: values by flag.
+        sections: top-level sections; overrides of keys in other sections are skipped.
+
+    Raises:
+        ConfigError: if a learning rate is not a number > 0, or a path contains an invalid list position.
+    """
     for flag, value in overrides.items():
         for path in _paths(flag, document):
             if path[0] not in sections:
