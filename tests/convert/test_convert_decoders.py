@@ -113,7 +113,7 @@ def case(request, tmp_path):
     return theirs, tmp_path
 
 
-def test_logits_are_those_of_transformers(case):
+def test_logits_equal_transformers(case):
     theirs, folder = case
     with torch.no_grad():
         expected = theirs(tokens()).logits
@@ -137,7 +137,7 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
         torch.testing.assert_close(again(tokens()).logits, theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_step_of_training_gives_the_same_loss(case):
+def test_training_step_has_the_same_loss(case):
     theirs, folder = case
     model = loaded(folder / "theirs")
     labels = tokens().roll(-1, 1)
@@ -159,13 +159,13 @@ def test_a_step_of_training_gives_the_same_loss(case):
     assert losses[0][1] < losses[0][0]
 
 
-def test_every_format_is_tried():
+def test_every_format_has_a_case():
     tried = {getattr(transformers, f"{family}Config").model_type for family, _ in CASES.values()}
     assert tried == {format.model_type for format in DECODERS}
 
 
 @pytest.mark.parametrize("format", DECODERS, ids=lambda format: format.model_type)
-def test_what_a_config_leaves_out_means_what_transformers_means(format):
+def test_missing_keys_have_the_defaults_of_transformers(format):
     full = transformers.AutoConfig.for_model(format.model_type).to_dict()
     sizes = {key.name for ours, key in format.keys.items() if ours in ("hidden_size", "num_heads")}
     sizes |= {key.name for key in format.keys.values() if key.default is REQUIRED}
@@ -192,7 +192,7 @@ def test_what_a_config_leaves_out_means_what_transformers_means(format):
         ("albert", {}, "no converter for the model_type 'albert'"),
     ],
 )
-def test_import_refuses_what_there_is_not(tmp_path, model_type, changes, message):
+def test_import_refuses_unsupported_configs(tmp_path, model_type, changes, message):
     config = transformers.AutoConfig.for_model(model_type).to_dict()
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ConfigError, match=message):
@@ -216,7 +216,7 @@ def test_import_refuses_what_there_is_not(tmp_path, model_type, changes, message
         ("falcon", {"nonlinearity": "swiglu"}, "nonlinearity"),
     ],
 )
-def test_export_refuses_what_the_format_cannot_say(tmp_path, name, changes, message):
+def test_export_refuses_what_the_format_cannot_express(tmp_path, name, changes, message):
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4}
     model = Decoder(DecoderConfig.model_validate({"name": name, **sizes, **changes}))
     with pytest.raises(ConfigError, match=message):
@@ -224,7 +224,7 @@ def test_export_refuses_what_the_format_cannot_say(tmp_path, name, changes, mess
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_expert_is_named(tmp_path):
+def test_error_names_the_missing_expert(tmp_path):
     theirs = their_model("mixtral")
     theirs.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -264,7 +264,7 @@ def test_the_model_without_its_head(case, tmp_path):
         torch.testing.assert_close(again.eval()(tokens()).last_hidden_state, hidden, rtol=1e-5, atol=1e-5)
 
 
-def test_with_and_without_a_head_are_told_apart(tmp_path):
+def test_checkpoints_with_and_without_a_head_are_distinguished(tmp_path):
     theirs = their_model("llama")
     theirs.save_pretrained(tmp_path / "whole")
     theirs.model.save_pretrained(tmp_path / "headless")

@@ -76,7 +76,7 @@ def batch_of(questions, passages):
     }
 
 
-def test_scores_are_those_of_transformers(towers, tmp_path):
+def test_scores_equal_transformers(towers, tmp_path):
     questions, passages = texts(2, 0), texts(4, 1)
     with torch.no_grad():
         ours = loaded(tmp_path / "theirs").scores(batch_of(questions, passages))
@@ -98,7 +98,7 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(towers, tmp_path):
             assert torch.equal(again.eval()(**text).pooler_output, tower(**text).pooler_output)
 
 
-def test_a_step_of_training_gives_the_same_loss(towers, tmp_path):
+def test_training_step_has_the_same_loss(towers, tmp_path):
     ours, theirs = loaded(tmp_path / "theirs"), torch.nn.ModuleList(copy.deepcopy(towers))
     questions, passages = texts(2, 0), texts(4, 1)
     losses = []
@@ -116,7 +116,7 @@ def test_a_step_of_training_gives_the_same_loss(towers, tmp_path):
     assert losses[0][1] < losses[0][0]
 
 
-def test_an_encoder_that_was_published_with_a_pooler(towers, tmp_path):
+def test_encoder_published_with_a_pooler_is_imported(towers, tmp_path):
     from safetensors.torch import save_file
 
     for name, (kind, _) in TOWERS.items():
@@ -131,7 +131,7 @@ def test_an_encoder_that_was_published_with_a_pooler(towers, tmp_path):
     assert loaded(tmp_path / "theirs").config.ctx_encoder.num_hidden_layers == 3
 
 
-def test_what_is_refused(towers, tmp_path):
+def test_unsuitable_checkpoints_are_refused(towers, tmp_path):
     folder = tmp_path / "theirs"
     with pytest.raises(ConfigError, match=r"(?s)two encoders, got one.*question_encoder and ctx_encoder"):
         import_hf(folder / "question_encoder")

@@ -76,7 +76,7 @@ def loaded(folder):
     return model
 
 
-def test_logits_are_those_of_transformers(case):
+def test_logits_equal_transformers(case):
     theirs, folder = case
     model, batch = loaded(folder / "theirs"), inputs(theirs)
     text = batch["attention_mask"].bool()
@@ -118,7 +118,7 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
         torch.testing.assert_close(again(**batch)[0], theirs(**batch)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_step_of_training_gives_the_same_loss(case):
+def test_training_step_has_the_same_loss(case):
     theirs, folder = case
     model, batch = loaded(folder / "theirs"), inputs(theirs)
     ours, labels = _labels(type(theirs).__name__, batch)
@@ -165,7 +165,7 @@ def _labels(name, batch):
     return {"labels": labels}, {"labels": labels}
 
 
-def test_what_the_formats_cannot_say(tmp_path):
+def test_export_refuses_what_the_formats_cannot_express(tmp_path):
     from headwater.config.models import BertConfig
 
     sizes = {"name": "bert", "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 1, "filter_size": 40}

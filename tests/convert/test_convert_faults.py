@@ -33,7 +33,7 @@ def sound(tmp_path_factory):
     ],
     ids=range(17),
 )
-def test_odd_config_is_an_error_of_the_project(content, sound, tmp_path):
+def test_malformed_config_raises_a_project_error(content, sound, tmp_path):
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "model.safetensors").write_bytes((sound["gpt2"] / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError) as caught:
@@ -41,13 +41,13 @@ def test_odd_config_is_an_error_of_the_project(content, sound, tmp_path):
     assert "config.json" in caught.value.where
 
 
-def test_damaged_folders_lead_to_errors_of_the_project():
+def test_damaged_folders_raise_project_errors():
     ended, bad = run(seed=1, count=200)
     assert not bad
     assert set(ended) == {"a model", "ConfigError", "CheckpointError"}
 
 
-def test_export_to_where_nothing_can_be_written(sound, tmp_path):
+def test_export_to_an_unwritable_place_raises(sound, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     config, tensors = import_hf(sound["gpt2"])
     tensors = dict(tensors)
@@ -60,7 +60,7 @@ def test_export_to_where_nothing_can_be_written(sound, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_index_that_names_a_file_elsewhere_is_refused(sound, tmp_path):
+def test_index_with_a_file_outside_of_the_folder_is_refused(sound, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "config.json").write_bytes((sound["gpt2"] / "config.json").read_bytes())

@@ -49,7 +49,7 @@ def tokens():
 
 @pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 20_000])
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_transformers_loads_an_export_and_gives_the_same_logits(tmp_path, changes, max_shard_bytes):
+def test_transformers_loads_an_export_with_the_same_logits(tmp_path, changes, max_shard_bytes):
     model, out = model_of(**changes), tmp_path / "deep" / "out"
     export_hf(model.named_parameters(), model.config, out, max_shard_bytes=max_shard_bytes, end_of_text=60)
     assert (len(list(out.glob("*.safetensors"))) > 1) == (max_shard_bytes == 20_000)
@@ -170,20 +170,20 @@ def test_models_that_the_format_cannot_express_are_refused(changes):
         ({"n_layer": "two"}, "n_layer"),
     ],
 )
-def test_import_refuses_what_it_does_not_know(changes, message):
+def test_import_refuses_unsupported_configs(changes, message):
     hf = {**transformers.GPT2Config().to_dict(), **changes}
     with pytest.raises(ConfigError, match=message):
         GPT2.config_from_hf(hf, where="config.json")
 
 
-def test_config_defaults_are_those_of_transformers():
+def test_config_defaults_equal_transformers():
     default = transformers.GPT2Config()
     config = GPT2.config_from_hf({"model_type": "gpt2"}, where="config.json")
     assert config == GPT2.config_from_hf(default.to_dict(), where="config.json")
     assert (config.hidden_size, config.num_hidden_layers) == (default.n_embd, default.n_layer)
 
 
-def test_damaged_checkpoints(tmp_path):
+def test_damaged_checkpoints_are_errors(tmp_path):
     model = model_of()
     out = tmp_path / "out"
     export_hf(model.named_parameters(), model.config, out)
@@ -235,7 +235,7 @@ def mup_model(**changes):
 
 
 @pytest.mark.parametrize("changes", MUP)
-def test_export_with_mup_gives_the_same_logits_in_transformers_and_again_here(tmp_path, changes):
+def test_export_with_mup_has_the_same_logits_in_transformers_and_reimported(tmp_path, changes):
     model, out = mup_model(**changes), tmp_path / "out"
     export_hf(model.named_parameters(), model.config, out)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -263,7 +263,7 @@ def test_factors_of_mup_that_are_powers_of_two_keep_every_bit(tmp_path):
     assert torch.equal(rest, ours["blocks.0.attention.qkv.weight"][24:])
 
 
-def test_plain_converter_names_the_key_of_mup_and_the_converter_that_absorbs_it(tmp_path):
+def test_plain_converter_error_names_the_mup_key_and_converter(tmp_path):
     model = model_of(embeddings_scale=8.0)
     with pytest.raises(ConfigError, match="embeddings_scale: 8") as error:
         export_hf(model.named_parameters(), model.config, tmp_path / "out", format=GPT2)

@@ -30,7 +30,7 @@ BARE = {
 
 
 @pytest.mark.parametrize("name", BARE)
-def test_encoder_without_a_head_there_and_back(name, tmp_path):
+def test_encoder_without_a_head_round_trips(name, tmp_path):
     torch.manual_seed(0)
     theirs = BARE[name]()
     theirs.save_pretrained(tmp_path / "bare")
@@ -53,7 +53,7 @@ def test_encoder_without_a_head_there_and_back(name, tmp_path):
     assert bool(found["missing_keys"]) == (not name.startswith("bert"))
 
 
-def test_encoder_of_a_summarizer_there_and_back(tmp_path):
+def test_encoder_of_a_summarizer_round_trips(tmp_path):
     torch.manual_seed(0)
     theirs = BARE["bert"]()
     theirs.save_pretrained(tmp_path / "bare")
@@ -71,7 +71,7 @@ def test_encoder_of_a_summarizer_there_and_back(tmp_path):
             assert torch.equal(again.state_dict()[key], value), key
 
 
-def test_bare_encoder_is_answered_with_the_converter_that_takes_it(tmp_path):
+def test_error_for_a_bare_encoder_names_the_headless_converter(tmp_path):
     BARE["bert"]().save_pretrained(tmp_path / "bare")
     with pytest.raises(CheckpointError, match="--model bert-headless, which gives the head random"):
         dict(import_hf(tmp_path / "bare", format=CONVERTERS["bert"][0])[1])
@@ -91,7 +91,7 @@ def test_nearest_converter_is_of_the_nearest_family(word, nearest):
     assert nearest_converter(word) == nearest
 
 
-def test_encoder_as_it_is_published_is_imported_trained_and_exported(tmp_path, capsys):
+def test_published_encoder_is_imported_trained_and_exported(tmp_path, capsys):
     torch.manual_seed(0)
     theirs = BARE["bert"]().eval()
     theirs.save_pretrained(tmp_path / "bare")
@@ -126,7 +126,7 @@ def test_encoder_as_it_is_published_is_imported_trained_and_exported(tmp_path, c
     assert after < before
 
 
-def test_model_of_an_unknown_type_is_answered_with_the_section_that_trains_it(tmp_path):
+def test_error_for_an_unknown_type_names_the_hf_section(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv", "vocab_size": 61}))
     with pytest.raises(ConfigError, match="no converter for the model_type 'rwkv'") as error:
         import_hf(tmp_path)

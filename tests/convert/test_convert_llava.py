@@ -90,7 +90,7 @@ def inputs(config, images=2):
     return ids, pixels, places
 
 
-def test_logits_are_those_of_transformers(case):
+def test_logits_equal_transformers(case):
     theirs, folder = case
     model = loaded(folder / "theirs")
     ids, pixels, places = inputs(model.config)
@@ -118,7 +118,7 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
     torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
 
 
-def test_the_folder_in_between_keeps_config_and_bits(case):
+def test_intermediate_folder_keeps_config_and_bits(case):
     _, folder = case
     config, tensors = import_hf(folder / "theirs")
     write_folder(tensors, parameter_shapes(config), config, folder / "between")
@@ -130,7 +130,7 @@ def test_the_folder_in_between_keeps_config_and_bits(case):
         assert torch.equal(ours, theirs)
 
 
-def test_a_step_of_training_gives_the_same_loss(case):
+def test_training_step_has_the_same_loss(case):
     theirs, folder = case
     model = loaded(folder / "theirs")
     ids, pixels, places = inputs(model.config)
@@ -206,7 +206,7 @@ SECTION = {
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_what_the_format_cannot_say(part, changes, key, tmp_path):
+def test_export_refuses_what_the_format_cannot_express(part, changes, key, tmp_path):
     config = LlavaConfig.model_validate({**SECTION, part: {**SECTION[part], **changes}})
     with pytest.raises(ConfigError, match=key):
         export_hf(build_model(config).named_parameters(), config, tmp_path / "out")

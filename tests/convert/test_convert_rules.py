@@ -16,7 +16,7 @@ RULES = (
 
 
 @given(st.integers(0, 200), st.integers(1, 4), st.integers(1, 4))
-def test_there_and_back_is_the_identity(layer, rows, columns):
+def test_split_and_join_are_inverse(layer, rows, columns):
     tensors = {
         f"a.{layer}.w": torch.randn(rows, columns),
         f"a.{layer}.b": torch.randn(rows),
@@ -38,7 +38,7 @@ def test_there_and_back_is_the_identity(layer, rows, columns):
     assert mapped[f"a.{layer}.w"].their_shapes() == [(columns, rows)]
 
 
-def test_rows_are_where_the_order_says():
+def test_permuted_rows_follow_the_order():
     rows = torch.arange(3.0)
     (there,) = RULES[3].split(rows)
     assert there.tolist() == [2.0, 0.0, 1.0]
@@ -51,7 +51,7 @@ def test_a_module_has_a_weight_and_a_bias():
     assert bias.names("a.7.weight") is None
 
 
-def test_one_rule_for_a_parameter():
+def test_every_parameter_has_exactly_one_rule():
     for rules in ((), (same("a", "x"), same("a", "y"))):
         with pytest.raises(AssertionError, match=f"{len(rules)} rules for a"):
             map_parameters({"a": (1,)}, rules)

@@ -69,7 +69,7 @@ def loaded(folder, **changes):
     return model
 
 
-def test_logits_are_those_of_transformers(case):
+def test_logits_equal_transformers(case):
     theirs, folder = case
     batch, _ = inputs()
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
         torch.testing.assert_close(again(**batch).logits, theirs(**batch).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_step_of_training_gives_the_same_loss(case):
+def test_training_step_has_the_same_loss(case):
     theirs, folder = case
     batch, labels = inputs()
     model = loaded(folder / "theirs", mlm_loss_scaling="num_masked")
@@ -105,7 +105,7 @@ def test_a_step_of_training_gives_the_same_loss(case):
     assert losses[0][1] < losses[0][0]
 
 
-def test_the_likeliest_tokens_are_written(case):
+def test_greedy_decoding_equals_transformers(case):
     theirs, folder = case
     batch, _ = inputs()
     batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -116,13 +116,13 @@ def test_the_likeliest_tokens_are_written(case):
     assert torch.equal(ours, expected[:, 1:])
 
 
-def test_names_of_checkpoints():
+def test_converters_of_t5_and_ul2_have_the_same_class():
     assert {CONVERTERS[name][0].architecture for name in ("t5", "ul2", "flan-ul2")} == {
         "T5ForConditionalGeneration"
     }
 
 
-def test_what_the_format_cannot_say(tmp_path):
+def test_export_refuses_what_the_format_cannot_express(tmp_path):
     sizes = {
         "name": "t5",
         "src_vocab_size": 61,
@@ -147,7 +147,7 @@ def test_what_the_format_cannot_say(tmp_path):
             export_hf(model.named_parameters(), config, tmp_path / "out")
 
 
-def test_a_tensor_of_another_shape(case):
+def test_tensor_of_another_shape_is_refused(case):
     _, folder = case
     config = (folder / "theirs" / "config.json").read_text()
     (folder / "theirs" / "config.json").write_text(config.replace('"d_ff": 40', '"d_ff": 41'))

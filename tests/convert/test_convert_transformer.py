@@ -54,7 +54,7 @@ def inputs():
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_export_gives_the_same_logits_in_transformers_and_again_here(changes, tmp_path):
+def test_export_has_the_same_logits_in_transformers_and_reimported(changes, tmp_path):
     model = model_of(**changes)
     export_hf(model.named_parameters(), model.config, tmp_path / "out")
     theirs, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
@@ -73,7 +73,7 @@ def test_export_gives_the_same_logits_in_transformers_and_again_here(changes, tm
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_import_of_what_transformers_saves_and_the_same_bits_back(scaled, tmp_path):
+def test_import_from_transformers_exports_the_same_bits(scaled, tmp_path):
     torch.manual_seed(2)
     theirs = transformers.PegasusForConditionalGeneration(
         transformers.PegasusConfig(
@@ -104,7 +104,7 @@ def test_import_of_what_transformers_saves_and_the_same_bits_back(scaled, tmp_pa
     assert before.keys() - after.keys() <= {"lm_head.weight"}
 
 
-def test_import_of_biases_that_no_model_here_has_is_refused(tmp_path):
+def test_import_of_unsupported_biases_is_refused(tmp_path):
     theirs = transformers.PegasusForConditionalGeneration(
         transformers.PegasusConfig(
             vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=40,

@@ -57,7 +57,7 @@ def loaded(folder):
     return model
 
 
-def test_logits_are_those_of_transformers(case):
+def test_logits_equal_transformers(case):
     theirs, folder = case
     model, inputs = loaded(folder / "theirs"), images(theirs)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
         torch.testing.assert_close(again(inputs).logits, theirs(inputs).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_step_of_training_gives_the_same_loss(case):
+def test_training_step_has_the_same_loss(case):
     theirs, folder = case
     model, inputs, labels = loaded(folder / "theirs"), images(theirs), torch.tensor([1, 4, 0])
     losses = []
@@ -106,7 +106,7 @@ def test_a_step_of_training_gives_the_same_loss(case):
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_what_the_formats_cannot_say(changes, key, tmp_path):
+def test_export_refuses_what_the_formats_cannot_express(changes, key, tmp_path):
     sizes = {
         "hidden_size": 32,
         "num_heads": 4,

@@ -88,7 +88,7 @@ def test_listing_has_48_names_and_each_has_a_converter():
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES.values() if name != "dpr"])
-def test_command_of_the_documents_and_the_same_bits_back(name, tmp_path):
+def test_documented_command_round_trips(name, tmp_path):
     torch.manual_seed(0)
     folder, back = tmp_path / "hf", tmp_path / "back"
     save(CONVERTERS[name][0].architecture, folder)
@@ -121,7 +121,7 @@ def test_command_for_two_encoders_in_two_folders(tmp_path):
 
 
 @pytest.mark.parametrize("formats", [("cs-2.0", "cs-2.2"), ("cs-2.2", "headwater")])
-def test_between_releases_there_is_nothing_to_convert(formats, tmp_path, capsys):
+def test_conversion_between_releases_is_refused(formats, tmp_path, capsys):
     source, target = formats
     words = f"convert --model transformer --src-fmt {source} --tgt-fmt {target} {tmp_path} {tmp_path}/out"
     assert main(["checkpoint", *words.split()]) == 2

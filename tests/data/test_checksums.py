@@ -33,7 +33,7 @@ def read_all(folder):
     return np.stack([values.numpy() for values in batch.values()], axis=1)
 
 
-def test_a_flipped_bit_is_found_or_changes_nothing(sample_file):
+def test_flipped_bit_is_detected_or_has_no_effect(sample_file):
     good, written = sample_file.read_bytes(), read_all(sample_file.parent)
     found, generator = 0, random.Random(0)
     for _ in range(100):
@@ -49,7 +49,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(sample_file):
     assert found > 50
 
 
-def test_the_damaged_sample_is_named(sample_file):
+def test_error_names_the_damaged_sample(sample_file):
     with h5py.File(sample_file, "r+") as file:
         file["data"][7, 0, 3] ^= 1
     with pytest.raises(DataError, match="sample is damaged") as raised:
@@ -79,7 +79,7 @@ def unmark(file):
 
 
 @pytest.mark.parametrize("damage", [swap, forget, shorten, unmark])
-def test_checksums_are_those_of_a_sample_in_its_place(sample_file, damage):
+def test_moved_or_changed_samples_are_detected(sample_file, damage):
     with h5py.File(sample_file, "r+") as file:
         damage(file)
     with pytest.raises(DataError):

@@ -47,7 +47,7 @@ def tokens_of(folder, num_classes=3, **changes):
 
 
 @pytest.mark.parametrize("header", ["", "sentence\tlabel\n"])
-def test_sentences_are_cut_as_transformers_cuts_them(folder, header):
+def test_sst2_tokens_equal_transformers(folder, header):
     transformers = pytest.importorskip("transformers")
     (folder / "train.tsv").write_text(header + "A good film .\t1\nbad films, not Paris or a good film\t0\n")
     batch = texts_of(folder).__getitems__([0, 1, 2 + 1])
@@ -61,7 +61,7 @@ def test_sentences_are_cut_as_transformers_cuts_them(folder, header):
     assert batch["labels"].tolist() == [1, 0, 0]
 
 
-def test_pairs_have_two_segments(folder):
+def test_mnli_pairs_have_two_segments(folder):
     lines = [
         "index\tsentence1\tsentence2\tgold_label",
         "0\ta film\tgood\tneutral",
@@ -85,13 +85,13 @@ def test_pairs_have_two_segments(folder):
         ),
     ],
 )
-def test_a_damaged_line_is_named(folder, line, message):
+def test_error_names_the_damaged_line(folder, line, message):
     (folder / "train.tsv").write_text(f"good\t1\n{line}\n")
     with pytest.raises(DataError, match=message):
         texts_of(folder)
 
 
-def test_missing_files_and_tokens(folder):
+def test_missing_files_and_tokens_are_errors(folder):
     with pytest.raises(DataError, match=r"no train\.tsv"):
         texts_of(folder)
     (folder / "train.tsv").write_text("")
@@ -108,7 +108,7 @@ def test_missing_files_and_tokens(folder):
 TAGGED = "Paris\tB-Place\nfilms\tO\n.\tO\n\n\nnot\tO\nParis\tB-Place\nbad\tI-Place\n"
 
 
-def test_the_first_piece_of_a_word_has_its_class(folder):
+def test_first_token_of_a_word_has_its_label(folder):
     (folder / "ner").mkdir()
     (folder / "ner" / "train.conll").write_text(TAGGED)
     batch = tokens_of(folder).__getitems__([0, 1])
@@ -120,7 +120,7 @@ def test_the_first_piece_of_a_word_has_its_class(folder):
     ]
 
 
-def test_numbers_of_tags_come_from_their_file(folder):
+def test_classes_of_tags_come_from_label_vocab_file(folder):
     (folder / "ner").mkdir()
     (folder / "ner" / "train.tsv").write_text(TAGGED)
     numbers = folder / "labels.json"
@@ -135,7 +135,7 @@ def test_numbers_of_tags_come_from_their_file(folder):
         tokens_of(folder, label_vocab_file=str(numbers))
 
 
-def test_damaged_tags(folder):
+def test_damaged_tag_files_are_errors(folder):
     with pytest.raises(DataError, match="does not exist"):
         tokens_of(folder)
     (folder / "ner").mkdir()

@@ -24,7 +24,7 @@ OTHER = TEXT.replace("Anne", "Emma").replace("1892", "1760").replace("41", "12")
 SETTINGS = ClozeSettings(questions=200, max_words=100)
 
 
-def test_sentences_are_told_from_abbreviations():
+def test_abbreviations_do_not_end_sentences():
     parts = [TEXT[start:stop] for start, stop in sentences(TEXT)]
     assert "".join(parts) == TEXT
     assert [part[:10] for part in parts] == ["Dr. Anne W", "The journe", "Her brothe", "He wrote l"]
@@ -38,7 +38,7 @@ def test_passages_are_whole_sentences():
     assert list(passages(TEXT, ClozeSettings(min_words=3, max_words=10))) == []
 
 
-def test_answers_are_in_the_text_and_their_words_not_in_the_question():
+def test_answer_is_in_the_passage_and_not_in_the_question():
     questions = cloze_questions(TEXT, SETTINGS)
     assert len(questions) > 150
     for question in questions:
@@ -58,12 +58,12 @@ def test_questions_keep_words_of_their_sentence():
         assert max(sum(word in part for word in words) for part in parts) >= len(words) - 5
 
 
-def test_the_same_text_and_seed_give_the_same_questions():
+def test_same_text_and_seed_make_the_same_questions():
     assert cloze_questions(TEXT, SETTINGS) == cloze_questions(TEXT, SETTINGS)
     assert cloze_questions(TEXT, SETTINGS) != cloze_questions(TEXT, ClozeSettings(200, seed=1))
 
 
-def test_files_hold_each_passage_once_and_none_that_is_held_out(tmp_path):
+def test_repeated_and_held_out_passages_are_left_out(tmp_path):
     path = tmp_path / "cloze.json"
     held_out = "Another one. " + TEXT[slice(*sentences(TEXT)[2])].upper()
     settings = ClozeSettings(max_words=100, questions=5)

@@ -22,7 +22,7 @@ def tokenizer(book):
     )
 
 
-def test_a_collator_of_transformers_gives_next_tokens(tokenizer, tmp_path):
+def test_labels_of_a_transformers_collator_are_shifted(tokenizer, tmp_path):
     """The loss on these rows counts what transformers counts."""
     texts = ["A first text.", "And a second, longer one."] * 5
     samples = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
@@ -42,7 +42,7 @@ def test_a_collator_of_transformers_gives_next_tokens(tokenizer, tmp_path):
         assert rows["input_ids"][row][counted].tolist() == ids[:-1]
 
 
-def test_labels_that_are_moved_already_stay(tmp_path):
+def test_shifted_labels_are_not_shifted_again(tmp_path):
     tokens = np.random.default_rng(0).integers(1, 50, (7, 9))
     samples = [{"input_ids": row[:-1], "attention_mask": [1] * 7 + [0], "labels": row[1:]} for row in tokens]
     convert_dataset_to_HDF5(samples, tmp_path / "out")
@@ -51,7 +51,7 @@ def test_labels_that_are_moved_already_stay(tmp_path):
     assert rows["attention_mask"].sum() == 49
 
 
-def test_a_data_set_of_the_hugging_face_library(tmp_path):
+def test_hugging_face_data_set_is_converted(tmp_path):
     datasets = pytest.importorskip("datasets")
     tokens = [[n, n + 1, n + 2, n + 3] for n in range(20)]
     made = datasets.Dataset.from_dict({"input_ids": tokens})
@@ -73,7 +73,7 @@ def test_other_fields_become_datasets(tmp_path):
         assert file["labels"][:].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_what_cannot_be_stacked_is_named(tmp_path):
+def test_error_names_the_field_that_cannot_be_stacked(tmp_path):
     with pytest.raises(DataError, match=r"(?s)'input_ids' cannot be stacked.*data_collator"):
         convert_dataset_to_HDF5([{"input_ids": [1]}, {"input_ids": [1, 2]}], tmp_path / "out")
     with pytest.raises(DataError, match="no samples"):

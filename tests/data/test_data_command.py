@@ -16,7 +16,7 @@ def parse(*arguments):
     return parser.parse_args([str(argument) for argument in arguments])
 
 
-def test_the_shipped_text_becomes_data(tmp_path, capsys):
+def test_shipped_text_is_prepared(tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--out", out, "--sequence_length", 128, "--vocab_size", 1024, "--num_workers", 1]
     assert run(parse(sample_text(), *options)) == 0
@@ -32,7 +32,7 @@ def test_the_shipped_text_becomes_data(tmp_path, capsys):
         assert fact in printed
 
 
-def test_a_finished_tokenizer_serves_again(text_file, tmp_path):
+def test_existing_tokenizer_is_used(text_file, tmp_path):
     first = ["--out", tmp_path / "a", "--vocab_size", 300, "--sequence_length", 16, "--num_workers", 1]
     run(parse(text_file, *first))
     again = [
@@ -51,12 +51,12 @@ def test_a_finished_tokenizer_serves_again(text_file, tmp_path):
     assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
 
 
-def test_a_tokenizer_and_a_size_exclude_each_other(text_file, tmp_path, capsys):
+def test_tokenizer_and_vocab_size_exclude_each_other(text_file, tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse(text_file, "--out", tmp_path / "out", "--vocab_size", 300, "--tokenizer", "x")
     assert "not allowed with argument" in capsys.readouterr().err
 
 
-def test_an_error_names_the_input(tmp_path):
+def test_error_names_the_input(tmp_path):
     with pytest.raises(DataError, match=r"(?s)does not exist.*nowhere\.txt"):
         run(parse(tmp_path / "nowhere.txt", "--out", tmp_path / "out"))

@@ -27,7 +27,7 @@ def read_all(path, **options):
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".jsonl", ".jsonl.gz"])
-def test_every_kind_of_file_gives_its_documents(tmp_path, book, suffix):
+def test_all_file_types_yield_their_documents(tmp_path, book, suffix):
     texts = [book] if suffix.startswith(".txt") else [book, "", "žluťoučký kůň\u2028🐎", "x"]
     content = book if suffix.startswith(".txt") else "\n\n".join(json.dumps({"text": text}) for text in texts)
     path = tmp_path / f"input{suffix}"
@@ -54,7 +54,7 @@ def test_pieces_join_to_the_document(blocks, piece_chars):
     assert all(0 < len(text) <= piece_chars for text, _ in pieces)
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_mark_is_not_text(tmp_path):
     path = tmp_path / "mark.txt"
     path.write_bytes(b"\xef\xbb\xbfhello")
     assert read_all(path) == ["hello"]
@@ -81,7 +81,7 @@ def test_a_folder_stands_for_its_text_files_in_order(tmp_path):
     assert names == ["a.txt", "b/1.txt.gz", "b/2.jsonl"]
 
 
-def test_a_wrong_path_is_answered_with_the_nearest(tmp_path):
+def test_error_for_a_wrong_path_suggests_the_nearest(tmp_path):
     (tmp_path / "corpus.txt").touch()
     (tmp_path / "table.tsv").touch()
     (tmp_path / "empty").mkdir()
@@ -108,7 +108,7 @@ def test_a_wrong_path_is_answered_with_the_nearest(tmp_path):
         (b'{"text": "\\ud800"}', "surrogate"),
     ],
 )
-def test_a_bad_jsonl_line_is_named(tmp_path, line, message):
+def test_error_names_the_bad_jsonl_line(tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
     with pytest.raises(DataError, match=message) as caught:
@@ -117,7 +117,7 @@ def test_a_bad_jsonl_line_is_named(tmp_path, line, message):
 
 
 @pytest.mark.parametrize("position", [0, 3, documents.PIECE_CHARS - 1, documents.PIECE_CHARS, 100_001])
-def test_a_byte_that_is_not_utf8_is_named(tmp_path, position):
+def test_error_names_the_byte_that_is_not_utf8(tmp_path, position):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"a" * position + b"\xe9" + b"b" * 9)
     with pytest.raises(DataError, match="text is not UTF-8") as caught:
@@ -126,7 +126,7 @@ def test_a_byte_that_is_not_utf8_is_named(tmp_path, position):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "plain"])
-def test_a_damaged_gzip_file_is_named(tmp_path, book, damage):
+def test_error_names_the_damaged_gzip_file(tmp_path, book, damage):
     content = bytearray(gzip.compress(book.encode()))
     if damage == "cut":
         del content[-2000:]

@@ -65,7 +65,7 @@ def test_epochs_and_seeds_differ():
     assert first not in (order.samples(100, 200).tolist(), other.samples(0, 100).tolist(), list(range(100)))
 
 
-def test_saved_positions_keep_their_meaning():
+def test_order_is_the_same_as_in_earlier_versions():
     """A change of these numbers would change the order under every checkpoint made before."""
     assert permutation(10, 0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
     assert SampleOrder(10, 1, shuffle=True, seed=1).samples(8, 12).tolist() == [6, 3, 3, 7]

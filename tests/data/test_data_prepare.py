@@ -60,7 +60,7 @@ def assert_same_bytes(first: Path, second: Path):
     assert filecmp.cmpfiles(first, second, names, shallow=False) == (names, [], [])
 
 
-def test_the_samples_are_the_text(shared, tmp_path):
+def test_samples_contain_the_text(shared, tmp_path):
     """Against transformers' GPT-2 tokenizer and a straight packing of the whole corpus in memory."""
     transformers = pytest.importorskip("transformers")
     source, vocab = shared / "text/c4_sample.jsonl.gz", shared / "vocab/gpt2"
@@ -103,13 +103,13 @@ def test_the_samples_are_the_text(shared, tmp_path):
     assert read_statistics(tmp_path / "out") == statistics
 
 
-def test_the_bytes_depend_neither_on_workers_nor_on_places(reference, text_file, tmp_path):
+def test_output_is_independent_of_workers_and_folders(reference, text_file, tmp_path):
     prepare_book(text_file, tmp_path / "out", num_workers=2)
     assert files_below(reference)[:2] == ["statistics.json", "tokenizer.json"]
     assert_same_bytes(tmp_path / "out", reference)
 
 
-def test_another_seed_gives_another_order_of_the_same_samples(text_file, tmp_path):
+def test_other_seed_changes_only_the_order(text_file, tmp_path):
     sets = []
     for seed in (1, 2):
         prepare_book(text_file, tmp_path / str(seed), seed=seed, val_fraction=0)
@@ -145,12 +145,12 @@ def test_too_little_text_is_refused_and_leaves_nothing(tmp_path):
     ("key", "value"),
     [("sequence_length", 0), ("samples_per_file", 0), ("val_fraction", 1.0), ("val_fraction", -0.1)],
 )
-def test_a_setting_out_of_range_is_named(text_file, tmp_path, key, value):
+def test_error_names_the_setting_out_of_range(text_file, tmp_path, key, value):
     with pytest.raises(ConfigError, match=rf"expected {key} .* got {value}\n"):
         prepare_book(text_file, tmp_path / "out", **{key: value})
 
 
-def test_existing_output_is_kept_unless_it_may_be_replaced(text_file, tmp_path):
+def test_existing_output_is_only_replaced_with_overwrite(text_file, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     first = prepare_book(text_file, out)
@@ -166,7 +166,7 @@ def test_existing_output_is_kept_unless_it_may_be_replaced(text_file, tmp_path):
     assert files_below(notes) == ["important.md"]
 
 
-def test_two_writers_of_one_folder_are_told(tmp_path):
+def test_second_writer_of_a_folder_is_refused(tmp_path):
     with (
         staged_folder(tmp_path / "out"),
         pytest.raises(DataError, match="another process is writing"),
@@ -198,7 +198,7 @@ def start(tmp_path, text_file, *, workers, limit=0):
 
 
 @pytest.mark.parametrize("sign", ["tokenizer.json", "tokens.bin", "train/data-00001.h5"])
-def test_a_killed_preparation_leaves_nothing_that_looks_complete(text_file, reference, tmp_path, sign):
+def test_killed_preparation_leaves_no_complete_output(text_file, reference, tmp_path, sign):
     process = start(tmp_path, text_file, workers=2)
     while not (tmp_path / "out.partial" / sign).exists():
         assert process.poll() is None, process.stderr.read()
@@ -215,7 +215,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_complete(text_file, refe
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_failed_write_is_named_and_leaves_nothing(text_file, tmp_path):
+def test_failed_write_names_the_folder_and_leaves_nothing(text_file, tmp_path):
     """A limit on file size stands for a full disk."""
     process = start(tmp_path, text_file, workers=1, limit=100_000)
     assert "DataError: output cannot be written" in process.communicate()[1]
@@ -256,7 +256,7 @@ def test_a_worker_that_dies_is_reported():
         list(ordered_map(exit_at, range(20), 2))
 
 
-def test_statistics_that_cannot_be_read_are_named(tmp_path):
+def test_error_names_unreadable_statistics(tmp_path):
     (tmp_path / "statistics.json").write_text(json.dumps({"documents": 1}))
     with pytest.raises(DataError, match=r"(?s)statistics cannot be read.*statistics\.json"):
         read_statistics(tmp_path)

@@ -76,7 +76,7 @@ def test_epochs_follow_each_other_without_a_gap(data):
     assert len({tuple(epoch.tolist()) for epoch in ids}) == 4
 
 
-def test_workers_change_nothing(data):
+def test_workers_do_not_change_the_batches(data):
     folder, _ = data
     plain = first(make(folder, shuffle=True).create_dataloader(), 12)
     equal(first(make(folder, shuffle=True, num_workers=2, prefetch_factor=3).create_dataloader(), 12), plain)
@@ -93,7 +93,7 @@ def test_ranks_share_each_batch(data):
 
 
 @pytest.mark.parametrize(("num_workers", "stops"), [(0, range(1, 14)), (2, [7])])
-def test_resuming_continues_with_the_very_next_sample(data, num_workers, stops):
+def test_resuming_continues_with_the_next_sample(data, num_workers, stops):
     """Workers have read ahead by then; what they read was not consumed."""
     folder, _ = data
     whole = first(make(folder, shuffle=True, shuffle_seed=1).create_dataloader(), 14)
@@ -121,7 +121,7 @@ def test_resuming_with_another_batch_size_and_more_ranks_keeps_the_order(data):
     assert torch.equal(torch.cat(ids), torch.cat([batch["input_ids"] for batch in whole]))
 
 
-def test_an_endless_loader_goes_on_where_iteration_stopped(data):
+def test_endless_loader_continues_where_iteration_stopped(data):
     folder, _ = data
     loader = make(folder).create_dataloader()
     equal(first(loader, 3) + first(loader, 4), first(make(folder).create_dataloader(), 7))
@@ -169,7 +169,7 @@ def test_a_wrong_key_or_value_is_refused(keys):
         GptHDF5DataProcessorConfig(**{"data_dir": "x", "batch_size": 2, **keys})
 
 
-def test_a_missing_or_wrong_data_dir_is_named(tmp_path):
+def test_error_names_a_missing_or_wrong_data_dir(tmp_path):
     (tmp_path / "set" / "train").mkdir(parents=True)
     with pytest.raises(DataError, match=r"(?s)not a folder.*data_dir: .*sett.*did you mean .*set\?"):
         make(tmp_path / "sett")
@@ -199,7 +199,7 @@ def test_a_file_of_another_layout_is_refused(tmp_path, array, name, message):
     assert str(tmp_path / "set") in caught.value.where
 
 
-def test_a_file_that_does_not_open_is_named(tmp_path):
+def test_error_names_a_file_that_cannot_be_opened(tmp_path):
     write(tmp_path / "set" / "bad.h5", GOOD)
     content = (tmp_path / "set" / "bad.h5").read_bytes()
     for damaged in (content[: len(content) // 2], b"", b"not HDF5"):
@@ -208,7 +208,7 @@ def test_a_file_that_does_not_open_is_named(tmp_path):
             make(tmp_path / "set")
 
 
-def test_a_damaged_sample_is_named(tmp_path):
+def test_error_names_the_damaged_sample(tmp_path):
     path = tmp_path / "set" / "bad.h5"
     write(path, np.arange(4 * 3 * LENGTH).reshape(4, 3, LENGTH), chunks=(1, 3, LENGTH), compression="gzip")
     with h5py.File(path) as file:
@@ -235,7 +235,7 @@ def test_a_wrong_sequence_length_is_refused(tmp_path, data):
 
 
 @pytest.mark.parametrize(("token", "channel", "num_workers"), [(100, 0, 0), (100, 2, 1), (-1, 0, 0)])
-def test_a_token_outside_the_vocabulary_names_the_sample(tmp_path, token, channel, num_workers):
+def test_error_names_the_sample_with_a_token_outside_the_vocabulary(tmp_path, token, channel, num_workers):
     write(tmp_path / "set" / "1.h5", GOOD)
     bad = GOOD.copy()
     bad[1, channel, 5] = token
@@ -247,7 +247,7 @@ def test_a_token_outside_the_vocabulary_names_the_sample(tmp_path, token, channe
     assert "Traceback" not in str(caught.value)
 
 
-def test_the_smaller_vocabulary_counts_and_the_mask_is_no_token(tmp_path):
+def test_smaller_vocab_size_applies_and_masks_are_not_checked(tmp_path):
     array = GOOD.copy()
     array[:, 1] = 9
     write(tmp_path / "set" / "1.h5", array)

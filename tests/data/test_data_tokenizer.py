@@ -43,7 +43,7 @@ def test_gpt2_files_tokenize_as_transformers_does(shared, gpt2_oracle, file):
             document = ""
 
 
-def test_a_tokenizer_json_is_read_as_it_is(shared):
+def test_tokenizer_json_is_read_unchanged(shared):
     path = shared / "vocab" / "neox" / "20B_tokenizer.json"
     tokenizer, oracle = load_tokenizer(path), Tokenizer.from_file(str(path))
     text = "Weights   stream\n\n in, <|endoftext|> gradients\tstream out: 你好"
@@ -51,7 +51,7 @@ def test_a_tokenizer_json_is_read_as_it_is(shared):
     assert end_of_text_id(tokenizer) == 0
 
 
-def test_training_gives_the_size_asked_for_and_loses_no_text(trained, book):
+def test_trained_tokenizer_has_the_requested_size_and_is_lossless(trained, book):
     assert trained.get_vocab_size() == 512
     assert end_of_text_id(trained) == 0
     strange = "naïve\u2028 🐎\x00\r\n"
@@ -69,7 +69,7 @@ words = st.text(alphabet="abc,.'\n\té1", min_size=1, max_size=5)
 
 @settings(max_examples=50)
 @given(st.lists(words, min_size=1, max_size=60), st.sampled_from([" ", " a ", "  \n", "\n\n a b "]))
-def test_cutting_changes_no_token(trained, texts, separator):
+def test_tokens_are_independent_of_the_cuts(trained, texts, separator):
     text = f"{separator} a b ".join(texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "PIECE_CHARS", 32)
@@ -82,7 +82,7 @@ def test_a_vocabulary_below_the_bytes_is_refused():
         TrainBPE(256)
 
 
-def test_missing_tokenizer_files_are_named(tmp_path):
+def test_error_names_missing_tokenizer_files(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(DataError, match=r"neither tokenizer\.json nor vocab\.bpe or merges\.txt"):
         load_tokenizer(tmp_path)
@@ -100,7 +100,7 @@ def test_missing_tokenizer_files_are_named(tmp_path):
         (b"\xff", "not UTF-8"),
     ],
 )
-def test_a_damaged_tokenizer_json_is_named(tmp_path, content, message):
+def test_error_names_a_damaged_tokenizer_json(tmp_path, content, message):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
@@ -115,7 +115,7 @@ def test_a_damaged_tokenizer_json_is_named(tmp_path, content, message):
         ("#version: 0.2\na z\n", "tokenizer is damaged", ""),
     ],
 )
-def test_a_damaged_merges_file_is_named(tmp_path, merges, message, place):
+def test_error_names_the_damaged_merges_line(tmp_path, merges, message, place):
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
     (tmp_path / "merges.txt").write_text(merges)
     with pytest.raises(DataError, match=message) as caught:
@@ -123,7 +123,7 @@ def test_a_damaged_merges_file_is_named(tmp_path, merges, message, place):
     assert caught.value.where == f"{tmp_path / 'merges.txt'}{place}"
 
 
-def test_a_tokenizer_without_end_of_text_asks_for_one(trained):
+def test_tokenizer_without_end_of_text_needs_the_option(trained):
     plain = Tokenizer(models.BPE(vocab={"a": 0, "</stop>": 1}, merges=[]))
     plain.add_special_tokens(["</stop>"])
     with pytest.raises(DataError, match=r"(?s)no end-of-text token.*--end_of_text.*</stop>"):

@@ -134,7 +134,7 @@ def in_order(read):
     return [read[place] for place in np.argsort(split_samples(len(read), 0, 0)["train"])]
 
 
-def test_samples_are_the_records(tmp_path, tokenizer, pictures):
+def test_samples_contain_the_records(tmp_path, tokenizer, pictures):
     statistics = prepared(tmp_path, tokenizer, pictures)
     read = in_order(batches(tmp_path))
     assert (statistics.documents, statistics.train_samples, statistics.images, len(read)) == (4, 5, 5, 5)
@@ -166,7 +166,7 @@ def test_samples_are_the_records(tmp_path, tokenizer, pictures):
     assert statistics.tokens == padding.size - padding.sum() - image.sum()
 
 
-def test_images_are_those_of_transformers(tmp_path, tokenizer, pictures):
+def test_images_equal_those_of_transformers(tmp_path, tokenizer, pictures):
     transformers = pytest.importorskip("transformers")
     processor = transformers.LlavaImageProcessorPil(
         do_pad=True, size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
@@ -194,7 +194,7 @@ def stored(tmp_path, tokens, mask, padding, paths):
         file["img_path"] = np.array(paths, dtype=object)[:, None]
 
 
-def test_one_place_for_the_images_of_all_samples(tmp_path, pictures):
+def test_files_without_places_use_the_place_of_the_model(tmp_path, pictures):
     """A text without image has padding where the image would be; the loss is that of the text alone."""
     stored(
         tmp_path,
@@ -220,7 +220,7 @@ def test_one_place_for_the_images_of_all_samples(tmp_path, pictures):
         assert model(with_image) != text({name: with_image[name] for name in short})
 
 
-def test_several_images_need_their_places(tmp_path, pictures):
+def test_several_images_without_places_are_refused(tmp_path, pictures):
     stored(tmp_path, [[1] * 12], [[1] * 12], [[0] * 12], ["a.png"])
     config = MultimodalSimpleConfig.model_validate(
         {
@@ -236,7 +236,7 @@ def test_several_images_need_their_places(tmp_path, pictures):
         batches(tmp_path, config)
 
 
-def test_a_damaged_image_is_named(tmp_path, tokenizer, pictures):
+def test_error_names_the_damaged_image(tmp_path, tokenizer, pictures):
     prepared(tmp_path, tokenizer, pictures)
     (pictures / "a.png").write_bytes(b"no image")
     with pytest.raises(DataError, match="cannot read the image") as error:
@@ -287,20 +287,20 @@ def test_data_that_do_not_fit_the_model(changes, error, message, tmp_path, token
         batches(tmp_path, **{key: value for key, value in changes.items() if key not in settings})
 
 
-def test_a_token_beyond_the_vocabulary_is_named(tmp_path, pictures):
+def test_error_names_the_token_outside_the_vocabulary(tmp_path, pictures):
     stored(tmp_path, [[1, 500] * 6], [[1] * 12], [[0] * 12], ["a.png"])
     with pytest.raises(DataError, match=r"expected token ids below .* got 500") as error:
         batches(tmp_path)
     assert "501 or more" in (error.value.remedy or "")
 
 
-def test_a_folder_of_images_that_is_not_there_is_named(tmp_path, tokenizer, pictures):
+def test_missing_image_folder_is_an_error(tmp_path, tokenizer, pictures):
     prepared(tmp_path, tokenizer, pictures)
     with pytest.raises(DataError, match="img_data_dir is not a folder"):
         batches(tmp_path, img_data_dir=str(tmp_path / "elsewhere"))
 
 
-def test_a_model_of_texts_alone_does_not_read_them(tmp_path, tokenizer, pictures):
+def test_text_model_refuses_samples_with_images(tmp_path, tokenizer, pictures):
     """Their rows are as many as those of packed texts, and mean something else."""
     prepared(tmp_path, tokenizer, pictures)
     keys = {"data_processor": "GptHDF5MapDataProcessor", "data_dir": str(tmp_path / "data" / "train")}
@@ -309,7 +309,7 @@ def test_a_model_of_texts_alone_does_not_read_them(tmp_path, tokenizer, pictures
         open_data(loader, MODEL.text_model, seed=0, repeat=False)
 
 
-def test_options_that_are_missing_or_wrong(tmp_path, tokenizer, pictures):
+def test_missing_or_invalid_options_are_errors(tmp_path, tokenizer, pictures):
     for changes, message in (
         ({"num_features": None}, "needs --num_features"),
         ({"num_features": 0}, "expected num_features of at least 1, got 0"),
@@ -320,7 +320,7 @@ def test_options_that_are_missing_or_wrong(tmp_path, tokenizer, pictures):
             prepared(tmp_path, tokenizer, pictures, **changes)
 
 
-def test_when_all_records_are_left_out_it_is_said_why(tmp_path, tokenizer, pictures):
+def test_error_says_why_all_records_were_left_out(tmp_path, tokenizer, pictures):
     records = [{"image": "c.png", "captions": ["x"]}, {"image": "a.png", "captions": ["", "A dog. " * 99]}]
     with pytest.raises(DataError, match="cannot be used: 1, empty: 1, too long: 1") as error:
         prepared(tmp_path, tokenizer, pictures, records, skip=True)

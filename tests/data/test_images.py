@@ -82,7 +82,7 @@ def test_random_crops_lie_in_the_image():
     assert len(places) > 20
 
 
-def test_random_resized_crops_have_the_shares_and_shapes_that_are_asked_for():
+def test_random_resized_crops_have_the_configured_scale_and_ratio():
     """Of a picture whose channels hold the place of each pixel, the corners of each part can be read off."""
     rows, columns = np.mgrid[0:200, 0:250].astype(np.uint8)
     image = Image.fromarray(np.stack([rows, columns, rows], axis=-1))
@@ -109,7 +109,7 @@ def test_random_resized_crops_have_the_shares_and_shapes_that_are_asked_for():
         ([{"name": "resize", "size": [1, 2, 3]}, NUMBERS], "at most 2"),
     ],
 )
-def test_transforms_that_mean_nothing(transforms, message):
+def test_invalid_transforms_are_refused(transforms, message):
     with pytest.raises(ValidationError, match=message):
         folder_config(Path(), transforms=transforms)
 
@@ -142,7 +142,7 @@ def test_folders_of_classes(folder):
     assert torch.equal(batches[0]["inputs"][1], numbers(expected))
 
 
-def test_what_is_random_depends_on_the_draw_alone(folder):
+def test_random_choices_depend_only_on_the_draw(folder):
     samples, again, other = (
         open_data(folder_config(folder, transforms=CROP, shuffle_seed=seed), VIT, seed=1, repeat=True).samples
         for seed in (3, 3, 4)
@@ -153,7 +153,7 @@ def test_what_is_random_depends_on_the_draw_alone(folder):
     assert not torch.equal(other.__getitems__([0])["inputs"], whole[:1])
 
 
-def test_gray_pictures_for_colours_and_back(folder):
+def test_images_are_converted_to_the_channels_of_the_model(folder):
     picture(seed=9, channels=1).save(folder / "train" / "cat" / "0.png")
     config = folder_config(folder, image_size=[8, 8])
     inputs = open_data(config, VIT, seed=1, repeat=False).samples.__getitems__([0])["inputs"]
@@ -165,7 +165,7 @@ def test_gray_pictures_for_colours_and_back(folder):
         open_data(config, VIT.model_copy(update={"num_channels": 2}), seed=1, repeat=False)
 
 
-def test_folders_with_something_wrong(folder):
+def test_invalid_folders_are_errors(folder):
     def first(**changes):
         source = open_data(folder_config(folder, **changes), VIT, seed=1, repeat=False)
         return next(iter(source.create_dataloader()))
@@ -203,7 +203,7 @@ def pairs(tmp_path):
     return tmp_path
 
 
-def test_parts_of_images_and_their_classes_belong_together(pairs):
+def test_crops_of_images_and_labels_match(pairs):
     config = segmentation_config(pairs, image_size=[8, 8], normalize_data_method="zero_one")
     samples = open_data(config, UNET, seed=1, repeat=True).samples
     assert len(samples) == 3  # 0.85 of four, rounded
@@ -214,7 +214,7 @@ def test_parts_of_images_and_their_classes_belong_together(pairs):
     assert len({each.tobytes() for each in batch["inputs"].numpy()}) == 12
 
 
-def test_images_to_evaluate_on_are_not_changed(pairs):
+def test_evaluation_images_are_not_augmented(pairs):
     config = segmentation_config(pairs, is_training=False, train_test_split=0.5, batch_size=2)
     (batch,) = open_data(config, UNET, seed=1, repeat=False).create_dataloader()
     image = numbers(Image.open(pairs / "image" / "2.png"))
@@ -222,7 +222,7 @@ def test_images_to_evaluate_on_are_not_changed(pairs):
     assert torch.equal(batch["labels"][0], (image[0] > 0.5).long())
 
 
-def test_classes_by_their_numbers(pairs):
+def test_labels_are_pixel_values(pairs):
     labels = np.arange(16 * 24).reshape(16, 24) % 3
     Image.fromarray(labels.astype(np.uint8)).save(pairs / "label" / "3.png")
     config = segmentation_config(pairs, is_training=False, batch_size=1)
@@ -233,7 +233,7 @@ def test_classes_by_their_numbers(pairs):
     assert isinstance(error, DataError) and "3.png" in error.where and "set num_classes to 3" in error.remedy
 
 
-def test_pairs_with_something_wrong(pairs):
+def test_invalid_pairs_are_errors(pairs):
     def first(**changes):
         samples = open_data(segmentation_config(pairs, **changes), UNET, seed=1, repeat=True).samples
         result = samples.__getitems__([0])
@@ -280,7 +280,7 @@ def test_public_files_load():
         assert own.fit.train_dataloader.batch_size == run.fit.train_dataloader.batch_size
 
 
-def test_the_public_file_of_dinov2s_classifier_loads():
+def test_public_file_of_the_dinov2_classifier_loads():
     path = SHARED / "public_params" / "vision" / "dino" / "configs" / "params_dinov2_large_eval_linear.yaml"
     if not path.exists():
         pytest.skip("the public params files are not here")

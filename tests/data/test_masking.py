@@ -37,7 +37,7 @@ def text(count, start=0):
     return ["[CLS]", *WORDS[start : start + count], "[SEP]"]
 
 
-def test_the_answers_are_what_was_there(make):
+def test_masked_ids_are_the_original_tokens(make):
     texts = make([text(50), text(30, 100)])
     batch = texts.__getitems__([0, 1])
     original = torch.zeros(2, 64, dtype=torch.int64)
@@ -55,14 +55,14 @@ def test_the_answers_are_what_was_there(make):
     assert batch["next_sentence_label"].tolist() == [1, 1]
 
 
-def test_another_pass_masks_others_and_the_same_draw_the_same(make):
+def test_masks_differ_between_epochs_and_are_fixed_per_draw(make):
     texts = make([text(50), text(30, 100)])
     first, again, later = (texts.__getitems__([draw])["masked_lm_positions"] for draw in (0, 0, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, later)
 
 
-def test_shares_are_those_of_the_paper(make):
+def test_mask_fractions_equal_the_paper(make):
     texts = make([text(60)], predictions=60, share=0.5)
     kinds = {"masked": 0, "same": 0, "other": 0}
     for draw in range(100):
@@ -77,7 +77,7 @@ def test_shares_are_those_of_the_paper(make):
     assert kinds["other"] / 3000 == pytest.approx(0.1, abs=0.03)
 
 
-def test_no_more_than_the_predictions_and_at_least_one(make):
+def test_number_of_masks_is_limited_and_at_least_one(make):
     assert make([text(60)], predictions=4).__getitems__([0])["masked_lm_weights"].sum() == 4
     assert make([text(2)]).__getitems__([0])["masked_lm_weights"].sum() == 1
     assert make([text(0)]).__getitems__([0])["masked_lm_weights"].sum() == 0
@@ -87,7 +87,7 @@ def test_without_the_next_sentence_there_is_no_label(make):
     assert "next_sentence_label" not in make([text(5)], next_sentence=False).__getitems__([0])
 
 
-def test_what_is_wrong_is_named(make, tmp_path):
+def test_errors_name_the_place(make, tmp_path):
     error = make([[1, 2]]).__getitems__([0])
     assert (
         isinstance(error, DataError) and "expected a list of tokens" in str(error) and "line 2" in str(error)

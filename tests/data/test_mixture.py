@@ -27,7 +27,7 @@ class Numbers:
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     weights=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
 )
-def test_every_source_has_its_share_and_goes_through_its_samples_in_turn(sizes, weights):
+def test_sources_have_their_fractions_and_read_samples_in_order(sizes, weights):
     weights = weights[: len(sizes)]
     mixture = Mixture([Numbers(size) for size in sizes], weights)
     total = sum(sizes)

@@ -37,7 +37,7 @@ def test_pixels_and_classes(tmp_path):
     assert read_digits(config(tmp_path, split="val")).__getitems__([1])["labels"].tolist() == [8]
 
 
-def test_damaged_files(tmp_path):
+def test_damaged_files_are_errors(tmp_path):
     with pytest.raises(DataError, match=r"no file matches train\*images"):
         read_digits(config(tmp_path))
     images = np.zeros((5, 28, 28), dtype=np.uint8)

@@ -77,7 +77,7 @@ def learnt(tokenizer, row):
     return decoder.decode(row[2][row[1] == 1].tolist(), skip_special_tokens=False)
 
 
-def test_the_loss_is_on_the_completion_alone(tokenizer, tmp_path):
+def test_loss_is_only_on_the_completion(tokenizer, tmp_path):
     source = lines(
         tmp_path / "a.jsonl",
         [
@@ -99,7 +99,7 @@ def test_the_loss_is_on_the_completion_alone(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("shape", ["openai", "sharegpt"])
-def test_a_conversation_is_what_transformers_makes_of_it(tokenizer, tmp_path, shape):
+def test_conversation_equals_the_template_of_transformers(tokenizer, tmp_path, shape):
     record = {"messages": CONVERSATION}
     if shape == "sharegpt":
         turns = [{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in CONVERSATION[1:]]
@@ -138,7 +138,7 @@ def test_a_summary_follows_its_document(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("shape", ["texts", "messages"])
-def test_preferences_are_read_as_they_were(tokenizer, tmp_path, shape):
+def test_preferences_round_trip(tokenizer, tmp_path, shape):
     record = {"prompt": "Sing.", "chosen": "La la la.", "rejected": "No."}
     if shape == "messages":
         asked = {"role": "user", "content": "Sing."}
@@ -158,7 +158,7 @@ def test_preferences_are_read_as_they_were(tokenizer, tmp_path, shape):
     assert mask.sum() > (batch["chosen_labels"] >= 0).sum()
 
 
-def test_questions_and_passages_are_bert_s(shared, tmp_path):
+def test_questions_and_passages_have_the_tokens_of_bert(shared, tmp_path):
     vocabulary = shared / "vocab/bert/bert-base-uncased-vocab.txt"
     record = {
         "question": "Who wrote it?",
@@ -179,7 +179,7 @@ def test_questions_and_passages_are_bert_s(shared, tmp_path):
         make(source, "embedding_pairs", vocabulary, length=12, num_passages=5)
 
 
-def test_sentences_are_judged_by_the_token_before_each(shared, tmp_path):
+def test_sentences_have_a_cls_token_and_a_label(shared, tmp_path):
     vocabulary = shared / "vocab/bert/bert-base-uncased-vocab.txt"
     texts, labels = ["The sea rose.", "All fled!", "", "We tell how."], [0, 1, 0, 1]
     source = lines(tmp_path / "a.jsonl", [{"source": texts, "source_labels": labels}])
@@ -200,7 +200,7 @@ def test_sentences_are_judged_by_the_token_before_each(shared, tmp_path):
     assert batch["cls_weights"][0].tolist() == [1, 1, 1, 1, 0, 0]
 
 
-def test_of_long_texts_the_last_sentences_are_cut(tokenizer, tmp_path):
+def test_last_sentences_of_long_texts_are_cut(tokenizer, tmp_path):
     records = [
         {"sentences": ["Up.", "The sea rose in the night and all fled. " * 9], "labels": [1, 0]},
         {"source": ["a"] * 5, "source_labels": [0, 0, 0, 0, 1]},
@@ -258,7 +258,7 @@ def test_masked_pairs_are_texts_of_the_documents(shared, bert, tmp_path):
     assert found == {0, 1}
 
 
-def test_masks_may_be_left_to_the_training(shared, bert, tmp_path):
+def test_dynamic_masks_are_drawn_in_training(shared, bert, tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"text": "It's 5 o'clock, \"isn't it\"? Né. Öl! " * 20}] * 3)
     make(source, "masked", bert, length=40, dynamic_mask=True)
     files = [CSVRecords(path) for path in (tmp_path / "masked/train").glob("*.csv")]
@@ -280,7 +280,7 @@ def test_masks_may_be_left_to_the_training(shared, bert, tmp_path):
 
 
 @pytest.mark.parametrize("spm_rate", [0, 1])
-def test_texts_with_their_middle_last_are_the_texts(tokenizer, tmp_path, spm_rate):
+def test_fill_in_the_middle_keeps_the_text(tokenizer, tmp_path, spm_rate):
     text = "The quick brown fox — jumped over ½ of the lazy dogs, didn't it?"
     source = lines(tmp_path / "a.jsonl", [{"text": text}] * 40)
     statistics = make(source, "fill_in_the_middle", tokenizer, length=80, fim_rate=0.8, spm_rate=spm_rate)
@@ -329,7 +329,7 @@ def test_other_files_hold_the_same_records(tokenizer, tmp_path, suffix):
     assert (rows[0] == rows[1]).all()
 
 
-def test_bad_records_are_named_or_counted(tokenizer, tmp_path):
+def test_bad_records_are_errors_or_counted(tokenizer, tmp_path):
     source = tmp_path / "a.jsonl"
     good = json.dumps({"prompt": "a", "completion": "b"})
     source.write_text(f'{good}\n{{"prompt": \n{{"prompt": "x", "reply": "y"}}\n{good}\n')
@@ -344,7 +344,7 @@ def test_bad_records_are_named_or_counted(tokenizer, tmp_path):
     assert make(source, "prompt_completion", tokenizer, keys=(("completion", "reply"),)).train_samples == 3
 
 
-def test_what_does_not_go_together_is_refused(tokenizer, tmp_path):
+def test_incompatible_settings_are_refused(tokenizer, tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"text": "a"}])
     with pytest.raises(ConfigError, match=r"(?s)unknown mode 'chatt'.*chat"):
         make(source, "chatt", tokenizer)
@@ -360,7 +360,7 @@ def test_what_does_not_go_together_is_refused(tokenizer, tmp_path):
         make(text, "chat", tokenizer)
 
 
-def test_rows_know_their_tokens(tokenizer, tmp_path):
+def test_spans_positions_and_labels_match_the_tokens(tokenizer, tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "c" * n} for n in range(1, 30)])
     statistics = make(source, "prompt_completion", tokenizer, use_vsl=True)
     rows = samples(source, "prompt_completion")["data"]

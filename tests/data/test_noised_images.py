@@ -44,7 +44,7 @@ def samples_of(config, model, seed=1):
     return open_data(config, model, seed=seed, repeat=True).samples
 
 
-def test_latents_are_drawn_from_what_the_files_hold(folders):
+def test_latents_are_sampled_from_the_stored_distribution(folders):
     samples = samples_of(latent_config(*folders), dit())
     assert len(samples) == 5
     batch = samples.__getitems__(list(range(100)))
@@ -66,7 +66,7 @@ def test_noise_is_normal_and_times_are_uniform(folders):
     assert float(batch["no_label"].float().mean()) == pytest.approx(0.25, abs=0.03)
 
 
-def test_what_is_random_depends_on_the_draw_alone(folders):
+def test_random_choices_depend_only_on_the_draw(folders):
     samples, again, other = (
         samples_of(latent_config(*folders, shuffle_seed=seed), dit()) for seed in (3, 3, 4)
     )
@@ -78,7 +78,7 @@ def test_what_is_random_depends_on_the_draw_alone(folders):
         assert all(not torch.equal(found[name], whole[name][:1]) for name in ("inputs", "noise"))
 
 
-def test_data_with_something_wrong(folders, tmp_path):
+def test_invalid_data_are_errors(folders, tmp_path):
     plain, flipped = folders
     with pytest.raises(DataError, match="set num_classes to 2"):
         samples_of(latent_config(plain, num_classes=1), dit())
@@ -119,6 +119,6 @@ def test_digits_with_noise(tmp_path):
     assert isinstance(found, DataError) and "latent_size to [28, 28]" in found.remedy
 
 
-def test_latents_are_for_models_of_noise(folders):
+def test_latents_need_a_diffusion_model(folders):
     with pytest.raises(ConfigError, match="not for the model vision_transformer"):
         samples_of(latent_config(*folders), ViTConfig(name="vision_transformer"))

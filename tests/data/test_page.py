@@ -84,6 +84,6 @@ def test_every_kind_of_sample_is_shown(tmp_path, mode, record, shown):
     assert -1 not in places and places == sorted(places)
 
 
-def test_a_folder_without_data_is_named(tmp_path):
+def test_error_names_a_folder_without_data(tmp_path):
     with pytest.raises(DataError, match="no prepared data"):
         write_page(tmp_path, tmp_path / "page.html")

@@ -38,7 +38,7 @@ def test_csv(tmp_path, suffix):
         (b"text\n\xff\n", "line is not UTF-8", 2),
     ],
 )
-def test_what_is_not_csv_is_refused(tmp_path, content, what, line):
+def test_invalid_csv_is_refused(tmp_path, content, what, line):
     path = tmp_path / "input.csv"
     path.write_bytes(content)
     with pytest.raises(DataError, match=what) as raised:
@@ -66,7 +66,7 @@ def short(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_a_line_that_is_too_long_is_refused_or_passed_over_in_little_memory(tmp_path, short, kind):
+def test_too_long_lines_are_refused_or_skipped_in_little_memory(tmp_path, short, kind):
     path = tmp_path / f"bomb.{kind}.gz"
     first, last = ("text\n", "end\n") if kind == "csv" else ("", json.dumps({"text": "end"}))
     with gzip.open(path, "wt", compresslevel=1) as file:
@@ -84,14 +84,14 @@ def test_a_line_that_is_too_long_is_refused_or_passed_over_in_little_memory(tmp_
 
 
 @pytest.mark.parametrize("content", ['[{"text": "%s"}]', "[ %s"])
-def test_an_element_of_a_list_that_is_too_long_is_refused(tmp_path, short, content):
+def test_too_long_elements_of_a_list_are_refused(tmp_path, short, content):
     path = tmp_path / "bomb.json"
     path.write_text(content % ("x" * (4 << 20)))
     with pytest.raises(DataError, match="record is longer than 1 MiB"):
         records(path)
 
 
-def test_long_words_are_divided_for_the_training_of_a_tokenizer():
+def test_long_words_are_cut_to_train_a_tokenizer():
     """Training takes the square of the length of a word."""
     numbers = []
     for text in ("ab" * 5000, "1" * 300, "-" * 300, "中文" * 300, " " * 300, "x" * 64 + " y"):

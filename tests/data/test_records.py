@@ -35,7 +35,7 @@ def write_hdf5(path, rows=ROWS):
         file["labels"] = np.array([[row[2]] for row in rows])
 
 
-def test_csv_fields_are_cut_and_filled_up(tmp_path):
+def test_csv_fields_are_cut_and_padded(tmp_path):
     write_csv(tmp_path / "a.csv")
     write_csv(tmp_path / "b.csv", ROWS[:1])
     records = open_records(tmp_path, FIELDS, 5)
@@ -48,7 +48,7 @@ def test_csv_fields_are_cut_and_filled_up(tmp_path):
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
 
-def test_hdf5_holds_the_same(tmp_path):
+def test_hdf5_and_csv_read_the_same(tmp_path):
     for kind, write in (("csv", write_csv), ("h5", write_hdf5)):
         (tmp_path / kind).mkdir()
         write(tmp_path / kind / f"samples.{kind}")
@@ -59,7 +59,7 @@ def test_hdf5_holds_the_same(tmp_path):
     assert all(torch.equal(from_csv[name], from_hdf5[name]) for name in from_csv)
 
 
-def test_an_open_file_goes_to_another_process(tmp_path):
+def test_open_hdf5_file_can_be_pickled(tmp_path):
     write_hdf5(tmp_path / "a.h5")
     records = HDF5Records(tmp_path / "a.h5")
     assert records.read(0, "labels").tolist() == [0]
@@ -82,14 +82,14 @@ def test_an_open_file_goes_to_another_process(tmp_path):
         ([([1], [1], 0), (["a"], [1], 0)], r"cannot be read(.|\n)*sample 1"),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path, rows, message):
+def test_error_names_the_damaged_line(tmp_path, rows, message):
     write_csv(tmp_path / "a.csv", rows)
     error = open_records(tmp_path, FIELDS, 5).__getitems__([0, 1])
     with pytest.raises(DataError, match=message):
         raise error
 
 
-def test_what_is_not_there_is_named(tmp_path):
+def test_errors_name_what_is_missing(tmp_path):
     with pytest.raises(DataError, match="not a folder"):
         open_records(tmp_path / "none", FIELDS, 5)
     with pytest.raises(DataError, match=r"holds no \.h5"):

@@ -74,7 +74,7 @@ def files_below(folder: Path):
         ("fill_in_the_middle", 1, "second"),
     ],
 )
-def test_a_killed_preparation_goes_on_and_gives_the_same_bytes(tmp_path, source, mode, workers, stage):
+def test_killed_preparation_continues_and_writes_the_same_bytes(tmp_path, source, mode, workers, stage):
     whole = start(tmp_path, source, "whole", mode, 1, "")
     killed = start(tmp_path, source, "out", mode, workers, stage)
     partial = tmp_path / "out.partial"
@@ -101,7 +101,7 @@ def test_a_killed_preparation_goes_on_and_gives_the_same_bytes(tmp_path, source,
         assert (tmp_path / "out" / path.relative_to(partial)).stat().st_mtime_ns == time_ns, "not made again"
 
 
-def test_tasks_that_are_done_are_not_done_again(tmp_path, source, monkeypatch):
+def test_finished_tasks_are_skipped(tmp_path, source, monkeypatch):
     """An interruption leaves the folder; the next run starts at the task after the last that was saved."""
     monkeypatch.setattr(packing, "_TASK_CHARS", 2000)
     monkeypatch.setattr("headwater.data.journal._INTERVAL_S", 0.0)
@@ -122,7 +122,7 @@ def test_tasks_that_are_done_are_not_done_again(tmp_path, source, monkeypatch):
     assert numbers[11:] == list(range(10, numbers[-1] + 1))
 
 
-def test_other_settings_or_inputs_start_anew(tmp_path, source):
+def test_other_settings_or_inputs_start_again(tmp_path, source):
     partial = tmp_path / "out.partial"
     settings = {"tokenizer": TrainBPE(300), "sequence_length": 32, "mode": "prompt_completion"}
     partial.mkdir()

@@ -85,7 +85,7 @@ def model(shared):
         ),
     ],
 )
-def test_tokens_are_those_of_the_library(model, name, text, ids):
+def test_tokens_equal_the_sentencepiece_library(model, name, text, ids):
     tokenizer = model(name)
     assert tokenizer.encode(text, add_special_tokens=False).ids == ids
     if name == LLAMA:
@@ -97,7 +97,7 @@ def digest(parts):
 
 
 @pytest.mark.parametrize(("name", "expected"), [(LLAMA, "99637c6fa4b54f37"), (ALBERT, "09ddfccdae518a6d")])
-def test_tokens_of_pages_of_the_web(shared, model, name, expected):
+def test_tokens_of_web_pages_equal_the_library(shared, model, name, expected):
     with gzip.open(shared / "text/c4_sample.jsonl.gz", "rt", encoding="utf-8") as file:
         pages = [json.loads(next(file))["text"] for _ in range(200)]
     if name == ALBERT:  # in one page of 15,760 characters two ways to cut it have the same score
@@ -113,7 +113,7 @@ def test_a_long_document_has_the_same_tokens_in_pieces(shared, model):
     assert digest(encoded) == "8b523cac80a7ee66"
 
 
-def test_control_pieces_have_their_numbers(model):
+def test_control_pieces_in_a_text_become_these_pieces(model):
     assert end_of_text_id(model(LLAMA)) == 2
     assert [model(ALBERT).token_to_id(name) for name in ("<pad>", "<unk>", "[CLS]", "[SEP]")] == [0, 1, 2, 3]
     assert model(LLAMA).get_vocab_size() == 32_000
@@ -154,7 +154,7 @@ WORD = field(1, field(1, b"a"))
         (UNKNOWN + field(1, field(1, b"b") + field(3, 4)) + field(2, field(3, 2)), "user-defined symbols"),
     ],
 )
-def test_what_is_not_a_model_is_refused(tmp_path, content, what):
+def test_invalid_models_are_refused(tmp_path, content, what):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
     with pytest.raises(DataError, match=what) as raised:

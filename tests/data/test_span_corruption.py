@@ -33,7 +33,7 @@ def restored(read, write, first_sentinel):
 
 
 @given(length=st.integers(2, 600), seed=st.integers(0, 10**6))
-def test_what_is_left_out_fits_back_in(length, seed):
+def test_spans_restore_the_text(length, seed):
     tokens = np.arange(length, dtype=np.int32)
     read, write = corrupt(tokens, 2000, np.random.default_rng(seed))
     left_out, spans = span_counts(length)
@@ -42,7 +42,7 @@ def test_what_is_left_out_fits_back_in(length, seed):
     assert write[0] == 2000 and read[0] == 0
 
 
-def test_a_sixth_of_the_tokens_in_spans_of_three():
+def test_fifteen_percent_of_the_tokens_in_spans_of_three():
     left_out, spans = span_counts(512)
     assert (left_out, spans) == (77, 26)
     sizes, places = [], np.zeros(100)
@@ -55,7 +55,7 @@ def test_a_sixth_of_the_tokens_in_spans_of_three():
     assert np.allclose(1 - places[10:80] / 400, 0.15, atol=0.08)
 
 
-def test_lengths_are_those_of_the_public_files():
+def test_longest_text_has_the_length_of_t5():
     assert longest_text(512, 114) == 568
     assert longest_text(512, 60) < 568
 
@@ -111,7 +111,7 @@ def test_samples_are_pieces_of_the_texts(data):
         assert (batch["input_ids"][row][batch["attention_mask"][row] == 0] == 0).all()
 
 
-def test_what_is_left_out_depends_on_the_draw_alone(data):
+def test_removed_spans_depend_only_on_the_draw(data):
     samples = read_corrupted_texts(section(data), t5())
     size = len(samples)
     first, again = samples.__getitems__([2, 1, 0]), samples.__getitems__([0])
@@ -134,7 +134,7 @@ def test_meta_dat_says_which_files_are_read(data):
     assert len(read_corrupted_texts(section(data), t5())) == 1
 
 
-def test_labels_of_long_texts_count_less(data):
+def test_loss_weight_is_the_inverse_number_of_labels(data):
     batch = read_corrupted_texts(section(data, dynamic_loss_weight=True), t5()).__getitems__([0, 2])
     counted = batch["decoder_attention_mask"].sum(1)
     assert (batch["loss_weight"][:, 0] * counted).tolist() == pytest.approx([1, 1])
@@ -151,12 +151,12 @@ def test_labels_of_long_texts_count_less(data):
         ({"src_vocab_file": "/nowhere/vocab.txt"}, "cannot read"),
     ],
 )
-def test_data_that_do_not_fit(data, changes, message):
+def test_unsuitable_data_are_refused(data, changes, message):
     with pytest.raises(DataError, match=message):
         read_corrupted_texts(section(data, **changes), t5())
 
 
-def test_a_list_of_files_that_are_not_there(data):
+def test_invalid_lists_of_files_are_errors(data):
     for line in ("c.txt 3", "a.txt many"):
         (data / "texts" / "meta.dat").write_text(line)
         with pytest.raises(DataError, match=r"meta\.dat, line 1"):

@@ -49,7 +49,7 @@ def windows_of(folder, place, **changes):
 
 
 @pytest.mark.parametrize("length", [14, 32])
-def test_windows_are_those_of_transformers(folder, length):
+def test_windows_equal_transformers(folder, length):
     transformers = pytest.importorskip("transformers")
     windows = windows_of(folder, write(folder / "a.json", article("Annette")), max_sequence_length=length)
     batch = windows.__getitems__(range(len(windows)))
@@ -65,7 +65,7 @@ def test_windows_are_those_of_transformers(folder, length):
 
 
 @pytest.mark.parametrize("answer", ["Annette", "Annette wrote it", "she sailed away", "Anne", "nette"])
-def test_answers_come_back_from_their_tokens(folder, answer):
+def test_answers_are_restored_from_their_tokens(folder, answer):
     """From every window that holds all of it; the others say that they have none."""
     windows = windows_of(folder, write(folder / "a.json", article(answer)), max_sequence_length=16)
     batch = windows.__getitems__(range(len(windows)))
@@ -79,13 +79,13 @@ def test_answers_come_back_from_their_tokens(folder, answer):
         assert found == {"1": right if span != (0, 0) else ""}
 
 
-def test_answers_that_are_cut_are_none(folder):
+def test_cut_answers_have_positions_zero(folder):
     windows = windows_of(folder, write(folder / "a.json", article("it in Paris. And then she")), doc_stride=7)
     batch = windows.__getitems__(range(len(windows)))
     assert batch["start_positions"].tolist() == batch["end_positions"].tolist() == [0] * len(windows)
 
 
-def test_texts_that_are_held_out_are_not_learnt(folder):
+def test_held_out_contexts_are_left_out(folder):
     other = article("Paris", context="In Paris.", identifier="2")
     (folder / "train").mkdir()
     write(folder / "train/a.json", article("Annette", context=CONTEXT.lower().replace("then a", "then A")))
@@ -98,7 +98,7 @@ def test_texts_that_are_held_out_are_not_learnt(folder):
         windows_of(folder, held_out, **keys)
 
 
-def test_scores_are_those_of_squad(folder):
+def test_scores_equal_values_computed_by_hand(folder):
     """By hand after the definition: words without case, punctuation and articles; the best of the answers."""
     path = write(
         folder / "a.json",
@@ -127,7 +127,7 @@ def test_scores_are_those_of_squad(folder):
         ),
     ],
 )
-def test_damaged_files_are_named(folder, content, message):
+def test_error_names_damaged_files(folder, content, message):
     (folder / "bad.json").write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         read_questions(folder / "bad.json")

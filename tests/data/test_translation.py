@@ -60,14 +60,14 @@ def test_a_batch_of_pairs(data):
     assert build_model(transformer())(batch).isfinite()
 
 
-def test_paddings_of_their_own(data):
+def test_inputs_and_labels_have_configured_padding(data):
     batch = read_translations(section(data, input_pad_id=2, labels_pad_id=6), transformer()).__getitems__([1])
     assert batch["input_ids"][0, 1:].unique().tolist() == [2]
     assert batch["decoder_input_ids"][0].tolist() == [3, 9, 2, 2, 2]
     assert batch["labels"][0].tolist() == [9, 1, 6, 6, 6]
 
 
-def test_words_that_are_not_known(data):
+def test_unknown_words_become_oov_token(data):
     batch = read_translations(section(data, tgt_max_sequence_length=9), transformer()).__getitems__([2])
     assert batch["input_ids"][0, :3].tolist() == [2, 4, 0]
 
@@ -124,7 +124,7 @@ def test_raw_text_and_a_tokenizer(data):
         ({"pad_token": "[PAD]"}, "pad_token"),
     ],
 )
-def test_data_that_do_not_fit(data, changes, message):
+def test_unsuitable_data_are_refused(data, changes, message):
     (data / "long").write_text("a a a a a\n" * 5)
     (data / "short").write_text("a\n")
     given = changes.get("src_data_dir")
@@ -140,7 +140,7 @@ def test_a_vocabulary_larger_than_the_model(data):
         read_translations(section(data), transformer(src_vocab_size=9))
 
 
-def test_data_are_for_models_that_translate(data):
+def test_translation_data_need_an_encoder_decoder(data):
     with pytest.raises(ConfigError, match="not for the model fc_mnist"):
         open_data(section(data), FCMnistConfig(name="fc_mnist"), seed=0, repeat=True)
     source = open_data(section(data), transformer(), seed=0, repeat=False)

@@ -42,20 +42,20 @@ def changed(image, *transforms, seed=0, part=0):
     return transform(image, steps, np.random.default_rng(seed), part=part)
 
 
-def test_gray_is_the_brightness_that_television_has():
+def test_gray_is_the_luma_of_television():
     red, green, blue = changed(picture())
     luma = 0.299 * red + 0.587 * green + 0.114 * blue
     found = changed(picture(), {"name": "random_gray_scale"})
     torch.testing.assert_close(found, luma.expand(3, -1, -1), rtol=0, atol=1.5 / 255)
 
 
-def test_solarized_pixels_are_turned_round():
+def test_solarized_pixels_are_inverted():
     whole = changed(picture())
     found = changed(picture(), {"name": "random_solarize", "threshold": 100})
     torch.testing.assert_close(found, torch.where(whole * 255 >= 99.5, 1 - whole, whole))
 
 
-def test_blur_is_that_of_a_bell_curve():
+def test_blur_is_gaussian():
     radius = 1.5
     steps = torch.arange(-6.0, 7)
     weights = torch.exp(-(steps**2) / (2 * radius**2))
@@ -66,7 +66,7 @@ def test_blur_is_that_of_a_bell_curve():
     torch.testing.assert_close(found, expected, rtol=0, atol=2 / 255)
 
 
-def test_colours_change_by_as_much_as_is_said():
+def test_colour_jitter_stays_in_its_range():
     image, whole = Image.new("RGB", (4, 4), (100, 100, 100)), 100 / 255
     found = [
         float(
@@ -86,7 +86,7 @@ def test_colours_change_by_as_much_as_is_said():
     torch.testing.assert_close(gray, changed(picture()))
 
 
-def test_parts_differ_in_how_often_something_is_done():
+def test_transforms_have_a_probability_per_view():
     step = {"name": "random_solarize", "threshold": 0, "p": [1.0, 0.25, 0.0]}
     whole = changed(picture())
     shares = [
@@ -97,7 +97,7 @@ def test_parts_differ_in_how_often_something_is_done():
     assert shares[0] == 1 and shares[1] == pytest.approx(0.25, abs=0.08) and shares[2] == 0
 
 
-def test_masks_cover_the_shares_that_are_asked_for_in_blocks():
+def test_masks_cover_the_configured_ratio_in_blocks():
     config = MaskedPatchConfig(image_size=224, patch_size=16, mask_ratio_tuple=(0.1, 0.5))
     generator = np.random.default_rng(0)
     masks = np.stack([random_mask(config, generator) for _ in range(600)])
@@ -166,7 +166,7 @@ def test_batches_of_views(folder):
     assert torch.equal(again["global_view"][0, 0], batch["global_view"][0, 0])
 
 
-def test_what_is_random_depends_on_the_draw_alone(folder):
+def test_random_choices_depend_only_on_the_draw(folder):
     first, again, other = (samples_of(view_config(folder, shuffle_seed=seed)) for seed in (3, 3, 4))
     whole, part = first.__getitems__([0, 1, 2, 3]), again.__getitems__([2, 0])
     assert all(torch.equal(part[name], whole[name][[2, 0]]) for name in whole)
@@ -174,7 +174,7 @@ def test_what_is_random_depends_on_the_draw_alone(folder):
     assert not torch.equal(other.__getitems__([0])["global_view"], whole["global_view"][:1])
 
 
-def test_views_with_something_wrong(folder):
+def test_invalid_view_sections_are_errors(folder):
     with pytest.raises(ValidationError, match="masked_patch_transform"):
         view_config(folder, size=32)
     with pytest.raises(ValidationError, match="expected 1 or 5 values of p"):

@@ -73,7 +73,7 @@ def losses(decoder, samples):
 
 
 @pytest.mark.parametrize("kind", ["learned", "rotary", "alibi"])
-def test_packed_losses_are_those_of_the_texts_alone(prepared, kind):
+def test_packed_losses_equal_those_of_separate_texts(prepared, kind):
     decoder = model(kind)
     packed, single = (open_samples([prepared / name / "train"]) for name in ("packed", "single"))
     assert len(packed) < len(single) / 2
@@ -92,7 +92,7 @@ def test_packed_losses_are_those_of_the_texts_alone(prepared, kind):
     assert not alone
 
 
-def test_the_processors_read_both(prepared):
+def test_both_processors_read_packed_data(prepared):
     for name, keys in (("packed", 5), ("single", 3)):
         section = {"data_dir": prepared / name / "train", "batch_size": 2, "use_vsl": name == "packed"}
         for processor in (GptHDF5DataProcessor, GptHDF5MapDataProcessor):
@@ -102,7 +102,7 @@ def test_the_processors_read_both(prepared):
             assert {tuple(each.shape) for each in batch.values()} == {(2, LENGTH)}
 
 
-def test_data_that_do_not_fit_are_named(prepared):
+def test_errors_name_unsuitable_data(prepared):
     with pytest.raises(DataError, match="prepare the data with --use_vsl"):
         open_samples([prepared / "single/train"], spans=True)
     with pytest.raises(DataError, match="5 channels, but 3"):
@@ -112,7 +112,7 @@ def test_data_that_do_not_fit_are_named(prepared):
 
 
 @given(sizes=st.lists(st.integers(1, 20), max_size=60))
-def test_packing_loses_nothing_and_fills_well(sizes):
+def test_packing_keeps_all_examples_and_is_dense(sizes):
     numbers, ends = pack(np.array(sizes, dtype=np.int64), 20)
     assert sorted(numbers) == list(range(len(sizes)))
     rooms = [sum(sizes[n] for n in part) for part in np.split(numbers, ends)[:-1]]

@@ -22,7 +22,7 @@ ODD = st.lists(
 
 
 @given(st.one_of(st.text(), ODD))
-def test_any_text_has_the_tokens_of_the_tokenizer(tokenizer, text):
+def test_tokens_of_any_text_equal_the_tokenizer(tokenizer, text):
     (found,) = TextEncoder(tokenizer)([text])
     assert found.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -34,7 +34,7 @@ def test_special_tokens_in_a_text_stay_whole(tokenizer):
     assert tokenizer.token_to_id("<|endoftext|>") in found
 
 
-def test_a_book_has_the_tokens_of_gpt2(shared):
+def test_tokens_of_a_book_equal_gpt2(shared):
     tokenizer = load_tokenizer(shared / "vocab/gpt2")
     text = gzip.decompress((shared / "text/books/moby_dick.txt.gz").read_bytes()).decode()
     (found,) = TextEncoder(tokenizer)([text])
@@ -42,7 +42,7 @@ def test_a_book_has_the_tokens_of_gpt2(shared):
 
 
 @pytest.mark.parametrize("kind", ["normalizer", "neox"])
-def test_other_tokenizers_are_asked_themselves(tokenizer, shared, kind):
+def test_tokens_of_other_tokenizers_equal_the_tokenizer(tokenizer, shared, kind):
     other = Tokenizer.from_str(tokenizer.to_str())
     if kind == "neox":
         other = load_tokenizer(shared / "vocab/neox/20B_tokenizer.json")

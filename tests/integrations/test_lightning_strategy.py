@@ -207,7 +207,7 @@ def is_streamed(module):
 @pytest.mark.parametrize(
     ("kind", "parts"), [(NextByte, ["model"]), (Itself, [""]), (Adversaries, ["generator", "discriminator"])]
 )
-def test_a_run_is_equal(kind, parts, plan, tmp_path):
+def test_run_equals_plain_lightning(kind, parts, plan, tmp_path):
     ours = trained(backend(plan, tmp_path), tmp_path, kind)
     assert streamed_parts(ours[1]) == parts
     assert_same_run(ours, trained(None, tmp_path, kind))
@@ -221,14 +221,14 @@ def test_a_run_is_equal(kind, parts, plan, tmp_path):
         {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
     ],
 )
-def test_clipping_and_accumulation_are_equal(options, plan, tmp_path):
+def test_clipping_and_accumulation_equal_plain_lightning(options, plan, tmp_path):
     ours = trained(backend(plan, tmp_path), tmp_path, **options)
     plain = trained(None, tmp_path, **options)
     assert_same_run(ours, plain)
     assert ours[1].losses != trained(None, tmp_path)[1].losses
 
 
-def test_parts_that_share_weights_are_equal(tmp_path):
+def test_parts_with_shared_weights_equal_plain_lightning(tmp_path):
     options = {"inference_mode": False, "gradient_clip_val": 0.5}
     ours = trained(backend("slabs", tmp_path), tmp_path, InParts, **options)
     assert streamed_parts(ours[1]) == ["embedding", "blocks.0", "blocks.1", "blocks.2"]
@@ -237,7 +237,7 @@ def test_parts_that_share_weights_are_equal(tmp_path):
 
 @pytest.mark.parametrize("plan", ["resident", "disk"])
 @pytest.mark.parametrize("kind", [NextByte, Adversaries])
-def test_each_resumes_the_other_s_checkpoints(kind, plan, tmp_path):
+def test_each_strategy_resumes_the_other_s_checkpoints(kind, plan, tmp_path):
     """Lightning resumes at the end of an epoch; randomness is that of the step (`SeedEachStep`)."""
     _, whole = trained(None, tmp_path, kind, max_epochs=2)
     for place in (None, backend(plan, tmp_path)):
@@ -249,7 +249,7 @@ def test_each_resumes_the_other_s_checkpoints(kind, plan, tmp_path):
             assert_same_tensors(second.state_dict(), whole.state_dict())
 
 
-def test_checkpoints_hold_the_same_and_are_whole_or_absent(tmp_path, monkeypatch):
+def test_checkpoints_are_equal_and_complete_or_absent(tmp_path, monkeypatch):
     contents = []
     for place in (None, backend("disk", tmp_path)):
         trainer, _ = trained(place, tmp_path)
@@ -310,7 +310,7 @@ def test_modules_may_be_copied_before_they_are_streamed(tmp_path):
     assert our_average.outputs == plain_average.outputs and not streamed_parts(our_average.average)
 
 
-def test_a_streamed_module_goes_on_in_another_trainer(tmp_path):
+def test_streamed_module_continues_in_another_trainer(tmp_path):
     runs = []
     for place in (None, backend("slabs", tmp_path)):
         _, module = trained(place, tmp_path, NextByte)

@@ -83,7 +83,7 @@ def assert_same_run(one, other):
 
 
 @every_plan
-def test_a_run_with_evaluation_accumulation_and_clipping_is_equal(plan, tmp_path):
+def test_run_with_evaluation_accumulation_and_clipping_equals_plain_trainer(plan, tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 9, "gradient_accumulation_steps": 2, "max_steps": 24}
     plain = trained(None, tmp_path / "plain", **options)
     ours = trained(backend(plan, tmp_path), tmp_path / "ours", **options)
@@ -94,13 +94,13 @@ def test_a_run_with_evaluation_accumulation_and_clipping_is_equal(plan, tmp_path
 
 
 @pytest.mark.parametrize("options", [{"optim": "adafactor"}, {"max_grad_norm": 0.0}])
-def test_llama_with_other_settings_is_equal(options, tmp_path):
+def test_llama_with_other_settings_equals_plain_trainer(options, tmp_path):
     plain = trained(None, tmp_path / "plain", llama(), **options)
     ours = trained(backend("slabs", tmp_path), tmp_path / "ours", llama(), **options)
     assert_same_run(ours, plain)
 
 
-def test_evaluation_before_training_is_equal(tmp_path):
+def test_evaluation_before_training_equals_plain_trainer(tmp_path):
     trainers, losses = [], []
     for place in (None, backend("slabs", tmp_path)):
         trainer = trainer_of(place, tmp_path / "run")
@@ -112,7 +112,7 @@ def test_evaluation_before_training_is_equal(tmp_path):
 
 
 @pytest.mark.parametrize("plan", ["resident", "disk"])
-def test_each_resumes_the_other_s_checkpoints(plan, tmp_path):
+def test_each_trainer_resumes_the_other_s_checkpoints(plan, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 4}
     plain = trained(None, tmp_path / "plain", **saving)
     ours = trained(backend(plan, tmp_path), tmp_path / "ours", **saving)
@@ -128,7 +128,7 @@ def test_each_resumes_the_other_s_checkpoints(plan, tmp_path):
     assert_same_run(resumed(None, "ours"), plain)
 
 
-def test_checkpoints_hold_the_same(tmp_path):
+def test_checkpoints_are_equal(tmp_path):
     folders = [tmp_path / "plain", tmp_path / "ours"]
     for place, folder in zip((None, backend("slabs", tmp_path)), folders, strict=True):
         trained(place, folder, max_steps=2, save_strategy="steps", save_steps=2)
@@ -139,7 +139,7 @@ def test_checkpoints_hold_the_same(tmp_path):
         assert ours[name].read_bytes() == plain[name].read_bytes()
 
 
-def test_a_saved_model_is_one_of_transformers(tmp_path):
+def test_saved_model_loads_in_transformers(tmp_path):
     trainer = trained(backend("disk", tmp_path), tmp_path / "ours", max_steps=2)
     trainer.save_model(str(tmp_path / "saved"))
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
@@ -162,7 +162,7 @@ def test_resuming_with_another_model_is_refused(tmp_path):
         other.train(resume_from_checkpoint=True)
 
 
-def test_the_best_model_is_loaded_and_training_goes_on(tmp_path):
+def test_best_model_is_loaded_and_training_continues(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "best", "max_steps": 15}
     options |= {"metric_for_best_model": "loss", "greater_is_better": True, "load_best_model_at_end": True}
     trainers = []
@@ -175,7 +175,7 @@ def test_the_best_model_is_loaded_and_training_goes_on(tmp_path):
     assert_same_run(*trainers)
 
 
-def test_a_model_of_model_init(tmp_path):
+def test_model_made_by_model_init_is_streamed(tmp_path):
     plain = trained(None, tmp_path / "plain", {"model_init": gpt2})
     ours = trained(backend("slabs", tmp_path), tmp_path / "ours", {"model_init": gpt2})
     assert streamed(ours.model).engine is not None
@@ -246,7 +246,7 @@ def test_an_empty_model_trains_and_refuses_to_resume(tmp_path):
     "options",
     [{"activation_checkpointing": True}, {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}],
 )
-def test_features_of_the_trainer_are_equal(options, tmp_path):
+def test_features_of_the_trainer_equal_plain_trainer(options, tmp_path):
     plain = trained(None, tmp_path / "plain", max_steps=5, **options)
     ours = trained(backend("slabs", tmp_path), tmp_path / "ours", max_steps=5, **options)
     assert_same_run(ours, plain)
@@ -270,6 +270,6 @@ def test_the_plain_backend_is_the_trainer_of_transformers(tmp_path):
     ("options", "remedy"),
     [({"bf16_full_eval": True}, "set bf16=True"), ({"torch_compile": True}, r"backend\(compile=True\)")],
 )
-def test_what_is_not_streamed_is_refused(options, remedy, tmp_path):
+def test_unsupported_arguments_are_refused(options, remedy, tmp_path):
     with pytest.raises(ConfigError, match=remedy):
         trainer_of(backend("slabs", tmp_path), tmp_path, **options)

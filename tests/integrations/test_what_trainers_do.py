@@ -144,7 +144,7 @@ def test_the_first_forward_is_an_evaluation(mode, plan, tmp_path):
     assert_same_tensors(ours[1], plain[1])
 
 
-def test_a_wrapper_of_an_optimizer_is_not_taken_for_one(tmp_path):
+def test_wrapper_of_an_optimizer_is_not_an_optimizer(tmp_path):
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer):
             self.optimizer = optimizer
@@ -170,7 +170,7 @@ def test_a_wrapper_of_an_optimizer_is_not_taken_for_one(tmp_path):
         ("lightning", "lightning.fabric.plugins"),
     ],
 )
-def test_a_missing_extra_is_named(module, missing, monkeypatch):
+def test_error_names_the_missing_extra(module, missing, monkeypatch):
     monkeypatch.delitem(sys.modules, f"headwater.integrations.{module}", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ConfigError, match=r"headwater\[trainers\]"):

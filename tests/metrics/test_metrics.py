@@ -251,7 +251,7 @@ ONES = torch.ones(3, dtype=torch.int64)
         (lambda: RecallAtKMetric(2)(ONES, torch.ones(2, 4)), r"got shapes \[3, 1\] and \[2, 4\]"),
     ],
 )
-def test_what_does_not_go_together(call, message):
+def test_mismatched_shapes_and_values_are_errors(call, message):
     with pytest.raises(DataError, match=message):
         call()
 
@@ -267,12 +267,12 @@ def test_what_does_not_go_together(call, message):
         lambda: AUCMetric(curve="roc"),
     ],
 )
-def test_arguments_out_of_range(make):
+def test_arguments_out_of_range_are_errors(make):
     with pytest.raises(ConfigError, match=r"expected .* got "):
         make()
 
 
-def test_without_torchmetrics_the_error_says_what_to_install(monkeypatch):
+def test_error_without_torchmetrics_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("headwater.metrics")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchmetrics", None)

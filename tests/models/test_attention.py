@@ -39,7 +39,7 @@ def turned(start=0, stop=SEQ):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_grouped_queries_with_rotations_are_llama(kv_heads, x):
+def test_grouped_queries_with_rotations_equal_llama(kv_heads, x):
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -61,7 +61,7 @@ def test_grouped_queries_with_rotations_are_llama(kv_heads, x):
     torch.testing.assert_close(ours(x, Seen(rotations=turned())), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_softcapped_scores_are_gemma(x):
+def test_softcapped_scores_equal_gemma(x):
     transformers = pytest.importorskip("transformers")
     from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
 
@@ -95,7 +95,7 @@ def test_softcapped_scores_are_gemma(x):
         torch.testing.assert_close(ours(x, given), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_biases_that_grow_with_the_distance(x):
+def test_biases_by_distance_equal_the_formula(x):
     """Scores written out, as ALiBi's paper has them."""
     ours = attention()
     bias = alibi_bias(alibi_slopes(HEADS), positions(), positions())
@@ -108,7 +108,7 @@ def test_biases_that_grow_with_the_distance(x):
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("steps", [[12], [5, 7], [1] * 12, [6, 1, 5]])
-def test_a_cache_gives_what_the_whole_sequence_gives(softcap, steps, x):
+def test_cached_attention_equals_the_whole_sequence(softcap, steps, x):
     ours = attention(num_kv_heads=2, softcap=softcap)
     expected = ours(x, Seen(rotations=turned()))
     cache = KeyValueCache(1, SEQ).layers[0]
@@ -120,7 +120,7 @@ def test_a_cache_gives_what_the_whole_sequence_gives(softcap, steps, x):
     torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_a_query_sees():
+def test_visible_keys_of_a_query():
     def rows(**options):
         seen = visible(torch.arange(2, 5), torch.arange(5), **options)
         return ["".join("x" if see else "." for see in row) for row in seen.tolist()]
@@ -131,7 +131,7 @@ def test_what_a_query_sees():
     assert rows(causal=False) == ["xxxxx"] * 3
 
 
-def test_dropout_is_of_training_alone(x):
+def test_dropout_acts_only_in_training(x):
     for softcap in (None, 5.0):
         ours = attention(attention_dropout=0.5, softcap=softcap)
         assert not torch.equal(ours(x), ours(x))

@@ -127,7 +127,7 @@ def test_batch_without_labels_has_loss_zero(tiny, batch):
     assert not any(parameter.grad.any() for parameter in model.parameters())
 
 
-def test_mask_hides_labels_and_not_tokens(tiny, batch):
+def test_mask_hides_labels_but_not_tokens(tiny, batch):
     model = Decoder(tiny())
     full = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
     assert model(batch) != model(full)
@@ -235,7 +235,7 @@ def test_stage_by_stage_initialisation_equals_the_whole(tiny):
     assert all(name.endswith("bias") or "norm" in name for name in same)
 
 
-def test_no_two_parameters_start_alike(tiny):
+def test_all_parameters_have_different_initial_values(tiny):
     config = tiny(hidden_size=64, filter_size=64, num_hidden_layers=2)
     matrices = [p.flatten()[:64] for p in build_model(config).parameters() if p.dim() == 2]
     assert len({tuple(m.tolist()) for m in matrices}) == len(matrices)
@@ -265,7 +265,7 @@ def test_initial_distributions(tiny):
         assert abs(parameter.mean()) < std / 10, name
 
 
-def test_xavier_counts_query_key_and_value_apart(tiny):
+def test_xavier_uses_the_fans_of_query_key_and_value(tiny):
     config = tiny(hidden_size=64, initializer={"name": "xavier_uniform"})
     weight = build_model(config).blocks[0].attention.qkv.weight
     bound = math.sqrt(6 / (64 + 64))

@@ -26,7 +26,7 @@ def tokens(length, seed=0):
 
 
 @pytest.mark.parametrize("kind", ["learned", "fixed", "rotary", "alibi", None])
-def test_texts_in_one_sequence_do_not_see_each_other(kind):
+def test_packed_texts_do_not_attend_to_each_other(kind):
     """Two texts packed with spans and positions give the hidden states that each gives alone."""
     model = Decoder(config_of(position_embedding_type=kind)).eval()
     first, second = tokens(7), tokens(5, seed=1)
@@ -51,7 +51,7 @@ def test_texts_in_one_sequence_do_not_see_each_other(kind):
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
-def test_a_window_hides_what_lies_before_it_but_for_the_sinks(sinks):
+def test_window_hides_earlier_tokens_except_sinks(sinks):
     one_layer = {"num_hidden_layers": 1, "position_embedding_type": "rotary"}
     model = Decoder(
         config_of(**one_layer, attention_sliding_window_length=4, attention_sink_tokens=sinks)
@@ -66,14 +66,14 @@ def test_a_window_hides_what_lies_before_it_but_for_the_sinks(sinks):
             assert torch.equal(model.logits(changed)[0, -1], before) != seen
 
 
-def test_windows_in_every_other_layer():
+def test_windows_in_every_second_layer():
     config = config_of(
         attention_sliding_window_length=4, sliding_window_every_other_decoder_layer=True, num_hidden_layers=4
     )
     assert [config.window(layer) for layer in range(4)] == [4, None, 4, None]
 
 
-def test_a_soft_cap_bounds_logits_and_the_loss_follows():
+def test_soft_cap_bounds_logits_and_changes_the_loss():
     capped = config_of(final_logit_softcapping=2.0)
     model = Decoder(capped).eval()
     x = tokens(20)
@@ -102,7 +102,7 @@ def test_experts_add_their_balance_to_the_loss():
     assert losses[1] - losses[0] >= 0.5 - 1e-4, "1 is the least, where all experts get equally much"
 
 
-def test_slopes_that_train_begin_as_those_that_do_not():
+def test_trainable_slopes_start_at_the_fixed_slopes():
     trained, fixed = (
         Decoder(config_of(position_embedding_type="alibi", alibi_trainable_slopes=trainable))
         for trainable in (True, False)
@@ -154,6 +154,6 @@ def test_widths_scale_the_learning_rates_of_experts_too():
         ({"dropout_rate": 0.1, "residual_dropout_rate": 0.2}, "name the same rate"),
     ],
 )
-def test_sizes_that_do_not_go_together(changes, message):
+def test_incompatible_sizes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         config_of(**changes)

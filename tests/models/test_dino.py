@@ -141,7 +141,7 @@ def theirs(ours):
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("size", [16, 8])
-def test_the_encoder_equals_that_of_transformers(size, masked):
+def test_encoder_equals_transformers(size, masked):
     ours = shaken(build_model(section(), seed=5)).eval().image_model_trunks.model[1]
     images = torch.randn(3, 2, 3, size, size, generator=torch.Generator().manual_seed(3))
     masks = torch.rand(3, 2, (size // 4) ** 2, generator=torch.Generator().manual_seed(4)) < 0.4
@@ -153,7 +153,7 @@ def test_the_encoder_equals_that_of_transformers(size, masked):
 
 
 @torch.no_grad()
-def test_positions_between_with_the_offset_of_the_published_code():
+def test_interpolated_positions_with_an_offset_equal_the_published_code():
     interpolation = {"interpolate_offset": 0.1, "antialias": False}
     trunks = [
         {**each, "image_model": {**each["image_model"], "interpolate_position_embedding": interpolation}}
@@ -231,7 +231,7 @@ def test_the_loss_of_masked_patches():
     assert torch.equal(loss.center, before)
 
 
-def test_the_loss_that_keeps_images_apart():
+def test_koleo_loss():
     features = torch.randn(5, 2, 7, generator=torch.Generator().manual_seed(1))
     expected = []
     for view in F.normalize(features, dim=-1).unbind(1):
@@ -241,7 +241,7 @@ def test_the_loss_that_keeps_images_apart():
     torch.testing.assert_close(loss(features), 0.5 * sum(expected) / 2, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_learnt_and_what_is_not():
+def test_gradients_reach_only_the_student():
     model, batch = build_model(section(), seed=5).train(), views()
     torch.manual_seed(0)
     loss = model(batch)
@@ -258,7 +258,7 @@ def test_what_is_learnt_and_what_is_not():
     assert 2 * math.log(20) - 1 < loss.item() < 2 * math.log(20) + 2
 
 
-def test_parts_are_left_out_as_often_as_is_said():
+def test_stochastic_depth_has_its_rate():
     path = build_model(section()).train().image_model_trunks.model[1].blocks[0].path
     torch.manual_seed(1)
     found = path(torch.ones(4000, 3, 2))
@@ -268,7 +268,7 @@ def test_parts_are_left_out_as_often_as_is_said():
     assert not found[~kept].any() and torch.equal(path.eval()(found), found)
 
 
-def test_the_momentum_is_half_a_cosine():
+def test_momentum_follows_half_a_cosine():
     average = section().ema[0]
     found = [average.momentum(step) for step in (1, 6, 11, 99)]
     assert found == pytest.approx([0.9, 0.95, 1.0, 1.0])
@@ -289,7 +289,7 @@ def test_the_momentum_is_half_a_cosine():
         ),
     ],
 )
-def test_sections_that_contradict_themselves(changes, message):
+def test_contradictory_sections_are_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         section(**changes)
 

@@ -126,7 +126,7 @@ def test_the_loss():
 
 
 @torch.no_grad()
-def test_a_fresh_model_predicts_no_noise_and_is_reached_by_no_block():
+def test_new_model_predicts_zero_and_its_blocks_are_the_identity():
     model, example = build_model(section(), seed=5), batch()
     assert not model.predict_noise(example["inputs"], example["timesteps"], example["labels"]).any()
     x = torch.randn(2, 16, 32)
@@ -150,7 +150,7 @@ class Oracle:
 
 @pytest.mark.parametrize("name", ["ddim", "ddpm"])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_model_that_knows_the_noise_makes_the_image(name, schedule):
+def test_exact_noise_prediction_restores_the_image(name, schedule):
     process = {"sampler": {"name": name, "num_inference_steps": 50}, "pipeline": {"guidance_scale": 3.0}}
     oracle = Oracle(section(schedule_name=schedule, reverse_process=process))
     images = generate_images(oracle, [1, 5], seed=4)
@@ -159,7 +159,7 @@ def test_a_model_that_knows_the_noise_makes_the_image(name, schedule):
     assert all(labels.tolist() == [1, 5, 7, 7] for labels in oracle.labels)
 
 
-def test_guidance_is_as_in_the_paper():
+def test_guidance_equals_the_paper():
     class Two(Oracle):
         def predict_noise(self, images, timesteps, labels):
             return (labels[:, None, None, None] * torch.ones_like(images)).float()
@@ -178,7 +178,7 @@ def test_guidance_is_as_in_the_paper():
     torch.testing.assert_close(free[:, 3:], start[:, 3:], rtol=0, atol=1e-4)
 
 
-def test_the_same_seed_gives_the_same_images():
+def test_same_seed_makes_the_same_images():
     model = dit()
     first, again, other = (generate_images(model, [0, 3], seed=seed) for seed in (1, 1, 2))
     assert first.shape == (2, 4, 8, 8) and torch.equal(first, again) and not torch.equal(first, other)
@@ -200,7 +200,7 @@ def test_the_same_seed_gives_the_same_images():
         ({"reverse_process": {"pipeline": {"custom_labels": [7]}}}, "custom_labels"),
     ],
 )
-def test_sections_that_contradict_themselves(changes, message):
+def test_contradictory_sections_are_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         section(**changes)
 
@@ -210,7 +210,7 @@ def test_sections_that_contradict_themselves(changes, message):
     # Table 1 of arXiv:2212.09748
     [((384, 12, 6), 33), ((768, 12, 12), 130), ((1024, 24, 16), 458), ((1152, 28, 16), 675)],
 )
-def test_sizes_are_those_of_the_paper(sizes, millions):
+def test_sizes_equal_the_paper(sizes, millions):
     width, layers, heads = sizes
     config = DiTConfig.model_validate(
         {"name": "dit", "hidden_size": width, "num_hidden_layers": layers, "num_heads": heads}

@@ -79,7 +79,7 @@ def models(folder, loss_type, reference_free=False):
 
 @pytest.mark.parametrize("reference_free", [False, True])
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo"])
-def test_loss_and_gradients_are_those_of_the_formula(loss_type, reference_free, tmp_path):
+def test_loss_and_gradients_equal_the_formula(loss_type, reference_free, tmp_path):
     policy, reference, ours = models(tmp_path, loss_type, reference_free)
     expected = expected_loss(policy, reference, pairs(), loss_type, 0.3)
     expected.backward()
@@ -93,7 +93,7 @@ def test_loss_and_gradients_are_those_of_the_formula(loss_type, reference_free, 
     assert all(p.grad is None for name, p in ours.named_parameters() if name.startswith("reference"))
 
 
-def test_policy_and_reference_begin_alike_and_are_undecided():
+def test_policy_and_reference_start_equal():
     section = {"name": "llama", "vocab_size": 61, "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 2}
     policy = section | {"max_position_embeddings": 16, "filter_size": 48, "dropout_rate": 0.5}
     model = build_model(DPOConfig.model_validate({"name": "dpo", "policy_model": policy}))

@@ -17,7 +17,7 @@ VOCABULARY, WIDTH = 1000, 24
 @pytest.mark.parametrize(
     ("shape", "index"), [((3, 70), torch.int32), ((50,), torch.int64), ((0,), torch.int64)]
 )
-def test_rows_and_gradient_are_those_of_torch(own_pages, dtype, index, shape, monkeypatch):
+def test_rows_and_gradient_equal_torch(own_pages, dtype, index, shape, monkeypatch):
     monkeypatch.setattr(buffers, "_OWN_PAGES_BYTES", 0 if own_pages else 1 << 40)
     torch.manual_seed(0)
     oracle = nn.Embedding(VOCABULARY, WIDTH, dtype=dtype)

@@ -29,7 +29,7 @@ def questions(generator):
 
 
 @pytest.mark.parametrize("longest", [1, 3, 30])
-def test_the_best_answer_is_the_best_of_all(longest):
+def test_best_answer_has_the_highest_score_of_all_spans(longest):
     generator = torch.Generator().manual_seed(3)
     batch = questions(generator)
     starts, ends = torch.randn(2, 6, 16, generator=generator)
@@ -41,7 +41,7 @@ def test_the_best_answer_is_the_best_of_all(longest):
         assert score[row].item() == max(scores.values())
 
 
-def test_the_f1_of_answers_is_of_their_tokens():
+def test_f1_of_answers_counts_their_tokens():
     generator = torch.Generator().manual_seed(3)
     model = build_model(QuestionAnsweringConfig(name="bert/qa", **SIZES)).eval()
     batch = questions(generator)
@@ -63,7 +63,7 @@ def test_the_f1_of_answers_is_of_their_tokens():
     assert model.scored["accuracy"].compute() == pytest.approx(1 / 5)
 
 
-def test_the_best_sentence_is_one_of_the_text():
+def test_best_sentence_ignores_padding():
     model = build_model(ExtractiveSummarizationConfig(name="bert/extractive_summarization", **SIZES)).eval()
     batch = questions(torch.Generator().manual_seed(3))
     batch["cls_indices"] = torch.tensor([[0, 3, 6, 0]]).expand(6, 4)

@@ -23,7 +23,7 @@ def x():
     return torch.randn(2, 9, 8)
 
 
-def test_it_is_mixtrals(x):
+def test_mixture_equals_mixtral(x):
     transformers = pytest.importorskip("transformers")
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -73,7 +73,7 @@ def test_every_token_goes_where_the_router_sends_it(changes, nonlinearity, x):
         torch.testing.assert_close(given, expected + ours.shared(token), rtol=1e-4, atol=1e-5)
 
 
-def test_the_balance_is_1_where_all_get_equally_much_and_more_where_not():
+def test_load_balancing_loss_is_1_if_balanced_and_else_more():
     even = mixture(num_experts=2, top_k=1)
     with torch.no_grad():
         even.router.weight.copy_(torch.tensor([[1.0] + [0.0] * 7, [-1.0] + [0.0] * 7]))
@@ -92,7 +92,7 @@ def test_the_router_learns(x):
         assert ours.router.weight.grad.abs().max().item() > 1e-3
 
 
-def test_an_expert_that_nobody_chooses_has_no_gradient_but_zero(x):
+def test_unused_expert_has_gradient_zero(x):
     ours = mixture(top_k=1)
     with torch.no_grad():
         ours.router.weight.zero_()

@@ -89,7 +89,7 @@ def test_sampling_follows_the_distribution():
     assert sampled(temperature=0.5) == pytest.approx((squares / squares.sum()).tolist(), abs=0.02)
 
 
-def test_ended_sequences_are_filled_up_and_stop_early():
+def test_ended_sequences_are_padded_and_stop_early():
     model = FixedModel([0.5, 0.5])
     tokens = generate(model, torch.zeros(50, 1, dtype=torch.int64), 100, eos=1)[:, 1:]
     assert 1 < tokens.shape[1] < 100

@@ -56,7 +56,7 @@ def test_spread_and_bounds(settings, low, high, std):
     assert sample.std().item() == pytest.approx(std, rel=0.02)
 
 
-def test_name_and_seed_key_the_stream_and_nothing_else_does():
+def test_values_depend_only_on_name_and_seed():
     config = InitializerConfig(name="normal", std=1.0)
     first = draw("a", (4, 4), config, 0)
     torch.rand(10)
@@ -68,7 +68,7 @@ def test_name_and_seed_key_the_stream_and_nothing_else_does():
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_queries_may_begin_as_keys(symmetric):
+def test_queries_may_start_equal_to_keys(symmetric):
     """Then what a token attends to most is nearly always its like, and otherwise anything."""
     config = QuestionAnsweringConfig(
         name="bert/qa", vocab_size=64, hidden_size=32, num_heads=2, num_hidden_layers=2, filter_size=32,

@@ -59,7 +59,7 @@ def written_out(attention, x, text):
 
 @pytest.mark.parametrize("length", [24, 17])
 @pytest.mark.parametrize("sharing", ["headwise", "key_value", "layerwise"])
-def test_attention_is_the_formula(sharing, length):
+def test_attention_equals_the_formula(sharing, length):
     model = build_model(config(sharing)).eval()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 61, (2, length), generator=generator)
@@ -73,7 +73,7 @@ def test_attention_is_the_formula(sharing, length):
         torch.testing.assert_close(attended, written_out(block, x, text), rtol=1e-5, atol=1e-6)
 
 
-def test_padding_says_nothing():
+def test_padding_does_not_change_the_result():
     model = build_model(config()).eval()
     ids = torch.arange(24)[None] % 61
     text = (torch.arange(24) < 15).long()[None]
@@ -114,7 +114,7 @@ def cost_of_a_block(section, length):
     return cost.flops - 2 * length * matrices, cost.saved_bytes
 
 
-def test_the_cost_grows_as_the_length():
+def test_cost_is_linear_in_the_length():
     """Of 4,096 tokens instead of 512: 8 times, where all tokens that see each other cost 64 times."""
     keys = {"name": "bert", **SIZES, "max_position_embeddings": 4096}
     plain = BertConfig.model_validate(keys)
@@ -126,7 +126,7 @@ def test_the_cost_grows_as_the_length():
         assert long[1] == pytest.approx(growth * short[1], rel=0.2)
 
 
-def test_fine_tuning_begins_with_the_encoder_of_pre_training():
+def test_fine_tuning_starts_from_the_pretrained_encoder():
     keys = {
         key: value for key, value in config().model_dump().items() if key in ClassifierConfig.model_fields
     }
@@ -150,17 +150,17 @@ def test_fine_tuning_begins_with_the_encoder_of_pre_training():
         ({"attention_module": "aiayn_attention"}, "extra_attention_params need attention_module"),
     ],
 )
-def test_what_does_not_go_together(changes, message):
+def test_incompatible_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         config(**changes)
 
 
-def test_several_texts_in_a_sequence_are_refused():
+def test_packed_texts_are_refused():
     ids = torch.zeros(1, 8, dtype=torch.long)
     with pytest.raises(DataError, match="packed texts"):
         build_model(config()).encoder(ids, torch.ones_like(ids), attention_span=torch.ones_like(ids))
 
 
-def test_the_formats_of_the_transformers_library_cannot_say_it():
+def test_export_is_refused():
     with pytest.raises(ConfigError, match="attention_module"):
         format_of_config(config()).config_to_hf(config())

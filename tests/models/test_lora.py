@@ -63,7 +63,7 @@ def test_only_adapters_are_trained(models):
     assert trained == {f"blocks.{i}.{name}": shape for i in range(2) for name, shape in of_block.items()}
 
 
-def test_the_export_computes_the_same(models):
+def test_merged_export_computes_the_same(models):
     theirs, ours, folder = models
     export_hf(dict(ours.state_dict()), ours.config, folder / "merged")
     merged = transformers.LlamaForCausalLM.from_pretrained(folder / "merged")
@@ -91,7 +91,7 @@ def test_adapters_on_every_layer_are_merged(tmp_path):
     torch.testing.assert_close(model.eval().logits(ids), merged(ids).logits, rtol=1e-3, atol=1e-4)
 
 
-def test_gradients_are_those_of_the_formula(models):
+def test_gradients_equal_the_formula(models):
     """With W + s·B·A the chain rule gives s·Bᵀ·dW for A and s·dW·Aᵀ for B."""
     _, ours, folder = models
     export_hf(dict(ours.state_dict()), ours.config, folder / "merged")
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_the_formula(models):
         assert of_a.abs().max() > 1e-5
 
 
-def test_layers_that_are_not_there_are_refused():
+def test_missing_layers_are_refused():
     section = {"name": "llama", "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 1, "vocab_size": 61}
     config = DecoderConfig.model_validate(section | {"lora_params": {"r": 2, "target_modules": ["c_attn"]}})
     with pytest.raises(ConfigError, match="c_attn matches no linear layer of this model"):
@@ -214,7 +214,7 @@ def test_library_names_adapt_the_same_matrices_as_peft(kind, tmp_path):
     ("family", "target", "names"),
     [("gpt2", "q_proj", "c_attn, c_proj, c_fc"), ("llama", "v_prj", "q_proj, k_proj, v_proj, proj_output")],
 )
-def test_name_of_no_layer_is_refused_with_the_names_of_the_family(family, target, names):
+def test_error_for_an_unknown_layer_lists_the_names_of_the_family(family, target, names):
     lora = {"r": 2, "target_modules": [target, "proj_k_dense_layer"]}
     section = {"name": family, "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 1, "vocab_size": 61}
     with pytest.raises(ConfigError, match=f"{target} matches no linear layer") as caught:
@@ -223,7 +223,7 @@ def test_name_of_no_layer_is_refused_with_the_names_of_the_family(family, target
         assert name in caught.value.remedy
 
 
-def test_library_names_are_those_of_the_converters():
+def test_library_names_equal_the_converters():
     from headwater.convert.formats import FORMATS
     from headwater.models.library_names import LIBRARY_LAYERS
 

@@ -83,7 +83,7 @@ def test_softmax_blocks_do_not_change_the_result(monkeypatch):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_targets_of_weightless_rows_are_not_looked_at():
+def test_targets_of_rows_with_weight_zero_are_ignored():
     hidden, weight, bias, targets, row_weights = problem()
     row_weights[::3] = 0
     keep = row_weights != 0
@@ -158,7 +158,7 @@ def test_many_chunks_keep_bf16_gradients_accurate():
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
-def test_only_wanted_gradients_are_computed(wanted):
+def test_only_needed_gradients_are_computed(wanted):
     arguments = problem()
     leaves = [a.detach().requires_grad_(want) for a, want in zip(arguments[:3], wanted, strict=True)]
     linear_cross_entropy(*leaves, *arguments[3:]).backward()
@@ -170,7 +170,7 @@ def test_only_wanted_gradients_are_computed(wanted):
             assert leaf.grad is None
 
 
-def test_backward_twice_gives_the_same_gradients():
+def test_second_backward_computes_the_same_gradients():
     arguments = problem()
     loss = linear_cross_entropy(*arguments) * 3
     first = torch.autograd.grad(loss, arguments[:3], retain_graph=True)
@@ -179,7 +179,7 @@ def test_backward_twice_gives_the_same_gradients():
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_logits_of_all_rows_are_never_held(grad):
+def test_logits_of_all_rows_are_never_in_memory(grad):
     rows, vocab = 512, 640
     loss_module.WORKSPACES.clear()
     arguments = problem(rows=rows, width=8, vocab=vocab)
@@ -190,7 +190,7 @@ def test_logits_of_all_rows_are_never_held(grad):
     assert 64 * vocab <= largest.numel < rows * vocab // 4
 
 
-def test_saves_gradients_and_not_the_weight():
+def test_saves_gradients_but_not_the_weight():
     saved = []
     arguments = problem()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -23,7 +23,7 @@ class Head(nn.Module):
         )
 
 
-def test_the_trace_is_the_same_with_all_blocks_and_with_two(monkeypatch):
+def test_trace_with_two_blocks_equals_the_trace_with_all(monkeypatch):
     monkeypatch.setattr(module, "_BLOCK_BYTES", 1024)  # 4 rows of 64 columns
     model, batch = Head(), torch.zeros(39, 8)
     few = trace_step(model, batch, Precision("fp32"))

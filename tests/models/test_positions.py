@@ -49,7 +49,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_frequencies_are_those_of_transformers(kind, theta):
+def test_frequencies_equal_transformers(kind, theta):
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -66,7 +66,7 @@ def test_frequencies_are_those_of_transformers(kind, theta):
     assert rotary_magnitude(scaling) == pytest.approx(rotary.attention_scaling)
 
 
-def test_ntk_slows_the_slowest_rotation_by_the_factor_and_the_fastest_not_at_all():
+def test_ntk_divides_the_lowest_frequency_and_keeps_the_highest():
     plain, slowed = (rotary_frequencies(64, 10000.0, s) for s in (None, RotaryScaling("ntk", 8.0)))
     ratio = plain / slowed
     assert ratio[0] == pytest.approx(1.0) and ratio[-1] == pytest.approx(8.0, rel=1e-4)
@@ -74,7 +74,7 @@ def test_ntk_slows_the_slowest_rotation_by_the_factor_and_the_fastest_not_at_all
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
-def test_scores_depend_on_the_distance_alone(style):
+def test_scores_depend_only_on_the_distance(style):
     torch.manual_seed(0)
     frequencies = rotary_frequencies(16, 10000.0)
     query, key = torch.randn(2, 1, 24, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_scores_depend_on_the_distance_alone(style):
     assert score[0] != pytest.approx(float((query * key).sum()), abs=1e-2), "it does turn"
 
 
-def test_rotation_is_that_of_llama_and_of_gpt_j():
+def test_rotation_equals_llama_and_gpt_j():
     pytest.importorskip("transformers")
     from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama
@@ -103,7 +103,7 @@ def test_rotation_is_that_of_llama_and_of_gpt_j():
     torch.testing.assert_close(rotate(x, cosines, sines, "interleaved"), theirs)
 
 
-def test_the_rest_of_a_head_and_the_dtype_stay():
+def test_other_elements_and_the_dtype_do_not_change():
     x = torch.randn(2, 5, 16).bfloat16()
     turned = rotate(x, *rotations(torch.arange(5), rotary_frequencies(8, 10000.0)), "half")
     assert turned.dtype == torch.bfloat16
@@ -112,7 +112,7 @@ def test_the_rest_of_a_head_and_the_dtype_stay():
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 8, 12, 25, 32])
-def test_slopes_are_those_of_bloom(heads):
+def test_slopes_equal_bloom(heads):
     pytest.importorskip("transformers")
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 

@@ -56,7 +56,7 @@ def batch(source=20, target=13):
 
 @pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (8, 20), (16, 64), (64, 1000)])
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_buckets_are_those_of_transformers(buckets, furthest, bidirectional):
+def test_buckets_equal_transformers(buckets, furthest, bidirectional):
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     distance = torch.arange(-1500, 1501)
     theirs = t5.T5Attention._relative_position_bucket(distance, bidirectional, buckets, furthest)
@@ -65,7 +65,7 @@ def test_buckets_are_those_of_transformers(buckets, furthest, bidirectional):
     assert len(ours.unique()) == (buckets - 1 if bidirectional else buckets)
 
 
-def test_a_bias_depends_on_the_distance_alone():
+def test_bias_depends_only_on_the_distance():
     bias = RelativePositionBias(8, 3, max_distance=20, bidirectional=True)
     nn.init.normal_(bias.weight)
     values = bias(torch.arange(9))
@@ -75,7 +75,7 @@ def test_a_bias_depends_on_the_distance_alone():
 
 
 @pytest.mark.parametrize("name", ["t5", "transformer"])
-def test_padding_changes_nothing(name):
+def test_padding_does_not_change_the_result(name):
     made, whole = model(name), batch()
     other = dict(whole, input_ids=whole["input_ids"].where(whole["attention_mask"].bool(), 7))
     short = {key: value[1:2, :15] for key, value in whole.items()}
@@ -86,7 +86,7 @@ def test_padding_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["t5", "transformer"])
-def test_what_is_written_sees_what_was_written_before(name):
+def test_decoder_is_causal(name):
     made, first = model(name), batch()
     other = dict(first, decoder_input_ids=first["decoder_input_ids"].clone())
     other["decoder_input_ids"][:, 6] = 3
@@ -99,7 +99,7 @@ def test_what_is_written_sees_what_was_written_before(name):
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but")
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("nonlinearity", ["relu", "gelu"])
-def test_logits_are_those_of_torch(norm_first, nonlinearity):
+def test_logits_equal_torch(norm_first, nonlinearity):
     """`torch.nn.Transformer` with the same weights between the same embeddings and head."""
     made = model(
         "transformer",
@@ -169,7 +169,7 @@ def test_loss_is_the_cross_entropy_of_the_labels_that_count(smoothing, scaling):
     torch.testing.assert_close(made.train()(given), expected)
 
 
-def test_smoothed_gradients_are_those_of_torch():
+def test_smoothed_gradients_equal_torch():
     made = model(label_smoothing=0.1, mlm_loss_scaling="num_masked", dropout_rate=0.0).train()
     given = dict(batch(), decoder_attention_mask=torch.ones(3, 13))
     ours = torch.autograd.grad(made(given), list(made.parameters()))
@@ -220,7 +220,7 @@ def test_initial_values_have_the_spread_of_the_papers(name):
     assert qkv[:128].std() * 32**0.5 == pytest.approx(qkv[128:].std().item(), rel=0.02)
 
 
-def test_mup_keeps_the_size_of_logits_and_slows_what_grows():
+def test_mup_keeps_logits_and_scales_learning_rates():
     def spread(width):
         made = build_model(
             config(
@@ -245,7 +245,7 @@ def test_mup_keeps_the_size_of_logits_and_slows_what_grows():
     assert learning_rate_scale("embedding.weight", config()) == 1.0
 
 
-def test_what_is_written_ends_once():
+def test_generation_ends_at_the_first_end_token():
     made, given = model("transformer"), batch()
     written = write_greedily(made, given, end=60, max_tokens=12)
     assert written.shape[0] == 3 and written.shape[1] <= 12
@@ -299,6 +299,6 @@ def test_a_dry_run_needs_no_memory(name):
         ),
     ],
 )
-def test_sections_that_make_no_model(changes, message):
+def test_invalid_sections_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         config(**changes)

@@ -34,13 +34,13 @@ def filled(module):
 
 
 @pytest.mark.parametrize("name", NONLINEARITIES)
-def test_functions_are_those_of_transformers(name, x):
+def test_nonlinearities_equal_transformers(name, x):
     activations = pytest.importorskip("transformers.activations")
     torch.testing.assert_close(NONLINEARITIES[name](x), activations.ACT2FN[HF_NAMES[name]](x))
 
 
 @pytest.mark.parametrize("name", sorted(GATED))
-def test_a_gated_part_is_that_of_llama(name, x):
+def test_gated_feed_forward_equals_llama(name, x):
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -57,7 +57,7 @@ def test_a_gated_part_is_that_of_llama(name, x):
     assert torch.equal(ours(x), theirs(x))
 
 
-def test_what_is_not_gated_has_no_gate():
+def test_ungated_feed_forward_has_no_gate():
     assert {name for name, _ in FeedForward(8, 24, "gelu", bias=True, dropout=0.0).named_parameters()} == {
         "input.weight",
         "input.bias",
@@ -68,7 +68,7 @@ def test_what_is_not_gated_has_no_gate():
 
 @pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_norms_are_those_of_llama_and_gemma(unit_offset, dtype, x):
+def test_norms_equal_llama_and_gemma(unit_offset, dtype, x):
     pytest.importorskip("transformers")
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm

@@ -107,7 +107,7 @@ def test_dice_loss():
     torch.testing.assert_close(model(given), F.cross_entropy(logits, given["labels"]) + 2 * dice)
 
 
-def test_metrics_are_those_of_a_confusion_matrix():
+def test_metrics_equal_a_confusion_matrix():
     metrics = pytest.importorskip("headwater.metrics")
     model = unet().eval()
     iou, dice = metrics.MeanIOUMetric(3), metrics.DiceCoefficientMetric(3)
@@ -140,6 +140,6 @@ def test_images_of_other_sizes():
         ({"encoder_filters": [4]}, "at least 2"),
     ],
 )
-def test_sections_that_contradict_themselves(changes, message):
+def test_contradictory_sections_are_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         unet(**changes)

@@ -101,7 +101,7 @@ def test_equals_a_model_of_pytorchs_layers(changes):
     torch.testing.assert_close(model.logits({"inputs": images()}), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_positions_that_are_not_learned_tell_patches_apart():
+def test_fixed_positions_distinguish_patches():
     with_, without = (vit(position_embedding_type=kind).eval() for kind in ("fixed", None))
     swapped = torch.cat((images()[..., 4:8], images()[..., :4], images()[..., 8:]), -1)
     close = [
@@ -146,7 +146,7 @@ def test_images_of_another_size_are_an_error():
         ({"use_dinov2_classifier": True, "use_encoder_pooler_layer": True}, "cannot be used together"),
     ],
 )
-def test_sections_that_contradict_themselves(changes, message):
+def test_contradictory_sections_are_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         vit(**changes)
 
