@@ -1,4 +1,4 @@
-"""Decoders against transformers: logits, losses after a step of training, and the same bits back."""
+"""Decoders compared with transformers: logits, losses after a training step, and bit-exact round trips."""
 
 import json
 
@@ -77,7 +77,7 @@ CASES = {
 
 
 def their_model(case):
-    """A transformers model whose every parameter, norms and biases too, is random."""
+    """Return a model of transformers in which every parameter is random, including norms and biases."""
     family, sizes = CASES[case]
     rates = (
         "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "attention_dropout", "dropout",

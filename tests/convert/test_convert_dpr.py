@@ -1,4 +1,4 @@
-"""The two encoders of DPR against transformers: scores, losses, and the same bits back."""
+"""The two encoders of DPR compared with transformers: scores, losses, and bit-exact round trips."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ TOWERS = {
 
 @pytest.fixture
 def towers(tmp_path):
-    """The two encoders, every parameter of which is random, as transformers saves them."""
+    """Save the two encoders with transformers; every parameter is random."""
     torch.manual_seed(3)
     models = []
     for name, (kind, changes) in TOWERS.items():
@@ -53,7 +53,7 @@ def loaded(folder):
 
 
 def texts(rows, seed):
-    """Texts, of which the last is padded."""
+    """Return texts; the last one is padded."""
     ids = torch.randint(1, 61, (rows, 12), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     mask[-1, 7:] = 0
@@ -65,12 +65,12 @@ def texts(rows, seed):
 
 
 def scores(towers, questions, passages):
-    """Of every passage for every question."""
+    """Return the score of every passage for every question."""
     return towers[0](**questions).pooler_output @ towers[1](**passages).pooler_output.mT
 
 
 def batch_of(questions, passages):
-    """Two questions with two passages each."""
+    """Return two questions with two passages each."""
     return {f"questions_{name}": value for name, value in questions.items()} | {
         f"ctx_{name}": value.reshape(2, 2, 12) for name, value in passages.items()
     }

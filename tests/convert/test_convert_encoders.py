@@ -1,4 +1,4 @@
-"""Encoders against transformers: hidden states, logits, losses, and the same bits back."""
+"""Encoders compared with transformers: hidden states, logits, losses, and bit-exact round trips."""
 
 import re
 
@@ -54,7 +54,7 @@ def case(request, tmp_path):
 
 
 def inputs(theirs):
-    """Two texts, of which one is padded."""
+    """Return two texts; one is padded."""
     config = theirs.config
     ids = torch.randint(5, 61, (2, 20), generator=torch.Generator().manual_seed(0))
     ids[0, 3] = 4
@@ -107,10 +107,10 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
     unused = {name for name in before if "contact_head" in name or name.endswith("inv_freq")}
     assert set(before) - unused == set(after)
     if "lm_head.decoder.bias" in before:
-        unused.add("lm_head.bias")  # the copy that transformers does not read either
+        unused.add("lm_head.bias")  # a copy that transformers does not read
     assert all(torch.equal(before[name], after[name]) for name in after if name not in unused)
     again, info = type(theirs).from_pretrained(folder / "ours", output_loading_info=True)
-    absent = ("contact_head", "inv_freq")  # neither takes part in the logits that are compared
+    absent = ("contact_head", "inv_freq")  # neither has an effect on the logits that are compared
     assert not [name for name in info["missing_keys"] if not any(part in name for part in absent)]
     assert not info["unexpected_keys"] and not info["mismatched_keys"]
     with torch.no_grad():
@@ -130,13 +130,13 @@ def test_training_step_has_the_same_loss(case):
         (theirs, lambda: theirs(**batch, **labels).loss),
     ):
         losses.append(losses_of_a_step(module, loss))
-    # The gradient of the key biases is zero but for rounding, and Adam makes a whole step of its sign.
+    # The gradient of the key biases is zero except for rounding, which Adam turns into a full step.
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
     assert losses[0][1] < losses[0][0]
 
 
 def _labels(name, batch):
-    """What our model and theirs are to learn."""
+    """Return the labels for our model and for theirs."""
     generator = torch.Generator().manual_seed(9)
     if "PreTraining" in name or "MaskedLM" in name:
         positions, answers = (

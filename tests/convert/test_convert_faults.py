@@ -1,4 +1,4 @@
-"""Folders that the converter cannot use: odd values, damaged files, places where nothing can be written."""
+"""Folders that the converter cannot use: malformed values, damaged files, unwritable places."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Hugging Face GPT-2 checkpoints: transformers is the oracle, in both directions."""
+"""Hugging Face GPT-2 checkpoints, compared with transformers in both directions."""
 
 import json
 import shutil

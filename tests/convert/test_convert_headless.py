@@ -1,4 +1,4 @@
-"""Encoders as they are published without a head."""
+"""Encoders that are published without a head."""
 
 import json
 

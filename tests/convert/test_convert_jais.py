@@ -1,4 +1,4 @@
-"""Jais and BTLM against their forward written out in plain PyTorch, and the same bits back."""
+"""Jais and BTLM compared with their formulas in plain PyTorch, and bit-exact round trips."""
 
 import json
 import math
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def tensors():
-    """Random tensors by the published names; matrices of blocks have inputs first."""
+    """Return random tensors by published names; the first dimension of block matrices is the input."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape):
@@ -66,7 +66,7 @@ def tensors():
 
 
 def logits(state, ids, config):
-    """The published formulas, step by step."""
+    """Return the logits by the published formulas, step by step."""
 
     def scale(key):
         return config.get(f"mup_{key}", config.get(key))

@@ -1,4 +1,4 @@
-"""LLaVA against transformers: logits, losses, and the same bits back."""
+"""LLaVA compared with transformers: logits, losses, and bit-exact round trips."""
 
 import json
 
@@ -71,13 +71,13 @@ def loaded(folder):
     config, tensors = import_hf(folder)
     model = build_model(config).eval()
     loaded = model.load_state_dict(dict(tensors), strict=False)
-    assert set(loaded.missing_keys) <= {"text_model.head.weight"}  # where it is the embedding
+    assert set(loaded.missing_keys) <= {"text_model.head.weight"}  # where it equals the embedding
     assert not loaded.unexpected_keys
     return model
 
 
 def inputs(config, images=2):
-    """Three samples with `images` images each, somewhere in the text."""
+    """Return three samples with `images` images each, at random places in the text."""
     generator, tokens = torch.Generator().manual_seed(0), config.num_features
     length = images * tokens + 12
     ids = torch.randint(0, IMAGE, (3, length), generator=generator)
@@ -135,7 +135,7 @@ def test_training_step_has_the_same_loss(case):
     model = loaded(folder / "theirs")
     ids, pixels, places = inputs(model.config)
     labels = ids.masked_fill(ids == IMAGE, -100)
-    # Here the label of a token stands in its own place, there in that of the token after it.
+    # Our label of a token is at the token's position, theirs at the position of the next token.
     counted = (labels[:, 1:] != -100).float()
     ours = {
         "input_ids": ids[:, :-1],
@@ -155,7 +155,7 @@ def test_training_step_has_the_same_loss(case):
 
 
 def test_names_and_sizes_of_published_checkpoints(case):
-    """Older files have CLIP's encoder a level deeper, and leave out the sizes of a Llama of 7B."""
+    """Older files have CLIP's encoder one level deeper, and omit the sizes of the 7B Llama."""
     theirs, folder = case
     for path in (folder / "theirs").glob("*.safetensors"):
         tensors = load_file(path)

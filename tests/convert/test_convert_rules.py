@@ -1,4 +1,4 @@
-"""Conversion rules: the same bits there and back, one rule for a parameter."""
+"""Conversion rules: bit-exact round trips, and exactly one rule for each parameter."""
 
 import pytest
 import torch

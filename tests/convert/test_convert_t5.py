@@ -1,4 +1,4 @@
-"""T5 against transformers: logits, losses, what is written, and the same bits back."""
+"""T5 compared with transformers: logits, losses, greedy decoding, and bit-exact round trips."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def case(request, tmp_path):
 
 
 def inputs():
-    """Two texts of different lengths, and what is written after each."""
+    """Return two sources of different lengths, and their targets."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, 61, (2, 30), generator=generator)
     mask = torch.ones_like(ids)

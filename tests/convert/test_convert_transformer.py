@@ -1,4 +1,4 @@
-"""The first transformer in the format of Pegasus: transformers is the oracle, in both directions."""
+"""The original transformer in the format of Pegasus, compared with transformers in both directions."""
 
 import pytest
 import torch

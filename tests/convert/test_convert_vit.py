@@ -1,4 +1,4 @@
-"""Vision transformers against transformers: logits, losses, and the same bits back."""
+"""Vision transformers compared with transformers: logits, losses, and bit-exact round trips."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_an_export_of_an_import_has_the_same_bits_and_loads(case):
     model = loaded(folder / "theirs")
     export_hf(model.named_parameters(), model.config, folder / "ours", max_shard_bytes=20_000)
     before, after = (stored(folder / kind) for kind in ("theirs", "ours"))
-    before = {name: tensor for name, tensor in before.items() if "mask_token" not in name}  # not read here
+    before = {name: tensor for name, tensor in before.items() if "mask_token" not in name}  # not imported
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in after)
     again, info = type(theirs).from_pretrained(folder / "ours", output_loading_info=True)
@@ -89,7 +89,7 @@ def test_training_step_has_the_same_loss(case):
         (theirs, lambda: theirs(inputs, labels=labels).loss),
     ):
         losses.append(losses_of_a_step(module, loss))
-    # The gradient of the key biases is zero but for rounding, and Adam makes a whole step of its sign.
+    # The gradient of the key biases is zero except for rounding, which Adam turns into a full step.
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
     assert losses[0][1] < losses[0][0]
 

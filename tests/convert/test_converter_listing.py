@@ -1,4 +1,4 @@
-"""Every converter that the workshop lists: its command, there and back, on a folder of transformers."""
+"""Every documented converter: its command in both directions on a folder of transformers."""
 
 import json
 

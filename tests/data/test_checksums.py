@@ -17,7 +17,7 @@ COUNT, LENGTH, VOCAB = 40, 96, 4096
 
 @pytest.fixture(params=["gzip", None], ids=["gzip", "uncompressed"])
 def sample_file(request, tmp_path):
-    """A file of samples; uncompressed ones are what other programs write too."""
+    """Return a file of samples, compressed or not: other programs also write uncompressed files."""
     path = tmp_path / "data-00000.h5"
     tokens = np.random.default_rng(0).integers(0, VOCAB, (COUNT, LENGTH + 1)).astype(np.int32)
     write_datasets(path, [{"data": make_samples(tokens)}], COUNT, compression=request.param)
@@ -107,7 +107,7 @@ def test_fields_and_texts_have_checksums(tmp_path):
         read = [records.read(index, name) for index in range(6)]
         read = [value.decode() if isinstance(value, bytes) else value for value in read]
         assert np.array_equal(np.array(read, dtype=values.dtype), values)
-        del records  # it keeps the file open
+        del records  # the reader keeps the file open
         with h5py.File(path, "r+") as file:
             file[name][4] = file[name][5]
         with pytest.raises(DataError, match=f"sample is damaged: its values in '{name}'"):

@@ -1,4 +1,4 @@
-"""Texts and tokens with classes, against BERT's tokenizer of the transformers library."""
+"""Texts and tokens with classes, compared with BERT's tokenizer in the transformers library."""
 
 import json
 

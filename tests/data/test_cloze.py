@@ -1,4 +1,4 @@
-"""Questions made of running text."""
+"""Cloze questions made from running text."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_answer_is_in_the_passage_and_not_in_the_question():
 
 
 def test_questions_keep_words_of_their_sentence():
-    """All but the interrogative are words of one sentence, some without their ending."""
+    """All words except the question word come from one sentence, some without their ending."""
     parts = [TEXT[start:stop].lower() for start, stop in sentences(TEXT)]
     for question in cloze_questions(TEXT, SETTINGS):
         words = question.text.rstrip("?").split()

@@ -1,4 +1,4 @@
-"""`convert_dataset_to_HDF5` writes what the readers read, labels moved as a decoder needs them."""
+"""`convert_dataset_to_HDF5` writes files for our readers, with labels shifted for decoders."""
 
 import h5py
 import numpy as np
@@ -23,7 +23,7 @@ def tokenizer(book):
 
 
 def test_labels_of_a_transformers_collator_are_shifted(tokenizer, tmp_path):
-    """The loss on these rows counts what transformers counts."""
+    """The loss on these rows counts the same labels as the loss of transformers."""
     texts = ["A first text.", "And a second, longer one."] * 5
     samples = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
     collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=32)

@@ -1,4 +1,4 @@
-"""`headwater data` from the command line's arguments to files and a summary."""
+"""The command `headwater data`: arguments, files and summary."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Documents are read whole, in order and in little memory, and bad ones are named."""
+"""Reading of documents: complete, in order, in little memory, with errors that name bad documents."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from headwater.data.documents import cut_pieces, find_inputs, read_pieces
 
 
 def read_all(path, **options):
-    """Documents of one file, each joined from its pieces."""
+    """Return the documents of one file, each joined from its pieces."""
     found, text = [], ""
     for piece in read_pieces([path], **options):
         assert piece.text and piece.text_bytes == len(piece.text.encode())

@@ -1,4 +1,4 @@
-"""The order of samples depends on seed and epoch alone."""
+"""The order of samples depends only on seed and epoch."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from headwater.data.order import SampleOrder, permutation
 
 
 def batches(order, start, count):
-    """Local batches of `count` global ones from position `start`, or up to the end."""
+    """Return the local parts of at most `count` global batches from position `start`."""
     found = []
     while len(found) < count and (stop := order.next_position(start)) is not None:
         found.append(order.local_batch(start, stop))
@@ -66,7 +66,7 @@ def test_epochs_and_seeds_differ():
 
 
 def test_order_is_the_same_as_in_earlier_versions():
-    """A change of these numbers would change the order under every checkpoint made before."""
+    """If these numbers changed, every existing checkpoint would resume in another order."""
     assert permutation(10, 0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
     assert SampleOrder(10, 1, shuffle=True, seed=1).samples(8, 12).tolist() == [6, 3, 3, 7]
 

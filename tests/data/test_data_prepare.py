@@ -1,4 +1,4 @@
-"""Prepared data are the text, shuffled and split, the same to the byte however they were made."""
+"""Prepared data contain the text, shuffled and split, and are byte-identical for any number of workers."""
 
 import filecmp
 import json
@@ -32,7 +32,7 @@ def prepare_book(text_file, out, **options):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, book):
-    """Data of the book, prepared undisturbed in this process."""
+    """Return data of the book, prepared without interruption in this process."""
     folder = tmp_path_factory.mktemp("reference")
     (folder / "book.txt").write_text(book, encoding="utf-8")
     prepare_book(folder / "book.txt", folder / "out", num_workers=1)
@@ -40,7 +40,7 @@ def reference(tmp_path_factory, book):
 
 
 def samples_of(folder: Path):
-    """All samples [n, 3, length], file after file."""
+    """Return all samples [n, 3, length], file after file."""
     parts = []
     for path in sorted(folder.glob("*.h5")):
         with h5py.File(path) as file:
@@ -61,7 +61,7 @@ def assert_same_bytes(first: Path, second: Path):
 
 
 def test_samples_contain_the_text(shared, tmp_path):
-    """Against transformers' GPT-2 tokenizer and a straight packing of the whole corpus in memory."""
+    """Compared with transformers' GPT-2 tokenizer and a packing of the whole corpus in memory."""
     transformers = pytest.importorskip("transformers")
     source, vocab = shared / "text/c4_sample.jsonl.gz", shared / "vocab/gpt2"
     statistics = prepare(
@@ -216,7 +216,7 @@ def test_killed_preparation_leaves_no_complete_output(text_file, reference, tmp_
 
 
 def test_failed_write_names_the_folder_and_leaves_nothing(text_file, tmp_path):
-    """A limit on file size stands for a full disk."""
+    """A limit on the file size simulates a full disk."""
     process = start(tmp_path, text_file, workers=1, limit=100_000)
     assert "DataError: output cannot be written" in process.communicate()[1]
     assert process.returncode == 1

@@ -1,4 +1,4 @@
-"""Batches: right content, one order for any workers and ranks, exact resumption, clear refusals."""
+"""Batches: content, the same order for any workers and ranks, exact resumption, and errors."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ def write(path, array, name="data", **options):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Three folders' worth of files in the public layout, written without this package; 23 samples."""
+    """Return folders with 23 samples in the public layout, written without this package."""
     folder = tmp_path_factory.mktemp("data")
     samples = np.arange(23 * 3 * LENGTH, dtype=np.int32).reshape(23, 3, LENGTH)
     write(folder / "a" / "output_chunk_0.h5", samples[:10], chunks=(1, 3, LENGTH), compression="gzip")
@@ -94,7 +94,7 @@ def test_ranks_share_each_batch(data):
 
 @pytest.mark.parametrize(("num_workers", "stops"), [(0, range(1, 14)), (2, [7])])
 def test_resuming_continues_with_the_next_sample(data, num_workers, stops):
-    """Workers have read ahead by then; what they read was not consumed."""
+    """Workers have read ahead, but samples that were only read ahead do not count as consumed."""
     folder, _ = data
     whole = first(make(folder, shuffle=True, shuffle_seed=1).create_dataloader(), 14)
     for stop in stops:

@@ -1,4 +1,4 @@
-"""Tokenizers are the field's own, read or trained, and damaged files are named."""
+"""Tokenizers: trained, or read from files of other libraries, with errors that name damaged files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Texts with images: captions and conversations to HDF5 to batches, images as in transformers."""
+"""Texts with images: preparation of captions and conversations, and batches compared with transformers."""
 
 import json
 
@@ -94,7 +94,7 @@ def pictures(tmp_path):
 
 
 def prepared(tmp_path, tokenizer, pictures, records=RECORDS, *, skip=False, length=LENGTH, **options):
-    """Texts with images in files, and what was counted."""
+    """Prepare texts with images, and return the statistics."""
     source = tmp_path / "records.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -130,7 +130,7 @@ def batches(tmp_path, model=MODEL, **changes):
 
 
 def in_order(read):
-    """Batches of one sample in the order of the records: preparation shuffles them."""
+    """Return batches of one sample in the order of the records, which preparation has shuffled."""
     return [read[place] for place in np.argsort(split_samples(len(read), 0, 0)["train"])]
 
 
@@ -184,7 +184,7 @@ def test_images_equal_those_of_transformers(tmp_path, tokenizer, pictures):
 
 
 def stored(tmp_path, tokens, mask, padding, paths):
-    """A file of the public layout with one image at one place."""
+    """Write a file of the public layout with one image at one position."""
     folder = tmp_path / "data" / "train"
     folder.mkdir(parents=True)
     tokens, mask, padding = (np.asarray(each, dtype=np.int32) for each in (tokens, mask, padding))
@@ -195,7 +195,7 @@ def stored(tmp_path, tokens, mask, padding, paths):
 
 
 def test_files_without_places_use_the_place_of_the_model(tmp_path, pictures):
-    """A text without image has padding where the image would be; the loss is that of the text alone."""
+    """A text without an image has padding in its place; the loss equals that of the text without padding."""
     stored(
         tmp_path,
         tokens=[[1, 5, 6, 0, 0, 0, 0, 7, 8, 4, 3, 0], [1, 5, 6, 0, 0, 0, 0, 7, 8, 4, 3, 0]],
@@ -301,7 +301,7 @@ def test_missing_image_folder_is_an_error(tmp_path, tokenizer, pictures):
 
 
 def test_text_model_refuses_samples_with_images(tmp_path, tokenizer, pictures):
-    """Their rows are as many as those of packed texts, and mean something else."""
+    """They have the same number of rows as packed texts, but with another meaning."""
     prepared(tmp_path, tokenizer, pictures)
     keys = {"data_processor": "GptHDF5MapDataProcessor", "data_dir": str(tmp_path / "data" / "train")}
     loader = GptDataConfig.model_validate({**keys, "batch_size": 1})
@@ -335,7 +335,7 @@ def test_long_samples_are_left_out_or_cut(tmp_path, tokenizer, pictures):
     statistics = prepared(tmp_path, tokenizer, pictures, records, longer="cut")
     assert (statistics.train_samples, statistics.too_long_records, statistics.cut_records) == (2, 0, 1)
     counted = [int(batch["attention_mask"].sum()) for batch in in_order(batches(tmp_path))]
-    # All but the image's own places, whose last one sees the first token.
+    # All positions except those of the image; the last of these predicts the first token.
     assert counted[0] == LENGTH - FEATURES + 1
     assert counted[1] == len(tokenizer.encode("A dog.").ids) + 1
 

@@ -1,4 +1,4 @@
-"""Images: transforms against PyTorch's own functions, folders of classes, and classes of pixels."""
+"""Images: transforms compared with PyTorch, folders of classes, and classes of pixels."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ NUMBERS = {"name": "to_tensor"}
 
 
 def picture(height=20, width=30, seed=0, channels=3):
-    """Smooth noise, so that methods of scaling agree."""
+    """Return smooth noise, for which all methods of scaling agree."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(1, channels, 4, 4, generator=generator) * 255
     fine = F.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 255)[0].byte()
@@ -83,7 +83,7 @@ def test_random_crops_lie_in_the_image():
 
 
 def test_random_resized_crops_have_the_configured_scale_and_ratio():
-    """Of a picture whose channels hold the place of each pixel, the corners of each part can be read off."""
+    """The channels of the picture hold the position of each pixel, so that a crop shows its corners."""
     rows, columns = np.mgrid[0:200, 0:250].astype(np.uint8)
     image = Image.fromarray(np.stack([rows, columns, rows], axis=-1))
     step = {"name": "random_resized_crop", "size": 64, "scale": [0.2, 0.5], "ratio": [0.5, 2.0]}
@@ -121,7 +121,7 @@ def folder_config(folder, **changes):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Five pictures in two classes."""
+    """Return a folder of five pictures in two classes."""
     for label, count in (("cat", 3), ("dog", 2)):
         place = tmp_path / "train" / label
         place.mkdir(parents=True)
@@ -149,7 +149,9 @@ def test_random_choices_depend_only_on_the_draw(folder):
     )
     whole = samples.__getitems__([0, 1, 2, 3])["inputs"]
     assert torch.equal(again.__getitems__([2, 0])["inputs"], whole[[2, 0]])
-    assert not torch.equal(samples.__getitems__([5])["inputs"], whole[:1])  # the same picture, a pass later
+    assert not torch.equal(
+        samples.__getitems__([5])["inputs"], whole[:1]
+    )  # the same picture in the next epoch
     assert not torch.equal(other.__getitems__([0])["inputs"], whole[:1])
 
 
@@ -193,7 +195,7 @@ def segmentation_config(folder, **changes):
 
 @pytest.fixture
 def pairs(tmp_path):
-    """Four gray pictures of which each pixel is its own class: bright or not."""
+    """Return four gray pictures with labels: a pixel's class is 1 if it is bright."""
     for part in ("image", "label"):
         (tmp_path / part).mkdir()
     for number in range(4):

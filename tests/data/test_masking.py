@@ -1,4 +1,4 @@
-"""Masked tokens, other ones in each pass."""
+"""Dynamic masking: different masked tokens in every epoch."""
 
 import csv
 
@@ -83,7 +83,7 @@ def test_number_of_masks_is_limited_and_at_least_one(make):
     assert make([text(0)]).__getitems__([0])["masked_lm_weights"].sum() == 0
 
 
-def test_without_the_next_sentence_there_is_no_label(make):
+def test_label_of_the_next_sentence_is_optional(make):
     assert "next_sentence_label" not in make([text(5)], next_sentence=False).__getitems__([0])
 
 

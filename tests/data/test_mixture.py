@@ -1,4 +1,4 @@
-"""Mixtures have the shares that were asked for, the same whoever reads them."""
+"""Mixtures have the configured fractions, for any number of workers and ranks."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_sources_have_their_fractions_and_read_samples_in_order(sizes, weights):
         draws = inside[numbers == number]
         assert abs(len(draws) - 3 * total * weight / sum(weights)) <= 3
         assert sorted(draws) == list(range(len(draws)))
-        # Evenly spread: in every stretch the share is the same up to one sample at each end.
+        # Evenly spread: in every window the fraction is the same, up to one sample at each end.
         share = np.cumsum(numbers[:total] == number) - np.arange(1, total + 1) * (len(draws) / 3 / total)
         assert np.abs(share).max() <= len(sizes)
 
@@ -89,7 +89,7 @@ def test_a_section_of_a_params_file_mixes_sources(folders):
     plain = first_tokens(data, 12)
     drawn = np.array(plain).ravel()
     assert (drawn < 50).sum() == 36
-    # The small source was gone through six times, the large one is two thirds through.
+    # The small source was read six times, two thirds of the large one were read.
     assert np.bincount(drawn[drawn < 50]).tolist() == [6] * 6
     assert sorted(drawn[drawn >= 50]) == list(range(50, 62))
     with_workers = open_data(config(folders, num_workers=2), MODEL, seed=1, repeat=True)

@@ -1,4 +1,4 @@
-"""MNIST's files."""
+"""MNIST's IDX files."""
 
 import gzip
 import struct

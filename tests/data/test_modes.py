@@ -1,4 +1,4 @@
-"""Each mode of `headwater data` gives samples from which the records come back."""
+"""The modes of `headwater data`: the records can be restored from the samples."""
 
 import json
 
@@ -40,7 +40,7 @@ SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory, book):
-    """Folder of a small tokenizer."""
+    """Return the folder of a small tokenizer."""
     trained = TrainBPE(600, ("<|endoftext|>", "<|im_start|>", "<|im_end|>")).train([book])
     path = tmp_path_factory.mktemp("tokenizer")
     trained.save(str(path / "tokenizer.json"))
@@ -72,7 +72,7 @@ def samples(source, mode):
 
 
 def learnt(tokenizer, row):
-    """The text whose tokens are the labels that count."""
+    """Return the text of the labels that count in the loss."""
     decoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     return decoder.decode(row[2][row[1] == 1].tolist(), skip_special_tokens=False)
 
@@ -226,7 +226,7 @@ def bert(shared):
 
 
 def test_masked_pairs_are_texts_of_the_documents(shared, bert, tmp_path):
-    """The answers put back, a pair that goes on is a stretch of a document, and the others are not."""
+    """With the masked tokens restored, a pair is part of a document if and only if it is not random."""
     documents = [
         "The cat sat. It ran off! Then it slept. A dog came by. " * 9,
         "Ships sail. Wind blows. " * 15,

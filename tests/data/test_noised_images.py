@@ -1,4 +1,4 @@
-"""Noise beside images, and latents that an autoencoder has made."""
+"""Images with noise and timesteps, and latents of an autoencoder."""
 
 import gzip
 
@@ -29,7 +29,7 @@ def latent_config(*folders, **changes):
 
 @pytest.fixture
 def folders(tmp_path):
-    """Five latents in two classes, and their mirror images; they vary by a tenth of what tells them apart."""
+    """Return five latents in two classes and their mirror images, with a small variance."""
     for name, factor in (("plain", 1), ("flipped", -1)):
         for number, label in enumerate(("cat", "cat", "cat", "dog", "dog")):
             place = tmp_path / name / "train" / label
@@ -73,7 +73,10 @@ def test_random_choices_depend_only_on_the_draw(folders):
     whole = samples.__getitems__([0, 1, 2, 7])
     part = again.__getitems__([7, 0])
     assert all(torch.equal(part[name], whole[name][[3, 0]]) for name in whole)
-    for draws, source in (([5], samples), ([0], other)):  # the same image a pass later, or with another seed
+    for draws, source in (
+        ([5], samples),
+        ([0], other),
+    ):  # the same image in the next epoch, or with another seed
         found = source.__getitems__(draws)
         assert all(not torch.equal(found[name], whole[name][:1]) for name in ("inputs", "noise"))
 

@@ -1,4 +1,4 @@
-"""The page of samples shows every token with its label, and needs nothing from outside."""
+"""The page of samples shows every token with its label, and is self-contained."""
 
 import html.parser
 import json
@@ -13,7 +13,7 @@ from headwater.data.tokenizer import TrainBPE
 
 
 class Reader(html.parser.HTMLParser):
-    """The tokens of a page: class, what is said about them, text."""
+    """A parser that collects the tokens of a page: class, tooltip, text."""
 
     def __init__(self, page):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Records in CSV files, and records that are too long to be held."""
+"""Records in CSV files, and records that are too long."""
 
 import gzip
 import json
@@ -61,7 +61,7 @@ def test_data_are_prepared_from_csv(tmp_path):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Records of a megabyte at most."""
+    """Limit records to one MiB."""
     monkeypatch.setattr(raw_records, "MAX_RECORD_BYTES", 1 << 20)
 
 
@@ -92,7 +92,7 @@ def test_too_long_elements_of_a_list_are_refused(tmp_path, short, content):
 
 
 def test_long_words_are_cut_to_train_a_tokenizer():
-    """Training takes the square of the length of a word."""
+    """The training time is quadratic in the length of a word."""
     numbers = []
     for text in ("ab" * 5000, "1" * 300, "-" * 300, "中文" * 300, " " * 300, "x" * 64 + " y"):
         parts = list(_short_words(text))

@@ -1,4 +1,4 @@
-"""A preparation that was killed goes on where it was, and gives the same files to the byte."""
+"""A killed preparation continues where it stopped, and writes byte-identical files."""
 
 import filecmp
 import json
@@ -102,7 +102,7 @@ def test_killed_preparation_continues_and_writes_the_same_bytes(tmp_path, source
 
 
 def test_finished_tasks_are_skipped(tmp_path, source, monkeypatch):
-    """An interruption leaves the folder; the next run starts at the task after the last that was saved."""
+    """An interruption keeps the folder; the next run starts after the last saved task."""
     monkeypatch.setattr(packing, "_TASK_CHARS", 2000)
     monkeypatch.setattr("headwater.data.journal._INTERVAL_S", 0.0)
     settings = {"tokenizer": TrainBPE(300), "sequence_length": 32, "mode": "prompt_completion"}

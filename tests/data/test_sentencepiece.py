@@ -1,4 +1,4 @@
-"""SentencePiece models have the tokens of the SentencePiece library, version 0.2.3."""
+"""SentencePiece models produce the tokens of the SentencePiece library, version 0.2.3."""
 
 import gzip
 import hashlib
@@ -20,7 +20,7 @@ MIXED = "你好, 😀 café\n\ttab (“quoted”) ｆｕｌｌ 1/2 ½"
 
 @pytest.fixture(scope="module")
 def model(shared):
-    """Tokenizers by the path of their model, each loaded once."""
+    """Return a function that loads the tokenizer of a model path, each only once."""
     loaded = {name: load_tokenizer(shared / name) for name in (LLAMA, ALBERT)}
     return loaded.__getitem__
 
@@ -100,7 +100,7 @@ def digest(parts):
 def test_tokens_of_web_pages_equal_the_library(shared, model, name, expected):
     with gzip.open(shared / "text/c4_sample.jsonl.gz", "rt", encoding="utf-8") as file:
         pages = [json.loads(next(file))["text"] for _ in range(200)]
-    if name == ALBERT:  # in one page of 15,760 characters two ways to cut it have the same score
+    if name == ALBERT:  # one page of 15,760 characters has two segmentations with the same score
         pages = [line for page in pages for line in page.split("\n")]
     assert digest(TextEncoder(model(name))(pages)) == expected
 
@@ -129,7 +129,7 @@ def test_data_are_prepared_with_a_model_in_a_folder(shared, tmp_path):
 
 
 def field(number, data):
-    """A field of a message in the wire format."""
+    """Return a field of a message in the wire format."""
     if isinstance(data, int):
         tag = [number << 3 & 127 | 128, number >> 4] if number > 15 else [number << 3]
         return bytes([*tag, data])

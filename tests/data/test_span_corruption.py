@@ -1,4 +1,4 @@
-"""T5's span corruption: what is left out comes back, by the draw alone, and the public params files load."""
+"""T5's span corruption: restorable, dependent only on the draw, with the public params files."""
 
 import itertools
 
@@ -21,7 +21,7 @@ WORDS = [f"w{number}" for number in range(50)]
 
 
 def restored(read, write, first_sentinel):
-    """The text again: each span in place of its sentinel."""
+    """Return the original text: each sentinel replaced by its span."""
     spans = {}
     for token in write:
         if token > 1000:
@@ -51,7 +51,7 @@ def test_fifteen_percent_of_the_tokens_in_spans_of_three():
         places[read[read < 1000]] += 1
         sizes += [int(step) - 1 for step in np.diff(read[read < 1000]) if step > 1]
     assert np.mean(sizes) == pytest.approx(3, abs=0.1) and max(sizes) > 5
-    # Apart from the ends, every token is left out equally often.
+    # Except at the ends, every token is removed with the same probability.
     assert np.allclose(1 - places[10:80] / 400, 0.15, atol=0.08)
 
 
@@ -62,7 +62,7 @@ def test_longest_text_has_the_length_of_t5():
 
 @pytest.fixture
 def data(tmp_path):
-    """A vocabulary of 54 tokens, and texts in two files, of which one is empty."""
+    """Return a folder with a vocabulary of 54 tokens and two files of texts; one of them is empty."""
     (tmp_path / "vocab.txt").write_text("\n".join(["<pad>", "</s>", "<unk>", "<s>", *WORDS]) + "\n")
     texts = tmp_path / "texts"
     texts.mkdir()

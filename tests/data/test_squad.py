@@ -1,4 +1,4 @@
-"""Questions about texts, against the tokenizer of transformers and the definition of SQuAD's scores."""
+"""Questions about texts, compared with transformers' tokenizer and the definition of SQuAD's scores."""
 
 import gzip
 import json
@@ -66,7 +66,7 @@ def test_windows_equal_transformers(folder, length):
 
 @pytest.mark.parametrize("answer", ["Annette", "Annette wrote it", "she sailed away", "Anne", "nette"])
 def test_answers_are_restored_from_their_tokens(folder, answer):
-    """From every window that holds all of it; the others say that they have none."""
+    """Windows with the whole answer restore its text; all others have positions 0."""
     windows = windows_of(folder, write(folder / "a.json", article(answer)), max_sequence_length=16)
     batch = windows.__getitems__(range(len(windows)))
     spans = list(zip(batch["start_positions"].tolist(), batch["end_positions"].tolist(), strict=True))
@@ -74,7 +74,7 @@ def test_answers_are_restored_from_their_tokens(folder, answer):
     for number, span in enumerate(spans):
         scores = [float(number == other) for other in range(len(windows))]
         found = windows.answers(scores, *zip(*spans, strict=True))
-        # Tokens, not characters: of "nette" the tokens are those of the whole name.
+        # Tokens, not characters: the token of "nette" is that of the whole name.
         right = "Annette" if answer == "nette" else answer
         assert found == {"1": right if span != (0, 0) else ""}
 
@@ -99,7 +99,7 @@ def test_held_out_contexts_are_left_out(folder):
 
 
 def test_scores_equal_values_computed_by_hand(folder):
-    """By hand after the definition: words without case, punctuation and articles; the best of the answers."""
+    """The definition: words without case, punctuation and articles; the best of several right answers."""
     path = write(
         folder / "a.json",
         article("Paris", "in Paris.", identifier="same"),
@@ -109,7 +109,7 @@ def test_scores_equal_values_computed_by_hand(folder):
     )
     predictions = {"same": "IN, the Paris", "part": "Annette wrote it", "article": "a she she away"}
     found = score(predictions, read_questions(path))
-    # 1; of 3 words and 2 one is shared; nothing; of 3 words and 5 two are shared.
+    # 1; one common word of 3 and 2; nothing; two common words of 3 and 5.
     assert found.f1 == pytest.approx((1 + 2 * 1 / 5 + 0 + 2 * 2 / 8) / 4)
     assert found.exact_match == pytest.approx(1 / 4)
 

@@ -1,4 +1,4 @@
-"""Texts and their translations: what a batch holds, tokenizers of raw text, and what does not fit."""
+"""Texts and their translations: batches, tokenizers of raw text, and errors."""
 
 import gzip
 
@@ -88,7 +88,7 @@ def test_meta_dat_names_the_pairs_of_files(data):
 
 
 def test_raw_text_and_a_tokenizer(data):
-    """Raw lines, compressed, through a byte-level BPE: what comes out is the text again."""
+    """Compressed raw lines, encoded by a byte-level BPE, are decoded to the same text."""
     lines = ["Ein Mann mit Hut.", "Zwei Hunde spielen im Schnee.", "Ein Hund."]
     tokenizer = TrainBPE(300).train(lines * 3)
     tokenizer.save(str(data / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Views of images: what is done to them against PyTorch's own functions, and how often; masks of patches."""
+"""Views of images: transforms compared with PyTorch, their probabilities, and masks of patches."""
 
 import numpy as np
 import pytest
@@ -80,7 +80,9 @@ def test_colour_jitter_stays_in_its_range():
     for seed in range(100):
         pixel = changed(red, {"name": "color_jitter_with_prob", "hue": 0.1}, seed=seed)[:, 0, 0]
         assert float(pixel.max()) == pytest.approx(200 / 255, abs=0.01)
-        hues.append(float(pixel[1] - pixel[2]) * 255 / 200 / 6)  # near red the hue is green less blue
+        hues.append(
+            float(pixel[1] - pixel[2]) * 255 / 200 / 6
+        )  # near red the hue is proportional to green - blue
     assert -0.11 < min(hues) < -0.08 and 0.08 < max(hues) < 0.11
     gray = changed(picture(), {"name": "color_jitter_with_prob", "saturation": 0.0, "contrast": 0.0})
     torch.testing.assert_close(gray, changed(picture()))
@@ -106,7 +108,7 @@ def test_masks_cover_the_configured_ratio_in_blocks():
     some = shares[shares > 0]
     assert 0.09 < some.min() < 0.15 and 0.45 < some.max() <= 0.5
     assert some.mean() == pytest.approx(0.3, abs=0.03)
-    # In blocks a masked patch has more masked neighbours than their share.
+    # In blocks, a masked patch has more masked neighbours than the mask ratio.
     neighbours = masks[:, :, 1:][masks[:, :, :-1]].mean()
     assert neighbours > 1.5 * some.mean()
     everything = MaskedPatchConfig(
@@ -117,7 +119,7 @@ def test_masks_cover_the_configured_ratio_in_blocks():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three pictures in two classes."""
+    """Return a folder of three pictures in two classes."""
     for number, label in enumerate(("cat", "cat", "dog")):
         place = tmp_path / "train" / label
         place.mkdir(parents=True, exist_ok=True)
@@ -170,7 +172,9 @@ def test_random_choices_depend_only_on_the_draw(folder):
     first, again, other = (samples_of(view_config(folder, shuffle_seed=seed)) for seed in (3, 3, 4))
     whole, part = first.__getitems__([0, 1, 2, 3]), again.__getitems__([2, 0])
     assert all(torch.equal(part[name], whole[name][[2, 0]]) for name in whole)
-    assert not torch.equal(whole["global_view"][3], whole["global_view"][0])  # the same picture, a pass later
+    assert not torch.equal(
+        whole["global_view"][3], whole["global_view"][0]
+    )  # the same picture in the next epoch
     assert not torch.equal(other.__getitems__([0])["global_view"], whole["global_view"][:1])
 
 

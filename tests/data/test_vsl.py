@@ -1,4 +1,4 @@
-"""Texts packed into one sample and kept apart are learnt as if each were alone."""
+"""Packed texts (use_vsl) have the same losses as separate texts."""
 
 import json
 
@@ -27,7 +27,7 @@ LENGTH = 48
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """The same records packed and not."""
+    """Prepare the same records packed and not packed."""
     folder = tmp_path_factory.mktemp("vsl")
     words = np.random.default_rng(0).integers(0, 100, (60, 12)).astype(str)
     records = [
@@ -63,7 +63,7 @@ def model(kind):
 
 
 def losses(decoder, samples):
-    """Loss of each sample, summed over its labels, and its labels."""
+    """Return the loss of each sample, summed over its labels, and its labels."""
     found = []
     for number in range(len(samples)):
         batch = samples.__getitems__([number])
@@ -118,5 +118,5 @@ def test_packing_keeps_all_examples_and_is_dense(sizes):
     rooms = [sum(sizes[n] for n in part) for part in np.split(numbers, ends)[:-1]]
     assert all(0 < room <= 20 for room in rooms)
     assert not rooms or ends[-1] == len(sizes)
-    # Best fit leaves at most one sample half empty or emptier.
+    # With best fit, at most one sample is half empty or more.
     assert sum(room <= 10 for room in rooms) <= 1

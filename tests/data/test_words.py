@@ -1,4 +1,4 @@
-"""Tokens that are looked up word by word are those of the tokenizer."""
+"""Tokens from the table of words equal those of the tokenizer."""
 
 import gzip
 

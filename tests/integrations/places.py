@@ -1,4 +1,4 @@
-"""What the tests of integrations share: plans that stream, text, and what is equal."""
+"""Helpers for the tests of integrations: plans that stream, text, and comparisons."""
 
 import gzip
 import math
@@ -25,7 +25,7 @@ def backend(plan, tmp_path):
 
 
 def text_rows(num_rows, length):
-    """Rows of bytes of a novel.
+    """Return rows of bytes of a novel.
 
     Returns:
         [num_rows, length] int64.
@@ -42,7 +42,7 @@ def assert_same_tensors(left, right):
 
 @contextmanager
 def bytes_in_files():
-    """Gives a list of the sizes of the tensors that are given memory in files meanwhile."""
+    """Yield a list that collects the sizes of tensors allocated in files inside the context."""
     sizes = []
     allocate = BuildInFiles._allocate
 

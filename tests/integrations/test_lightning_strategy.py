@@ -1,4 +1,4 @@
-"""`StreamedStrategy` against plain Lightning: equal losses, metrics, weights, predictions, checkpoints."""
+"""`StreamedStrategy` equals plain Lightning: losses, metrics, weights, predictions, checkpoints."""
 
 import copy
 import logging
@@ -38,7 +38,7 @@ def layers(num_inputs, num_outputs):
 
 
 class NextByte(pl.LightningModule):
-    """Predicts the next byte of a text. Its steps call `self.model`."""
+    """A module that predicts the next byte of a text. Its steps call `self.model`."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class NextByte(pl.LightningModule):
 
 
 class Itself(NextByte):
-    """Its steps call it."""
+    """A module whose steps call `self(...)`."""
 
     def forward(self, rows):
         return self.model(rows)
@@ -80,7 +80,7 @@ class Itself(NextByte):
 
 
 class InParts(NextByte):
-    """Its steps call its parts one by one, and read a parameter of its own; two parts share a weight."""
+    """A module whose steps call its parts one by one and read a parameter; two parts share a weight."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ class SeedEachStep(Callback):
 
 
 def trainer_of(place, folder, *, callbacks=(), **options):
-    """A Trainer, streaming if `place` is a backend and plain if it is `None`."""
+    """Return a Trainer that streams if `place` is a backend, or a plain one if it is `None`."""
     if place is not None:
         options["strategy"] = StreamedStrategy(place)
     if "max_epochs" not in options:
@@ -179,7 +179,7 @@ def validation_batches():
 
 
 def trained(place, folder, kind=NextByte, **options):
-    """(trainer, module) after training."""
+    """Return (trainer, module) after training."""
     torch.manual_seed(0)
     module = kind()
     trainer = trainer_of(place, folder, **options)
@@ -187,7 +187,7 @@ def trained(place, folder, kind=NextByte, **options):
 
 
 def assert_same_run(one, other):
-    """Both are (trainer, module)."""
+    """Check that two runs, each (trainer, module), are equal."""
     assert one[1].losses == other[1].losses
     assert one[0].callback_metrics == other[0].callback_metrics
     assert_same_tensors(one[1].state_dict(), other[1].state_dict())
@@ -238,7 +238,7 @@ def test_parts_with_shared_weights_equal_plain_lightning(tmp_path):
 @pytest.mark.parametrize("plan", ["resident", "disk"])
 @pytest.mark.parametrize("kind", [NextByte, Adversaries])
 def test_each_strategy_resumes_the_other_s_checkpoints(kind, plan, tmp_path):
-    """Lightning resumes at the end of an epoch; randomness is that of the step (`SeedEachStep`)."""
+    """Lightning resumes at the end of an epoch; `SeedEachStep` makes randomness depend on the step."""
     _, whole = trained(None, tmp_path, kind, max_epochs=2)
     for place in (None, backend(plan, tmp_path)):
         trainer, first = trained(place, tmp_path, kind, max_epochs=1)
@@ -284,12 +284,12 @@ def test_checkpoints_are_written_without_being_whole_in_memory(tmp_path):
     trainer, _ = trained(backend("disk", tmp_path), tmp_path, Wide, max_steps=1)
     with bytes_in_files() as sizes:
         trainer.save_checkpoint(tmp_path / "wide.ckpt")
-    assert sizes.count(2048 * 256 * 4) >= 6  # both weights, and the two moments of each
+    assert sizes.count(2048 * 256 * 4) >= 6  # two weights and two moments of each
 
 
 def test_modules_may_be_copied_before_they_are_streamed(tmp_path):
     class Average(Callback):
-        """Keeps a running average of the weights, and asks it too."""
+        """A callback that keeps a running average of the weights and evaluates it."""
 
         def on_fit_start(self, trainer, module):
             self.average = copy.deepcopy(module.model)
@@ -335,7 +335,9 @@ def test_a_model_built_by_the_strategy_starts_from_the_same_values(tmp_path):
 
         def configure_model(self):
             torch.manual_seed(3)
-            self.model = nn.Sequential(nn.Embedding(256, 2048), nn.Linear(2048, 256))  # large: in files
+            self.model = nn.Sequential(
+                nn.Embedding(256, 2048), nn.Linear(2048, 256)
+            )  # large, therefore in files
 
     ours = trained(backend("disk", tmp_path), tmp_path, Late, max_steps=3)
     assert_same_run(ours, trained(None, tmp_path, Late, max_steps=3))

@@ -1,4 +1,4 @@
-"""`StreamedTrainer` against the Trainer of transformers: equal logs, weights, predictions, checkpoints."""
+"""`StreamedTrainer` equals the Trainer of transformers: logs, weights, predictions, checkpoints."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def llama():
 
 
 def trainer_of(place, folder, model=None, **options):
-    """A Trainer, streamed if `place` is a backend and plain if it is `None`."""
+    """Return a Trainer that streams if `place` is a backend, or a plain one if it is `None`."""
     defaults = {"max_steps": 8, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-2}
     defaults |= {"warmup_steps": 3, "weight_decay": 0.1, "save_strategy": "no"}
     args = TrainingArguments(
@@ -65,14 +65,14 @@ def trainer_of(place, folder, model=None, **options):
 
 
 def trained(*args, **options):
-    """A Trainer that has trained; it seeds all randomness when it is built."""
+    """Return a Trainer after training; it seeds all randomness when it is built."""
     trainer = trainer_of(*args, **options)
     trainer.train()
     return trainer
 
 
 def history(trainer):
-    """What was logged, without what depends on the machine."""
+    """Return the logs, without values that depend on the machine."""
     numbers = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
     return [{key: entry[key] for key in numbers if key in entry} for entry in trainer.state.log_history]
 
@@ -89,7 +89,7 @@ def test_run_with_evaluation_accumulation_and_clipping_equals_plain_trainer(plan
     ours = trained(backend(plan, tmp_path), tmp_path / "ours", **options)
     assert_same_run(ours, plain)
     assert ["eval_loss" in entry for entry in history(ours)].count(True) == 3
-    assert ours.state.log_history[5]["grad_norm"] > 1.0  # it was clipped
+    assert ours.state.log_history[5]["grad_norm"] > 1.0  # the gradient was clipped
     assert (ours.predict(VALIDATION).predictions == plain.predict(VALIDATION).predictions).all()
 
 
@@ -151,7 +151,7 @@ def test_optimizer_state_is_written_without_being_whole_in_memory(tmp_path):
     trainer = trained(backend("disk", tmp_path), tmp_path, GPT2LMHeadModel(config), max_steps=1)
     with bytes_in_files() as sizes:
         trainer._save_checkpoint(trainer.model, trial=None)
-    assert sizes.count(256 * 1024 * 4) >= 8  # two moments of two matrices of two blocks
+    assert sizes.count(256 * 1024 * 4) >= 8  # two moments of two matrices in each of two blocks
 
 
 def test_resuming_with_another_model_is_refused(tmp_path):

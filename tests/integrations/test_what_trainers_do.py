@@ -1,4 +1,4 @@
-"""What trainers do with optimizers and parameters, in plain loops: equal on streamed and plain weights."""
+"""Operations of trainers on optimizers and parameters are equal on streamed and plain weights."""
 
 import importlib
 import sys
@@ -24,7 +24,7 @@ def inputs_of(step, width=8):
 
 
 def place_of(plan, tmp_path):
-    """Compiles for a plan, or leaves a model alone if there is none."""
+    """Return a function that compiles a model for a plan, or leaves it plain without a plan."""
     return (
         (lambda model: model)
         if plan is None
@@ -36,7 +36,7 @@ def place_of(plan, tmp_path):
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("clips", [False, True])
 def test_grad_scaler_of_torch(optimizer_class, clips, plan, tmp_path):
-    """A fused optimizer is left to unscale and to skip by itself; the first two steps overflow."""
+    """A fused optimizer unscales and skips by itself; the first two steps overflow."""
 
     def run(place):
         model = place(net())
@@ -81,7 +81,7 @@ def test_the_first_forward_is_in_a_closure(plan, tmp_path):
     (losses, model), (expected, plain) = run(place_of(plan, tmp_path)), run(place_of(None, tmp_path))
     assert losses == expected
     assert_same_tensors(model.state_dict(), plain.state_dict())
-    assert streamed(model).engine.store.num_commits == 4  # the first step went to the store too
+    assert streamed(model).engine.store.num_commits == 4  # the first step also reached the store
 
 
 @every_plan

@@ -1,4 +1,4 @@
-"""Metrics against those of torchmetrics, which know no weights: a weight of n is n equal samples."""
+"""Metrics compared with torchmetrics, which has no weights: a weight of n is n equal samples there."""
 
 import importlib
 import sys
@@ -28,7 +28,7 @@ BINS = 16
 
 
 def batches(make, count=3):
-    """(labels, predictions, weights) of some batches; `make` gives predictions from a generator."""
+    """Return (labels, predictions, weights) of some batches; `make` makes predictions from a generator."""
     generator = torch.Generator().manual_seed(0)
     for size in range(6, 6 + count):
         labels = torch.randint(0, CLASSES, (size, 4), generator=generator)
@@ -45,12 +45,12 @@ def classes(labels, generator):
 
 
 def scores(labels, generator):
-    """On the lower edges of bins, so that the bins change nothing."""
+    """Return scores at the lower edges of bins, so that binning does not change the result."""
     return torch.randint(0, BINS, labels.shape, generator=generator) / BINS
 
 
 def gathered(make):
-    """All of it in one, each sample as often as its weight says."""
+    """Return all batches as one, with each sample repeated by its weight."""
     parts = [[t.flatten() for t in batch] for batch in batches(make)]
     labels, predictions, weights = (torch.cat(part) for part in zip(*parts, strict=True))
     return labels.repeat_interleave(weights), predictions.repeat_interleave(weights)
@@ -188,7 +188,7 @@ def test_a_metric_in_a_loop():
     assert metric.name == "eval/accuracy" and AccuracyMetric().name == "AccuracyMetric"
     right, wrong = torch.tensor([1, 2]), torch.tensor([0, 0])
     assert float(metric(right, right)) == 1
-    assert float(metric(right, wrong)) == 0.5, "a call gives the value of all batches so far"
+    assert float(metric(right, wrong)) == 0.5, "a call returns the value over all batches so far"
     metric.reset()
     assert metric.num_updates == 0
     value = metric(right, wrong, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Attention against transformers' Llama, Gemma 2 and BLOOM, and against scores written out."""
+"""Attention compared with transformers' Llama, Gemma 2 and BLOOM, and with explicit formulas."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_softcapped_scores_equal_gemma(x):
 
 
 def test_biases_by_distance_equal_the_formula(x):
-    """Scores written out, as ALiBi's paper has them."""
+    """The scores are computed by the formula of ALiBi's paper."""
     ours = attention()
     bias = alibi_bias(alibi_slopes(HEADS), positions(), positions())
     mask = bias.masked_fill(~visible(positions(), positions()), -torch.inf)

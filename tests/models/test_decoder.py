@@ -1,4 +1,4 @@
-"""GPT against transformers' GPT-2 and plain PyTorch."""
+"""The decoder compared with transformers' GPT-2 and plain PyTorch."""
 
 import math
 
@@ -17,7 +17,7 @@ Conv1D = transformers.pytorch_utils.Conv1D
 
 
 def their_model(model):
-    """transformers' GPT-2 with the weights of `model`, copied by hand and not through our converter."""
+    """Return transformers' GPT-2 with the weights of `model`, copied here without our converter."""
     config = model.config
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -45,7 +45,7 @@ def their_model(model):
 
 
 def parameter_pairs(model, theirs):
-    """Our parameter, theirs, and whether theirs is the transpose."""
+    """Yield our parameter, theirs, and True if theirs is transposed."""
     decoder = theirs.transformer
     modules = [
         (model.embedding, decoder.wte),
@@ -72,7 +72,7 @@ def parameter_pairs(model, theirs):
 
 
 def scrambled(model):
-    """The model with biases and norms that are not 0 and 1."""
+    """Return the model with random biases and norms instead of 0 and 1."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What a decoder is put together from: packed texts, windows, positions, experts, soft caps."""
+"""Features of decoders: packed texts, windows, positions, experts, soft caps."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def tokens(length, seed=0):
 
 @pytest.mark.parametrize("kind", ["learned", "fixed", "rotary", "alibi", None])
 def test_packed_texts_do_not_attend_to_each_other(kind):
-    """Two texts packed with spans and positions give the hidden states that each gives alone."""
+    """Two packed texts with spans and positions have the same hidden states as separate texts."""
     model = Decoder(config_of(position_embedding_type=kind)).eval()
     first, second = tokens(7), tokens(5, seed=1)
     packed = {
@@ -99,7 +99,7 @@ def test_experts_add_their_balance_to_the_loss():
         )
         for coefficient in (0.0, 0.5)
     ]
-    assert losses[1] - losses[0] >= 0.5 - 1e-4, "1 is the least, where all experts get equally much"
+    assert losses[1] - losses[0] >= 0.5 - 1e-4, "1 is the minimum, if all experts are used equally"
 
 
 def test_trainable_slopes_start_at_the_fixed_slopes():

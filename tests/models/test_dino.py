@@ -1,4 +1,4 @@
-"""DINOv2: the encoder against that of the transformers library, its losses against their formulas."""
+"""DINOv2: the encoder compared with the transformers library, the losses with their formulas."""
 
 import math
 
@@ -103,7 +103,7 @@ def shaken(model):
 
 
 def theirs(ours):
-    """The transformers library's encoder with the same weights."""
+    """Return the transformers library's encoder with the same weights."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Dinov2Config(
         hidden_size=32, num_hidden_layers=3, num_attention_heads=4, mlp_ratio=4, image_size=16, patch_size=4
@@ -254,7 +254,7 @@ def test_gradients_reach_only_the_student():
         torch.equal(value, drawn[name.replace("model.0.", "model.1.")]) for name, value in drawn.items()
     )
     assert not model.image_model_trunks.model[0].training and model.image_model_trunks.model[1].training
-    # Scores of a fresh head are alike, so that teacher and student know nothing yet.
+    # The scores of a new head are nearly equal, so that teacher and student are close to uniform.
     assert 2 * math.log(20) - 1 < loss.item() < 2 * math.log(20) + 2
 
 

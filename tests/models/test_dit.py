@@ -1,4 +1,4 @@
-"""The diffusion transformer against diffusers' own, its noise against diffusers' schedulers, and images."""
+"""The diffusion transformer, its noise and its images, compared with the diffusers library."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def section(**changes):
 
 
 def dit(**changes):
-    """A model none of whose parameters is zero."""
+    """Return a model in which every parameter is random and not zero."""
     model = build_model(section(**changes), seed=5).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def batch(count=4):
 
 
 def theirs(ours, nonlinearity="gelu-approximate"):
-    """diffusers' model with the same weights."""
+    """Return diffusers' model with the same weights."""
     config = ours.config
     model = diffusers.DiTTransformer2DModel(
         num_attention_heads=4,
@@ -76,7 +76,7 @@ def theirs(ours, nonlinearity="gelu-approximate"):
     copy(model.proj_out_2, ours.head.output.state_dict())
     for there, here in zip(model.transformer_blocks, ours.blocks, strict=True):
         embedding = there.norm1.emb
-        # The published code of the paper has this frequency, the library a slightly other one.
+        # The paper's published code uses this frequency, the library a slightly different one.
         embedding.time_proj.downscale_freq_shift = 0
         copy(embedding.timestep_embedder.linear_1, ours.time_embedding.input.state_dict())
         copy(embedding.timestep_embedder.linear_2, ours.time_embedding.output.state_dict())
@@ -134,7 +134,7 @@ def test_new_model_predicts_zero_and_its_blocks_are_the_identity():
 
 
 class Oracle:
-    """Knows which image is to come out."""
+    """A model that predicts the exact noise for a given image."""
 
     def __init__(self, config):
         self.config = config
@@ -169,7 +169,7 @@ def test_guidance_equals_the_paper():
         sampler = {"name": "ddim", "num_inference_steps": 1}
         return generate_images(Two(section(reverse_process={"sampler": sampler, "pipeline": pipeline})), [2])
 
-    # 7 + 4 (2 - 7) = -13 where guided, 2 where not
+    # 7 + 4 (2 - 7) = -13 in guided channels, 2 in the others
     whole, three = first(None), first(3)
     left = float((1 - noise_variances("linear", 1000)).prod())
     start = whole * left**0.5 - 13 * (1 - left) ** 0.5
@@ -236,7 +236,7 @@ def test_shipped_sizes_are_the_public_ones(size):
 
 
 def told(model, without):
-    """What a section says, but for the keys that have no effect where `without` gives them."""
+    """Return the keys of a section, without the keys in `without` and those that have no effect."""
     process, other = model.reverse_process, without.reverse_process
     return [
         own.model_dump(exclude={key for key, _ in given.notices()} | {"vae", "reverse_process"})

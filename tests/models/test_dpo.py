@@ -1,4 +1,4 @@
-"""Preference losses against the formulas of the papers, on transformers' own model."""
+"""Preference losses compared with the formulas of the papers on a model of transformers."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SIZES = {
 
 
 def pairs():
-    """Three pairs, with prompts and answers of unequal length."""
+    """Return three pairs, with prompts and answers of different lengths."""
     generator = torch.Generator().manual_seed(0)
     batch = {}
     for side in ("chosen", "rejected"):
@@ -35,7 +35,7 @@ def pairs():
 
 
 def likelihoods(model, batch, side):
-    """Sum of the log-probabilities of an answer, and its length, as the papers define them."""
+    """Return the summed log-probabilities of an answer, and its length, as defined in the papers."""
     ids, labels = batch[f"{side}_input_ids"], batch[f"{side}_labels"]
     log_probabilities = F.log_softmax(model(ids).logits, -1)
     of_token = log_probabilities[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -58,7 +58,7 @@ def expected_loss(policy, reference, batch, loss_type, beta):
 
 
 def models(folder, loss_type, reference_free=False):
-    """A policy and a reference of transformers, and ours with the same weights."""
+    """Return a policy and a reference of transformers, and ours with the same weights."""
     theirs = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -98,7 +98,7 @@ def test_policy_and_reference_start_equal():
     policy = section | {"max_position_embeddings": 16, "filter_size": 48, "dropout_rate": 0.5}
     model = build_model(DPOConfig.model_validate({"name": "dpo", "policy_model": policy}))
     assert torch.equal(model.policy.head.weight, model.reference.head.weight)
-    assert model.train()(pairs()).item() == pytest.approx(0.6931, abs=1e-4)  # nothing is dropped
+    assert model.train()(pairs()).item() == pytest.approx(0.6931, abs=1e-4)  # without dropout
     model.eval()(pairs())
     assert model.scored["accuracy"].compute() == 0.0
 

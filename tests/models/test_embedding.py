@@ -1,4 +1,4 @@
-"""The embedding layer is torch's, bit for bit, whatever memory its gradient lies in."""
+"""The embedding layer is bit-identical to torch's, in any kind of memory for the gradient."""
 
 import copy
 
@@ -23,11 +23,11 @@ def test_rows_and_gradient_equal_torch(own_pages, dtype, index, shape, monkeypat
     oracle = nn.Embedding(VOCABULARY, WIDTH, dtype=dtype)
     ours = Embedding(VOCABULARY, WIDTH, dtype=dtype)
     ours.load_state_dict(copy.deepcopy(oracle.state_dict()))
-    indices = torch.randint(0, 40, shape, dtype=index)  # many of them several times
+    indices = torch.randint(0, 40, shape, dtype=index)  # many indices occur several times
     gradient = torch.randn(*shape, WIDTH, dtype=dtype)
     for layer in (oracle, ours):
         layer(indices).backward(gradient)
-        layer(indices).backward(2 * gradient)  # on top
+        layer(indices).backward(2 * gradient)  # accumulated
     assert torch.equal(ours(indices), oracle(indices))
     assert torch.equal(ours.weight.grad, oracle.weight.grad)
 

@@ -1,4 +1,4 @@
-"""What encoders count while they are evaluated: answers found in a text, and the best sentence of one."""
+"""Metrics of encoders: answers in a text, and the best sentence of a text."""
 
 import itertools
 
@@ -20,7 +20,7 @@ SIZES = {
 
 
 def questions(generator):
-    """Questions of 3 tokens and texts of 3 to 10; the separators after both may be no answer."""
+    """Return questions of 3 tokens with texts of 3 to 10; separators may not be in an answer."""
     ids = torch.randint(5, 64, (6, 16), generator=generator)
     counts = torch.tensor([[9], [10], [11], [12], [15], [16]])
     places = torch.arange(16).expand(6, 16)
@@ -47,7 +47,7 @@ def test_f1_of_answers_counts_their_tokens():
     batch = questions(generator)
     with torch.no_grad():
         _, begin, end = model.answers(batch)
-        # One is found, one has no answer, of one the end is wrong, the others are somewhere else.
+        # One answer is right, one question has no answer, one end is wrong, the others are elsewhere.
         right = [
             (int(begin[0]), int(end[0])),
             (0, 0),
@@ -71,7 +71,7 @@ def test_best_sentence_ignores_padding():
     with torch.no_grad():
         best = model.logits(batch)[:, :3].argmax(1)
         labels = torch.zeros(6, 4, dtype=torch.int64)
-        labels[:, 3] = 1  # no sentence is there
+        labels[:, 3] = 1  # padding
         labels[range(4), best[:4]] = 1
         model({**batch, "cls_label": labels})
     assert model.scored["best_sentence"].compute() == pytest.approx(4 / 6)

@@ -1,4 +1,4 @@
-"""A mixture of experts against transformers' Mixtral, and routing written out."""
+"""A mixture of experts compared with transformers' Mixtral and with explicit routing."""
 
 import pytest
 import torch
@@ -107,5 +107,5 @@ def test_a_dry_run_spreads_tokens_evenly():
     with torch.device("meta"):
         model = mixture(num_experts=8)
     trace = trace_step(model, torch.empty(2, 16, 8, device="meta"), loss_function=lambda m, x: m(x)[0].sum())
-    products = 2 * 32 * 2 * 3 * 8 * 12 + 2 * 32 * 8 * 8  # two experts a token, and the router
+    products = 2 * 32 * 2 * 3 * 8 * 12 + 2 * 32 * 8 * 8  # two experts per token, and the router
     assert sum(cost.flops for cost in trace.costs) == products

@@ -1,4 +1,4 @@
-"""Generation: greedy against transformers, cache against no cache, sampling."""
+"""Generation: greedy decoding compared with transformers, with and without cache, and sampling."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_same_seed_same_tokens(model, prompt):
 
 
 class FixedModel:
-    """Always predicts the same distribution."""
+    """A model that always predicts the same distribution."""
 
     max_length = 10_000
 

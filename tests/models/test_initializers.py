@@ -1,4 +1,4 @@
-"""Initial distributions against `torch.distributions` and their definitions."""
+"""Initial distributions compared with `torch.distributions` and their definitions."""
 
 import math
 
@@ -12,7 +12,7 @@ from headwater.models.registry import build_model
 
 
 def quantile_error(sample, reference):
-    """Largest distance between the distribution functions of two samples."""
+    """Return the maximum distance between the distribution functions of two samples."""
     points = torch.linspace(0.01, 0.99, 99)
     return (
         (torch.searchsorted(reference.sort().values, sample.quantile(points)) / reference.numel() - points)
@@ -69,7 +69,7 @@ def test_values_depend_only_on_name_and_seed():
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_queries_may_start_equal_to_keys(symmetric):
-    """Then what a token attends to most is nearly always its like, and otherwise anything."""
+    """If they are equal, a token attends most to equal tokens."""
     config = QuestionAnsweringConfig(
         name="bert/qa", vocab_size=64, hidden_size=32, num_heads=2, num_hidden_layers=2, filter_size=32,
         initializer_range=0.2, symmetric_attention_init=symmetric,

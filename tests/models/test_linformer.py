@@ -1,4 +1,4 @@
-"""Attention whose keys and values are projected along the sequence: by the formula, and what it costs."""
+"""Linformer: attention compared with its formula, and its cost."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def config(sharing="layerwise", length=6, **changes):
 
 
 def written_out(attention, x, text):
-    """Equation 7 of arXiv:2006.04768, head by head; `text` [batch, seq] is 0 in padding."""
+    """Return equation 7 of arXiv:2006.04768, head by head; `text` [batch, seq] is 0 in padding."""
     width, size = x.shape[-1], attention.head_size
     projections = [
         part.weight[:, : x.shape[1]] for part in (attention.projections.keys, attention.projections.values)
@@ -85,7 +85,7 @@ def test_padding_does_not_change_the_result():
 
 @pytest.mark.parametrize(("sharing", "count"), [("headwise", 4), ("key_value", 2), ("layerwise", 1)])
 def test_projections_are_shared(sharing, count):
-    """Of two layers; section 4 counts 24, 12 and 1 of twelve."""
+    """Two layers; section 4 of the paper counts 24, 12 and 1 projections for twelve layers."""
     plain = build_model(BertConfig.model_validate({"name": "bert", **SIZES}))
     ours = build_model(config(sharing))
     extra = sum(value.numel() for value in ours.parameters()) - sum(
@@ -98,10 +98,10 @@ def test_projections_are_shared(sharing, count):
 
 
 def cost_of_a_block(section, length):
-    """Operations of the products of attention, and saved bytes, of the last block: as the planner counts."""
+    """Return the operations of attention and saved bytes of the last block, as the planner counts them."""
     model = build_model(section, device="meta", fused_loss=False)
     batch = meta_batch(section, 1, length)
-    # The fused kernel has no count of operations, its formula has.
+    # Operations of the fused kernel are not counted, those of its formula are.
     with sdpa_kernel(SDPBackend.MATH):
         trace = trace_step(model, batch, Precision())
     (index,) = (stage.index for stage in trace.stages if stage.name == "encoder.blocks.1")
@@ -115,7 +115,7 @@ def cost_of_a_block(section, length):
 
 
 def test_cost_is_linear_in_the_length():
-    """Of 4,096 tokens instead of 512: 8 times, where all tokens that see each other cost 64 times."""
+    """4,096 tokens instead of 512 cost 8 times as much; with full attention it would be 64 times."""
     keys = {"name": "bert", **SIZES, "max_position_embeddings": 4096}
     plain = BertConfig.model_validate(keys)
     ours = config(length=128, max_position_embeddings=4096)

@@ -1,4 +1,4 @@
-"""Low-rank adapters against transformers' model with the merged weights, and the gradients of the formula."""
+"""Low-rank adapters compared with merged weights in transformers, and gradients with their formula."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ LORA = {
 
 @pytest.fixture
 def models(tmp_path):
-    """A model of transformers, and ours with its weights and adapters that are not zero."""
+    """Return a model of transformers, and ours with its weights and with adapters that are not zero."""
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     theirs.save_pretrained(tmp_path / "theirs")
@@ -41,7 +41,7 @@ def models(tmp_path):
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             if name.endswith("lora_b"):
-                assert not parameter.any(), "at first an adapter adds nothing"
+                assert not parameter.any(), "a new adapter adds zero"
                 parameter.normal_(std=0.1)
     return theirs, ours, tmp_path
 
@@ -92,7 +92,7 @@ def test_adapters_on_every_layer_are_merged(tmp_path):
 
 
 def test_gradients_equal_the_formula(models):
-    """With W + s·B·A the chain rule gives s·Bᵀ·dW for A and s·dW·Aᵀ for B."""
+    """By the chain rule for W + s·B·A, the gradients are s·Bᵀ·dW for A and s·dW·Aᵀ for B."""
     _, ours, folder = models
     export_hf(dict(ours.state_dict()), ours.config, folder / "merged")
     merged = transformers.LlamaForCausalLM.from_pretrained(folder / "merged")
@@ -124,7 +124,7 @@ def test_missing_layers_are_refused():
 
 
 def peft_model(library, targets):
-    """The library's model with adapters that are not zero."""
+    """Return the library's model with adapters that are not zero."""
     import peft
 
     adapted = peft.get_peft_model(library, peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets))
@@ -168,7 +168,7 @@ LIBRARY = {
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out:UserWarning")
 @pytest.mark.parametrize("kind", LIBRARY)
 def test_library_names_adapt_the_same_matrices_as_peft(kind, tmp_path):
-    """PEFT's adapters in our model, whose names follow from the rules of the format."""
+    """PEFT's adapters are loaded into our model; their names follow from the rules of the format."""
     pytest.importorskip("peft")
     build, targets = LIBRARY[kind]
     torch.manual_seed(0)
@@ -189,7 +189,7 @@ def test_library_names_adapt_the_same_matrices_as_peft(kind, tmp_path):
     before = dict(ours.named_parameters())
     with torch.no_grad():
         for layer in layers:
-            # The update of each part has rank 3: its factors are the best of that rank.
+            # The update of each part has rank 3, so that its factors of this rank are exact.
             module = ours.get_submodule(layer)
             update = merged[f"{layer}.weight"] - before[f"{layer}.weight"]
             untouched = torch.ones(len(update), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The fused cross-entropy against `F.cross_entropy`, and what it keeps in memory."""
+"""The fused cross-entropy compared with `F.cross_entropy`, and its memory."""
 
 import threading
 

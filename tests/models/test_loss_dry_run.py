@@ -1,4 +1,4 @@
-"""A dry run of the loss leaves out blocks, and counts what it would count with all of them."""
+"""A dry run of the loss skips blocks, but counts the same as with all blocks."""
 
 import torch
 from torch import nn

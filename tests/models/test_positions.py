@@ -1,4 +1,4 @@
-"""Positions against transformers' own formulas, and what each scheme promises."""
+"""Positions compared with transformers, and the properties of each scheme."""
 
 import math
 
@@ -86,7 +86,7 @@ def test_scores_depend_only_on_the_distance(style):
         ]
         score.append(float((turned[0] * turned[1]).sum()))
     assert score == pytest.approx([score[0]] * 3, abs=1e-4)
-    assert score[0] != pytest.approx(float((query * key).sum()), abs=1e-2), "it does turn"
+    assert score[0] != pytest.approx(float((query * key).sum()), abs=1e-2), "the rotation has an effect"
 
 
 def test_rotation_equals_llama_and_gpt_j():

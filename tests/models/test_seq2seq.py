@@ -1,4 +1,4 @@
-"""Encoder-decoders: distances, masks, losses and initial values, against transformers and plain PyTorch."""
+"""Encoder-decoders: distances, masks, losses and initial values, compared with transformers and PyTorch."""
 
 import math
 
@@ -31,7 +31,7 @@ def config(name="t5", **changes):
 
 
 def model(name="t5", **changes):
-    """In eval mode, with weights large enough that everything matters."""
+    """Return a model in eval mode, with weights so large that every part has an effect."""
     made = build_model(config(name, **changes)).eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_decoder_is_causal(name):
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("nonlinearity", ["relu", "gelu"])
 def test_logits_equal_torch(norm_first, nonlinearity):
-    """`torch.nn.Transformer` with the same weights between the same embeddings and head."""
+    """Compared with `torch.nn.Transformer` with the same weights, embeddings and head."""
     made = model(
         "transformer",
         use_projection_bias_in_attention=True,

@@ -1,4 +1,4 @@
-"""Norms and feed-forward parts against those of transformers."""
+"""Norms and feed-forward layers compared with transformers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The U-Net against one made of PyTorch's own layers, its losses, and what it counts."""
+"""The U-Net compared with one built from PyTorch's layers, its losses and its metrics."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def batch(classes=3, size=(8, 12)):
 
 
 class Plain(nn.Module):
-    """Figure 1 of arXiv:1505.04597 with padding, three resolutions."""
+    """The model of figure 1 of arXiv:1505.04597, with padding and three resolutions."""
 
     def __init__(self, norm):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The vision transformer against one made of PyTorch's own layers, and what its section may say."""
+"""The vision transformer compared with one built from PyTorch's layers, and its section."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def images(count=3, channels=3):
 
 
 class Plain(nn.Module):
-    """The same function from layers of PyTorch."""
+    """The same model built from PyTorch's layers."""
 
     def __init__(self, ours):
         super().__init__()
@@ -177,7 +177,7 @@ def test_models_of_public_files_build(file, parameters, trained):
     config = ViTConfig.model_validate(yaml.safe_load(path.read_text())["trainer"]["init"]["model"])
     model = build_model(config, device="meta")
     sizes = {name: value.numel() for name, value in model.named_parameters()}
-    # ViT-Base's size is the one that the transformers library states for vit-base-patch16-224.
+    # The size of ViT-Base is that of vit-base-patch16-224 in the transformers library.
     assert parameters is None or sum(sizes.values()) == parameters
     assert trained is None or trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert model(meta_batch(config, 2)).shape == ()
