@@ -275,7 +275,7 @@ def test_records_that_cannot_be_used(record, changes, message, tmp_path, tokeniz
     ("changes", "error", "message"),
     [
         ({"length": 300}, DataError, "300 tokens"),
-        ({"num_features": 5}, DataError, "takes 5 positions, but has 4 features here"),
+        ({"num_features": 5}, DataError, "takes 5 positions in the data, 4 in the model"),
         ({"transforms": TRANSFORMS[3:]}, DataError, "expected an image of shape"),
         ({"image_data_size": [3, 8, 8]}, ConfigError, "image_data_size"),
     ],

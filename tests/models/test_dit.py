@@ -236,7 +236,7 @@ def test_shipped_sizes_are_the_public_ones(size):
 
 
 def told(model, without):
-    """Return the keys of a section, without the keys in `without` and those that have no effect."""
+    """Return the keys of a section, except those that `without` sets but that have no effect."""
     process, other = model.reverse_process, without.reverse_process
     return [
         own.model_dump(exclude={key for key, _ in given.notices()} | {"vae", "reverse_process"})

@@ -142,7 +142,9 @@ def _add_mode_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--chat_template", type=Path, metavar="FILE", help="Jinja file (default: the tokenizer's template)"
     )
-    options.add_argument("--separator", help="text between a prompt and its completion, document and summary")
+    options.add_argument(
+        "--separator", help="text between a prompt and its completion, or a document and its summary"
+    )
     options.add_argument(
         "--num_passages",
         type=int,
@@ -177,11 +179,11 @@ def _add_mode_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares the data and prints what it is; returns the exit code.
+    """Run `headwater data`: prepare data, or show prepared data, and print a summary; return the exit code.
 
     Raises:
-        ConfigError: for a setting out of range.
-        DataError: for input that cannot be used.
+        ConfigError: if a setting is out of range.
+        DataError: if an input cannot be used, or a library is not installed.
     """
     try:
         from headwater.data.modes import ModeOptions

@@ -178,7 +178,7 @@ class DiT(nn.Module):
 
 
 def init_parameter(name: str, shape: Sequence[int], config: DiTConfig, seed: int) -> Tensor:
-    """Initial value of the parameter called `name`, fp32 on the CPU; it depends on the arguments alone.
+    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments.
 
     The modulations and the last layer begin with zeros, so that each block is the identity at first
     (arXiv:2212.09748, section 3.2).

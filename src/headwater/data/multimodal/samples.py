@@ -147,7 +147,7 @@ class ImageTexts:
             )
         if file.num_features not in (None, self._features):
             raise DataError(
-                f"an image takes {file.num_features} positions, but has {self._features} features here",
+                f"an image takes {file.num_features} positions in the data, {self._features} in the model",
                 where=where,
                 remedy=f"prepare the data with --num_features {self._features}",
             )
