@@ -97,8 +97,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
     Args:
         path: a tokenizer.json; a SentencePiece `.model`; BERT's vocab.txt (WordPiece tokens, one per line);
-            or a
-            folder with a tokenizer.json, a SentencePiece model, or GPT-2's vocabulary and merges.
+            or a folder with a tokenizer.json, a SentencePiece model, or GPT-2's vocabulary and merges.
 
     Raises:
         DataError: if there is no tokenizer at `path`, or it is damaged.

@@ -36,8 +36,7 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
     Args:
         *args: arguments of `Trainer`.
         backend: a backend made by `headwater.backend`, or its name. The model is compiled for it, unless it
-            is
-            already compiled.
+            is already compiled.
         **kwargs: keyword arguments of `Trainer`.
 
     Raises:

@@ -20,8 +20,7 @@ class AUCMetric(Metric):
     Args:
         num_thresholds: number of bins.
         curve: `ROC`, or `PR` for the average precision: the sum over the thresholds of the precision times
-            the
-            increase in recall.
+            the increase in recall.
         name: name in reports; by default the name of the class.
 
     Raises:
@@ -54,8 +53,7 @@ class AUCMetric(Metric):
             labels: 0 or 1, of any shape.
             predictions: scores in [0, 1], of the same shape.
             weights: weight of each label, of the same shape, for example an attention mask; labels with
-                weight 0
-                are ignored and may have any value.
+                weight 0 are ignored and may have any value.
 
         Raises:
             DataError: if the shapes differ, or a label or score with a weight other than 0 is out of range.

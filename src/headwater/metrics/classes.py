@@ -52,8 +52,7 @@ class _ConfusionMetric(Metric, abc.ABC):
             labels: right classes, of any shape.
             predictions: predicted classes, of the same shape.
             weights: weight of each label, of the same shape, for example an attention mask; labels with
-                weight 0
-                are ignored and may have any value.
+                weight 0 are ignored and may have any value.
             dtype: dtype of the result of `compute`; by default fp32.
 
         Raises:
@@ -136,8 +135,7 @@ class FBetaScoreMetric(_ConfusionMetric):
         num_classes: number of classes; labels and predictions are in `range(num_classes)`.
         beta: weight of recall relative to precision.
         average_type: `micro`: add up the counts of all classes; `macro`: mean of the scores of the classes,
-            in
-            which a class that does not occur has score 0.
+            in which a class that does not occur has score 0.
         ignore_labels: classes that are left out.
         name: name in reports; by default the name of the class.
 

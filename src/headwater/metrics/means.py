@@ -76,8 +76,7 @@ class AccuracyMetric(_WeightedMean):
             labels: right classes, of any shape.
             predictions: predicted classes, of the same shape.
             weights: weight of each label, of the same shape, for example an attention mask; labels with
-                weight 0
-                are ignored.
+                weight 0 are ignored.
             dtype: dtype of the result of `compute`; by default fp32.
 
         Raises:
@@ -107,11 +106,9 @@ class PerplexityMetric(_WeightedMean):
         Args:
             labels: right tokens, of any shape.
             loss: cross-entropy in nats: of each token, in the shape of `labels`; or a scalar, the sum over
-                all
-                tokens, weighted with `weights`.
+                all tokens, weighted with `weights`.
             weights: weight of each token, in the shape of `labels`, for example an attention mask; tokens
-                with
-                weight 0 are ignored.
+                with weight 0 are ignored.
             dtype: dtype of the result of `compute`; by default fp32.
 
         Raises:

@@ -176,8 +176,7 @@ class Encoder(nn.Module):
 
         Raises:
             DataError: if a sequence is longer than the model has positions, or several texts are packed into
-                it
-                and the model is a Linformer.
+                it and the model is a Linformer.
         """
         length = input_ids.shape[1]
         if length > self.config.max_position_embeddings:

@@ -21,8 +21,7 @@ def _layers(block: str, qkv: Sequence[str], output: str, *feed_forward: str) -> 
         qkv: the projections of queries, keys and values, or one layer that has all three.
         output: the output projection of the attention.
         feed_forward: gate (if there is one), input and output of the feed-forward layer; empty for a mixture
-            of
-            experts, because the library's experts are not linear layers.
+            of experts, because the library's experts are not linear layers.
     """
     ours = ("ffn.gate", "ffn.input", "ffn.output")[-len(feed_forward) :] if feed_forward else ()
     return block, {

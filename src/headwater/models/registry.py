@@ -48,11 +48,9 @@ class Family:
             batch.
         labels: returns the weight of a batch in this mean from config and batch; `None`: its samples.
         pretrained_names: returns the names that a parameter may have in a checkpoint from which a run starts,
-            in
-            order of preference, from name and config; `MAY_BE_MISSING` is last if it may be missing.
+            in order of preference, from name and config; `MAY_BE_MISSING` is last if it may be missing.
         public_parts: returns the Model Zoo's names of the parameters that are stacked in one of ours, each
-            with
-            its rows (-1: all), from name and config; empty if the Model Zoo has no such parameter.
+            with its rows (-1: all), from name and config; empty if the Model Zoo has no such parameter.
         averages: returns the parameters that are moving averages of others, from config: the prefix of the
             followed parameters, the prefix of the averages, and a function from the step to the fraction of
             an average that is kept.

@@ -52,8 +52,7 @@ class Format:
         config: returns further keys of `config.json` for a model section.
         schema: class of the model section.
         meaning: returns the settings that decide the model's function and the names of its weights, by key of
-            the
-            section.
+            the section.
         refused: keys of `config.json`, each with the only value that can be imported.
         prefix: prefix of the tensors of the model without its head; checkpoints without a head omit it.
         others: prefixes of further tensors.
@@ -62,8 +61,7 @@ class Format:
         folders: names of the folders of a model that is stored in several. They are prefixes of the tensors'
             names, and keys under which the contents of the `config.json` files are merged.
         elsewhere: keys of the model section that the weights of another converter can express, with the name
-            of
-            the converter.
+            of the converter.
     """
 
     model_type: str

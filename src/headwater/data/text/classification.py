@@ -181,8 +181,7 @@ def read_labelled_tokens(
 
     Raises:
         DataError: if a file is missing, a line cannot be parsed, there are more tags than classes, or a tag
-            is
-            not in `label_vocab_file`.
+            is not in `label_vocab_file`.
     """
     files = [config.data_dir] if config.data_dir.is_file() else _tagged_files(config.data_dir)
     texts = [text for path in files for text in _tagged_texts(path)]

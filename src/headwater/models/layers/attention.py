@@ -61,10 +61,10 @@ class Seen(NamedTuple):
     Attributes:
         mask: added to the scores (float), or True for visible keys (bool); broadcasts to
             [batch, heads, queries, keys]. `None`: see `causal`.
-        rotations: cosines and sines of the positions of the queries, see `positions.rotations`; `None`:
-            without
-            rotary embeddings.
-        causal: if there is no mask, each query sees the keys up to its own; False: each query sees all keys.
+        rotations: cosines and sines of the new positions, see `positions.rotations`; `None`:
+            without rotary embeddings.
+        causal: without a mask, each query sees the keys up to its own; a single query after cached keys sees all
+            keys. False: each query sees all keys.
     """
 
     mask: Tensor | None = None

@@ -73,8 +73,7 @@ def draw(
         initializer: distribution of the values.
         seed: seed of the run.
         rows: rows of each matrix, if several are stacked along the first dimension; fan-in and fan-out are
-            those
-            of each matrix. By default all rows are one matrix.
+            those of each matrix. By default all rows are one matrix.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
     value = torch.empty(*shape, device="cpu", dtype=torch.float32)

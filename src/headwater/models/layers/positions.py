@@ -19,8 +19,7 @@ class RotaryScaling:
 
     Attributes:
         kind: `linear`: every position is divided by the factor (arXiv:2306.15595). `ntk`: the base is
-            increased
-            so that the lowest frequency is divided by the factor and the highest does not change
+            increased so that the lowest frequency is divided by the factor and the highest does not change
             (arXiv:2309.00071, section 3.1). `yarn`: each frequency is scaled according to its number of turns
             within the original length (same paper, sections 3.2 and 3.4). `llama3`: each frequency is scaled
             according to its wavelength (arXiv:2407.21783, section 3.2, and the code published with it).
