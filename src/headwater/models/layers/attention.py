@@ -63,8 +63,8 @@ class Seen(NamedTuple):
             [batch, heads, queries, keys]. `None`: see `causal`.
         rotations: cosines and sines of the new positions, see `positions.rotations`; `None`:
             without rotary embeddings.
-        causal: without a mask, each query sees the keys up to its own; a single query after cached keys sees all
-            keys. False: each query sees all keys.
+        causal: without a mask, each query sees the keys up to its own; a single query after cached keys sees
+            all keys. False: each query sees all keys.
     """
 
     mask: Tensor | None = None
