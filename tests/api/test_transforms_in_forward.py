@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from any_loop import check, some_plan
 from torch import nn
 
 import headwater
@@ -51,3 +52,66 @@ def test_a_transform_is_refused_and_the_remedy_works(options):
         losses(by_transform, options)
     more = {**options, "num_slabs": 4} if options else {}
     assert losses(by_autograd, more) == losses(by_autograd)
+
+
+class Batched(nn.Module):
+    """Applies a layer that makes a stage with `torch.func.vmap`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.func.vmap(layer)(x).tanh()
+        return x
+
+
+def loss_and_gradients(place):
+    torch.manual_seed(0)
+    model = place.compile(Batched())
+    loss = model(torch.randn(3, 2, 4)).square().mean()
+    loss.backward()
+    return loss, [parameter.grad for parameter in model.parameters()]
+
+
+@some_plan
+def test_a_stage_within_vmap(plan, tmp_path):
+    check(loss_and_gradients, plan, tmp_path)
+
+
+@some_plan
+def test_a_tensor_of_a_transform_that_has_ended_is_kept_by_the_user(plan, tmp_path):
+    kept = []
+
+    def script(place):
+        torch.func.vmap(lambda row: kept.append(row) or row)(torch.randn(2, 3))
+        torch.func.grad(lambda x: kept.append(x * 1) or x.sum())(torch.randn(3))
+        return loss_and_gradients(place)
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_a_gradient_transform_of_a_model_that_reads_its_weights_itself(plan, tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return self.first(x) @ self.weight.t() + x @ self.weight[:, :4]
+
+    def script(place):
+        torch.manual_seed(0)
+        model = place.compile(Net())
+        x = torch.randn(2, 4)
+        model(x).sum().backward()
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+        def loss(bias):
+            return torch.func.functional_call(model, {**weights, "first.bias": bias}, (x,)).square().sum()
+
+        return torch.func.grad(loss)(torch.ones(4))
+
+    check(script, plan, tmp_path)

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from headwater.conform.grammar.case import Outcome, Part, run_case
 from headwater.conform.grammar.draw import draw
 from headwater.conform.grammar.judge import BAD, Finding, Verdict, draw_plans, judge, usable
 from headwater.conform.grammar.kinds import KINDS
-from headwater.conform.grammar.program import Program, draw_piece
+from headwater.conform.grammar.program import Piece, Program, draw_piece
 from headwater.conform.grammar.settings import SETTINGS
 from headwater.conform.grammar.shrink import shrink
 from headwater.conform.grammar.standalone import standalone
@@ -81,6 +82,16 @@ def test_a_fault_is_shrunk_to_its_feature(monkeypatch):
 
 def _only_cause(program):
     return "bilinear" in program.features() and len(program.pieces) > 2
+
+
+def test_a_tensor_of_a_weight_that_a_warning_names_is_no_fault():
+    kept = Piece(KINDS["kept_reference"], 1, {"when": "before", "how": "detach"}, (0,))
+    program = Program(3, draw_piece(random.Random(0), SETTINGS, 0), (kept,))
+    (finding,) = judge(program, usable(program), ["memory"])
+    assert finding.verdict is Verdict.WARNED and "first.weight" in finding.reason
+    later = replace(program, pieces=(replace(kept, choices={"when": "step", "how": "detach"}),))
+    (finding,) = judge(later, usable(later), ["memory"])
+    assert finding.verdict is Verdict.EQUAL
 
 
 def test_a_process_that_ends_or_hangs_costs_one_case(monkeypatch):

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import nn
 
+from headwater.plan.alive import has_storage
+
 _SHOWN = 3
 """Names of parameters in one warning."""
 
@@ -60,6 +62,6 @@ def _tensors() -> Iterable[torch.Tensor]:
 
 def _address(tensor: torch.Tensor) -> int | None:
     """Return the address of a tensor's memory; `None` for a tensor without memory."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if not has_storage(tensor) or tensor.device.type == "meta":
         return None
     return tensor.untyped_storage().data_ptr() or None

@@ -20,12 +20,12 @@ from headwater.conform.child import RANKS, Request, main
 from headwater.conform.record import Shown
 from headwater.core.safe_path import safe_path
 
-_PRELOADED = [
+PRELOADED = [
     "headwater.conform.child",
     "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes",  # these two are imported by the first dry run
 ]
-"""Modules that the server imports before it forks."""
+"""Modules that a process imports before it forks for runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _fork(request_file: Path, errors: Path, limit_s: float) -> int | None:
     state from one run to the next, and a run that crashes would take the others with it.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=_run_forked, args=(request_file, errors, dict(os.environ)))
     with safe_path():  # the first run starts the server
         process.start()

@@ -6,11 +6,14 @@ import weakref
 from collections.abc import Iterable
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """True if a tensor has one storage for its elements, unlike sparse, nested and wrapped ones."""
+    if is_functorch_wrapped_tensor(tensor):  # of torch.func.grad or vmap, also of one that has ended
+        return False
     if tensor.is_nested or tensor.layout is not torch.strided or tensor._is_zerotensor():
         return False
     return not is_traceable_wrapper_subclass(tensor)

@@ -28,6 +28,7 @@ from headwater.core.module_calls import Layer, surround
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.plan.alive import AliveTensors, has_storage, num_bytes
+from headwater.plan.known_traces import known_or_made
 from headwater.plan.partition import Partition, Unit, find_stages
 from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, attributes_restored, in_host_memory
 from headwater.plan.types import StageCost, Trace
@@ -101,16 +102,22 @@ def trace_step(
             recorder.run(batch, loss_function)
         return recorder
 
-    try:
-        with counting_costs() if observer is None else nullcontext():
-            recorder = dry_run(FakeTensors())
-    # The user's forward may fail in any way if fake values decide its course. The second run uses real
-    # values, and a fault of the model itself raises there again.
-    except Exception:
-        if observer is not None or not in_host_memory(model, batch):
-            raise
-        recorder = dry_run(RealTensors())
-    return recorder.trace(_batch_size(batch))
+    def make() -> Trace:
+        try:
+            with counting_costs() if observer is None else nullcontext():
+                recorder = dry_run(FakeTensors())
+        # The user's forward may fail in any way if fake values decide its course. The second run uses real
+        # values, and a fault of the model itself raises there again.
+        except Exception:
+            if observer is not None or not in_host_memory(model, batch):
+                raise
+            recorder = dry_run(RealTensors())
+        return recorder.trace(_batch_size(batch))
+
+    if observer is not None:
+        return make()
+    shapes = tuple(tensor.shape for tensor in tensors_in(batch))
+    return known_or_made((partition, precision, shapes, model.training, inference), make)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor
+from headwater.plan.alive import has_storage
 from headwater.stream.home import Home
 from headwater.stream.kept import KeptHome
 
@@ -418,15 +419,16 @@ def stand_in(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:
 
 
 class _Read(torch.autograd.Function):
-    """The wire values of a parameter; their gradient is the parameter's."""
+    """The wire values of a parameter, or the values of a part of one; their gradient is that tensor's."""
 
     @staticmethod
-    def forward(ctx: Any, param: torch.Tensor, home: Home) -> torch.Tensor:
-        return home.read().to(home.spec.wire_dtype)
+    def forward(ctx: Any, leaf: Any) -> torch.Tensor:
+        values: torch.Tensor = leaf.view_of(leaf.home.read())
+        return values if isinstance(leaf, PartAtRest) else values.to(leaf.home.spec.wire_dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
+        return gradient
 
 
 def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -484,7 +486,7 @@ class _Operation:
         results, structure = tree_flatten(self._call(values))
         self._write_back({key for key, value in values.items() if value._version != versions[key]}, values)
         # A value to which something with a gradient was added is a part of a graph.
-        unchanged = ((key, value) for key, value in values.items() if not value.requires_grad)
+        unchanged = ((key, value) for key, value in values.items() if not _is_recorded(value))
         same = {id(value): self._at_rest[key] for key, value in unchanged}
         returned = (
             same[id(result)] if id(result) in same else self._part(index, result)
@@ -499,18 +501,20 @@ class _Operation:
     def _value(self, leaf: Any) -> torch.Tensor:
         if torch.is_grad_enabled() and leaf.requires_grad and self._func != DATA.__get__:
             _note_read(leaf.home.spec.name)
-            value: torch.Tensor = _Read.apply(leaf, leaf.home)  # type: ignore[no-untyped-call]
+            value: torch.Tensor = _Read.apply(leaf)  # type: ignore[no-untyped-call]
             return value
         if leaf.home not in self._wholes:
             self._wholes[leaf.home] = leaf.home.read()
         view: torch.Tensor = leaf.view_of(self._wholes[leaf.home])
+        if leaf.requires_grad and not torch.is_grad_enabled():
+            # Without recording too: torch chooses the kernel of a matrix product by this flag.
+            return view.detach().requires_grad_()
         return view
 
     def _write_back(self, changed: set[int], values: dict[int, torch.Tensor]) -> None:
         for key in changed:
             leaf = self._at_rest[key]
-            is_recorded = values[key].requires_grad and torch.is_grad_enabled()
-            if is_recorded and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if _is_recorded(values[key]) and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise changed_while_recording(leaf.home)
             if leaf.owner is not None:
                 torch.autograd.graph.increment_version(leaf.owner)
@@ -521,7 +525,9 @@ class _Operation:
         """What stands for a result that is a view of the only tensor at rest; any other as it is."""
         if isinstance(result, numpy.ndarray) and self._at_rest:
             result.flags.writeable = False  # what is written to a copy would be lost
-        if type(result) is not torch.Tensor or result.requires_grad or len(self._wholes) != 1:
+        if type(result) is not torch.Tensor or _is_recorded(result) or len(self._wholes) != 1:
+            return result
+        if not has_storage(result):
             return result
         ((home, whole),) = self._wholes.items()
         if result.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
@@ -533,7 +539,7 @@ class _Operation:
         part.selection = lambda whole: self._result_of(whole, index)
         owners = {leaf.owner for leaf in self._at_rest.values()}
         part.owner = None if self._func == DATA.__get__ else owners.pop()
-        return part
+        return part.requires_grad_(result.requires_grad)
 
     def _result_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         values = {  # a parameter may have become a plain one
@@ -542,6 +548,11 @@ class _Operation:
         }
         result: torch.Tensor = tree_flatten(self._call(values))[0][index]
         return result
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """True if operations on a tensor are recorded for backward now."""
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 _noted: set[str] = set()

@@ -90,19 +90,18 @@ def run_case(seed: int, case: int, *, shrinks: bool = True, begin: Listener = la
         begin: called before each part of the work.
     """
     program, plain = _draw_usable(seed, case, begin)
-    findings: list[Finding] = []
+    plans = draw_plans(seed, case)
+    findings = judge(program, plain, plans, lambda plan: _tell(begin, case, plan, program))
     smallest: list[tuple[str, ...]] = []
     scripts: list[str] = []
-    for plan in draw_plans(seed, case):
-        _tell(begin, case, plan, program)
-        (finding,) = judge(program, plain, [plan])
-        if finding.verdict in BAD:
-            small = program
-            if shrinks:
-                small, finding = shrink(program, finding, functools.partial(_tell, begin, case, plan))
-            smallest.append(small.features())
-            scripts.append(standalone(small, plan))
-        findings.append(finding)
+    for index, (plan, finding) in enumerate(zip(plans, findings, strict=True)):
+        if finding.verdict not in BAD:
+            continue
+        small = program
+        if shrinks:
+            small, findings[index] = shrink(program, finding, functools.partial(_tell, begin, case, plan))
+        smallest.append(small.features())
+        scripts.append(standalone(small, plan))
     return Outcome(case, tuple(findings), program.features(), tuple(smallest), tuple(scripts))
 
 

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 import headwater
+from headwater.api.references import StaleTensorWarning
 from headwater.conform.plans import with_enough_slabs
 from headwater.conform.record import Shown, settled
 from headwater.core.errors import HeadwaterError
+from headwater.plan.known_traces import KnownTraces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +27,11 @@ class Ran:
 
     Attributes:
         shown: the values that it showed.
+        warning: that tensors do not follow their weights; empty if there was none.
     """
 
     shown: list[Shown]
+    warning: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +59,22 @@ def run_plain(source: str) -> Ran | Failed:
     return _run(source, lambda model: model)
 
 
-def run_streamed(source: str, plan: str) -> Ran | Failed:
-    """Run a program with its model compiled for a plan, with the fewest slabs that are accepted."""
+def run_streamed(source: str, plan: str, traces: KnownTraces) -> Ran | Failed:
+    """Run a program with its model compiled for a plan, with the fewest slabs that are accepted.
+
+    Args:
+        source: of the program.
+        plan: its name.
+        traces: of this program; dry runs of an earlier run are not made again.
+    """
+
+    def run(options: Mapping[str, Any]) -> Ran | Failed:
+        with traces.in_use():
+            return _run_compiled(source, options)
+
     with tempfile.TemporaryDirectory(prefix="conform-") as folder:
         try:
-            return with_enough_slabs(plan, Path(folder), lambda options: _run_compiled(source, options))
+            return with_enough_slabs(plan, Path(folder), run)
         except HeadwaterError as error:
             return _failure(error)
 
@@ -98,8 +113,9 @@ def _run(source: str, compile_model: Callable[[nn.Module], nn.Module]) -> Ran | 
     shown: list[Shown] = []
     namespace: dict[str, Any] = {"__name__": "program"}
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", StaleTensorWarning)
             exec(compile(source, "program.py", "exec"), namespace)
             namespace["run"](compile_model, lambda name, value: shown.append((name, settled(value))))
     except HeadwaterError:
@@ -108,7 +124,7 @@ def _run(source: str, compile_model: Callable[[nn.Module], nn.Module]) -> Ran | 
         return _failure(error)
     finally:
         namespace.clear()
-    return Ran(shown)
+    return Ran(shown, next((str(each.message) for each in caught), ""))
 
 
 def _failure(error: Exception) -> Failed:

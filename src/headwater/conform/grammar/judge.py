@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from headwater.conform.grammar.execute import Failed, Ran, run_plain, run_streamed
-from headwater.conform.grammar.program import Program
+from headwater.conform.grammar.program import KEPT, Program
 from headwater.conform.plans import PLANS
-from headwater.conform.record import first_difference
+from headwater.conform.record import Shown, first_difference
+from headwater.plan.known_traces import KnownTraces
 
 
 class Verdict(enum.StrEnum):
@@ -20,6 +21,7 @@ class Verdict(enum.StrEnum):
 
     EQUAL = "equal"
     REFUSED = "refused"
+    WARNED = "differs as a warning says"
     DIFFERS = "differs"
     FAILED = "failed"
     CRASHED = "crashed"
@@ -59,24 +61,45 @@ def usable(program: Program) -> Ran | None:
     return first
 
 
-def judge(program: Program, plain: Ran, plans: Sequence[str]) -> list[Finding]:
-    """Return the verdict under each of these plans."""
-    return [_judge(program, plain, plan) for plan in plans]
+def judge(
+    program: Program, plain: Ran, plans: Sequence[str], begin: Callable[[str], None] = lambda plan: None
+) -> list[Finding]:
+    """Return the verdict under each of these plans.
+
+    Args:
+        program: a model and its loop.
+        plain: the program's plain run.
+        plans: names of plans; the dry runs of the first one serve the others too.
+        begin: called with each plan before the program is run under it.
+    """
+    traces = KnownTraces()
+    findings = []
+    for plan in plans:
+        begin(plan)
+        findings.append(_judge(program, plain, plan, traces))
+    return findings
 
 
-def _judge(program: Program, plain: Ran, plan: str) -> Finding:
+def _judge(program: Program, plain: Ran, plan: str, traces: KnownTraces) -> Finding:
     source = program.source()
-    streamed = run_streamed(source, plan)
+    streamed = run_streamed(source, plan, traces)
     if isinstance(streamed, Failed):
         verdict = Verdict.REFUSED if streamed.refused else Verdict.FAILED
         return Finding(verdict, plan, str(streamed), f"{streamed.kind} {streamed.place}")
     difference = first_difference(plain.shown, streamed.shown)
     if difference is None:
         return Finding(Verdict.EQUAL, plan)
+    if streamed.warning and first_difference(_without_kept(plain), _without_kept(streamed)) is None:
+        return Finding(Verdict.WARNED, plan, streamed.warning)
     again = run_plain(source)
     if isinstance(again, Failed) or first_difference(plain.shown, again.shown) is not None:
         return Finding(Verdict.EQUAL, plan, "plain PyTorch differs from itself")
     return Finding(Verdict.DIFFERS, plan, str(difference), "differs")
+
+
+def _without_kept(ran: Ran) -> list[Shown]:
+    """Return what a run showed except tensors that the program made of weights before the first forward."""
+    return [(name, value) for name, value in ran.shown if not name.startswith(KEPT)]
 
 
 def _finite(ran: Ran) -> bool:

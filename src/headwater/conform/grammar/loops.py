@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwater.conform.grammar.kinds import loop
-from headwater.conform.grammar.program import WIDTH, Code
+from headwater.conform.grammar.program import KEPT, WIDTH, Code
 from headwater.conform.grammar.structure import at
 
 _STEPS = (0, 1)
@@ -144,7 +144,7 @@ def kept_reference(n: int, other: str, *, when: str, how: str) -> Code:
         "state_dict": "model.state_dict()['first.weight']",
     }[how]
     keep = f"kept{n} = {value}"
-    end = f'show("kept {n}", kept{n})'
+    end = f'show("{KEPT}{n}", kept{n})'
     if when == "before":
         return Code(setup=keep, end=end)
     if when == "after":

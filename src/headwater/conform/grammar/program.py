@@ -14,6 +14,9 @@ WIDTH = 6
 TOKENS = 11
 """Size of the vocabulary of a program's tokens."""
 
+KEPT = "kept "
+"""Beginning of the names of values that share memory with a weight; see `StaleTensorWarning`."""
+
 Choices = Mapping[str, Any]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import multiprocessing
 import time
 from collections import deque
@@ -14,11 +15,12 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from headwater.conform.grammar.case import Outcome, Part, run_case
+from headwater.conform.isolated import PRELOADED
 
 _START_S = 60.0
 """Seconds that a process may take before it begins with a case, beyond the limit of a case."""
 
-_CHUNK = 50
+_CHUNK = 500
 """Cases after which a process is replaced by a fresh one."""
 
 
@@ -55,6 +57,8 @@ def run_cases(
         limit_s: seconds for each part of a case; after them the process is killed and the case has crashed.
         shrinks: True to make programs with faults smaller.
     """
+    for module in PRELOADED:
+        importlib.import_module(module)
     waiting = deque(cases)
     running: list[_Worker] = []
     try:
@@ -124,8 +128,7 @@ def _exit(process: BaseProcess) -> str:
 def _work(seed: int, cases: list[int], shrinks: bool, sender: Connection) -> None:
     """Do the cases; this is the main function of a process."""
     torch.set_num_threads(1)
-    for index, case in enumerate(cases):
-        if index == 1:
-            gc.freeze()  # what the first case imported is looked through no more
+    for case in cases:
         gc.collect()
+        gc.freeze()  # the engine looks through all objects that are not frozen, once for each model
         sender.send(run_case(seed, case, shrinks=shrinks, begin=sender.send))

@@ -1,0 +1,47 @@
+"""Traces of a program that is run several times, so that a later run makes no dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from headwater.plan.types import Trace
+
+_IN_USE: ContextVar[KnownTraces | None] = ContextVar("known_traces", default=None)
+
+
+class KnownTraces:
+    """The traces of one program, by the number of the dry run.
+
+    A trace does not depend on the plan. A program that computes the same in each run makes the same dry runs
+    under each plan.
+    """
+
+    def __init__(self) -> None:
+        self._traces: dict[tuple[int, Hashable], Trace] = {}
+        self._made = 0
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Use these traces for one run of the program, from its beginning on."""
+        self._made = 0
+        token = _IN_USE.set(self)
+        try:
+            yield
+        finally:
+            _IN_USE.reset(token)
+
+    def get(self, conditions: Hashable, make: Callable[[], Trace]) -> Trace:
+        """Return the trace of the next dry run; it is made if it is not known under these conditions."""
+        key = (self._made, conditions)
+        self._made += 1
+        if key not in self._traces:
+            self._traces[key] = make()
+        return self._traces[key]
+
+
+def known_or_made(conditions: Hashable, make: Callable[[], Trace]) -> Trace:
+    """Return the trace of the next dry run, which `make` makes unless `KnownTraces` in use has it."""
+    known = _IN_USE.get()
+    return make() if known is None else known.get(conditions, make)
