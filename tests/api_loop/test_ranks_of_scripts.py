@@ -236,7 +236,7 @@ def test_ranks_that_train_by_themselves_are_told(monkeypatch, caplog):
 
 def test_what_cannot_be_run_again_is_refused(tmp_path):
     code, _, error = run("-", input="import headwater as hw\nhw.backend('CSX', num_csx=2)")
-    assert code == 1 and "this one came by a pipe" in error
+    assert code == 1 and "the script was read from stdin" in error
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

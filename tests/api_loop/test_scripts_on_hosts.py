@@ -54,8 +54,11 @@ def test_what_ends_a_rank_ends_those_of_other_hosts_and_names_it(tmp_path, withi
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"before": "sys.argv += [str(rank)]"}, "rank 1 has another argument 1 than rank 0: 1, and 0"),
-        ({"num_csx": 3}, "num_csx is 3, and there are 2 ranks"),
+        (
+            {"before": "sys.argv += [str(rank)]"},
+            "argument 1 differs between ranks: rank 0 has 0, rank 1 has 1",
+        ),
+        ({"num_csx": 3}, "num_csx=3, but 2 ranks were started"),
         (
             {"within": "hw.step_closure(lambda loss: model.weight.grad)(x)"},
             "a gradient is asked for on one rank",

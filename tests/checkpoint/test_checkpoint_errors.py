@@ -210,12 +210,12 @@ ONE_TENSOR = '{"a":{"dtype":"F32","shape":[%d],"data_offsets":[0,16]}}'
 def test_foreign_file_that_is_not_safetensors(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="no safetensors file"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         load_weights(make_store(), path)
 
 
 def test_foreign_folders(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no safetensors files"):
+    with pytest.raises(CheckpointError, match="holds not a safetensors files"):
         load_weights(make_store(), tmp_path)
     values = {name: torch.ones(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
     safetensors.torch.save_file(values, tmp_path / "part.safetensors")

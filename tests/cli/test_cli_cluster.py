@@ -33,14 +33,14 @@ def test_a_row_for_each_number(headwater):
 def test_default_counts_are_powers_of_two_up_to_the_batch_size(headwater):
     _, text, _ = headwater(*TINY, "--cluster", "two_cores")
     assert "16 CSXs" not in text
-    assert "32 CSXs: 32 CSXs do not divide a batch of 16" in text
+    assert "32 CSXs: a batch of 16 cannot be divided among 32 CSXs" in text
     assert "1024 CSXs" in text
 
 
 def test_counts_that_do_not_divide_the_batch_are_skipped(headwater):
     code, text, err = headwater(*TINY, "--cluster", "8xh100", "--counts", "1,3,8")
     assert code == 0
-    assert "3 CSXs are left out: 3 CSXs do not divide a batch of 16" in err
+    assert "3 CSXs are left out: a batch of 16 cannot be divided among 3 CSXs" in err
     rows = [line.split()[0] for line in text.splitlines() if line.split() and line.split()[0].isdigit()]
     assert {"1", "8"} <= set(rows)
 
@@ -121,8 +121,8 @@ def test_a_file_of_this_machine_agrees_with_its_plan(headwater, tmp_path):
         (("--cluster", "cs2", "--counts", "1,two"), "expected numbers separated by commas, got '1,two'"),
         (("--cluster", "cs2", "--counts", "0"), "expected numbers separated by commas, got '0'"),
         (("--cluster", "cs2", "--counts", "193"), "193 CSXs are asked for, and cs2 has 192"),
-        (("--cluster", "cs2", "--counts", "3"), "3 CSXs do not divide a batch of 16"),
-        (("--cluster", "8xh100", "--counts", "12"), "12 CSXs do not divide a batch of 16"),
+        (("--cluster", "cs2", "--counts", "3"), "a batch of 16 cannot be divided among 3 CSXs"),
+        (("--cluster", "8xh100", "--counts", "12"), "a batch of 16 cannot be divided among 12 CSXs"),
         (("--cluster", "cs2", "--num_csx", "2"), "write --counts instead"),
         (("--cluster", "cs2", "--png", "x.png"), "--png applies to this machine"),
         (("--cluster", "cs2", "--recalibrate"), "--recalibrate applies to this machine"),

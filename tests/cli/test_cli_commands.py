@@ -108,7 +108,7 @@ def test_export_is_read_by_transformers_and_import_reads_it_back(headwater, para
     for name, value in checkpoint_weights(trained / "checkpoint_2"):
         assert torch.equal(value, weights[name]), name
     code, out, _ = headwater("fit", tmp_path / "new", "--max_steps", 1, "trainer.init.model.dropout_rate=0.0")
-    assert code == 0 and "going on from step 0" in out
+    assert code == 0 and "continuing from step 0" in out
     code, _, err = headwater("checkpoint", "import", exported, "--model_dir", tmp_path / "new")
     assert code == 2 and "already contains a run" in err
 

@@ -68,7 +68,7 @@ def test_a_run_in_two_parts_equals_one_in_one(headwater, data, tmp_path):
     # 4 steps: the checkpoint at the end of the first part lies between the evaluations.
     assert headwater("fit", parts, "--max_steps", 4, "trainer.init.loop.eval_frequency=3")[0] == 0
     code, out, _ = headwater("fit", tmp_path / "parts", "--max_steps", 6)
-    assert code == 0 and "going on from step 4" in out
+    assert code == 0 and "continuing from step 4" in out
     first = [
         record
         for record in history(tmp_path / "whole")

@@ -323,5 +323,5 @@ def test_a_missing_head_is_initialised_and_named(pretrained, caplog):
     drawn = initial(ParamSpec("hf.score.weight", shape, torch.float32, torch.float32))
     assert drawn.std() > 0
     assert torch.equal(drawn, initial_of(model, 1)(ParamSpec("hf.score.weight", shape, *[torch.float32] * 2)))
-    assert "random at first: score.weight" in caplog.text
+    assert "initialized randomly: score.weight" in caplog.text
     assert "lm_head.weight" in caplog.text

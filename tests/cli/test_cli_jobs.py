@@ -187,7 +187,7 @@ def test_a_submitted_run_can_be_watched_cancelled_and_resumed(headwater, queue_d
 
     assert headwater("fit", run, "--max_steps", last + 2, "--submit")[0] == 0
     assert headwater("jobs", "wait", NAMES[1])[0] == 0, headwater("jobs", "logs", NAMES[1])[1]
-    assert f"going on from step {last}" in headwater("jobs", "logs", NAMES[1])[1]
+    assert f"continuing from step {last}" in headwater("jobs", "logs", NAMES[1])[1]
     assert len(history(run)) == last + 2
 
 

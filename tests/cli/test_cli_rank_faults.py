@@ -109,7 +109,7 @@ def test_a_reproducible_error_is_not_retried(params, tmp_path):
     command = [sys.executable, "-m", "headwater", "fit", str(params), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
-    assert "nowhere" in done.stderr and "starting again" not in done.stderr, done.stderr
+    assert "nowhere" in done.stderr and "restarting" not in done.stderr, done.stderr
 
 
 def test_the_launcher_is_killed(headwater, params, undisturbed, tmp_path):

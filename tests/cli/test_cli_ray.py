@@ -173,19 +173,22 @@ def test_ray_prints_an_error_once_and_refuses_missing_resources(cluster, params)
 
     code, output = cluster.fit(params, TWO, "--cpus_per_rank=3", "--wait=1")
     assert code == 2, output
-    assert "error: the Ray cluster has no place for 2 times 3 CPUs: its nodes have 2 CPUs; 2 CPUs" in output
+    assert "error: the Ray cluster cannot provide 2 times 3 CPUs: its nodes have 2 CPUs; 2 CPUs" in output
 
     code, output = cluster.fit(params, "--num_csx=3", "--gpus_per_rank=1", "--ranks_per_node=3", "--wait=1")
     assert code == 2, output
-    assert "no place for 1 times 3 CPUs, 3 GPUs" in " ".join(output.split())
+    assert "cannot provide 1 times 3 CPUs, 3 GPUs" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--address=127.0.0.1:1"], "nothing answers at 127.0.0.1:1"),
-        (["--address=ray://127.0.0.1:10001"], "'ray://127.0.0.1:10001' is no address of a Ray cluster"),
-        (["--address=here"], "'here' is no address"),
+        (
+            ["--address=ray://127.0.0.1:10001"],
+            "expected HOST:PORT or auto as the address of a Ray cluster, got 'ray://127.0.0.1:10001'",
+        ),
+        (["--address=here"], "got 'here'"),
         (["--ranks_per_node=3"], "2 ranks cannot be divided equally into nodes of 3"),
         (["--cpus_per_rank=0"], "--cpus_per_rank >= 1, got 0"),
         (

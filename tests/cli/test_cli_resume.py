@@ -52,10 +52,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over(headwater, params, trained, 
     run = trained
     flip_byte(run / "checkpoint_6" / file)
     code, _, error = headwater("validate", params)
-    assert (code, f"{run / 'checkpoint_6'} is damaged and passed over" in error) == (0, True)
+    assert (code, f"{run / 'checkpoint_6'} is damaged and skipped" in error) == (0, True)
     code, _, error = headwater("fit", params)
     assert code == 0
-    assert f"{run / 'checkpoint_6'} is damaged and passed over" in error
+    assert f"{run / 'checkpoint_6'} is damaged and skipped" in error
     assert (run / "checkpoint_6.superseded").is_dir()
     assert_same_run(run, undisturbed)
 

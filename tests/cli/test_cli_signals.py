@@ -88,7 +88,7 @@ def test_a_killed_run_resumes_bit_identically(start, headwater, data, tmp_path):
     last = max(int(path.name.split("_")[1]) for path in complete_checkpoints(run))
     end = max(last, steps_done(run)) + 2
     code, out, _ = headwater("fit", run, "--max_steps", end)
-    assert code == 0 and "going on from step" in out
+    assert code == 0 and "continuing from step" in out
     undisturbed = write_params(tmp_path, data, "undisturbed")
     assert headwater("fit", undisturbed, "--max_steps", end, "--eval_frequency", 0)[0] == 0
     assert history(run) == history(tmp_path / "undisturbed")
@@ -107,5 +107,5 @@ def test_a_second_signal_stops_at_once(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
     assert done.returncode == 130
-    assert "once more to stop at once" in done.stderr
+    assert "repeat the signal to stop at once" in done.stderr
     assert "the last complete checkpoint is intact" in done.stderr

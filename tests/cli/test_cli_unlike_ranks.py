@@ -46,7 +46,7 @@ def port():
 def test_ranks_with_different_params_are_refused(params, port, tmp_path):
     codes, printed = started(params, port, ["--seed=1"], ["--seed=2"])
     assert 0 not in codes
-    assert "rank 1 has another trainer.init.seed than rank 0: 2, and 1" in printed[0]
+    assert "trainer.init.seed differs between ranks: rank 0 has 1, rank 1 has 2" in printed[0]
     assert not (tmp_path / "run/history.jsonl").exists()
 
 
@@ -57,7 +57,7 @@ def test_ranks_with_different_data_are_refused(params, data, port, tmp_path):
     other = f"--trainer.fit.train_dataloader.data_dir={tmp_path}/other"
     codes, printed = started(params, port, [], [other])
     assert 0 not in codes
-    assert "rank 1 has another training set than rank 0" in printed[0]
+    assert "training set differs between ranks: rank 0 has" in printed[0]
     codes, _ = started(params, port, [], [f"--trainer.fit.train_dataloader.data_dir={data}/./train"])
     assert codes == [0, 0], "the same data may lie elsewhere"
 
@@ -68,4 +68,4 @@ def test_a_port_that_is_taken(params, port):
         taken.listen()
         codes, printed = started(params, port, [])
     assert codes == [2] or codes == [1]
-    assert "the ranks do not find each other" in printed[0] and f"127.0.0.1:{port}" in printed[0]
+    assert "rendezvous failed" in printed[0] and f"127.0.0.1:{port}" in printed[0]

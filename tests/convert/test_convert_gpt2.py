@@ -191,7 +191,7 @@ def test_damaged_checkpoints_are_errors(tmp_path):
     whole = file.read_bytes()
 
     file.write_bytes(whole[:-100])
-    with pytest.raises(CheckpointError, match=r"lies outside of it(.|\n)*model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"lies outside of the file(.|\n)*model\.safetensors"):
         list(import_hf(out)[1])
     tensors = load(whole)
     del tensors["transformer.ln_f.bias"]

@@ -82,5 +82,5 @@ def test_waiting_for_a_stopped_rank_reports_that_it_is_stopped():
         return told
 
     first, second = run_ranks(wait, timeout_s=1)[0]
-    assert first == "rank 0 has waited 1 s for a number of every rank: rank 1 (process N) is stopped"
+    assert first == "rank 0 has waited 1 s for the values of all ranks: rank 1 (process N) is stopped"
     assert ": timed out after 1 s: rank 1 (process N) is stopped" in second

@@ -35,7 +35,7 @@ def test_a_process_that_is_killed_is_started_again(rank, tmp_path, capsys):
     command = counted(tmp_path, rank, "os.kill(os.getpid(), signal.SIGKILL)")
     assert launch(TWO, ["-c", command], where="here", max_restarts=1) == 0
     assert f"rank {rank}" in (said := capsys.readouterr().err) and "SIGKILL" in said
-    assert "starting again from the last complete checkpoint (1 of 1)" in said
+    assert "restarting from the last complete checkpoint (1 of 1)" in said
     assert [len((tmp_path / f"starts_{each}").read_text()) for each in (0, 1)][rank] == 2
 
 

@@ -164,7 +164,7 @@ def test_a_process_that_pretends_to_be_rank_0_is_refused():
     with mallory(listen), pytest.raises(AssertionError) as caught:
         until_listening(port)
         run_ranks(add_up, port=port)
-    assert "who answers for rank 0 does not know the secret of this rank" in str(caught.value)
+    assert "the process that answers for rank 0 does not know the secret" in str(caught.value)
 
 
 def until_listening(port):
@@ -186,7 +186,7 @@ def test_ranks_listen_only_at_the_address_that_is_named():
 def test_ranks_with_other_secrets_do_not_meet(monkeypatch):
     monkeypatch.setattr(meeting, "take_secret", lambda environment: environment["RANK"].encode() * 16)
     monkeypatch.setattr(cluster, "DEFAULT_TIMEOUT_S", 1)
-    with pytest.raises(AssertionError, match="does not know the secret of this rank") as caught:
+    with pytest.raises(AssertionError, match="does not know the secret") as caught:
         run_ranks(add_up, timeout_s=1)
     assert "HEADWATER_SECRET_FILE" in str(caught.value)
 
@@ -205,7 +205,8 @@ def test_the_first_rank_says_whom_it_has_sent_away(monkeypatch):
     knocking = threading.Thread(target=knock)
     knocking.start()
     with pytest.raises(
-        RankError, match=r"not come: 1; a connection from 127.0.0.1:\d+ was refused: it does not"
+        RankError,
+        match=r"missing ranks \(of 2\): 1; a connection from 127.0.0.1:\d+ was refused: its first",
     ):
         meeting.meet(meeting.Process("here", os.getpid(), 0), 4)
     knocking.join()
@@ -303,7 +304,7 @@ def test_an_answer_of_another_handshake_is_refused(pair):
     ours, theirs = pair()
     replaying = threading.Thread(target=lambda: (theirs.recv(80), theirs.sendall(answer)))
     replaying.start()
-    with pytest.raises(StrangerError, match="who answers for rank 0 does not know"):
+    with pytest.raises(StrangerError, match="answers for rank 0 does not know the secret"):
         introduce(ours, b"s" * 32, "purpose", 1, 0, 5)
     replaying.join()
 
@@ -332,7 +333,7 @@ def test_a_message_that_is_changed_repeated_or_left_out_is_refused(pair, change)
     sent = wire.recv(90, socket.MSG_WAITALL)
     other_wire.sendall(change(sent))
     receiving = Connection(receiver, Keys(keys.receiving, keys.sending), 0, 5)
-    with pytest.raises(RankError, match="a message of rank 0 is not what the rank has sent"):
+    with pytest.raises(RankError, match="a message from rank 0 is damaged"):
         for _ in range(2):
             receiving.receive_message()
 

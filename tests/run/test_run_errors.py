@@ -156,10 +156,10 @@ class DetachedLoss(Classifier):
 @pytest.mark.parametrize(
     ("model", "texts"),
     [
-        (Plain, ["Plain is no class derived from PyTorchBaseModel"]),
-        (lambda params: None, ["is no class derived from PyTorchBaseModel"]),
+        (Plain, ["Plain is not a subclass of PyTorchBaseModel"]),
+        (lambda params: None, ["is not a subclass of PyTorchBaseModel"]),
         (Hollow, ["Hollow has no model", "super().__init__(params=params"]),
-        (NoLoss, ["NoLoss gives no loss", "__call__(self, data)"]),
+        (NoLoss, ["NoLoss has no loss", "__call__(self, data)"]),
         (LearnedLoss, ["LearnedLoss.temperature has parameters that are not in the model"]),
         (ManyLosses, ["the loss of ManyLosses has shape [8, 4]", "mean()"]),
         (NumberLoss, ["the loss of NumberLoss is a float"]),
@@ -201,11 +201,11 @@ def batches(count=3):
 @pytest.mark.parametrize(
     ("data", "texts"),
     [
-        (lambda params: None, ["gave None, which holds no batches", "DataLoader"]),
-        (lambda params: [], ["the loader gives no batch"]),
-        (lambda params: iter(batches()), ["gives no batch in pass 2", "no generator"]),
-        (lambda params: [{"text": "words"}], ["holds no tensor", "it is a dict"]),
-        (lambda params: [torch.tensor(1.0)], ["holds no tensor"]),
+        (lambda params: None, ["to return an iterable of batches, got None", "DataLoader"]),
+        (lambda params: [], ["the loader has no batch"]),
+        (lambda params: iter(batches()), ["has no batch in pass 2", "a generator cannot"]),
+        (lambda params: [{"text": "words"}], ["expected a batch with a tensor", "got a dict without one"]),
+        (lambda params: [torch.tensor(1.0)], ["expected a batch with a tensor"]),
     ],
 )
 def test_loaders_that_give_nothing_to_train_on(refused, data, texts):

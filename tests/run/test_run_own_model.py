@@ -134,7 +134,7 @@ def test_a_killed_run_resumes_bit_identically(tmp_path, capsys):
     end = max(int(path.name.split("_")[1]) for path in complete_checkpoints(folder)) + 4
     train(params, *STREAMED, "--max_steps", end, "--eval_frequency", 0)
     out = capsys.readouterr().out
-    assert "going on from step" in out and "batches to where the run stood" in out
+    assert "continuing from step" in out and "batches that the run has already used" in out
     train(write_params(tmp_path, "undisturbed"), *STREAMED, "--max_steps", end, "--eval_frequency", 0)
     assert history(folder) == history(tmp_path / "undisturbed")
     name = f"checkpoint_{end}"

@@ -143,7 +143,7 @@ def test_the_teacher_follows_and_is_not_the_student():
 
 def test_averages_of_what_is_trained_or_not_there(tmp_path):
     with make_engine(job(), Setting("memory", 2), tmp_path) as engine:
-        with pytest.raises(ConfigError, match="trained too"):
+        with pytest.raises(ConfigError, match="must not be trained"):
             MovingAverages(engine.store, [Average("heads.model.0.", "heads.model.1.", lambda step: 0.5)])
-        with pytest.raises(ConfigError, match="is to follow"):
+        with pytest.raises(ConfigError, match="should be the average of"):
             MovingAverages(engine.store, [Average("heads.model.7.", "heads.model.0.", lambda step: 0.5)])

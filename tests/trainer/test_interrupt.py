@@ -28,7 +28,7 @@ def test_the_first_signal_is_a_request(number, capfd):
         os.kill(os.getpid(), number)
         assert interrupt.requested
     assert signal.getsignal(number) == before
-    assert "once more to stop at once" in capfd.readouterr().err
+    assert "repeat the signal to stop at once" in capfd.readouterr().err
 
 
 def test_another_thread_leaves_signals_alone():

@@ -64,7 +64,7 @@ def test_one_rate_for_all_needs_no_names(tmp_path):
 @pytest.mark.parametrize(
     ("schedulers", "message"),
     [
-        ([{"ConstantLR": {"learning_rate": 0.5, "param_group_tags": "wide"}}], "no schedule gives"),
+        ([{"ConstantLR": {"learning_rate": 0.5, "param_group_tags": "wide"}}], "no schedule sets"),
         ([{"ConstantLR": {"learning_rate": 0.5, "param_group_tags": "wild"}}], "no such tag"),
         ([{"LinearLR": RATE}, {"ConstantLR": {"learning_rate": 0.5}}], "SequentialLR"),
     ],

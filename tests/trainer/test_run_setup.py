@@ -63,7 +63,7 @@ def test_micro_batch_size(overrides, resumed, expected):
 
 def test_micro_batch_sizes_that_contradict_each_other():
     init = tiny("trainer.init.loop.grad_accum_steps=4", "micro_batch_size=2").init
-    with pytest.raises(ConfigError, match="grad_accum_steps 4 does not go with micro_batch_size 2"):
+    with pytest.raises(ConfigError, match="grad_accum_steps 4 does not fit micro_batch_size 2"):
         training_workload(init, zoo_trainable(init), 16)
 
 
@@ -79,7 +79,7 @@ def test_plan_follows_the_params():
 
 
 def test_another_number_of_ranks_than_was_asked_for_is_refused():
-    with pytest.raises(ConfigError, match="num_csx is 2, and there is 1 rank"):
+    with pytest.raises(ConfigError, match="num_csx=2, but 1 rank was started"):
         check_number(tiny("num_csx=2").init, ALONE)
 
 

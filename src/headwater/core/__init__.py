@@ -1,1 +1,1 @@
-"""The small things everything else stands on: errors, units, seeds, stages."""
+"""Foundations that every layer may import: errors, units, seeds, stages, files."""

@@ -1,4 +1,4 @@
-"""Batches of any kind: tensors in any nesting, whose first dimension is the sample."""
+"""Batches of any structure: nested tensors whose first dimension is the sample."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from headwater.core.errors import ConfigError, DataError
 from headwater.core.trees import map_tensors, tensors_in
 
 _LOOKED_AT_BYTES = 1 << 16
-"""So much of each tensor tells batches apart."""
+"""How many bytes of each tensor `fingerprint` reads."""
 
 
 def num_samples(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor.
+    """Return the number of samples in a batch: the first dimension of its first tensor.
 
     Raises:
-        DataError: if there is no tensor in it.
+        DataError: if the batch holds no tensor with a dimension.
     """
     for tensor in tensors_in(batch):
         if tensor.dim():
             return len(tensor)
     raise DataError(
-        f"a batch holds no tensor with a dimension for its samples, it is a {type(batch).__name__}",
+        f"expected a batch with a tensor [batch, …], got a {type(batch).__name__} without one",
         where="data loader",
-        remedy="let the loader give tensors [batch, …], alone or in tuples, lists and dictionaries",
+        remedy="let the loader return tensors [batch, …], alone or in tuples, lists and dictionaries",
     )
 
 
 def split_batch(batch: Any, size: int) -> Iterator[Any]:
-    """`batch` in micro-batches of `size` samples; the last one has what remains.
+    """Yield micro-batches of `size` samples; the last one has the remaining samples.
 
-    Tensors that have another first dimension than the samples are in each of them whole.
+    A tensor whose first dimension is not the number of samples is whole in every micro-batch.
     """
     samples = num_samples(batch)
     if samples <= size:
@@ -45,13 +45,13 @@ def split_batch(batch: Any, size: int) -> Iterator[Any]:
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """The samples [start, stop) of a batch; tensors with another first dimension stay whole."""
+    """Return the samples [start, stop) of a batch; tensors with another first dimension stay whole."""
     samples = num_samples(batch)
     return map_tensors(lambda t: t[start:stop] if t.dim() and len(t) == samples else t, batch)
 
 
 def fingerprint(batch: Any) -> int:
-    """Tells batches apart, by the beginning of each of their tensors."""
+    """Return a checksum of the beginning of each tensor, which tells batches apart."""
     mark = 0
     for tensor in tensors_in(batch):
         count = max(_LOOKED_AT_BYTES // max(tensor.element_size(), 1), 1)
@@ -61,10 +61,10 @@ def fingerprint(batch: Any) -> int:
 
 
 def equal_share(batch_size: int, num_ranks: int) -> int:
-    """The samples of a batch that each of so many ranks computes.
+    """Return how many samples of a batch each rank computes.
 
     Raises:
-        ConfigError: if it cannot be divided so.
+        ConfigError: if the batch size is not a multiple of the number of ranks.
     """
     if batch_size % num_ranks:
         below = batch_size - batch_size % num_ranks

@@ -1,4 +1,4 @@
-"""Page-aligned host buffers, and what the allocator does with its pages."""
+"""Page-aligned host buffers, and settings of the memory allocator."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _OWN_PAGES_BYTES = 32 << 20
 
 
 def round_up(count: int, multiple: int = PAGE_BYTES) -> int:
-    """Smallest multiple of `multiple` that is at least `count`."""
+    """Return the smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple
 
 
 def aligned_empty(num_bytes: int) -> torch.Tensor:
-    """A uint8 tensor of `num_bytes` rounded up to whole pages, page-aligned, in pages of its own.
+    """Return a page-aligned uint8 tensor of zeros in a separate memory mapping.
 
     The pages go back to the system as soon as the last view of the tensor is gone.
 
     Args:
-        num_bytes: bytes wanted; 0 gives one page.
+        num_bytes: rounded up to whole pages; 0 means one page.
     """
     size = max(round_up(num_bytes), PAGE_BYTES)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -41,10 +41,10 @@ def aligned_empty(num_bytes: int) -> torch.Tensor:
 
 
 def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, which lie in pages of their own where they are many: for large tensors that come and go.
+    """Return zeros; many of them lie in a separate memory mapping. For tensors that are often made and freed.
 
-    Where malloc keeps what is freed (see `tune_allocator`), a large block leaves a hole that smaller ones
-    break up, and the next large one takes new memory.
+    If malloc keeps freed memory (see `tune_allocator`), small blocks are placed in the hole that a large one
+    leaves, and the next large tensor takes new memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _OWN_PAGES_BYTES:
@@ -53,7 +53,7 @@ def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Pools:
-    """True if pools of scratch memory keep the blocks that are returned to them."""
+    """A setting; `keep` is True if pools of scratch memory keep the blocks that are returned to them."""
 
     keep = True
 
@@ -62,24 +62,24 @@ _POOLS = _Pools()
 
 
 def pools_keep() -> bool:
-    """True if a pool of scratch memory keeps what is idle; see `tune_allocator`."""
+    """True if a pool of scratch memory keeps idle blocks; see `tune_allocator`."""
     return _POOLS.keep
 
 
 def tune_allocator(*, keep: bool) -> bool:
-    """Fix what glibc's malloc does with large blocks that are freed.
+    """Set whether glibc's malloc keeps large blocks that are freed.
 
-    A freshly mapped page costs a fault and a clearing, and a training step maps gigabytes of temporaries
-    anew: where memory is ample, blocks are best kept. Where it is not, they are best returned: by itself
-    malloc begins to keep blocks of up to 32 MiB once such have been freed, and how much it then holds nobody
-    can predict. Measured effects: see docs/benchmarks.md and docs/log.md.
+    A newly mapped page costs a page fault and its clearing, and a training step allocates gigabytes of
+    temporaries. With ample memory it is faster to keep freed blocks. With little memory they should be
+    returned. The default of malloc is neither: it begins to keep blocks of up to 32 MiB after such blocks
+    were freed, so its memory cannot be predicted. Measured effects: see docs/benchmarks.md and docs/log.md.
 
     Args:
-        keep: reuse every block, instead of returning those of 1 MiB and more to the system at once. Pools of
-            scratch memory do the same.
+        keep: keep every freed block; otherwise blocks of 1 MiB and more are returned to the system at once.
+            Pools of scratch memory follow the same setting.
 
     Returns:
-        Whether the C library has the setting (glibc does).
+        True if the C library has the setting (glibc does).
     """
     _POOLS.keep = keep
     mallopt = _glibc("mallopt")
@@ -91,15 +91,15 @@ def tune_allocator(*, keep: bool) -> bool:
 
 
 def return_pages() -> bool:
-    """Return the memory that malloc holds and nobody uses to the system; see `tune_allocator`.
+    """Return free memory that malloc holds to the system; see `tune_allocator`.
 
     Returns:
-        Whether there was any.
+        True if there was any.
     """
     malloc_trim = _glibc("malloc_trim")
     return malloc_trim is not None and bool(malloc_trim(0))
 
 
 def _glibc(function: str) -> Callable[..., int] | None:
-    """A function of the C library, if it is one that has it."""
+    """Return a function of the C library; `None` if it has no such function."""
     return getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None

@@ -1,4 +1,4 @@
-"""Remember and restore the items of containers, whatever methods of Python's own classes they override."""
+"""Reads and restores the items of containers without methods that subclasses override."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def items_of(container: Any) -> Items:
 
 
 def restore(container: Any, items: Items) -> None:
-    """Give a container the items that it had before; a container that still has them is not touched."""
+    """Give a container its former items; a container that still has them is not touched."""
     if _identical(items_of(container), items):
         return
     own = _own_class(container)

@@ -1,4 +1,4 @@
-"""Copies of the arguments of a call, for a forward that is to run twice."""
+"""Copies of the arguments of a forward, so that it can run twice."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def apart(tree: T) -> T:
-    """`tree` with copies of what a forward may change in it, such as a cache of keys and values.
+    """Return `tree` with copies of everything that a forward may change in it, such as a key-value cache.
 
-    Tensors and modules are shared with the original; so is what cannot be copied, an iterator say.
+    Tensors and modules are shared with the original. So are objects that cannot be copied, such as iterators.
     """
     with _SharedTensors():
         copies: T = tree_map(_copied, tree)
@@ -33,7 +33,7 @@ def _copied(leaf: Any) -> Any:
 
 
 class _SharedTensors(TorchFunctionMode):
-    """Within it a deep copy has the tensors of the original."""
+    """Inside the context, deep copies share the tensors of their originals."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -10,7 +10,7 @@ _COUNTS_COSTS: ContextVar[bool] = ContextVar("counts_costs", default=False)
 
 
 def counts_costs() -> bool:
-    """True if nobody looks at values now: only shapes, FLOPs and bytes of the operators count."""
+    """True if values do not matter now: only shapes, FLOPs and bytes of the operators count."""
     return _COUNTS_COSTS.get()
 
 

@@ -1,4 +1,4 @@
-"""Python state that functions of a user can reach, put back after a run that does not count."""
+"""Restores Python state that a user's functions can reach, after a run that does not count."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def effects_undone(functions: Iterable[Any]) -> Iterator[None]:
 
 
 class _Reached:
-    """The state that functions reach, and what it was."""
+    """The state that functions reach, as it was when they were visited."""
 
     def __init__(self) -> None:
         self._seen: dict[int, object] = {}  # keeps them alive, so that an identity means one object
@@ -68,7 +68,7 @@ class _Reached:
         self._objects: list[tuple[dict[str, Any], frozenset[str]]] = []
 
     def visit(self, value: Any, depth: int) -> None:
-        """Remember the state of a value and of what it reaches in `depth` steps."""
+        """Remember the state of a value and of everything that it reaches in `depth` steps."""
         if depth < 0 or id(value) in self._seen or isinstance(value, torch.Tensor | type | ModuleType):
             return
         self._seen[id(value)] = value
@@ -112,7 +112,7 @@ class _Reached:
 
     def _visit_object(self, value: Any, depth: int) -> None:
         attributes = vars(value)
-        hidden = isinstance(value, nn.Module)  # what torch itself keeps in a module
+        hidden = isinstance(value, nn.Module)  # names with an underscore are torch's
         names = [name for name in attributes if not (hidden and name.startswith("_"))]
         for name in names:
             self._attributes.append((attributes, name, attributes[name]))
@@ -135,6 +135,6 @@ class _Reached:
 
 
 def _is_foreign(value: Any) -> bool:
-    """True if a function or class is one of Python, torch, numpy or this package."""
+    """True if a function or class belongs to Python, torch, numpy or this package."""
     module = getattr(getattr(value, "__func__", value), "__module__", None) or ""
     return module.partition(".")[0] in _FOREIGN

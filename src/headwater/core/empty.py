@@ -1,4 +1,4 @@
-"""Parameters without values: on the meta device, told where their values are, filled when they are wanted."""
+"""Parameters without values, on the meta device: they record where their values are, and are filled later."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _VALUES = "_headwater_values"
-"""The attribute of an empty parameter that holds its values, mostly a lazy tensor."""
+"""Attribute of an empty parameter that holds its values, usually a lazy tensor."""
 
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Within it modules are built without memory for their parameters, which are on the meta device.
+    """Inside the context, modules are built with parameters on the meta device, which take no memory.
 
-    Buffers are real: what a constructor computes, such as rotary frequencies, no checkpoint brings. Give the
-    parameters their values with `load_pretrained`, then compile the model.
+    Buffers are real: checkpoints often lack those that a constructor computes, such as rotary frequencies.
+    Give the parameters their values with `load_pretrained`, then compile the model.
     """
     register = nn.Module.register_parameter
-    empty_of = WeakTensorKeyDictionary()  # a parameter that is registered twice stays one
+    empty_of = WeakTensorKeyDictionary()  # a parameter that is registered twice stays one object
     recurrent: list[nn.RNNBase] = []
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -40,7 +40,7 @@ def empty_parameters() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         for layer in recurrent:
-            # What it compares its parameters with. Weak references would forbid that they are swapped.
+            # torch compares parameters with these. Its own weak references would make swapping fail.
             held = [partial(_itself, weight) for weight in layer._flat_weights]
             layer._flat_weight_refs = held  # type: ignore[assignment]
 
@@ -50,20 +50,20 @@ def _itself(tensor: Tensor | None) -> Tensor | None:
 
 
 def record_values(param: nn.Parameter, values: Tensor) -> None:
-    """Say what the values of an empty parameter are; they are read when it is filled."""
+    """Record the values of an empty parameter. They are read when it is filled."""
     setattr(param, _VALUES, values)
 
 
 def recorded_values(param: nn.Parameter) -> Tensor | None:
-    """The values recorded for an empty parameter, if there are some."""
+    """Return the values recorded for an empty parameter; `None` if there are not any."""
     values: Tensor | None = getattr(param, _VALUES, None) if param.is_meta else None
     return values
 
 
 def initial_values(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """What reads the values of each empty parameter for which they are known, by its first name.
+    """Return a function for each empty parameter with recorded values, by the parameter's first name.
 
-    Each gives a tensor of the parameter's shape and dtype on the CPU.
+    The function reads the values: a tensor of the parameter's shape and dtype on the CPU.
     """
 
     def reader(param: nn.Parameter, values: Tensor) -> Callable[[], Tensor]:
@@ -74,20 +74,20 @@ def initial_values(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 
 def fill_parameters(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Give every empty parameter its known values, on `device`; parameter objects stay the same ones."""
+    """Give every empty parameter its recorded values, on `device`. Parameter objects stay the same."""
     for name, read in initial_values(model).items():
         give_values(model.get_parameter(name), read().to(device))
 
 
 def give_values(param: nn.Parameter, values: Tensor) -> None:
-    """Make an empty parameter a real one; whoever holds the object sees it."""
+    """Turn an empty parameter into a real one, in place: every reference to it sees the values."""
     real = _like(param, values)
     real.__dict__.pop(_VALUES, None)
     torch.utils.swap_tensors(param, real)
 
 
 def _like(param: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A parameter with other values and the same attributes."""
+    """Return a parameter with other values and the same attributes."""
     other = nn.Parameter(values, requires_grad=param.requires_grad)
     other.__dict__.update(param.__dict__)
     return other

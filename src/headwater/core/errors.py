@@ -3,21 +3,21 @@
     HeadwaterError
     ├── ConfigError            a params file, command line or argument is wrong
     ├── DataError              an input file is missing, malformed or does not fit the model
-    ├── ModelError             a model, its loss, its optimizer and its batch do not go together
+    ├── ModelError             a model, its loss, its optimizer and its batch do not fit together
     ├── PlanError              no plan can be made for this model on this machine
     │   └── DoesNotFitError    a budget is too small; names the tier and the nearest setting that fits
     ├── StoreError             the weight store failed
-    │   ├── DiskFullError      the disk tier ran out of space
+    │   ├── DiskFullError      the disk tier or a checkpoint ran out of space
     │   └── CorruptError       bytes on disk are not the bytes that were written
     ├── StreamError            the executor failed
     │   └── NonFiniteError     a loss or gradient is NaN or infinite
     ├── CheckpointError        a checkpoint is missing, incomplete, damaged or of another shape
-    ├── RankError              a compute rank is gone, or keeps the others waiting
-    ├── QueueError             the queue of jobs cannot do what is asked for
-    └── RunError               a run cannot start or go on
+    ├── RankError              a rank is lost, or keeps the others waiting
+    ├── QueueError             the job queue cannot do what was requested
+    └── RunError               a run cannot start or continue
         └── ModelDirBusyError  another run works in the same model_dir
 
-An error says what is wrong, where, and what to do about it.
+An error states the fault, its place, and a remedy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class HeadwaterError(Exception):
     """Base of all errors of this package.
 
     Args:
-        what: what is wrong, one sentence, without a full stop.
-        where: file, key, stage, step: the place.
-        remedy: what the user can do about it.
+        what: the fault, one sentence without a full stop.
+        where: its place: a file, key, stage or step.
+        remedy: an action of the user that helps.
     """
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
@@ -48,11 +48,11 @@ class HeadwaterError(Exception):
 
 
 _LONGEST = 4000
-"""Characters of each part of a message. A part may quote a file, which may hold anything."""
+"""Maximum characters of each part of a message. A part may quote a file with any content."""
 
 
 def shorten(text: str, longest: int) -> str:
-    """Return `text`, with an ellipsis for its middle where it has more than `longest` characters."""
+    """Return `text`; if it has more than `longest` characters, an ellipsis replaces its middle."""
     if len(text) <= longest:
         return text
     head = longest * 2 // 3
@@ -60,7 +60,7 @@ def shorten(text: str, longest: int) -> str:
 
 
 def error_class(name: object) -> type[HeadwaterError] | None:
-    """Return the error of this file with this name, or `None`: for errors that other processes have met."""
+    """Return the error class of this module with a name, or `None`. For errors of other processes."""
     found = globals().get(name) if isinstance(name, str) else None
     return found if isinstance(found, type) and issubclass(found, HeadwaterError) else None
 
@@ -78,7 +78,7 @@ class DataError(HeadwaterError):
 
 
 class ModelError(HeadwaterError):
-    """A model, its loss, its optimizer and its batch do not go together."""
+    """A model, its loss, its optimizer and its batch do not fit together."""
 
 
 class PlanError(HeadwaterError):
@@ -114,15 +114,15 @@ class CheckpointError(HeadwaterError):
 
 
 class RankError(HeadwaterError):
-    """A compute rank is gone, or keeps the others waiting."""
+    """A rank is lost, or keeps the others waiting."""
 
 
 class QueueError(HeadwaterError):
-    """The queue of jobs cannot do what is asked for."""
+    """The job queue cannot do what was requested."""
 
 
 class RunError(HeadwaterError):
-    """A run cannot start or go on."""
+    """A run cannot start or continue."""
 
 
 class ModelDirBusyError(RunError):

@@ -1,4 +1,4 @@
-"""Exit codes that launchers and what they start agree on."""
+"""Exit codes that launchers and the processes they start agree on."""
 
 INTERRUPTED = 130
-"""Of what was interrupted: what a shell reports for a process that Ctrl-C ended."""
+"""Exit code of an interrupted process. A shell reports the same for Ctrl-C."""

@@ -1,4 +1,4 @@
-"""Files that must last: written with a checksum for every chunk, read with a look at it."""
+"""Durable files: written with a checksum for every chunk, which is compared on reading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Self
 from headwater.core.errors import CheckpointError, CorruptError, DiskFullError, RunError, StoreError
 
 CHUNK_BYTES = 4 << 20
-"""A checksum covers at most this much, so that reading part of a file verifies little more than that."""
+"""Largest chunk with a checksum. Reading verifies whole chunks, so they are small."""
 
 Chunk = tuple[int, int, int]
 """Offset in the file, length, CRC-32."""
@@ -147,7 +147,7 @@ def replace_file(path: Path, data: bytes) -> None:
     """Write a file as a whole. A crash at any time leaves the old content or the new one under its name.
 
     Raises:
-        DiskFullError: if there is no room; the old content stays.
+        DiskFullError: if there is too little space; the old content stays.
     """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     with disk_errors(path):
@@ -165,14 +165,14 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class CheckedFile:
-    """A file of known size, written in any order while it is entered as a context, on disk when that ends.
+    """A file of known size. It is written in any order inside its context, and is on disk after it.
 
     Args:
-        path: where it is created; whatever was there is replaced.
+        path: where it is created; an existing file is replaced.
         num_bytes: its size; the space is reserved at once.
 
     Raises:
-        DiskFullError: if there is no room.
+        DiskFullError: if there is too little space.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -189,7 +189,7 @@ class CheckedFile:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """What was written, in file order."""
+        """Offset, length and checksum of each chunk that was written, in file order."""
         return sorted(self._chunks)
 
     def __enter__(self) -> Self:
@@ -198,7 +198,7 @@ class CheckedFile:
         return self
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Write bytes at `offset`, once each."""
+        """Write bytes at `offset`. Each byte of the file is written once."""
         with disk_errors(self.path):
             for first in range(0, len(data), CHUNK_BYTES):
                 chunk = data[first : first + CHUNK_BYTES]
@@ -217,16 +217,16 @@ class CheckedFile:
 
 
 class FileBytes:
-    """The bytes of a file that exists, compared with their checksums where there are some.
+    """The bytes of an existing file, compared with their checksums if these are known.
 
     Args:
         path: the file.
         chunks: checksums of all its bytes, in file order.
-        hold: keep the file open, and so go on reading this one, whatever takes its name.
+        hold: keep the file open, so that it is still read if another file takes its name.
 
     Raises:
-        CheckpointError: if it is missing.
-        CorruptError: if it is not as long as it was.
+        CheckpointError: if the file is missing.
+        CorruptError: if its length is not that of the chunks.
     """
 
     def __init__(self, path: Path, chunks: Sequence[Chunk] | None = None, *, hold: bool = False) -> None:
@@ -240,15 +240,18 @@ class FileBytes:
             weakref.finalize(self, os.close, self._held)
         self.num_bytes = (path.stat() if self._held is None else os.fstat(self._held)).st_size
         self._chunks: Sequence[Chunk] | None = None
-        self._last: tuple[int, bytes] | None = None  # a chunk of which the rest is likely to be wanted next
+        self._last: tuple[int, bytes] | None = None  # a chunk that was read in part: its rest may be next
         if chunks is not None:
             self.expect(chunks)
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
-        """Compare what is read from now on with `chunks`: checksums of all bytes, in file order.
+        """Compare all bytes that are read from now on with their checksums.
+
+        Args:
+            chunks: checksums of all bytes of the file, in file order.
 
         Raises:
-            CorruptError: if the file is not as long as they are together.
+            CorruptError: if the file's length is not that of the chunks.
         """
         self._chunks = chunks
         path, written = self.path, sum(length for _, length, _ in chunks)
@@ -261,10 +264,15 @@ class FileBytes:
             )
 
     def read(self, low: int, count: int, what: str) -> bytes:
-        """`count` bytes from offset `low` on; errors call them `what`.
+        """Return `count` bytes from offset `low` on.
+
+        Args:
+            low: offset in the file.
+            count: number of bytes.
+            what: name of the bytes, for errors.
 
         Raises:
-            CorruptError: if they are not those that were written.
+            CorruptError: if the bytes are not those that were written.
         """
         if self._chunks is None:
             return self._read(low, count, what)
@@ -309,7 +317,7 @@ class FileBytes:
 
 
 def _read_at(file: int, low: int, count: int) -> bytes:
-    """`count` bytes from offset `low` on, or as many as there are; one call reads 2 GiB at most."""
+    """Return `count` bytes from offset `low` on, or all up to the end. One `pread` reads 2 GiB at most."""
     parts = [os.pread(file, count, low)]
     while parts[-1] and (done := sum(map(len, parts))) < count:
         parts.append(os.pread(file, count - done, low + done))

@@ -13,18 +13,18 @@ from headwater.core.errors import StreamError
 from headwater.core.files import CHUNK_BYTES
 
 ReadPieces = Callable[[], Iterator[Tensor]]
-"""Gives all elements of a tensor, in order, in pieces of any size and shape; each is valid until the next."""
+"""Yields all elements of a tensor in order, in pieces of any shape. A piece is valid until the next one."""
 
 _DETACH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class LazyTensor(Tensor):
-    """A tensor on the CPU whose values are elsewhere; it takes no memory.
+    """A CPU tensor whose values are read when an operation needs them. It takes no memory.
 
-    Shape, dtype, `detach`, `requires_grad_` and the like cost nothing. Every other operation reads the values
-    anew and gives plain tensors; so do `clone`, `to`, `copy.deepcopy` and pickling. What would be a view of a
-    plain tensor is a view of a copy here. In-place operations are refused. Who asks for its address makes it
-    keep the values from then on.
+    Shape, dtype, `detach`, `requires_grad_` and the like read nothing. Every other operation reads the values
+    again and returns plain tensors; so do `clone`, `to`, `copy.deepcopy` and pickling. An operation that
+    would return a view of a plain tensor returns a view of a copy. In-place operations raise an error. After
+    a call of `data_ptr` or `untyped_storage` the tensor keeps its values in memory.
 
     Args:
         read_pieces: reads the values. Lazy tensors with equal `read_pieces` are the same weights (tied).
@@ -51,11 +51,11 @@ class LazyTensor(Tensor):
 
     @classmethod
     def whole(cls, read: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Self:
-        """A lazy tensor that `read` gives in one piece."""
+        """Return a lazy tensor whose values `read` returns in one piece."""
         return cls(lambda: iter([read()]), shape, dtype)
 
     def materialize(self) -> Tensor:
-        """A plain tensor with the values; its memory is the caller's."""
+        """Return a plain tensor with the values, in new memory."""
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         flat, count = values.view(-1), 0
         with torch.no_grad():
@@ -80,15 +80,15 @@ class LazyTensor(Tensor):
         args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
-    # What reads the values without an operation:
+    # Methods that read the values without an operation of torch:
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """A plain tensor with the values, also where dtype and device stay the same."""
+        """Return a plain tensor with the values, even if dtype and device stay the same."""
         return self.materialize().to(*args, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
         array = self.materialize().numpy(force=force)
-        array.flags.writeable = False  # what is written to a copy would be lost
+        array.flags.writeable = False  # a write to this copy would be lost
         return array
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,10 +137,10 @@ def _refuse_write(written: object) -> None:
 
 
 def pieces_of(tensor: Tensor, max_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
-    """All elements of any tensor, in order, on the host, 1-D.
+    """Yield all elements of any tensor in order, as 1-D tensors on the host.
 
     Yields:
-        Pieces of `max_bytes`, the last may be shorter; each is valid until the next one is asked for.
+        Pieces of `max_bytes`; the last may be shorter. A piece is valid until the next one is requested.
     """
     count = max_bytes // tensor.dtype.itemsize
     rest: list[Tensor] = []

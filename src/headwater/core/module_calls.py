@@ -1,4 +1,4 @@
-"""Functions around the calls of a module.
+"""Functions that run around the calls of a module.
 
 [Note: layers, not hooks]
 Hooks of torch would do most of this, but models see them: `nn.TransformerEncoderLayer` takes its fast path
@@ -17,19 +17,19 @@ from torch import nn
 from headwater.core.uncompiled import uncompiled
 
 Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Makes a call: it gets what is inside it, and the positional and keyword arguments."""
+"""A function around a call. It gets the inner call, and the positional and keyword arguments."""
 
 
 def surround(module: nn.Module, layer: Layer, *, outermost: bool = False) -> Callable[[], None]:
     """Run every later call of a module inside `layer`, its hooks included.
 
     Args:
-        module: it stays the object that it is.
-        layer: goes inside the layers that are there.
-        outermost: put it outside of them instead.
+        module: stays the same object.
+        layer: is placed inside the existing layers.
+        outermost: place it outside of the existing layers instead.
 
     Returns:
-        A function that takes the layer off.
+        A function that removes the layer.
     """
     own = vars(module).get("_call_impl")
     if not isinstance(own, _Layered):
@@ -48,7 +48,7 @@ class _Layered:
     def __init__(self, module: nn.Module) -> None:
         self.layers: list[Layer] = []
         self._module = weakref.ref(module)
-        # What `module.compile()` made does not look at `_call_impl`, so it becomes the innermost call.
+        # The call that `module.compile()` made ignores `_call_impl`, so it becomes the innermost call.
         self._compiled = vars(module).pop("_compiled_call_impl", None)
         vars(module)["_call_impl"] = self
 
@@ -67,7 +67,7 @@ class _Layered:
         return type(module)._call_impl(module, *args, **kwargs)
 
     def remove(self, layer: Layer) -> None:
-        """Take a layer off; without any the module gets its own call back."""
+        """Remove a layer. A module without layers gets its original call back."""
         if layer in self.layers:
             self.layers.remove(layer)
         module = self._module()
@@ -78,7 +78,7 @@ class _Layered:
             vars(module)["_compiled_call_impl"] = self._compiled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module is not streamed: its calls have no layers."""
+        """Return a copy without layers, since a copy of the module is not streamed."""
         module = memo.get(id(self._module()))
         assert isinstance(module, nn.Module), "it is copied with its module"
         copied = object.__new__(_Layered)

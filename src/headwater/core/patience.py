@@ -53,7 +53,7 @@ def noticed(
             say(f"{activity.name} ({format_duration(time.monotonic() - start_s)} so far)")
             wait_s = interval_s
 
-    # A process that was forked meanwhile has no such thread, and nothing to print.
+    # A forked process has no such thread and nothing to print; the name tells whose thread it is.
     watcher = threading.Thread(target=watch, name=f"headwater-notice-{os.getpid()}", daemon=True)
     watcher.start()
     try:

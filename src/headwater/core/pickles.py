@@ -14,7 +14,7 @@ from headwater.core.errors import CheckpointError
 
 
 def load_pickled(path: Path, map_location: torch.device | str = "cpu") -> Any:
-    """Return what `torch.save` has written; tensors are mapped into memory if the format allows it.
+    """Return the object that `torch.save` wrote; tensors are mapped into memory if the format allows it.
 
     Raises:
         CheckpointError: if the file is damaged, or holds more than tensors and plain values.
@@ -37,4 +37,4 @@ _DAMAGED = (
     RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError,
     AssertionError, OverflowError, MemoryError, struct.error, zipfile.BadZipFile,
 )  # fmt: skip
-"""What torch.load raises for a damaged file."""
+"""Errors that torch.load raises for a damaged file."""

@@ -1,4 +1,4 @@
-"""Which ranks of a run compute, and which keep masters and optimizer state."""
+"""Numbers of compute ranks and store ranks of a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Placement:
     """The ranks of a run.
 
     Attributes:
-        num_csx: compute ranks; they come first.
-        num_memx: store ranks, which do not compute.
+        num_csx: number of compute ranks; they come first.
+        num_memx: number of store ranks, which keep masters and optimizer state and do not compute.
     """
 
     num_csx: int = 1
@@ -19,12 +19,12 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.num_csx + self.num_memx
 
     @property
     def owners(self) -> range:
-        """Those that keep masters and optimizer state, and update: the store ranks; without any, all."""
+        """Ranks that keep masters and optimizer state: the store ranks, or all ranks if there are not any."""
         return range(self.num_csx if self.num_memx else 0, self.size)
 
 

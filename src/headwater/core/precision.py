@@ -1,4 +1,4 @@
-"""Precision of a run: what travels, what computes, how the loss is scaled."""
+"""Precision of a run: dtypes of weights and computation, and the scale of the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Masters are fp32 whatever the name says; norms, softmax and loss compute in fp32.
+    """Precision of a run. Masters are always fp32; norms, softmax and loss are computed in fp32.
 
     Attributes:
         name: `fp32`, `bf16` or `fp16`: the dtype in which weights travel and matrix products run.
@@ -36,5 +36,5 @@ class Precision:
 
     @property
     def mixed(self) -> bool:
-        """Whether weights travel in fewer bits than their masters have."""
+        """True if weights travel in fewer bits than their masters have."""
         return self.name != "fp32"

@@ -57,7 +57,7 @@ class TensorPlace:
 def lay_out(
     tensors: Layout, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorPlace]]:
-    """The first bytes of a file for `tensors` and `metadata`, and where each tensor will lie."""
+    """Return the first bytes of a file for `tensors` and `metadata`, and the place of each tensor."""
     by_alignment = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
     places, position = {}, 0
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -73,16 +73,16 @@ def lay_out(
 
 
 class TensorFileWriter(CheckedFile):
-    """A safetensors file whose tensors are written in any runs and order.
+    """A safetensors file whose tensors are written in runs of elements, in any order.
 
     Args:
         path: where it is created.
-        tensors: what it will hold.
+        tensors: dtype and shape of each tensor, by name.
         metadata: further entries of the header.
 
     Attributes:
         places: where each tensor lies, by name.
-        metadata: the entries; until the file is closed they may change, but not in length.
+        metadata: the entries. They may change until the file is closed, if the header's length stays.
     """
 
     def __init__(self, path: Path, tensors: Layout, metadata: Mapping[str, str] | None = None) -> None:
@@ -108,7 +108,7 @@ class TensorFileWriter(CheckedFile):
         self.put(place.offset + start * place.dtype.itemsize, as_bytes(values))
 
     def write_pieces(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
-        """Write tensor `name`, given in order in pieces, in the dtype that is laid out."""
+        """Write tensor `name` from pieces in order, converted to its dtype in the file."""
         start = 0
         for piece in pieces:
             self.write(name, start, piece.to(self.places[name].dtype))
@@ -116,24 +116,24 @@ class TensorFileWriter(CheckedFile):
 
 
 def as_bytes(values: torch.Tensor) -> memoryview:
-    """The bytes of a host tensor, without a copy where it is contiguous."""
+    """Return the bytes of a host tensor, without a copy if it is contiguous."""
     return values.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile:
-    """A safetensors file, read a run of elements at a time.
+    """A safetensors file that is read a run of elements at a time.
 
     Args:
         path: the file.
-        chunks: checksums of all its bytes, in file order, if there are some.
-        hold: go on reading this file, whatever takes its name.
+        chunks: checksums of all its bytes, in file order, if known.
+        hold: keep the file open, so that it is still read if another file takes its name.
 
     Attributes:
         places: where each tensor lies, by name.
         metadata: further entries of the header.
 
     Raises:
-        CheckpointError: if it is missing or is not a safetensors file.
+        CheckpointError: if it is missing or not a safetensors file.
         CorruptError: if its length or header is not what was written.
     """
 
@@ -150,19 +150,22 @@ class TensorFile:
         self.places, self.metadata = _parse_header(path, header, self._bytes.num_bytes)
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
-        """Compare what is read from now on with `chunks`: checksums of all bytes behind the header.
+        """Compare all bytes that are read from now on with their checksums.
+
+        Args:
+            chunks: checksums of all bytes behind the header.
 
         Raises:
-            CorruptError: if the file is not as long as it was.
+            CorruptError: if the file's length is not that of header and chunks.
         """
         head = self._bytes.read(0, self._head_bytes, "the header")
         self._bytes.expect([(0, len(head), zlib.crc32(head)), *chunks])
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """`count` elements of tensor `name` from its element `start` on, 1-D.
+        """Return `count` elements of tensor `name` from its element `start` on, 1-D.
 
         Raises:
-            CorruptError: if they are not those that were written.
+            CorruptError: if the bytes are not those that were written.
         """
         place = self.places[name]
         if count == 0:
@@ -172,12 +175,12 @@ class TensorFile:
         return torch.frombuffer(bytearray(data), dtype=place.dtype)
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """Tensor `name` in its shape."""
+        """Return tensor `name` in its shape."""
         shape = self.places[name].shape
         return self.read(name, 0, math.prod(shape)).view(shape)
 
     def read_pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Tensor `name` in 1-D pieces of up to `CHUNK_BYTES`, in order."""
+        """Yield tensor `name` in 1-D pieces of up to `CHUNK_BYTES`, in order."""
         place = self.places[name]
         numel, count = math.prod(place.shape), CHUNK_BYTES // place.dtype.itemsize
         for start in range(0, numel, count):
@@ -202,7 +205,7 @@ def _parse_header(
         raise _not_safetensors(path, f"its header cannot be read ({error!r})") from error
     for name, place in places.items():
         if not start <= place.offset <= place.offset + place.num_bytes <= file_bytes:
-            raise _not_safetensors(path, f"tensor {name} lies outside of it")
+            raise _not_safetensors(path, f"tensor {name} lies outside of the file")
     return places, metadata
 
 
@@ -218,7 +221,7 @@ def _parse_place(entry: Mapping[str, Any], start: int) -> TensorPlace:
 
 def _not_safetensors(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"this is no safetensors file, or a damaged one: {why}",
+        f"not a safetensors file, or a damaged one: {why}",
         where=str(path),
-        remedy="copy it again, or save it anew with safetensors; pickled weights are not read",
+        remedy="copy it again, or save it again with safetensors; pickled weights are not read",
     )

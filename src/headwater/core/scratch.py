@@ -1,9 +1,9 @@
-"""Files for the time of a run, in folders that other users may share.
+"""Temporary files of a run, in folders that other users may share.
 
 [Note: shared scratch folders]
-In a folder that others can write to, another user can take a name that can be guessed first, and a link under
-that name would make this user overwrite another file that belongs to them. So such files have no name, or one
-that nobody can guess, which is created and never opened again.
+In a folder that others can write to, another user can guess the name of a file and make a link of that name
+first. This user would then overwrite the file that the link points to. So such files have no name, or a
+random one that is created and never opened again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from headwater.core.errors import StoreError
 
 _NO_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
-"""Errors of systems and file systems that know no files without a name."""
+"""Errors of systems and file systems without unnamed files."""
 
 
 def open_unnamed(folder: Path, *, direct: bool = False) -> tuple[int, bool]:
@@ -51,7 +51,7 @@ def _open_unnamed(folder: Path, flags: int) -> int:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can enter, or check that it is one; return it.
+    """Make a folder that only this user can enter, or restrict an existing one to this user; return it.
 
     Raises:
         StoreError: if the folder is a link, or belongs to another user.

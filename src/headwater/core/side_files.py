@@ -1,4 +1,4 @@
-"""Files beside the weights of a Hugging Face folder: of the tokenizer, the chat template, the generation."""
+"""Files beside the weights of a Hugging Face folder: tokenizer, chat template, generation settings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def end_tokens(folder: Path) -> list[int]:
-    """Return the ids of the tokens that end a generated text, as `generation_config.json` has them.
+    """Return the ids of the tokens that end a generated text, from `generation_config.json`.
 
     Raises:
         ConfigError: if the file is damaged.

@@ -1,4 +1,4 @@
-"""What this process does when it is told to stop, for a while."""
+"""Signal handlers that are installed for the time of a context."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 def speaks_for_all() -> bool:
-    """Whether this process is the one of all ranks that says what all of them hear."""
+    """True on the one rank that prints for all ranks (rank 0)."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Handles these signals so within the context; outside of the main thread there are none to handle."""
+    """Install these handlers inside the context. Does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What a stage is: the parameters that arrive and leave together, and where they lie in a slab."""
+"""Stages: groups of parameters that are loaded and released together, and their places in a slab."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from functools import cached_property
 import torch
 
 SLAB_ALIGNMENT_BYTES = 64
-"""Every parameter starts on a cache line, so that vector kernels treat it like a tensor of its own."""
+"""Every parameter starts on a cache line, so that vector kernels treat it like a separate tensor."""
 
 ParamKey = tuple[int, int]
 """A parameter: the index of its stage, and its index in the stage."""
 
 MAY_BE_MISSING = ""
-"""Among the names under which a parameter may be found in files: it need not be there."""
+"""Stands among the names under which files may hold a parameter, if files may lack the parameter."""
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the strides of a tensor that is dense but not row-major; `None` for any other.
 
-    Those of dimensions of size 1 count too: a convolution chooses its kernel by them.
+    Strides of dimensions of size 1 count too: a convolution chooses its kernel by them.
     """
     strides = tuple(tensor.stride())
     if tensor.numel() < 2 or strides == torch.empty(tensor.shape, device="meta").stride():
@@ -39,14 +39,14 @@ class ParamSpec:
     """One parameter tensor.
 
     Attributes:
-        name: qualified name in the model; the first one where the parameter is shared.
+        name: qualified name in the model; the first name of a shared parameter.
         shape: its shape.
         dtype: dtype of the master copy in the store.
-        wire_dtype: dtype in which it travels to the device and is computed with.
-        requires_grad: whether it is trained.
+        wire_dtype: dtype in which it is copied to the device and computed with.
+        requires_grad: True if it is trained.
         aliases: further qualified names of the same tensor.
-        split_master: an fp32 master of a bf16 weight shares its upper half with what travels: 4 bytes for
-            both. Otherwise they lie apart: 6 bytes, and no work to put the master together.
+        split_master: the fp32 master of a bf16 weight uses the wire bytes as its upper half: 4 bytes for
+            both. Otherwise master and wire bytes are separate: 6 bytes, but the master need not be assembled.
         sparse_gradient: its gradients are sparse tensors, with values for some of its rows.
         strides: of a dense tensor that is not row-major (transposed, channels_last); otherwise `None`.
     """
@@ -63,14 +63,14 @@ class ParamSpec:
 
     @property
     def row_numel(self) -> int:
-        """Elements of a row: of one index in the first dimension."""
+        """Elements of a row, which is one index in the first dimension."""
         count = 1
         for size in self.shape[1:]:
             count *= size
         return count
 
     def arranged(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return all elements, given 1-D in the order of memory, as a tensor of the parameter's shape."""
+        """Return all elements, given 1-D in memory order, as a tensor of the parameter's shape."""
         if self.strides is None:
             return flat.view(self.shape)
         return flat.as_strided(self.shape, self.strides, flat.storage_offset())
@@ -138,11 +138,11 @@ class StageSpec:
         return sum(param.numel for param in self.params if param.requires_grad)
 
     def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter as a view of `slab` (uint8, at least `slab_bytes` long)."""
+        """Return each parameter as a view of `slab` (uint8, at least `slab_bytes` long)."""
         return [param.arranged(flat) for param, flat in zip(self.params, self.flat_views(slab), strict=True)]
 
     def flat_views(self, slab: torch.Tensor) -> list[torch.Tensor]:
-        """The same, 1-D in the order of memory."""
+        """Return the same views, 1-D in memory order."""
         return [
             slab[offset : offset + param.wire_bytes].view(param.wire_dtype)
             for param, offset in zip(self.params, self.offsets, strict=True)

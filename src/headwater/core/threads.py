@@ -13,17 +13,17 @@ _OPENMP_LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
 
 def single_core_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Threads whose torch operators run on the calling thread alone.
+    """Return a pool of threads whose torch operators use one core each.
 
-    Operators that divide themselves among cores meet at a barrier after each; with other work on the same
-    cores most of the time goes there. Where the OpenMP library is not found, operators divide themselves.
+    Operators that divide their work among cores meet at a barrier. If other work uses the same cores, most of
+    the time is spent at that barrier. Without a known OpenMP library operators still divide their work.
     """
     return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_use_one_core)
 
 
 def _use_one_core() -> None:
-    """Limit the calling thread only; `torch.set_num_threads` would limit MKL in the whole process."""
-    torch.get_num_threads()  # torch sets its own number at a thread's first use, so let that be over
+    """Limit the calling thread only. `torch.set_num_threads` would limit MKL in the whole process."""
+    torch.get_num_threads()  # at a thread's first use torch sets its own number, so this call comes first
     library = _openmp()
     if library is not None:
         library.omp_set_num_threads(1)
@@ -31,7 +31,7 @@ def _use_one_core() -> None:
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP library that torch has loaded."""
+    """Return the OpenMP library that torch has loaded, if it is found."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None

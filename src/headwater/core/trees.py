@@ -1,4 +1,4 @@
-"""Walking what users nest tensors in: sequences, mappings, dataclasses, whatever torch's pytrees know."""
+"""Functions over nested tensors: in sequences, mappings, dataclasses and all that torch's pytrees know."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
-    """`tree` with each leaf in it changed.
+    """Return `tree` with each leaf changed.
 
     Args:
-        change: makes the new leaf of the path and the old one; a path reads `['labels'][0]`.
+        change: returns the new leaf for a path and an old leaf. A path looks like `['labels'][0]`.
         tree: nested in any way.
-        path: where `tree` itself lies.
+        path: path of `tree` itself.
     """
 
     def leaf(keys: Any, value: Any) -> Any:
@@ -38,7 +38,7 @@ def _map_fields(change: Callable[[str, Any], Any], value: Any, path: str) -> Any
     changed = copy.copy(value)
     for field in dataclasses.fields(value):
         item = map_leaves(change, getattr(value, field.name), f"{path}.{field.name}")
-        object.__setattr__(changed, field.name, item)  # a frozen one refuses its own
+        object.__setattr__(changed, field.name, item)  # a frozen dataclass refuses `setattr`
     return changed
 
 
@@ -62,17 +62,17 @@ def _like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """`tree` with each tensor in it changed; other leaves stay."""
+    """Return `tree` with each tensor changed; other leaves stay."""
     return map_leaves(lambda _, leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in `tree`, in the order of `map_tensors`."""
+    """Return the tensors in `tree`, in the order of `map_tensors`."""
     return list(_tensors_in(tree))
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Nothing is built again here: a class may refuse to hold anything but tensors."""
+    """Yield tensors without rebuilding containers: a class may refuse to hold anything but tensors."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf

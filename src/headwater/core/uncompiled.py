@@ -13,7 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _NOT_ITSELF = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-"""What the compiler does with a frame of a wrapper: it does not compile it."""
+"""The compiler skips the frame of a wrapper, and handles other frames as usual."""
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -30,7 +30,7 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
         finally:
             eval_frame.set_eval_frame(compiler)
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined] # is not traced as a part of its caller
+    run._torchdynamo_disable = True  # type: ignore[attr-defined] # is not traced within its caller
     code: CodeType = run.__code__  # type: ignore[attr-defined] # a function, though `wraps` does not say so
     eval_frame.set_code_exec_strategy(code, _NOT_ITSELF)
     return run

@@ -18,7 +18,7 @@ _FACTORS = {
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """Number of bytes that `text` means: `"8GiB"`, `"500 MB"`, `"2g"` or a plain number.
+    """Return the number of bytes that `text` means: `"8GiB"`, `"500 MB"`, `"2g"` or a plain number.
 
     Raises:
         ConfigError: if it is not a size.
@@ -32,7 +32,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def parse_rate(text: str | int | float) -> float:
-    """Bytes a second that `text` means: `"50 GB/s"`, `"1.2 Tbit/s"` or a plain number.
+    """Return the bytes per second that `text` means: `"50 GB/s"`, `"1.2 Tbit/s"` or a plain number.
 
     Raises:
         ConfigError: if it is not a rate.
@@ -47,12 +47,12 @@ def parse_rate(text: str | int | float) -> float:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Bytes a second with three significant digits: `50.0 GB/s`."""
+    """Return bytes per second with three significant digits: `50.0 GB/s`."""
     return f"{format_count(bytes_per_s)}B/s"
 
 
 def format_bytes(count: float) -> str:
-    """`count` bytes with a binary unit and three significant digits: `1.46 GiB`."""
+    """Return `count` bytes with a binary unit and three significant digits: `1.46 GiB`."""
     return _format(count, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
@@ -62,7 +62,7 @@ def counted(number: int, one: str, many: str) -> str:
 
 
 def format_count(count: float) -> str:
-    """A decimal count with three significant digits: `124 M`."""
+    """Return a decimal count with three significant digits: `124 M`."""
     return _format(count, 1000.0, ("", "k", "M", "G", "T", "P"))
 
 
@@ -70,7 +70,7 @@ _DURATIONS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3
 
 
 def format_duration(seconds: float) -> str:
-    """A duration in the largest unit that fits, with three significant digits: `27.8 h`, `364 ms`."""
+    """Return a duration in the largest unit that fits, with three significant digits: `27.8 h`, `364 ms`."""
     sign, value = ("-", -seconds) if seconds < 0 else ("", seconds)
     # Three digits round 59.98 s up to "60.0 s"; the margin makes it "1.00 min".
     factor, unit = next((each for each in _DURATIONS if value >= each[0] * 0.9995), _DURATIONS[-1])

@@ -1,3 +1,3 @@
-"""Headwater's version, where every layer may read it."""
+"""Version of Headwater, in the lowest layer, so that every layer may import it."""
 
 __version__ = "0.1.0"

@@ -1,9 +1,9 @@
-"""What a model may ask of the whole batch, of which several ranks compute equal parts.
+"""Values of the whole batch for a loss, while each of several ranks computes a part of the batch.
 
 [Note: the whole batch]
-A loss that is no mean over samples needs more than its part: a mean over all samples, or all samples to
-choose from. It asks for that with `total` and `rows`, alike on every rank. Alone, and in evaluation, a part
-is the whole. The losses of the ranks are averaged, and so are their gradients.
+A loss that is not a mean over samples needs more than its rank's part: a sum over all samples, or all samples
+to choose from. It calls `total` and `rows` for that, in the same order on every rank. With one rank, and in
+evaluation, the part is the whole batch. The losses of the ranks are averaged, and so are their gradients.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 Gather = Callable[[Tensor], list[Tensor]]
-"""Gives the tensors of all ranks, of one shape and dtype, in their order."""
+"""Returns the tensors of all ranks, in rank order. They have one shape and dtype."""
 
 _gather: ContextVar[tuple[Gather, int] | None] = ContextVar("_gather", default=None)
 
 
 @contextmanager
 def part_of_batch(gather: Gather, rank: int) -> Iterator[None]:
-    """Within it this rank computes a part.
+    """Inside the context this rank computes one part of the batch.
 
     Args:
-        gather: asks all ranks.
-        rank: which part is this one's.
+        gather: collects a tensor of every rank.
+        rank: number of this rank.
     """
     token = _gather.set((gather, rank))
     try:
@@ -37,17 +37,17 @@ def part_of_batch(gather: Gather, rank: int) -> Iterator[None]:
 
 
 def total(own: Tensor) -> Tensor:
-    """The sum of what each rank gives, without a gradient; the same bits on all of them."""
+    """Return the sum of the tensors of all ranks, without a gradient; the same bits on all of them."""
     asked = _gather.get()
     own = own.detach()
     return own if asked is None else torch.stack(asked[0](own)).sum(0)
 
 
 def rows(own: Tensor) -> Tensor:
-    """The rows of all ranks, in their order: [samples of a part, …] -> [samples, …].
+    """Return the rows of all ranks in rank order: [samples of a part, …] -> [samples, …].
 
-    A loss made of them is the same on all ranks. Of its gradient each rank has what is its rows', times the
-    number of ranks, so that the mean over ranks is the whole gradient.
+    A loss computed from them is the same on all ranks. Each rank receives the gradient of its own rows,
+    multiplied by the number of ranks, so that the mean over ranks is the whole gradient.
     """
     asked = _gather.get()
     if asked is None:
@@ -55,5 +55,5 @@ def rows(own: Tensor) -> Tensor:
     gather, rank = asked
     parts = gather(own.detach())
     count = len(parts)
-    parts[rank] = own + (own - own.detach()) * (count - 1)  # the very values that the others see
+    parts[rank] = own + (own - own.detach()) * (count - 1)  # its value is that of `own`, exactly
     return torch.cat(parts)

@@ -1,1 +1,1 @@
-"""How several compute ranks share weights and sum gradients."""
+"""Communication between the ranks of a run: launchers, rendezvous, shared memory and collectives."""

@@ -1,4 +1,4 @@
-"""Whether ranks are of the same run: each tells what it was started with."""
+"""Consistency check of ranks: all must run the same program with the same arguments and files."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def check_alike(fabric: Fabric, told: Mapping[str, str]) -> None:
-    """Refuse ranks that are not of the same run.
+    """Raise if the ranks were started with different versions, arguments or files.
 
     Args:
         fabric: the ranks.
-        told: by name, what this one would do it with.
+        told: what this rank was started with, by name. Ranks compare these texts.
 
     Raises:
-        ConfigError: if another rank would do it with something else.
+        ConfigError: if a text differs between rank 0 and another rank.
     """
     first, *others = fabric.gather_objects(dict(told), dict[str, str])
     for rank, other in enumerate(others, start=1):
         for name in sorted({*first, *other}):
             if first.get(name) != other.get(name):
                 raise ConfigError(
-                    f"rank {rank} has another {name} than rank 0: {other.get(name)}, and {first.get(name)}",
+                    f"{name} differs between ranks: rank 0 has {first.get(name)}, "
+                    f"rank {rank} has {other.get(name)}",
                     remedy="start the same command with the same files on every host",
                 )
 
 
 def program() -> dict[str, str]:
-    """The versions of what ranks run."""
+    """Return the versions of Headwater and torch that this rank runs, by name."""
     return {
         "version of Headwater": f"{__version__} ({digest(sorted(_PACKAGE.rglob('*.py')))})",
         "version of torch": torch.__version__,
@@ -44,5 +45,5 @@ def program() -> dict[str, str]:
 
 
 def digest(files: Iterable[Path]) -> str:
-    """A short name for what is in files."""
+    """Return a short hash of the contents of files."""
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=6).hexdigest()

@@ -1,4 +1,4 @@
-"""Ranks on several hosts: those of a host share memory, and the leader of each speaks with the others."""
+"""Ranks on several hosts: ranks of one host share memory; one of them, the leader, talks to other hosts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from headwater.fabric.torch_group import start_group
 
 
 def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
-    """The ranks that a launcher has started, of which this process is one.
+    """Rendezvous with the ranks that a launcher has started, and return them.
 
     Args:
-        timeout_s: how long another rank may keep this one waiting.
-        num_memx: how many of the ranks, the last ones, are store ranks.
+        timeout_s: seconds to wait for another rank before an error is raised.
+        num_memx: number of store ranks. They are the last ranks.
+
+    Returns:
+        The ranks of the run; this process is one of them.
 
     Raises:
-        ConfigError: if no rank is left to compute.
-        RankError: if the others cannot be reached, or hosts do not have ranks one after the other.
+        ConfigError: if all ranks would be store ranks.
+        RankError: if ranks cannot be reached, or the ranks of a host are not numbered consecutively.
     """
-    patience_s = max(timeout_s, DEFAULT_TIMEOUT_S)  # others plan, and measure the machine for it
+    patience_s = max(timeout_s, DEFAULT_TIMEOUT_S)  # another rank may still be measuring the machine
     own = Process(host_name(), os.getpid(), os.memfd_create("headwater"))
     switchboard, processes = meet(own, patience_s)
     size = len(processes)
@@ -42,23 +45,23 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabri
         start_group(switchboard, size, patience_s)
     if num_memx >= size:
         raise ConfigError(
-            f"{num_memx} of {size} ranks are to be store ranks, and none is left to compute",
+            f"num_memx={num_memx}, but {size} ranks were started, so no rank is left to compute",
             where="num_memx",
-            remedy=f"start {num_memx + 1} ranks or more: as many as num_csx and num_memx together",
+            remedy=f"start at least {num_memx + 1} ranks: num_csx + num_memx is their number",
         )
     names = [process.host for process in processes]
     if len(set(names)) == 1:
         return HostFabric(switchboard, processes, timeout_s, num_memx)
     if any(a != b and b in names[:i] for i, (a, b) in enumerate(itertools.pairwise(names), 1)):
         raise RankError(
-            f"ranks of one host are not numbered one after the other: {', '.join(names)}",
-            remedy="start them host by host, as torchrun does; with srun: --distribution=block",
+            f"expected consecutive rank numbers on each host, got hosts by rank: {', '.join(names)}",
+            remedy="start the ranks host by host, as torchrun does; with srun: --distribution=block",
         )
     return ClusterFabric(switchboard, processes, timeout_s, num_memx)
 
 
 def host_name() -> str:
-    """What tells hosts apart: the machine, and the node of the launcher, of which one machine may run two."""
+    """Return the machine's name, with the launcher's node: one machine may run several nodes as hosts."""
     node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
     return os.uname().nodename if node is None else f"{os.uname().nodename} (node {node})"
 
@@ -67,10 +70,10 @@ class ClusterFabric(HostFabric):
     """Ranks on several hosts.
 
     Args:
-        switchboard: of this rank.
-        processes: by rank; those of a host follow each other.
-        timeout_s: how long another rank may keep this one waiting.
-        num_memx: how many of them, the last ones, are store ranks.
+        switchboard: the connections of this rank.
+        processes: by rank. Ranks of one host are consecutive.
+        timeout_s: seconds to wait for another rank before an error is raised.
+        num_memx: number of store ranks. They are the last ranks.
     """
 
     def __init__(
@@ -81,8 +84,8 @@ class ClusterFabric(HostFabric):
         self._leaders = [self.hosts.index(host) for host in range(self.num_hosts)]
         self._names = [_with_ranks(name, self.hosts, host) for host, name in enumerate(names)]
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
-        self._control = self.connect("what ranks tell each other")
-        # Either all hosts ask their ranks or none does: what one asks goes through all of them.
+        self._control = self.connect("control messages")
+        # A gather of one host runs as a gather of the whole cluster: all hosts must make it, or none.
         self._of_host = ALONE if self.num_hosts == self.size else _OfHost(self)
 
     @property
@@ -104,21 +107,21 @@ class ClusterFabric(HostFabric):
         return " or ".join(name for host, name in enumerate(self._names) if host != self.host)
 
     def barrier(self, what: str) -> None:
-        super().barrier(what)
+        super().barrier(what)  # first the ranks of this host, then all leaders, which release their hosts
         if self._control is not None:
             self._control.gather(torch.zeros(1))
         super().barrier(what)
 
     def gather(self, value: float) -> list[float]:
         self._values[self.rank] = value
-        super().barrier("a number of every rank")
+        super().barrier("the values of all ranks")
         if self._control is not None:
             every = self._control.gather(torch.from_numpy(self._values[: self.size].copy()))
             for rank, host in enumerate(self.hosts):
                 self._values[rank] = every[host, rank]
-        super().barrier("a number of every host")
+        super().barrier("the values of all hosts")
         values: list[float] = self._values[: self.size].tolist()
-        super().barrier("all to have read it")
+        super().barrier("all ranks to read the values")
         return values
 
     def close(self) -> None:
@@ -128,16 +131,19 @@ class ClusterFabric(HostFabric):
 
 
 def _with_ranks(name: str, hosts: Sequence[int], host: int) -> str:
-    """The name of a host with its ranks, for messages."""
+    """Return the name of a host with its ranks, for messages."""
     ranks = [rank for rank, its in enumerate(hosts) if its == host]
     return f"{name}, rank {ranks[0]}" if len(ranks) == 1 else f"{name}, ranks {ranks[0]} to {ranks[-1]}"
 
 
 class _OfHost(Fabric):
-    """The ranks of one host of a cluster. What needs no other host is theirs; values come by way of all.
+    """The ranks of one host of a cluster.
+
+    Barriers and memory stay on this host. A gather runs through the whole cluster, and returns the values of
+    this host.
 
     Args:
-        cluster: the ranks of all hosts, as this one sees them.
+        cluster: the ranks of all hosts.
     """
 
     def __init__(self, cluster: ClusterFabric) -> None:
@@ -179,4 +185,4 @@ class _OfHost(Fabric):
         return self._cluster.agree(make, kind)
 
     def close(self) -> None:
-        """Nothing: it is the cluster's."""
+        """Do nothing: the cluster owns the connections."""

@@ -1,8 +1,8 @@
-"""Messages between ranks: JSON and raw tensors, written and parsed by the type that both sides expect.
+"""Encodes messages between ranks as JSON and raw tensors, by a type that sender and receiver both name.
 
-A message never names a type, and nothing in it is run: the receiver says what it expects, and anything else
-is refused. `kind` is a type as one writes it in an annotation: a plain type, a dataclass, an enum, a union, a
-literal, `Any` (what JSON has), or a `list`, `tuple`, `Sequence`, `dict` or `Mapping` of these.
+A message contains neither type names nor code. The receiver names the type that it expects, and any other
+content raises an error. `kind` is a type annotation: a plain type, a dataclass, an enum, a union, a literal,
+`Any` (any JSON value), or a `list`, `tuple`, `Sequence`, `dict` or `Mapping` of these.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype)
     and re.fullmatch(r"bool|u?int(8|16|32|64)|bfloat16|(float|complex)(8_.*|16|32|64|128)", name)
 }
-"""By name. torch ends the process when bytes are read as one of the quantized dtypes."""
+"""By name. Quantized dtypes are left out: torch ends the process when bytes are read as one of them."""
 
 
 def encode(value: object, kind: Any) -> bytes:
     """Return the message that holds a value.
 
     Raises:
-        TypeError: if the value is not of this kind; a fault of the program.
+        TypeError: if the value is not of this kind, which is a bug of the caller.
     """
     blobs: list[bytes] = []
     plain = _write(value, kind, blobs)
@@ -50,22 +50,22 @@ def decode(message: bytes | bytearray | memoryview, kind: Any) -> Any:
     """Return the value of a message.
 
     Raises:
-        RankError: if it is not a message that holds a value of this kind.
+        RankError: if the message does not hold a value of this kind.
     """
     plain, blobs = _split(memoryview(message))
     value = _read(plain, kind, blobs)
     if any(blob is not None for blob in blobs):
-        raise _unexpected("no further tensors", "more")
+        raise _unexpected("no further tensors", "unused tensors")
     return value
 
 
 def _split(message: memoryview) -> tuple[Any, list[memoryview | None]]:
-    """Return the JSON of a message and its tensors' bytes."""
+    """Return the JSON value of a message, and the bytes of its tensors."""
     if len(message) < _HEADER.size:
-        raise _unexpected("a message", f"{len(message)} bytes")
+        raise _unexpected(f"at least {_HEADER.size} bytes", f"{len(message)} bytes")
     (length,) = _HEADER.unpack(message[: _HEADER.size])
     if length > min(len(message) - _HEADER.size, _MAX_HEADER_BYTES):
-        raise _unexpected(f"a header of {length} bytes", f"{len(message) - _HEADER.size}")
+        raise _unexpected(f"a header of {length} bytes", f"{len(message) - _HEADER.size} bytes")
     position = _HEADER.size + length
     try:
         header = json.loads(bytes(message[_HEADER.size : position]))
@@ -80,12 +80,12 @@ def _split(message: memoryview) -> tuple[Any, list[memoryview | None]]:
         blobs.append(message[position : position + size])
         position += size
     if position != len(message):
-        raise _unexpected(f"{position} bytes", f"{len(message)}")
+        raise _unexpected(f"{position} bytes", f"{len(message)} bytes")
     return header[0], blobs
 
 
 def _write(value: Any, kind: Any, blobs: list[bytes]) -> Any:
-    """Return a value as JSON has it; tensors are appended to `blobs`."""
+    """Return a value as JSON data, and append the bytes of its tensors to `blobs`."""
     for condition, write, _ in _RULES:
         if condition(kind):
             return write(value, kind, blobs)
@@ -103,7 +103,7 @@ def _unexpected(expected: str, found: object) -> RankError:
     shown = repr(found)
     return RankError(
         f"expected a message with {expected}, got {shown if len(shown) <= 80 else shown[:80] + '…'}",
-        remedy="start the same version of the same program as every rank",
+        remedy="run the same version of the same program on all ranks",
     )
 
 
@@ -146,7 +146,7 @@ def _write_any(value: Any, kind: Any, blobs: list[bytes]) -> Any:
     if type(value) in (list, tuple):
         return [_write_any(item, kind, blobs) for item in value]
     if type(value) not in (bool, int, float, str, type(None)):
-        raise _wrong(value, "what JSON has")
+        raise _wrong(value, "a JSON value")
     return value
 
 
@@ -154,7 +154,7 @@ def _read_any(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
     return plain
 
 
-# values with a name or a text
+# values that are written as text
 
 
 _NAMED: dict[Any, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
@@ -221,7 +221,7 @@ def _read_tensor(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
         if not blob:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # a dtype without plain values
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch refuses dtype or shape
         raise _unexpected("a tensor", plain) from error
 
 
@@ -243,7 +243,7 @@ def _read_error(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
     return found(what, where=where, remedy=remedy)
 
 
-# values that hold others
+# containers
 
 
 def _write_union(value: Any, kind: Any, blobs: list[bytes]) -> Any:

@@ -1,4 +1,4 @@
-"""A connection to one other rank, which knows the secret: messages with a code, and bulk data as it is."""
+"""A connection to one other rank that knows the secret. Messages are authenticated; bulk data is not."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _LENGTH = struct.Struct("<Q")
 _CODE_BYTES = 32
 _MAX_MESSAGE_BYTES = 1 << 36
 _SMALL_BYTES = 32 << 10
-"""What fits into the system's buffer of a connection is sent by the caller's thread."""
+"""Data of at most this size fits into the socket's buffer, so the caller's thread sends it."""
 
 
 @final
 class Connection:
-    """Sends to one other rank and receives from it, each in the order of the calls.
+    """A connection to one other rank. Sends are done in the order of the calls, and so are receives.
 
-    A call that fails leaves the connection useless: the other end cannot know how much has come.
+    After a failed call the connection cannot be used: it is unknown how much the other end has received.
 
     Args:
-        connection: its socket.
-        keys: of the handshake.
-        peer: the other rank; for messages.
-        timeout_s: how long the other end may do nothing while this one waits for it.
+        connection: its socket, after the handshake.
+        keys: the keys that the handshake returned.
+        peer: number of the other rank, for messages.
+        timeout_s: seconds without progress after which a call fails.
     """
 
     def __init__(self, connection: socket.socket, keys: Keys, peer: int, timeout_s: float) -> None:
@@ -51,7 +51,7 @@ class Connection:
         self._out, self._in = _Lane(f"to rank {peer}"), _Lane(f"from rank {peer}")
 
     def send(self, data: memoryview) -> Future[None]:
-        """Begin to send bytes; they must not change before it is done."""
+        """Begin to send bytes. They must not change until the returned future is done."""
         if self._out.is_idle and len(data) <= _SMALL_BYTES:
             try:
                 data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
@@ -62,7 +62,7 @@ class Connection:
         return self._out.submit(lambda: self._send(data)) if len(data) else _done()
 
     def receive(self, into: memoryview) -> Future[None]:
-        """Begin to fill `into`."""
+        """Begin to fill `into` with received bytes."""
         return self._in.submit(lambda: self._receive(into))
 
     def send_message(self, message: bytes) -> Future[None]:
@@ -73,10 +73,10 @@ class Connection:
         return self.send(memoryview(b"".join([length, code, message])))
 
     def receive_message(self) -> bytearray:
-        """Return the next message of the other end; nothing else may be receiving.
+        """Return the next message of the other end. No other receive may be running.
 
         Raises:
-            RankError: if it is not what the other end has sent.
+            RankError: if the message was changed on its way.
         """
         header = bytearray(_LENGTH.size + _CODE_BYTES)
         self._receive(memoryview(header))
@@ -93,16 +93,16 @@ class Connection:
 
     @property
     def own_address(self) -> str | None:
-        """The network address of this end; `None` for a connection within the host."""
+        """Network address of this end; `None` for a connection within the host."""
         return None if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 
     def has_message(self, within_s: float) -> bool:
-        """True if something has come, or the other end is gone; waits some seconds for it."""
+        """True if data arrives within `within_s` seconds, or the other end closes the connection."""
         return bool(select.select([self._socket], [], [], within_s)[0])
 
     def close(self) -> None:
-        """End the connection, and whatever waits for the other end."""
-        with contextlib.suppress(OSError):  # the other end has done so
+        """Close the connection. Calls that wait for the other end fail."""
+        with contextlib.suppress(OSError):  # the other end has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._out.close()
         self._in.close()
@@ -134,8 +134,8 @@ class Connection:
 
     def _damaged(self) -> RankError:
         return RankError(
-            f"a message of rank {self._peer} is not what the rank has sent",
-            remedy="see who else has access to the network of the hosts, and whether it damages data",
+            f"a message from rank {self._peer} is damaged: its length or its authentication code is wrong",
+            remedy="find out who has access to the network between the hosts, and whether it damages data",
         )
 
 
@@ -159,7 +159,7 @@ def _failed(error: OSError) -> Future[None]:
 
 @final
 class _Lane:
-    """Jobs one after the other, in a thread that is there from the first on; it does not keep the process.
+    """Runs jobs one after the other in a daemon thread, which the first job starts.
 
     Args:
         name: of the thread.
@@ -177,7 +177,7 @@ class _Lane:
         return self._last is None or self._last.done()
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Do a job after those that were submitted before."""
+        """Run a job after all jobs that were submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -187,7 +187,7 @@ class _Lane:
         return future
 
     def close(self) -> None:
-        """End the thread after the jobs that it has."""
+        """End the thread after the jobs that were submitted."""
         self._jobs.put(None)
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""The cores of this process, and which of them are a rank's."""
+"""CPU cores of this process, and how ranks divide them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def num_cores() -> int:
-    """How many cores this process may use: so many ranks can be on this machine."""
+    """Return how many cores this process may use, which is also the largest number of compute ranks."""
     return len(os.sched_getaffinity(0))
 
 
 def check_cores(num_csx: int, *, where: str) -> None:
-    """Raise `ConfigError` if this machine has not so many cores."""
+    """Raise `ConfigError` if this process may use fewer than `num_csx` cores."""
     if num_csx > num_cores():
         raise ConfigError(
-            f"{num_csx} CSXs are asked for, and this machine has {counted(num_cores(), 'core', 'cores')}",
+            f"{num_csx} CSXs are asked for, but this machine has {counted(num_cores(), 'core', 'cores')}",
             where=where,
             remedy=f"write at most {num_cores()}",
         )
 
 
 def cores_of_ranks(count: int) -> list[set[int]] | None:
-    """The cores of each of so many ranks where there are several NUMA nodes; those of a rank are neighbours.
+    """Return the cores of each of `count` ranks, or `None` on a machine with one NUMA node.
 
-    Then a rank's memory, which the system takes where a thread runs, lies beside its cores. On a machine of
-    one node, `None`: there ranks may go where there is room.
+    Each rank gets consecutive cores of the list of all nodes' cores. Linux allocates memory on the node of
+    the thread that first writes to it, so a rank's memory then lies beside its cores.
     """
     allowed = os.sched_getaffinity(0)
     nodes = [node for path in _NODES.glob("node[0-9]*/cpulist") if (node := _cores(path) & allowed)]
@@ -46,7 +46,7 @@ def cores_of_ranks(count: int) -> list[set[int]] | None:
 
 @contextmanager
 def bound_to(cores: set[int] | None) -> Iterator[None]:
-    """Within it processes that this thread starts stay on these cores; on any of its own if `None`."""
+    """Inside the context, processes that this thread starts run on `cores`; `None` changes nothing."""
     if cores is None:
         yield
         return
@@ -59,6 +59,6 @@ def bound_to(cores: set[int] | None) -> Iterator[None]:
 
 
 def _cores(cpulist: Path) -> set[int]:
-    """The cores of a list such as `0-3,8-11`."""
+    """Return the cores of a list such as `0-3,8-11`."""
     spans = [span.split("-") for span in cpulist.read_text().strip().split(",") if span]
     return {core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)}

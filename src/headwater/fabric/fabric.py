@@ -1,4 +1,4 @@
-"""What a rank sees of the others: memory that those of its host share, and how all wait for each other."""
+"""Interface of a rank to the other ranks: shared memory within a host, barriers and gathers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from headwater.fabric.link import Link
 Value = TypeVar("Value")
 
 DEFAULT_TIMEOUT_S = 600.0
-"""How long a rank may keep another waiting if nothing else is said."""
+"""Default number of seconds that a rank waits for another rank."""
 
 
 class Fabric(abc.ABC):
     """The ranks of a run. Every rank makes the same calls in the same order.
 
     Attributes:
-        rank: which one this is, from 0.
-        placement: how many there are, and which of them compute.
-        local_rank: which one of its host; 0 leads the host.
-        local_size: how many its host has.
-        hosts: the host of each rank, from 0; those of a host follow each other.
+        rank: number of this rank, from 0.
+        placement: number of compute ranks and store ranks.
+        local_rank: number of this rank on its host; rank 0 of a host is its leader.
+        local_size: number of ranks on this host.
+        hosts: index of the host of each rank, from 0. Ranks of one host are consecutive.
     """
 
     rank: int
@@ -38,76 +38,84 @@ class Fabric(abc.ABC):
 
     @property
     def host(self) -> int:
-        """The host of this rank."""
+        """Index of the host of this rank."""
         return self.hosts[self.rank]
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.placement.size
 
     @property
     def num_csx(self) -> int:
-        """How many of them compute."""
+        """Number of compute ranks."""
         return self.placement.num_csx
 
     @property
     def computes(self) -> bool:
-        """Whether this rank computes; otherwise it keeps masters and optimizer state, and updates them."""
+        """True for a compute rank. A store rank keeps masters and optimizer state, and updates them."""
         return self.rank < self.num_csx
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return self.hosts[-1] + 1
 
     @property
     def neighbours(self) -> Fabric:
-        """The ranks of this host, as if there were no other host."""
+        """The ranks of this host alone."""
         return self
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory that the ranks of a host see: page-aligned uint8, zero; the n-th call gives all the same."""
+        """Return page-aligned memory that the ranks of a host share. All of them must make the same calls.
+
+        Args:
+            num_bytes: size of the memory.
+
+        Returns:
+            uint8, at least `num_bytes` long. The n-th call returns the same memory on every rank of the host.
+            It is zero if there are several ranks.
+        """
 
     @abc.abstractmethod
     def connect(self, purpose: str) -> Link | None:
-        """A connection of the leaders of all hosts, of its own; `None` on other ranks, and for one host."""
+        """Return a new connection of the leaders of all hosts; `None` on other ranks, and with one host."""
 
     @abc.abstractmethod
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Return when `condition` holds.
+        """Block until `condition()` is true.
 
         Args:
-            condition: something that another rank of the host brings about.
-            what: is waited for; for messages.
+            condition: becomes true by what another rank of the host does.
+            what: name of the awaited event, for messages.
 
         Raises:
-            RankError: if a rank is gone, or it takes too long.
+            RankError: if a rank of the host has ended, or the timeout has passed.
         """
 
     @abc.abstractmethod
     def exclusive(self) -> AbstractContextManager[object]:
-        """While it is open no other rank of the host is in one, nor another thread; for moments only.
+        """Return a lock that one thread of one rank of this host holds at a time. Hold it briefly.
 
-        What was written within one is seen within the next. It may be nested.
+        Each holder sees what the previous one wrote. The lock is reentrant.
         """
 
     @abc.abstractmethod
     def barrier(self, what: str) -> None:
-        """Return when every rank has come here; see `wait_until`."""
+        """Block until every rank has called this; see `wait_until`."""
 
     @abc.abstractmethod
     def gather(self, value: float) -> list[float]:
-        """The value of each rank."""
+        """Return the value of each rank."""
 
     @abc.abstractmethod
     def gather_objects(self, value: Value, kind: Any) -> list[Value]:
-        """The same of any value of a type that `headwater.fabric.codec` knows; slower."""
+        """Return the value of each rank, of any type that `headwater.fabric.codec` knows. Slower."""
 
     @abc.abstractmethod
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """The same of tensors of one shape and dtype, of the ranks that compute; only these ask."""
+        """Return the tensor of each compute rank. Only these call it, with equal shapes and dtypes."""
 
     @abc.abstractmethod
     def agree(self, make: Callable[[], Value], kind: Any) -> Value:
@@ -120,11 +128,11 @@ class Fabric(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what is shared."""
+        """Close connections and shared files."""
 
 
 class Alone(Fabric):
-    """One rank."""
+    """A run with one rank."""
 
     rank = local_rank = 0
     local_size = 1
@@ -138,7 +146,7 @@ class Alone(Fabric):
         return None
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        assert condition(), f"{what} is waited for, and nobody else is there"
+        assert condition(), f"{what} is awaited, but there is no other rank"
 
     def exclusive(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -166,11 +174,11 @@ ALONE = Alone()
 
 
 class Board:
-    """Numbers that the ranks of a host write for each other. One rank at a time writes a number.
+    """Counters that the ranks of a host share. One rank at a time writes a counter.
 
     Args:
         fabric: the ranks.
-        slots: how many numbers; at first 0.
+        slots: number of counters; each is 0 at first.
     """
 
     def __init__(self, fabric: Fabric, slots: int) -> None:
@@ -180,15 +188,15 @@ class Board:
             self._values[:] = 0
 
     def post(self, slot: int, value: int) -> None:
-        """Write a number."""
+        """Set a counter."""
         self._values[slot] = value
 
     def read(self, slot: int) -> int:
-        """Read a number."""
+        """Return a counter."""
         return int(self._values[slot])
 
     def wait(self, slot: int, value: int, what: str) -> None:
-        """Return when a number is at least `value`; see `Fabric.wait_until`."""
+        """Block until a counter is at least `value`; see `Fabric.wait_until`."""
         values = self._values
         if values[slot] < value:
             self._fabric.wait_until(lambda: bool(values[slot] >= value), what)

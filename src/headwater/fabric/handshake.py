@@ -46,15 +46,18 @@ def introduce(
 
     Args:
         connection: to the other end.
-        secret: of the ranks.
-        purpose: of the connection.
-        own: this rank.
-        other: the rank that is wanted.
-        within_s: how long it may take.
+        secret: of the run.
+        purpose: name of the connection; see `Switchboard.connect`.
+        own: number of this rank.
+        other: number of the rank that should answer.
+        within_s: seconds that the handshake may take.
+
+    Returns:
+        The keys of the connection.
 
     Raises:
         StrangerError: if the other end does not know the secret.
-        OSError: if it does not answer.
+        OSError: if the other end does not answer in time.
     """
     end = time.monotonic() + within_s
     hello = _HELLO.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES), own, other, _digest(purpose))
@@ -62,7 +65,7 @@ def introduce(
     answer = _receive(connection, _NONCE_BYTES + _CODE_BYTES, end)
     said = hello + answer[:_NONCE_BYTES]
     if not hmac.compare_digest(_code(secret, b"accepts", said), answer[_NONCE_BYTES:]):
-        raise StrangerError(f"who answers for rank {other} does not know the secret of this rank")
+        raise StrangerError(f"the process that answers for rank {other} does not know the secret")
     _send(connection, _code(secret, b"connects", said), end)
     if _receive(connection, 1, end) != _ACCEPTED:
         raise StrangerError(f"rank {other} does not accept this rank")
@@ -72,30 +75,36 @@ def introduce(
 def examine(connection: socket.socket, secret: bytes, own: int, within_s: float) -> tuple[Keys, int, bytes]:
     """Authenticate a connection that another process opened.
 
+    Args:
+        connection: to the other process.
+        secret: of the run.
+        own: number of this rank.
+        within_s: seconds that the handshake may take.
+
     Returns:
-        The keys, which rank it is, and the digest of its purpose; see `purpose_digest`.
+        The keys, the number of the other rank, and the digest of the purpose; see `purpose_digest`.
 
     Raises:
-        StrangerError: if it does not know the secret, or wants another rank.
-        OSError: if it says too little in that time.
+        StrangerError: if the other process does not know the secret, or expects another rank here.
+        OSError: if it does not answer in time.
     """
     end = time.monotonic() + within_s
     hello = _receive(connection, _HELLO.size, end)
     magic, _, other, wanted, purpose = _HELLO.unpack(hello)
     if magic != _MAGIC:
-        raise StrangerError("it does not speak as a rank")
+        raise StrangerError("its first message is not a rank's")
     said = hello + secrets.token_bytes(_NONCE_BYTES)
     _send(connection, said[_HELLO.size :] + _code(secret, b"accepts", said), end)
     if not hmac.compare_digest(_code(secret, b"connects", said), _receive(connection, _CODE_BYTES, end)):
         raise StrangerError("it does not know the secret of this rank")
     if wanted != own:
-        raise StrangerError(f"rank {other} looks for rank {wanted}, and this is rank {own}")
+        raise StrangerError(f"rank {other} expected rank {wanted} here, but this is rank {own}")
     _send(connection, _ACCEPTED, end)
     return Keys(_code(secret, b"in", said), _code(secret, b"out", said)), other, purpose
 
 
 def purpose_digest(purpose: str) -> bytes:
-    """Return what a hello says of the purpose of a connection."""
+    """Return the digest of a purpose that the first message of a handshake contains."""
     return _digest(purpose)
 
 
@@ -126,5 +135,5 @@ def _receive(connection: socket.socket, count: int, end: float) -> bytes:
 def _left(end: float) -> float:
     left = end - time.monotonic()
     if left <= 0:
-        raise TimeoutError("the other end says too little")
+        raise TimeoutError("the other end did not complete the handshake in time")
     return left

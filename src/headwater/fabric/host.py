@@ -1,4 +1,4 @@
-"""Ranks that are processes of one host: they share memory and look at each other's progress there."""
+"""Ranks that are processes of one host: they share memory and watch each other's progress in it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _STORE_TIMEOUT_S = 7 * 24 * 3600.0
 
 
 class HostFabric(Fabric):
-    """Ranks of one host, each of them a process.
+    """The ranks of one host, each of them a process.
 
-    What is shared lies in files without names; the system frees each when no process uses it any more.
+    Shared memory consists of unnamed files. The system frees a file when no process uses it any more.
 
     Args:
-        switchboard: of this rank.
-        processes: by rank; those of a host follow each other.
-        timeout_s: how long another rank may keep this one waiting.
-        num_memx: how many of them, the last ones, are store ranks.
+        switchboard: the connections of this rank.
+        processes: by rank. Ranks of one host are consecutive.
+        timeout_s: seconds to wait for another rank before an error is raised.
+        num_memx: number of store ranks. They are the last ranks.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class HostFabric(Fabric):
         first = self.hosts.index(self.host)
         self._neighbours = [p for p in processes if p.host == processes[rank].host]
         self.local_rank, self.local_size = rank - first, len(self._neighbours)
-        # A store rank waits for all that the others do beside: evaluations, long steps.
+        # A store rank also waits during evaluations and long steps of the compute ranks.
         self._timeout_s = timeout_s if self.computes else _STORE_TIMEOUT_S
         self._lock, self._depth = threading.RLock(), 0
         self._file = processes[rank].file
@@ -60,23 +60,23 @@ class HostFabric(Fabric):
             os.close(self._file)
             self._file = self._file_of_leader(self._neighbours[0].file)
         sizes = [2, self.local_size, self.local_size, self.size, 1]
-        os.ftruncate(self._file, round_up(8 * sum(sizes)))  # the leader may not have come to it yet
+        os.ftruncate(self._file, round_up(8 * sum(sizes)))  # the leader may not have done this yet
         numbers = torch.frombuffer(mmap.mmap(self._file, 8 * sum(sizes)), dtype=torch.int64)
         offered, taken, arrived, values, called = numbers.split(sizes)
-        self._offered = offered.numpy()  # the leader's file of an allocation, and the allocation's number
-        self._taken = taken.numpy()  # the last allocation of each rank
+        self._offered = offered.numpy()  # file descriptor of the leader's last allocation, and its number
+        self._taken = taken.numpy()  # number of the last allocation that each rank has mapped
         self._arrived, self._values = arrived.numpy(), values.view(torch.float64).numpy()
-        self._called = called.numpy()  # when the leader last began to speak with other hosts, ns; 0: never
+        self._called = called.numpy()  # time (ns) of the leader's last call to other hosts; 0: never
         self._allocations = self._barriers = 0
         self._every = self._mesh(range(self.size))
         self._computing = self._mesh(range(self.num_csx)) if self.placement.num_memx else self._every
-        # It is more patient: others wait in it while the first rank does something for all.
+        # A longer timeout, for `agree`: the other ranks wait in it while rank 0 works for all.
         self._patient = self._mesh(range(self.size), max(DEFAULT_TIMEOUT_S, self._timeout_s))
         with self._errors():
-            self._patient.gather(b"")  # the file is as long as it is to be, and everybody has it open
+            self._patient.gather(b"")  # now the file has its full size, and every rank has opened it
 
     def _mesh(self, ranks: Sequence[int], timeout_s: float | None = None) -> Mesh:
-        """Connections of some ranks; all make it, also those that are not among them."""
+        """Return a mesh of some ranks. All ranks call this, since the number of calls names the mesh."""
         purpose = self._switchboard.next_purpose()
         return Mesh(self._switchboard, ranks, timeout_s or self._timeout_s, purpose)
 
@@ -88,17 +88,17 @@ class HostFabric(Fabric):
             os.ftruncate(file, size)
             self._offered[:] = file, number
         else:
-            self.wait_until(lambda: bool(self._offered[1] >= number), "memory that is shared")
+            self.wait_until(lambda: bool(self._offered[1] >= number), "shared memory")
             file = self._file_of_leader(int(self._offered[0]))
         pages = mmap.mmap(file, size)
         self._taken[self.local_rank] = number
         if self.local_rank == 0:
-            self.wait_until(lambda: bool((self._taken >= number).all()), "all to have the memory")
+            self.wait_until(lambda: bool((self._taken >= number).all()), "all ranks to map shared memory")
         os.close(file)
         return torch.frombuffer(pages, dtype=torch.uint8)
 
     def _file_of_leader(self, number: int) -> int:
-        """What the first rank of the host calls so."""
+        """Open the file that has this descriptor in the leader's process."""
         return os.open(f"/proc/{self._neighbours[0].pid}/fd/{number}", os.O_RDWR)
 
     def connect(self, purpose: str) -> Link | None:
@@ -117,11 +117,11 @@ class HostFabric(Fabric):
                 if now - self._patient_from(start) > self._timeout_s:
                     raise RankError(
                         f"rank {self.rank} has waited {now - start:.0f} s for {what}{self._stopped()}",
-                        remedy="see what the other ranks are doing; the last complete checkpoint is intact",
+                        remedy="find out what the other ranks do; the last complete checkpoint is intact",
                     )
 
     def _stopped(self) -> str:
-        """Return which ranks of the host do not run, for messages."""
+        """Return which ranks of the host are stopped, for messages."""
         first = self.rank - self.local_rank
         stopped = [
             f"rank {rank} (process {process.pid}) is stopped"
@@ -131,9 +131,10 @@ class HostFabric(Fabric):
         return ": " + ", ".join(stopped) if stopped else ""
 
     def _patient_from(self, start: float) -> float:
-        """From when on the timeout counts for something that is waited for since `start`.
+        """Return the time from which the timeout counts for a wait that began at `start`.
 
-        A call to other hosts that may be under way ends by itself in time, and says which is missing.
+        A call to other hosts may be running. It fails by itself after the timeout, and its error names the
+        host that is missing, so this rank waits longer.
         """
         called = int(self._called[0])
         return max(start, called * 1e-9 + self._timeout_s) if called else start
@@ -143,8 +144,8 @@ class HostFabric(Fabric):
         for rank, process in enumerate(self._neighbours, start=first):
             if not is_alive(process.pid):
                 raise RankError(
-                    f"rank {rank} (process {process.pid}) is gone, and rank {self.rank} waits for {what}",
-                    remedy="see why it ended; the run goes on from its last complete checkpoint",
+                    f"rank {rank} (process {process.pid}) is gone while rank {self.rank} waits for {what}",
+                    remedy="find out why it ended; the run continues from its last complete checkpoint",
                 )
 
     @contextlib.contextmanager
@@ -161,7 +162,7 @@ class HostFabric(Fabric):
                     fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _lock_file(self) -> bool:
-        """Whether the file is this rank's now; the system frees it with the process."""
+        """True if this rank could lock the file. The system unlocks it when the process ends."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -176,9 +177,9 @@ class HostFabric(Fabric):
 
     def gather(self, value: float) -> list[float]:
         self._values[self.rank] = value
-        self.barrier("a number of every rank")
+        self.barrier("the values of all ranks")
         values: list[float] = np.array(self._values[: self.size]).tolist()
-        self.barrier("all to have read it")
+        self.barrier("all ranks to read the values")  # before a rank overwrites its value
         return values
 
     def gather_objects(self, value: Value, kind: Any) -> list[Value]:
@@ -196,7 +197,7 @@ class HostFabric(Fabric):
                 raise RankError(
                     f"expected a tensor of shape {list(value.shape)} and {value.dtype} from rank {rank}, "
                     f"got {list(each.shape)} and {each.dtype}",
-                    remedy="let every rank compute the same",
+                    remedy="compute tensors of the same shape and dtype on every rank",
                 )
         return [each.to(value.device) for each in values]
 
@@ -222,11 +223,11 @@ class HostFabric(Fabric):
         except OSError as error:
             raise RankError(
                 f"rank {self.rank} cannot reach {self._others()}: {error}{self._stopped()}",
-                remedy="see what the other ranks say, and why they ended",
+                remedy="see the errors of the other ranks, and why they ended",
             ) from error
 
     def _others(self) -> str:
-        """Who they are, for messages."""
+        """Return the names of the other hosts, for messages."""
         return "the others"
 
     def close(self) -> None:

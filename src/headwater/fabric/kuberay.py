@@ -1,4 +1,4 @@
-"""A manifest for KubeRay: a Ray cluster of pods in which a command runs, and which ends with it."""
+"""Builds a manifest for KubeRay: a Ray cluster of pods that runs one command and is deleted after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwater.core.errors import ConfigError
 from headwater.core.units import MIB
 
 PARAMS = PurePosixPath("/etc/headwater/params.yaml")
-"""Where every pod has the params."""
+"""Path of the params file in every pod."""
 _LONGEST_NAME = 47
 _HEAD = {"cpu": "2", "memory": "8192Mi"}
 _GPU = "nvidia.com/gpu"
@@ -22,15 +22,15 @@ _PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
 @dataclasses.dataclass(frozen=True)
 class Pods:
-    """What computes.
+    """The pods of the compute ranks.
 
     Attributes:
-        count: how many, beside the one in which the command runs.
-        cpus: of each.
-        gpus: of each.
-        memory_bytes: of each.
-        image: of all.
-        volumes: names of persistent volume claims, and where every pod has them.
+        count: number of pods, without the head pod, in which the command runs.
+        cpus: CPUs of each pod.
+        gpus: GPUs of each pod.
+        memory_bytes: memory of each pod.
+        image: container image of all pods.
+        volumes: path in every pod at which a persistent volume claim is mounted, by name of the claim.
     """
 
     count: int
@@ -44,23 +44,26 @@ class Pods:
 def manifest(
     name: str, pods: Pods, command: Sequence[str], params: str, *, num_retries: int
 ) -> list[dict[str, Any]]:
-    """A config map with the params, and a `RayJob` (ray.io/v1) that runs a command on pods of its own.
+    """Return a config map with the params, and a `RayJob` (ray.io/v1) that runs a command on new pods.
 
     Args:
         name: of the job.
-        pods: that compute.
-        command: that trains; it finds the params at `PARAMS`.
-        params: text of the file.
-        num_retries: how often the job is started again, on new pods, when it has failed.
+        pods: the pods of the compute ranks.
+        command: the training command; it finds the params at `PARAMS`.
+        params: text of the params file.
+        num_retries: how often the job is started again, on new pods, after it has failed.
+
+    Returns:
+        The two Kubernetes objects.
 
     Raises:
-        ConfigError: if Kubernetes does not allow the name.
+        ConfigError: if the name is not valid in Kubernetes.
     """
     if len(name) > _LONGEST_NAME or re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) is None:
         raise ConfigError(
-            f"{name!r} is no name for a job of KubeRay",
+            f"{name!r} is not a valid name of a KubeRay job",
             where="--name",
-            remedy=f"write at most {_LONGEST_NAME} small letters, digits and hyphens, a letter first",
+            remedy=f"write at most {_LONGEST_NAME} lowercase letters, digits and hyphens, a letter first",
         )
     map_name = f"{name}-params"
     limits = {"cpu": str(pods.cpus), "memory": f"{pods.memory_bytes // MIB}Mi"}
@@ -87,7 +90,7 @@ def manifest(
                 "backoffLimit": num_retries,
                 "shutdownAfterJobFinishes": True,
                 "rayClusterSpec": {
-                    # No rank is placed beside the command: the head has no CPUs to give.
+                    # The head has 0 CPUs for Ray, so that no rank is placed beside the command.
                     "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": head},
                     "workerGroupSpecs": [
                         {
@@ -106,7 +109,7 @@ def manifest(
 
 
 def _template(container: str, pods: Pods, limits: Mapping[str, str], map_name: str) -> dict[str, Any]:
-    """A pod with one container, which has the params and all volumes."""
+    """Return the template of a pod with one container that mounts the params and all volumes."""
     volumes: list[dict[str, Any]] = [{"name": "params", "configMap": {"name": map_name}}]
     mounts: list[dict[str, Any]] = [{"name": "params", "mountPath": str(PARAMS.parent), "readOnly": True}]
     for index, (claim, path) in enumerate(pods.volumes.items()):

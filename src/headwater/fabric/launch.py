@@ -1,6 +1,6 @@
-"""Several ranks on this machine: started by running a command so many times, and what became of them.
+"""Starts several ranks on this machine, each a process with the same command, and reports how they end.
 
-Nothing here imports torch: a launcher lives as long as its ranks, and would take 170 MiB beside them.
+Nothing here imports torch: the launcher runs as long as its ranks, and torch would take 170 MiB more.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ def become_launcher(
     max_restarts: int = 0,
     of_script: bool = False,
 ) -> NoReturn:
-    """Let this process be the launcher of its own command from now on, without what it has imported.
+    """Replace this process by a launcher that runs its command as ranks.
+
+    `exec` frees the memory of everything that this process has imported.
 
     Args:
         placement: see `launch`.
         command: see `launch`.
         where: see `launch`.
         max_restarts: see `launch`.
-        of_script: whether it is that of a script; see [Note: ranks of a script].
+        of_script: True if the command runs a script; see [Note: ranks of a script].
     """
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
@@ -56,18 +58,21 @@ def become_launcher(
 
 
 def launch(placement: Placement, command: Sequence[str], *, where: str, max_restarts: int = 0) -> int:
-    """Run a command of Python as ranks on this machine; returns its exit code.
+    """Run a Python command as ranks on this machine.
 
     Args:
-        placement: how many; store ranks need no core of their own.
-        command: what follows the interpreter.
-        where: the number was written; for errors.
-        max_restarts: how often all are started again when one is gone, or misses another; an error that says
-            what is wrong would come again.
+        placement: number of compute ranks and store ranks. Store ranks share their cores.
+        command: arguments of the interpreter.
+        where: the place where the number of ranks is written, for errors.
+        max_restarts: how often all ranks are started again after one was lost or could not reach another. Any
+            other error would occur again.
+
+    Returns:
+        The exit code of the command.
 
     Raises:
-        ConfigError: if there are not so many cores.
-        HeadwaterError: what the first rank that failed has met.
+        ConfigError: if this process may use too few cores.
+        HeadwaterError: the error of the rank that failed first.
     """
     check_cores(placement.num_csx, where=where)
     with _signals_for_ranks() as heard:
@@ -79,17 +84,17 @@ def launch(placement: Placement, command: Sequence[str], *, where: str, max_rest
             try:
                 exit_code(failures)
             except RankError as error:
-                again = f"starting again from the last complete checkpoint ({restart} of {max_restarts})"
+                again = f"restarting from the last complete checkpoint ({restart} of {max_restarts})"
                 print(f"{error.what}; {again}", file=sys.stderr)
         return 0
 
 
 @contextmanager
 def _signals_for_ranks() -> Iterator[list[int]]:
-    """Gives the signals that the ranks are to get.
+    """Yield a list that collects the signals to pass on to the ranks.
 
-    A terminal's Ctrl-C does not reach them, as each is of a session of its own: so it hears everything once.
-    They are asked to end where the terminal is gone, unless (`nohup`) that is not to be heard of.
+    Each rank has its own session, so Ctrl-C in a terminal reaches only the launcher, which passes it on once.
+    When the terminal closes, the ranks get SIGTERM, unless SIGHUP is ignored (`nohup`).
     """
     heard: list[int] = []
     handlers: dict[int, Handler] = {
@@ -106,11 +111,11 @@ class _Rank:
     """A rank that was started.
 
     Attributes:
-        number: which one.
+        number: of the rank.
         process: its process.
-        report: where it tells what has ended it; see `read_report`.
-        num_told: how many of the signals it has got.
-        was_killed: it did not end when it was asked to.
+        report: path of the file to which the rank writes its error; see `read_report`.
+        num_told: how many of the collected signals it has been sent.
+        was_killed: True if it was killed because it did not end when it was asked to.
     """
 
     number: int
@@ -121,10 +126,10 @@ class _Rank:
 
 
 def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> list[Failure]:
-    """Run the ranks to their end; those that have not ended well.
+    """Run the ranks until all have ended; return those that failed.
 
     Raises:
-        RankError: if the system does not let them start.
+        RankError: if the system cannot start a rank.
     """
     ranks: list[_Rank] = []
     with ExitStack() as at_end:
@@ -135,29 +140,29 @@ def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> 
         except OSError as error:
             raise RankError(
                 f"rank {len(ranks)} cannot be started: {error.strerror}",
-                remedy="see whether there is room for its process, and for a file in memory",
+                remedy="check how many processes this user may run, and how much memory is free",
             ) from error
         return _watch(ranks, heard)
 
 
 def _end(ranks: Iterable[_Rank]) -> None:
-    """Let nothing of them be left."""
+    """Kill all remaining ranks and reap them."""
     for rank in ranks:
         rank.process.kill()
         rank.process.wait()
 
 
 def _start(placement: Placement, command: Sequence[str], at_end: ExitStack) -> Iterator[_Rank]:
-    """Start all, one after the other.
+    """Start the ranks one after the other; yield each.
 
     Args:
-        placement: how many.
-        command: what they run.
-        at_end: closes the files of their reports. These have no names: nothing of them stays, whatever ends.
+        placement: number of ranks.
+        command: arguments of the interpreter.
+        at_end: closes the report files. These have no names, so nothing of them remains.
     """
     threads, cores = num_cores() // placement.num_csx, cores_of_ranks(placement.num_csx) or []
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("")  # a name that the system chooses; only this host reaches it
+        listener.bind("")  # the system chooses a name that only this host reaches
         listener.listen(max(128, placement.size))
         secret = new_secret()
         for number in range(placement.size):
@@ -190,13 +195,13 @@ def _start(placement: Placement, command: Sequence[str], at_end: ExitStack) -> I
 
 
 def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
-    """Wait until all have ended; those that have not ended well.
+    """Wait until all ranks have ended; return those that failed.
 
-    When one has failed the others cannot go on: they are asked to end, and have a while for it.
+    When a rank has failed the others cannot continue. They get SIGTERM, and SIGKILL after a grace period.
 
     Args:
-        ranks: all.
-        heard: signals for all of them; grows meanwhile.
+        ranks: all ranks.
+        heard: signals to pass on to all ranks; grows while this runs.
     """
     pending, failures, end = list(ranks), list[Failure](), float("inf")
     while pending:
@@ -222,7 +227,7 @@ def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
 
 
 def _failure(rank: _Rank) -> Failure | None:
-    """How a rank that has ended has failed, if it has."""
+    """Return how a rank failed that has ended; `None` if it succeeded."""
     code = rank.process.returncode
     if not code:
         return None

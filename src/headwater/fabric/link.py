@@ -1,4 +1,4 @@
-"""A connection of hosts: one process of each, its leader, sends and receives for all of them."""
+"""A connection between hosts: one process of each, its leader, sends and receives for all its ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from headwater.fabric.codec import decode, encode
 from headwater.fabric.mesh import Mesh
 
 PIECE_BYTES = 4 << 20
-"""What is best sent at once: several of them overlap with what is done to each."""
+"""A good size of one transfer: while one piece is sent, the previous one is processed."""
 
 
 class Link:
-    """What the leaders of all hosts send each other for one purpose, one call after the other.
+    """A connection of the leaders of all hosts for one purpose.
 
-    All of them make the same calls in the same order. Calls on several links may overlap.
+    All leaders make the same calls in the same order. Calls on different links may overlap.
 
     Args:
-        purpose: what it is for; for messages.
+        purpose: of the link, for messages.
         mesh: the leaders of all hosts.
-        names: of the hosts.
-        host: this one.
-        note_call: is called whenever a call begins; it ends within the timeout of the group.
+        names: of the hosts, by index.
+        host: index of this host.
+        note_call: called at the beginning of each call. A call ends within the timeout of the mesh.
     """
 
     def __init__(
@@ -45,24 +45,24 @@ class Link:
         self._others = [other for other in range(self.num_hosts) if other != host]
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """The values [n] of every host, [hosts, n]."""
+        """Return the values [n] of every host as [hosts, n]."""
         with self._calling(*self._others):
             messages = self._mesh.gather(encode(values, torch.Tensor))
         return torch.stack([decode(message, torch.Tensor) for message in messages])
 
     def exchange(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """Send each host what is for it, and receive what each has for this one, all at once.
+        """Send a tensor to each other host and receive one from each, all at once.
 
         Args:
-            out: uint8, contiguous, by host.
-            into: likewise, as long as what that host sends; nothing of this host itself.
+            out: uint8, contiguous, by host. The entry of this host is ignored.
+            into: the tensors to fill, as long as what each host sends. The entry of this host is ignored.
         """
         self.start_exchange(out, into)()
 
     def start_exchange(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Begin an `exchange`; what is returned ends it.
+        """Begin an `exchange`; return a function that waits for its end.
 
-        Receiving is prepared before sending: over TCP only then both directions are as fast as one.
+        The receives are started before the sends. Otherwise TCP slows down when both directions are busy.
         """
         others = self._others
         with self._calling(*others):
@@ -77,17 +77,17 @@ class Link:
         return finish
 
     def send(self, data: torch.Tensor, host: int) -> None:
-        """Send a contiguous tensor to a host, which calls `receive`."""
+        """Send a contiguous tensor to a host, which must call `receive`."""
         with self._calling(host):
             self._mesh.start({host: [data]}, {})()
 
     def receive(self, data: torch.Tensor, host: int) -> None:
-        """Fill a contiguous tensor with what a host sends."""
+        """Fill a contiguous tensor with the data that a host sends."""
         with self._calling(host):
             self._mesh.start({}, {host: [data]})()
 
     def close(self) -> None:
-        """Give back the connections."""
+        """Close the connections."""
         self._mesh.close()
 
     @contextmanager
@@ -99,6 +99,6 @@ class Link:
             others = " or ".join(self._names[host] for host in hosts)
             raise RankError(
                 f"host {self._names[self.host]} cannot reach {others} for {self._purpose}: {error}",
-                remedy="see whether the hosts run and reach each other; "
-                "the run goes on from its last complete checkpoint",
+                remedy="check that the hosts run and reach each other; "
+                "the run continues from its last complete checkpoint",
             ) from error

@@ -1,4 +1,4 @@
-"""Rendezvous: every rank connects to the first one, which tells all of them where the others are.
+"""Rendezvous: every rank connects to rank 0, which sends all ranks the addresses of the others.
 
 [Note: rendezvous of ranks]
 Rank 0 listens, and accepts only ranks that know the secret of the run. The launcher of one host gives it a
@@ -6,7 +6,7 @@ socket that only this host reaches. Otherwise it listens at the address that MAS
 Where `torchrun` has a store of `torch.distributed` at that address, rank 0 listens at a second port and
 writes its number to the store. The store is not trusted: the process that answers must know the secret.
 
-A rank that waits asks again and again, so that it can be interrupted, and says what it waits for.
+A waiting rank polls, so that it can be interrupted and can print what it waits for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, final
 
 import psutil
 import torch.distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # of the documents, not of its stubs
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, missing in the stubs
 
 from headwater.core.errors import HeadwaterError, RankError
 from headwater.fabric.codec import decode, encode
@@ -36,7 +36,7 @@ from headwater.fabric.switchboard import Address, Switchboard, call, listen_at, 
 _POLL_S = 0.05
 _SAY_AFTER_S = 10.0
 _SHORT_S = 30.0
-"""For what should take no time: a name to be found, and an answer of a store."""
+"""Timeout of fast operations: the look-up of a host name, and a request to a store."""
 
 _PURPOSE = "rendezvous"
 _BACKLOG = 1024
@@ -50,8 +50,8 @@ class Process:
 
     Attributes:
         host: name of its host.
-        pid: its number there.
-        file: its descriptor of a file in memory, which the host may share.
+        pid: its process number there.
+        file: its descriptor of a file in memory. The leader's is the shared memory of the host.
     """
 
     host: str
@@ -64,7 +64,7 @@ class _Hello:
     """A rank's introduction: sent to rank 0, which forwards it to all ranks.
 
     Attributes:
-        size: how many ranks there are, as it was told.
+        size: number of ranks, as its launcher told it.
         process: its process.
         address: where it listens.
     """
@@ -78,11 +78,11 @@ _Table = tuple[list[_Hello], HeadwaterError | None]
 
 
 def meet(own: Process, timeout_s: float) -> tuple[Switchboard, list[Process]]:
-    """Find the other ranks that the environment tells of.
+    """Find the other ranks by the environment variables of the launcher.
 
     Args:
         own: this process.
-        timeout_s: how long to wait for all of them.
+        timeout_s: seconds to wait for all ranks.
 
     Returns:
         The connections of this rank, and the process of each rank.
@@ -90,19 +90,19 @@ def meet(own: Process, timeout_s: float) -> tuple[Switchboard, list[Process]]:
     Raises:
         RankError: if a rank does not connect in time, or a process answers that is not a rank.
     """
-    found = _Meeting(os.environ, own, timeout_s).begin()
+    found = _Rendezvous(os.environ, own, timeout_s).run()
     os.environ.pop(LISTENER, None)
     return found
 
 
 @final
-class _Meeting:
-    """The first steps of one rank.
+class _Rendezvous:
+    """The rendezvous of one rank.
 
     Args:
-        environment: the variables of `torch.distributed`; the secret is taken out of it.
+        environment: variables of `torch.distributed`. The secret is removed from it.
         own: this process.
-        timeout_s: how long to wait for all.
+        timeout_s: seconds to wait for all ranks.
     """
 
     def __init__(self, environment: MutableMapping[str, str], own: Process, timeout_s: float) -> None:
@@ -118,21 +118,21 @@ class _Meeting:
             absent = [name for name in names if not environment.get(name)]
             if absent:
                 raise RankError(
-                    f"this process is one of several ranks, and is not told {', '.join(absent)}",
+                    f"this process is one of several ranks, but {', '.join(absent)} is not set",
                     where="environment",
-                    remedy=f"start ranks with torchrun or srun, or set {', '.join(_VARIABLES)} for each",
+                    remedy=f"start the ranks with torchrun or srun, or set {', '.join(_VARIABLES)} for each",
                 )
             self._rank, self._size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         self._host = environment.get("MASTER_ADDR", "127.0.0.1")
         self._port = int(environment.get("MASTER_PORT", "0"))
         self._place = "this host" if self._given else f"{self._host}:{self._port}"
         self._key = f"headwater rank 0, start {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._says = environment.get("LOCAL_RANK", "0") == "0"  # once for each host
+        self._announces = environment.get("LOCAL_RANK", "0") == "0"  # one rank of each host prints
         self._timeout_s = timeout_s
         self._secret = take_secret(environment)
 
-    def begin(self) -> tuple[Switchboard, list[Process]]:
-        """Meet the others."""
+    def run(self) -> tuple[Switchboard, list[Process]]:
+        """Return the connections of this rank, and the process of each rank."""
         try:
             if not self._given:
                 self._wait(self._find_name, _SHORT_S)
@@ -144,11 +144,11 @@ class _Meeting:
         return board, [hello.process for hello in table]
 
     def _agent_store(self) -> TCPStore:
-        """The store of the launcher of the first host, under `torchrun`."""
+        """Return the store of torchrun's agent on the first host."""
         timeout = timedelta(seconds=min(_SHORT_S, self._timeout_s))
         return TCPStore(self._host, self._port, timeout=timeout, wait_for_workers=False)
 
-    # the first rank
+    # rank 0
 
     def _lead(self) -> tuple[Switchboard, list[_Hello]]:
         board = Switchboard(0, self._secret, self._listener())
@@ -161,17 +161,17 @@ class _Meeting:
         return board, hellos
 
     def _answer(self, board: Switchboard) -> list[_Hello]:
-        """Wait for all others, and tell each of them where the others are."""
+        """Wait for all other ranks, and send each of them the addresses of all."""
         others = range(1, self._size)
         self._wait(lambda: self._missing(board), self._timeout_s)
         connections = [board.take(_PURPOSE, other, self._timeout_s) for other in others]
         hellos = [self._hello(board.address)]
         for connection in connections:
-            assert connection is not None, "nobody else takes it"
+            assert connection is not None, "only this thread takes connections of the rendezvous"
             hellos.append(decode(connection.receive_message(), _Hello))
         failure = _check(hellos)
         for connection in connections:
-            assert connection is not None, "nobody else takes it"
+            assert connection is not None, "only this thread takes connections of the rendezvous"
             connection.send_message(encode((hellos, failure), _Table)).result()
         if failure is not None:
             raise failure
@@ -188,7 +188,11 @@ class _Meeting:
         return listen_at(self._address_to_listen_at(), self._port, _BACKLOG)
 
     def _address_to_listen_at(self) -> str:
-        """The named address; all, if it is a name that leads this host to itself and others to this host."""
+        """Return the address that MASTER_ADDR names, or "" for all interfaces of this host.
+
+        All interfaces are needed if MASTER_ADDR is a host name that resolves to a loopback address here, for
+        it resolves to another address on other hosts.
+        """
         found = str(socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0][4][0])
         is_name = self._host not in (found, "localhost")
         return "" if is_name and found.startswith("127.") else found
@@ -198,9 +202,9 @@ class _Meeting:
         if not absent:
             return None
         refused = "" if board.last_refused is None else f"; {board.last_refused}"
-        return f"of {self._size} ranks these have not come: {', '.join(map(str, absent))}{refused}"
+        return f"missing ranks (of {self._size}): {', '.join(map(str, absent))}{refused}"
 
-    # the others
+    # other ranks
 
     def _follow(self) -> tuple[Switchboard, list[_Hello]]:
         found: list[tuple[Address, Connection]] = []
@@ -220,9 +224,9 @@ class _Meeting:
         return board, table
 
     def _ask(self, connection: Connection, board: Switchboard) -> list[_Hello]:
-        """Tell the first rank where this one is, and return what it says of all."""
+        """Send rank 0 the address of this rank; return the addresses and processes of all ranks."""
         connection.send_message(encode(self._hello(board.address), _Hello)).result()
-        waiting = f"rank 0 at {self._place} has not heard of all {self._size} ranks"
+        waiting = f"rank 0 at {self._place} still waits for some of the {self._size} ranks"
         self._wait(lambda: None if connection.has_message(0) else waiting, self._timeout_s)
         table, failure = decode(connection.receive_message(), _Table)
         connection.close()
@@ -231,14 +235,14 @@ class _Meeting:
         return list(table)
 
     def _reach(self, found: list[tuple[Address, Connection]]) -> str | None:
-        """Connect to the first rank; why not, if it does not succeed."""
+        """Connect to rank 0, and append address and connection to `found`; return why that failed."""
         address: Address = (self._host, self._port)
         try:
             if self._given:
                 address = self._given
             elif self._store is not None:
                 if not self._store.check([self._key]):
-                    return "rank 0 has not said where it listens"
+                    return "rank 0 has not written its address to the store"
                 address = _parse(self._store.get(self._key))
             within_s = min(_SHORT_S, self._timeout_s)
             found.append((address, call(address, self._secret, _PURPOSE, self._rank, 0, within_s)))
@@ -246,20 +250,20 @@ class _Meeting:
             return f"rank 0 cannot be reached at {self._place}: {error.strerror or error}"
         return None
 
-    # all
+    # all ranks
 
     def _hello(self, address: Address) -> _Hello:
         return _Hello(self._size, self._process, address)
 
     def _own_address(self) -> str:
-        """The address by which this host reaches the first one."""
+        """Return the address of this host on its route to the first host."""
         family, _, _, _, place = socket.getaddrinfo(self._host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing: it asks for the route
+            probe.connect(place)  # sends nothing: for UDP this only looks up the route
             return self._interface() or str(probe.getsockname()[0])
 
     def _interface(self) -> str | None:
-        """The address of the interface that the user names, if any."""
+        """Return the address of the interface that the user names, if any."""
         name = self._environment.get(_INTERFACE)
         for each in psutil.net_if_addrs().get(name, []) if name else []:
             if each.family == socket.AF_INET:
@@ -270,45 +274,45 @@ class _Meeting:
         try:
             socket.getaddrinfo(self._host, self._port)
         except socket.gaierror as error:
-            return f"nobody knows the host of rank 0, {self._host!r}: {error.strerror}"
+            return f"the host name of rank 0, {self._host!r}, cannot be resolved: {error.strerror}"
         return None
 
     def _wait(self, missing: Callable[[], str | None], timeout_s: float) -> None:
-        """Return when nothing is missing any more."""
+        """Block until `missing()` returns `None`; raise after `timeout_s`."""
         start, said = time.monotonic(), False
         while (what := missing()) is not None:
             waited_s = time.monotonic() - start
             if waited_s > timeout_s:
-                raise self._failure(f"after {timeout_s:.0f} s {what}")
-            if waited_s > _SAY_AFTER_S and self._says and not said:
-                text = f"rank {self._rank} waits, {timeout_s:.0f} s at most: {what}"
+                raise self._failure(f"timed out after {timeout_s:.0f} s; {what}")
+            if waited_s > _SAY_AFTER_S and self._announces and not said:
+                text = f"rank {self._rank} is waiting ({timeout_s:.0f} s at most): {what}"
                 print(text, file=sys.stderr, flush=True)
                 said = True
             time.sleep(_POLL_S)
 
     def _failure(self, what: str) -> RankError:
         return RankError(
-            f"the ranks do not find each other: {what}",
+            f"rendezvous failed: {what}",
             where=self._place,
-            remedy="see whether all were started, whether address and port of the first host (MASTER_ADDR, "
-            f"MASTER_PORT) are right and free, and whether {_INTERFACE} names the network of the hosts",
+            remedy="check that all ranks were started, that MASTER_ADDR and MASTER_PORT are address and free "
+            f"port of the first host, and that {_INTERFACE} names the network of the hosts",
         )
 
 
 def _check(hellos: list[_Hello]) -> RankError | None:
-    """Return what is wrong with the ranks that have come."""
+    """Return an error if the ranks contradict each other, else `None`."""
     for rank, hello in enumerate(hellos):
         if hello.size != len(hellos):
             return RankError(
-                f"rank {rank} was started as one of {hello.size} ranks, and rank 0 as one of {len(hellos)}",
+                f"WORLD_SIZE differs between ranks: rank 0 has {len(hellos)}, rank {rank} has {hello.size}",
                 remedy="start all with the same WORLD_SIZE",
             )
         is_local = not isinstance(hello.address, str) and hello.address[0].startswith("127.")
         if rank and is_local and any(_machine(other) != _machine(hello) for other in hellos):
             return RankError(
-                f"rank {rank} on {hello.process.host} listens at {hello.address[0]}, where only its own host "
-                "reaches it",
-                remedy=f"set {_INTERFACE} to the network of the hosts, or MASTER_ADDR to an address there",
+                f"rank {rank} on {hello.process.host} listens at {hello.address[0]}, which only its own host "
+                "can reach",
+                remedy=f"set {_INTERFACE} to the network of the hosts, or MASTER_ADDR to an address in it",
             )
     return None
 

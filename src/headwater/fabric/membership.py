@@ -1,4 +1,4 @@
-"""The ranks that this process belongs to, and code for which there is but one."""
+"""The ranks that this process belongs to, and a context in which it acts as a single rank."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ _is_alone: ContextVar[bool] = ContextVar("_is_alone", default=False)
 
 
 def is_rank() -> bool:
-    """Whether a launcher, `torchrun` or `srun`, has started this process as one rank of several."""
+    """True if a launcher, `torchrun` or `srun`, has started this process as one rank of several."""
     if slurm.is_task(os.environ):
         os.environ.update(slurm.as_rank(os.environ))
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def is_watched() -> bool:
-    """Whether a launcher waits for this process, which may be alone."""
+    """True if a launcher waits for this process, which may be its only rank."""
     return is_rank() or ERROR_FILE in os.environ
 
 
 def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
-    """The ranks of this run, of which this process is one.
+    """Return the ranks of this run. The first call is a rendezvous with them.
 
     Args:
-        timeout_s: how long another rank may keep this one waiting.
-        num_memx: how many of the ranks, the last ones, are store ranks.
+        timeout_s: seconds to wait for another rank before an error is raised.
+        num_memx: number of store ranks. They are the last ranks.
+
+    Raises:
+        ConfigError: if all ranks would be store ranks.
+        RankError: if ranks cannot be reached, or the ranks of a host are not numbered consecutively.
     """
     global _joined
     if is_watched():
@@ -49,27 +53,28 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
 
 @atexit.register
 def _leave() -> None:
-    """End the threads of the process group, or they end this process badly."""
+    """Close connections and process group, whose threads would otherwise crash this process at its exit."""
     _joined.close()
     if _joined is not ALONE and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def current() -> Fabric:
-    """The ranks that make the calls which come now: those that were joined, or this one."""
+    """Return the ranks that make the current calls: all that were joined, or this one inside `alone`."""
     return ALONE if is_alone() else _joined
 
 
 def is_alone() -> bool:
-    """Whether this rank does something now that the others do not."""
+    """True inside `alone`: this rank does work that no other rank does."""
     return _is_alone.get()
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within it this rank does something that the others do not: there is nobody else.
+    """Inside the context this rank acts as a single rank, for work that no other rank does.
 
-    For `torch.distributed` neither: a metric that is asked for its value must not wait for other ranks.
+    `torch.distributed` sees no process group either: a metric that computes its value here must not wait for
+    the other ranks.
     """
     if current() is ALONE:
         yield

@@ -14,15 +14,15 @@ from headwater.fabric.switchboard import Switchboard
 
 @final
 class Mesh:
-    """Some of the ranks. All of them make the same calls in the same order, one after the other.
+    """A group of ranks. All members make the same calls in the same order, one after the other.
 
-    Connections are made when they are first used. What fails raises `OSError`, or `RankError` for what is not
-    from a rank.
+    Connections are made when they are first used. A failed connection raises `OSError`. A damaged message, or
+    an answer by a process that is not a rank, raises `RankError`.
 
     Args:
-        switchboard: of this rank.
-        ranks: who belongs to it.
-        timeout_s: how long one may keep another waiting.
+        switchboard: the connections of this rank.
+        ranks: the members. They address each other by their index in this list.
+        timeout_s: seconds to wait for another member.
         purpose: a name that no other mesh has.
     """
 
@@ -38,11 +38,11 @@ class Mesh:
         self._connections: dict[int, Connection] = {}
 
     def gather(self, message: bytes) -> list[bytes | bytearray]:
-        """Return the message of each."""
+        """Return the message of each member."""
         return self.exchange([message] * self.size)
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes | bytearray]:
-        """Send each its message, and return what each has for this one."""
+        """Send each member its message, and return what each member sends to this one."""
         others = self._others()
         sending = [self._to(other).send_message(messages[other]) for other in others]
         received: list[bytes | bytearray] = [messages[index] for index in range(self.size)]
@@ -52,21 +52,24 @@ class Mesh:
         return received
 
     def broadcast(self, message: bytes | None, source: int) -> bytes | bytearray:
-        """Return the message of one of them."""
+        """Return the message of the member `source`; the other members pass `None`."""
         if self.own != source:
             return self._to(source).receive_message()
-        assert message is not None, "who sends has a message"
+        assert message is not None, "the source of a broadcast has a message"
         _finish([self._to(other).send_message(message) for other in self._others()])
         return message
 
     def start(
         self, out: Mapping[int, Sequence[torch.Tensor]], into: Mapping[int, Sequence[torch.Tensor]]
     ) -> Callable[[], None]:
-        """Begin to send and receive contiguous tensors of known sizes; what is returned waits for the end.
+        """Begin to send and receive contiguous tensors of known sizes.
 
         Args:
-            out: what is for each of the others.
-            into: what each of them sends.
+            out: the tensors for each other member.
+            into: the tensors to fill with what each other member sends.
+
+        Returns:
+            A function that blocks until all is sent and received.
         """
         receiving = [
             self._to(other).receive(_bytes(each)) for other, pieces in into.items() for each in pieces
@@ -75,13 +78,13 @@ class Mesh:
         return lambda: _finish([*receiving, *sending])
 
     def close(self) -> None:
-        """End the connections, and whatever waits for the others."""
+        """Close the connections. Calls that wait for other members fail."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
 
     def _others(self) -> list[int]:
-        assert self.own is not None, "only a rank that belongs to it asks"
+        assert self.own is not None, "only a member uses the mesh"
         return [other for other in range(self.size) if other != self.own]
 
     def _to(self, other: int) -> Connection:

@@ -1,4 +1,4 @@
-"""Which of several ranks that failed was the cause, and what the command that started them says of it."""
+"""Finds which of several failed ranks caused the failure, and how their command reports it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from headwater.fabric.report import told_error
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A rank that has not ended well.
+    """A rank that failed.
 
     Attributes:
         rank: its number.
-        place: its process, and its host where there are several.
-        exit_code: of its process; negative: the signal that ended it; `None`: it is gone with its process.
-        told: what it has told its launcher; see `read_report`.
-        time_s: when it ended, as far as its launcher knows.
-        was_killed: the launcher has killed it, as it did not end when it was asked to.
+        place: its process, and its host if there are several.
+        exit_code: of its process; negative: minus the signal that ended it; `None`: unknown, as the actor
+            that watched the process is lost too.
+        told: its error report; see `read_report`.
+        time_s: when it ended, by the launcher's clock.
+        was_killed: True if the launcher killed it because it did not end when it was asked to.
     """
 
     rank: int
@@ -35,37 +36,40 @@ class Failure:
 
     @property
     def may_pass(self) -> bool:
-        """Whether it is a process that is gone, or misses another, and not an error that would come again."""
+        """True if a restart may help: the process was lost, or could not reach another rank."""
         if self.told:
             return self.told.get("kind") == RankError.__name__
         return self.exit_code is None or self.exit_code < 0
 
     def order(self, passed_on: Collection[int]) -> tuple[int, float]:
-        """The least is the cause. Clocks of several hosts differ, so time alone does not tell."""
+        """Return a sort key; the cause has the least one.
+
+        Kinds of failures are compared first, since the clocks of several hosts differ.
+        """
         time_s = self.told.get("time_s", self.time_s)
         if self.was_killed and not self.told:
             return 3, time_s
         if self.told.get("kind") == RankError.__name__:
-            return 2, time_s  # it misses another rank
+            return 2, time_s  # it could not reach another rank, which probably failed before
         if not self.told and self.exit_code == -signal.SIGTERM:
             return 1 if signal.SIGTERM in passed_on else 3, time_s  # 3: the launcher has ended it
         return 0, time_s
 
 
 def cause(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> Failure:
-    """Which of several failures has brought about the others."""
+    """Return the failure that caused the others."""
     return min(failures, key=lambda each: each.order(passed_on))
 
 
 def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> int:
-    """The exit code of ranks that have failed; says why the first did if it has not said so itself.
+    """Return the exit code of ranks that failed. Print why the first failed if that has not been printed.
 
     Args:
-        failures: of all that have not ended well.
-        passed_on: signals that the launcher has passed on to them.
+        failures: all ranks that failed.
+        passed_on: signals that the launcher has passed on to the ranks.
 
     Raises:
-        HeadwaterError: what the first one has met.
+        HeadwaterError: the error of the rank that caused the failure.
     """
     failures = list(failures)
     first = cause(failures, passed_on)
@@ -89,7 +93,7 @@ def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> i
         ended = f"ended with exit code {first.exit_code}"
     raise RankError(
         f"rank {first.rank} ({first.place}) {ended}",
-        remedy="see why; the same command goes on from the last complete checkpoint, if it has written one",
+        remedy="find out why; the same command continues from the last complete checkpoint, if there is one",
     )
 
 

@@ -1,4 +1,4 @@
-"""Who has started this process as a rank, and ends with it or is gone already. Nothing here imports torch."""
+"""The launcher that started this process as a rank. This process ends with it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from headwater.fabric.report import ERROR_FILE
 from headwater.fabric.secret import SECRET
 
 PARENT = "HEADWATER_PARENT"
-"""Environment variable: the launcher that has started this process as a rank, or the rank that started it."""
+"""Environment variable: process number of the launcher that started this process as a rank."""
 
 LISTENER = "HEADWATER_LISTENER"
-"""Environment variable: the open file at which rank 0 listens for the others, who may be there before it."""
+"""Environment variable: descriptor of the socket at which rank 0 listens. Others may connect before."""
 
 RENDEZVOUS = "HEADWATER_RENDEZVOUS"
-"""Environment variable: where the others reach rank 0 on this host."""
+"""Environment variable: address at which the other ranks reach rank 0 on this host."""
 
 _OF_RANKS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -27,14 +27,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """From now on this process gets SIGTERM when the one that has started it ends."""
+    """Make the system send SIGTERM to this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def find_parent() -> None:
-    """Be a rank of the launcher that has started this process, and end with it; or be none.
+    """If a launcher started this process, end this process when the launcher ends.
 
-    A program that a rank has started finds the rank's variables, and is no rank.
+    A program that a rank started inherits the rank's variables, but is not a rank: they are removed.
     """
     launcher = int(os.environ.get(PARENT, "0"))
     if not launcher:
@@ -44,17 +44,17 @@ def find_parent() -> None:
             os.environ.pop(name, None)
         return
     end_with_parent()
-    if os.getppid() != launcher:  # it has ended before it could be heard of
+    if os.getppid() != launcher:  # it ended before the line above took effect
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process of this host runs; one that has ended and is not yet waited for does not."""
+    """True if a process of this host runs. A zombie does not."""
     return _state(process) not in (None, b"Z", b"X")
 
 
 def is_stopped(process: int) -> bool:
-    """Return whether a process of this host was stopped by a signal or a debugger."""
+    """True if a process of this host was stopped by a signal or a debugger."""
     return _state(process) in (b"T", b"t")
 
 

@@ -1,10 +1,9 @@
-"""Ranks as actors of a Ray cluster: placed, started and watched. The one file that knows Ray.
+"""Places, starts and watches ranks as actors of a Ray cluster. The only module that imports Ray.
 
 [Note: ranks on Ray]
-An actor holds the place of a rank and starts the rank's program as a process of its own, for that of the
-actor belongs to Ray: it does not hear signals as ours does, nor print. So the program is the one that every
-launcher starts, and it ends with the actor. What it prints goes to files without a name, from which the actor
-tells the driver.
+An actor reserves the resources of a rank, and starts the rank's program as a separate process. The actor's
+process is managed by Ray, which handles its signals and its output. So a rank is the same program under every
+launcher, and ends with its actor. Its output goes to unnamed files, which the actor reads for the driver.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from headwater.fabric.outcome import Failure, exit_code
 from headwater.fabric.report import ERROR_FILE, read_report
 from headwater.fabric.secret import SECRET, new_secret
 
-os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # of 20 that wait 40 s each for what is no cluster
+os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # default: 20, of 40 s each, if nothing answers
 try:
     import ray
     from ray.exceptions import RayError
     from ray.util import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as _error:
-    raise ConfigError(f"ranks on Ray need {_error.name}", remedy="pip install 'headwater[ray]'") from _error
+    raise ConfigError(f"{_error.name} is not installed", remedy="pip install 'headwater[ray]'") from _error
 
 _STOP = signal.SIGTERM
-"""What a rank gets for Ctrl-C, too: then it ends without a word if it has not begun."""
+"""Signal for a rank, also on Ctrl-C: a rank that has not begun its work then ends without a traceback."""
 _WATCH_S = 0.2
 _GRACE_S = 10.0
 _CONNECT_S = 10.0
@@ -47,15 +46,15 @@ _CONNECT_S = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What ranks ask of a Ray cluster.
+    """Resources that ranks need in a Ray cluster.
 
     Attributes:
-        num_ranks: how many.
-        cpus_per_rank: CPUs that are reserved for each, and threads that it computes with.
-        gpus_per_rank: GPUs that are reserved for each; it sees no others. It computes on one, or on CPUs.
-        ranks_per_node: so many on each node; `None`: as many as fit, on as few nodes as possible.
-        address: of the cluster, `host:port`, or `auto`: that of this node.
-        wait_s: how long to wait for CPUs and GPUs that others have.
+        num_ranks: number of ranks.
+        cpus_per_rank: CPUs that are reserved for each rank, and its number of threads.
+        gpus_per_rank: GPUs that are reserved for each rank. It sees no others. 0: ranks compute on CPUs.
+        ranks_per_node: number of ranks on each node; `None`: as many as fit, on as few nodes as possible.
+        address: of the cluster, `host:port`; `auto`: the cluster of this node.
+        wait_s: seconds to wait for CPUs and GPUs that are in use.
     """
 
     num_ranks: int
@@ -68,7 +67,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Where an actor is: the node in Ray's words, its name, an address and a free port there."""
+    """The node of an actor: its id in Ray, its host name, its address, and a free port."""
 
     id: str
     name: str
@@ -78,7 +77,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class News:
-    """What a rank has printed since it was last asked, and how it has ended, if it has."""
+    """Output of a rank since the last call, its exit code if it has ended, and its error report (`told`)."""
 
     process: int
     stdout: bytes
@@ -88,10 +87,10 @@ class News:
 
 
 class RankActor:
-    """The place of one rank on a node, and its process there; see [Note: ranks on Ray]."""
+    """Reserves the resources of one rank on a node, and runs its process; see [Note: ranks on Ray]."""
 
     def node(self) -> Node:
-        """Where this is."""
+        """Return the node of this actor."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
@@ -99,16 +98,21 @@ class RankActor:
         return Node(here, os.uname().nodename, ray.util.get_node_ip_address(), port)
 
     def start(self, arguments: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
-        """Start the program with these arguments in a folder.
+        """Start the program of the rank.
+
+        Args:
+            arguments: of the command line.
+            folder: its working directory.
+            environment: variables that are added to the actor's.
 
         Raises:
-            ConfigError: if the folder is not there.
+            ConfigError: if the folder does not exist on this node.
         """
         if not Path(folder).is_dir():
             raise ConfigError(
-                f"there is no folder {folder} on {os.uname().nodename}",
+                f"folder {folder} does not exist on {os.uname().nodename}",
                 where="working directory",
-                remedy="start the command in a folder that all nodes have",
+                remedy="start the command in a folder that exists on all nodes",
             )
         self._files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115
         self._read = [0, 0]
@@ -125,7 +129,7 @@ class RankActor:
         )
 
     def watch(self) -> News:
-        """What is new; waits a moment for something."""
+        """Return new output, after a short wait for some, and the exit code if the rank has ended."""
         end = time.monotonic() + _WATCH_S
         while True:
             code = self._process.poll()
@@ -136,7 +140,7 @@ class RankActor:
             time.sleep(0.02)
 
     def _printed(self, index: int, all_of_it: bool) -> bytes:
-        """What has come to a file since; only whole lines unless it is all."""
+        """Return what was added to a file since the last call; only whole lines unless `all_of_it`."""
         file, start = self._files[index].fileno(), self._read[index]
         new = os.pread(file, os.fstat(file).st_size - start, start)
         if not all_of_it:
@@ -145,13 +149,13 @@ class RankActor:
         return new
 
     def stop(self) -> None:
-        """Let the rank stop after its step, or at once if it has been told before."""
+        """Ask the rank to stop after its step. A second call makes it stop at once."""
         self._process.send_signal(_STOP)
 
 
 @dataclasses.dataclass
 class _Rank:
-    """A rank, as the driver sees it."""
+    """A rank as the driver sees it."""
 
     number: int
     actor: Any
@@ -159,7 +163,7 @@ class _Rank:
     process: int | None = None
 
     def failure(self, exit_code: int | None, told: dict[str, Any]) -> Failure:
-        """It has not ended well."""
+        """Return the failure of this rank."""
         place = f"on {self.node.name}, {self.node.address}"
         if self.process is not None:
             place = f"process {self.process} {place}"
@@ -167,16 +171,19 @@ class _Rank:
 
 
 def launch(request: Request, arguments: Sequence[str]) -> int:
-    """Run a command of this program as ranks on a Ray cluster; returns its exit code.
+    """Run a command of this program as ranks on a Ray cluster.
 
     Args:
-        request: how many, and where.
-        arguments: of the command line; paths mean the same on every node.
+        request: number of ranks, and their resources.
+        arguments: of the command line. Paths must mean the same on every node.
+
+    Returns:
+        The exit code of the command.
 
     Raises:
-        ConfigError: if there is no cluster, or it has no place for them.
+        ConfigError: if the cluster cannot be reached, or lacks the resources.
         RankError: if an actor cannot start.
-        HeadwaterError: what the first rank that failed has met.
+        HeadwaterError: the error of the rank that failed first.
     """
     heard: list[int] = []
     with _connected(request.address):
@@ -190,14 +197,14 @@ def launch(request: Request, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
-    """Within it this process is a driver of the cluster; with it end the actors and their ranks."""
+    """Inside the context this process is a driver of the cluster. Actors and ranks end with the context."""
     if address != "auto":
         _check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"this machine is in no Ray cluster: {error}",
+            f"this machine is not in a Ray cluster: {error}",
             where=address,
             remedy="run `ray start --head` here, or `ray start --address=HOST:PORT`, or submit the command "
             "to the cluster: `ray job submit -- headwater ray fit …`",
@@ -209,7 +216,7 @@ def _connected(address: str) -> Iterator[None]:
         if isinstance(cause, HeadwaterError):
             raise cause from None
         raise RankError(
-            f"the ranks do not start: {error}",
+            f"the ranks cannot be started: {error}",
             remedy="install the same versions of Headwater, Ray and Python on every node",
         ) from error
     finally:
@@ -217,13 +224,13 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def _check_address(address: str) -> None:
-    """Look whether something listens there: Ray would try for minutes."""
+    """Raise `ConfigError` if nothing listens at the address. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         raise ConfigError(
-            f"{address!r} is no address of a Ray cluster",
+            f"expected HOST:PORT or auto as the address of a Ray cluster, got {address!r}",
             where="--address or RAY_ADDRESS",
-            remedy="write HOST:PORT, as `ray start --head` says it, or auto",
+            remedy="write the address that `ray start --head` prints, or auto",
         )
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
@@ -231,12 +238,16 @@ def _check_address(address: str) -> None:
         raise ConfigError(
             f"nothing answers at {address}: {error}",
             where="--address or RAY_ADDRESS",
-            remedy="see whether `ray start --head` runs there, and whether the port is right and open",
+            remedy="check that `ray start --head` runs there, and that the port is right and open",
         ) from error
 
 
 def _place(request: Request) -> list[_Rank]:
-    """Actors for all ranks, numbered node by node."""
+    """Return actors for all ranks, numbered node by node.
+
+    Raises:
+        ConfigError: if the cluster does not have the resources free in time.
+    """
     count, on_node = request.num_ranks, request.ranks_per_node or 1
     asked = {"CPU": request.cpus_per_rank, "GPU": request.gpus_per_rank}
     bundles = [{kind: number * on_node for kind, number in asked.items() if number}] * (count // on_node)
@@ -244,9 +255,9 @@ def _place(request: Request) -> list[_Rank]:
     if not group.wait(request.wait_s):
         nodes = [_resources(node["Resources"], bundles[0]) for node in ray.nodes() if node["Alive"]]
         raise ConfigError(
-            f"the Ray cluster has no place for {len(bundles)} times {_resources(bundles[0], bundles[0])}: "
-            f"its nodes have {'; '.join(nodes)}, of which "
-            f"{_resources(ray.available_resources(), bundles[0])} together are free",
+            f"the Ray cluster cannot provide {len(bundles)} times {_resources(bundles[0], bundles[0])}: "
+            f"its nodes have {'; '.join(nodes)}; "
+            f"free on all nodes together: {_resources(ray.available_resources(), bundles[0])}",
             remedy="ask for fewer ranks, or less for each (--cpus_per_rank), or wait longer (--wait)",
         )
     actors = [
@@ -266,12 +277,12 @@ def _place(request: Request) -> list[_Rank]:
 
 
 def _resources(there: Mapping[str, float], kinds: Iterable[str]) -> str:
-    """How many there are of some kinds of resources."""
+    """Return the amounts of some kinds of resources, for messages."""
     return ", ".join(f"{there.get(kind, 0):.0f} {kind}s" for kind in kinds)
 
 
 def _start(ranks: Sequence[_Rank], arguments: Sequence[str], request: Request) -> None:
-    """Start the program of every rank; the first listens on its node."""
+    """Start the program of every rank. Rank 0 listens on its node."""
     hidden = {} if request.gpus_per_rank else {"CUDA_VISIBLE_DEVICES": ""}
     ids = [rank.node.id for rank in ranks]
     hosts, secret = list(dict.fromkeys(ids)), new_secret()
@@ -292,13 +303,14 @@ def _start(ranks: Sequence[_Rank], arguments: Sequence[str], request: Request) -
 
 
 def _watch(ranks: Sequence[_Rank], heard: Sequence[int]) -> list[Failure]:
-    """Prints what ranks print, until all have ended; those that have not ended well.
+    """Print the output of all ranks until all have ended; return those that failed.
 
-    When one has failed the others cannot go on. They notice by themselves, and have a while to say so.
+    When a rank has failed the others cannot continue. They notice it themselves, and have a grace period to
+    report it.
 
     Args:
-        ranks: all.
-        heard: signals, each of which stops them; grows meanwhile.
+        ranks: all ranks.
+        heard: signals to this process. Each stops the ranks; the list grows while this runs.
     """
     pending = {rank.actor.watch.remote(): rank for rank in ranks}
     failures: list[Failure] = []

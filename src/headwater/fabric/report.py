@@ -1,4 +1,4 @@
-"""What ends a rank, told its launcher in a file, so that it is said once for all ranks."""
+"""Error reports: a failing rank writes its error to a file, and the launcher prints it once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def report(error: HeadwaterError) -> bool:
-    """Tell the launcher of this rank what went wrong; whether there is one."""
+    """Write an error of this rank to the launcher's file. Return False if the rank must print it itself."""
     told = {"kind": type(error).__name__, "what": error.what, "where": error.where, "remedy": error.remedy}
     return _write(str(error), told)
 
 
 def report_traceback(text: str) -> bool:
-    """Tell the launcher of this rank with which traceback its script has ended; whether there is one."""
+    """Write the traceback that ended this rank's script, as `report` does."""
     return _write(text, {"traceback": text})
 
 
@@ -32,13 +32,13 @@ def _write(text: str, told: dict[str, Any]) -> bool:
     message = {"message": text, "extraInfo": {"timestamp": int(now), "headwater": {**told, "time_s": now}}}
     try:
         Path(path).write_text(json.dumps({"message": message}))
-    except OSError:  # no room, say, which may be what is to be told: then it is said here
+    except OSError:  # for example no space, which may be the error itself: then the rank prints it
         return False
     return True
 
 
 def read_report(path: str) -> dict[str, Any]:
-    """What a rank has told: a `traceback`, or what an error holds, and `time_s`; empty if nothing."""
+    """Return a rank's report: its `traceback` or the fields of its error, and `time_s`; empty if none."""
     try:
         told: dict[str, Any] = json.loads(Path(path).read_text())["message"]["extraInfo"]["headwater"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -47,7 +47,7 @@ def read_report(path: str) -> dict[str, Any]:
 
 
 def told_error(told: dict[str, Any]) -> HeadwaterError:
-    """The error that a rank has told."""
+    """Return the error that a report holds."""
     kind = error_class(told["kind"])
     assert kind is not None, f"{told['kind']} is an error of this package: `report` has written it"
     return kind(told["what"], where=told["where"], remedy=told["remedy"])

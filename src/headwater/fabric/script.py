@@ -1,13 +1,14 @@
-"""A script that says in the middle on how many ranks it runs: started anew for each of them.
+"""Ranks of a script that sets their number while it runs: the script is started again for each rank.
 
 [Note: ranks of a script]
-The first process comes to where the number is said, and becomes the launcher: it gives its place to a small
-program that runs the same command once for each rank. These are silent up to where the first process was,
-for it has said already what there was to say; from there on rank 0 speaks, and the others never do. An error
-that ends one is told the launcher, which says it once and ends the others.
+The first process reaches the call that sets the number of ranks, and becomes the launcher: it replaces itself
+by a small program that runs the same command once for each rank. Each rank runs the script from the start. It
+prints nothing up to that call, since the first process has printed all of it. After the call rank 0 prints,
+and the other ranks never do. A rank that fails reports its error to the launcher, which prints it once and
+ends the other ranks.
 
-A script that `torchrun` or `srun` has started, on one host or on several, is a rank already: where the number
-is said it joins the others, and rank 0 alone speaks from there on.
+A script that `torchrun` or `srun` has started, on one host or several, is a rank already. At the call it
+joins the other ranks, and from then on only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from headwater.fabric.parent import PARENT, find_parent
 from headwater.fabric.report import report_traceback
 from headwater.fabric.streams import OF_SCRIPT, STDERR, STDIN, STDOUT, silence
 
-_stderr: int | None = None  # where it went before it was silenced
+_stderr: int | None = None  # a copy of the descriptor from before it was silenced
 
 
 def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """From here on this script runs on so many ranks; see [Note: ranks of a script].
+    """Run the rest of this script on `num_csx` ranks; see [Note: ranks of a script].
 
     Args:
-        num_csx: how many, at least 2.
-        where: the number was written; for errors.
-        timeout_s: how long another rank may keep this one waiting.
+        num_csx: number of ranks, at least 2.
+        where: the place where the number is written, for errors.
+        timeout_s: seconds to wait for another rank before an error is raised.
 
     Raises:
-        ConfigError: if there are not so many cores, another number was said before, there is no command
-            to run again, or ranks run different scripts.
-        RankError: if the ranks do not find each other.
+        ConfigError: if there are too few cores, the run has another number of ranks, the command cannot be
+            started again, or ranks run different scripts.
+        RankError: if the rendezvous fails.
     """
     find_parent()
     if current().size > 1 or is_rank():
@@ -60,9 +61,9 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
     if is_rank():
         if OF_SCRIPT in os.environ and not _is_started_by_launcher():
             raise RankError(
-                "this process is no rank: it was started by one, or its launcher is gone",
+                "this process is not a rank: a rank started it, or its launcher has ended",
                 where=where,
-                remedy="write num_csx=1 in what a rank starts",
+                remedy="set num_csx=1 in a program that a rank starts",
             )
         fabric = join(timeout_s)
         if fabric.num_hosts > 1:
@@ -75,7 +76,7 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
 
 
 def _script() -> dict[str, str]:
-    """What ranks on several hosts run."""
+    """Return script and arguments of this rank, to compare ranks of several hosts."""
     told = {f"argument {number}": word for number, word in enumerate(sys.argv[1:], start=1)}
     if Path(sys.argv[0]).is_file():
         told["script"] = digest([Path(sys.argv[0])])
@@ -85,38 +86,38 @@ def _script() -> dict[str, str]:
 def _check_size(num_csx: int, size: int, where: str) -> None:
     if num_csx != size:
         raise ConfigError(
-            f"num_csx is {num_csx}, and there are {size} ranks", where=where, remedy=f"write num_csx={size}"
+            f"num_csx={num_csx}, but {size} ranks were started", where=where, remedy=f"write num_csx={size}"
         )
 
 
 def _check_command(num_csx: int, where: str) -> None:
-    """Refuse what cannot be started again."""
-    remedy = f"write the loop into a file, and run it with python; or write num_csx=1 in place of {num_csx}"
+    """Raise `ConfigError` if the command of this process cannot be started again."""
+    remedy = f"write the script to a file, and run it with python; or set num_csx=1 instead of {num_csx}"
     if hasattr(sys, "ps1") or sys.flags.interactive or hasattr(sys.modules["__main__"], "get_ipython"):
         raise ConfigError(
-            "ranks run a script, and this is an interactive session", where=where, remedy=remedy
+            "cannot start ranks: expected a script, got an interactive session", where=where, remedy=remedy
         )
     if multiprocessing.parent_process() is not None:
         raise ConfigError(
-            "ranks are started by the first process of a script, and another has started this one",
+            "cannot start ranks: this process was started by multiprocessing",
             where=where,
-            remedy='say num_csx below if __name__ == "__main__"',
+            remedy='set num_csx inside `if __name__ == "__main__"`',
         )
     if sys.argv[0] in ("", "-"):
-        raise ConfigError("ranks run a script, and this one came by a pipe", where=where, remedy=remedy)
+        raise ConfigError("cannot start ranks: the script was read from stdin", where=where, remedy=remedy)
     if sys.argv[0] != "-c" and not Path(sys.argv[0]).exists():
         raise ConfigError(
-            f"ranks run {sys.argv[0]} again, and it is not to be found in {Path.cwd()}",
+            f"cannot start ranks: the script {sys.argv[0]} does not exist in {Path.cwd()}",
             where=where,
-            remedy="say num_csx before the script changes its folder or its arguments",
+            remedy="set num_csx before the script changes its working directory or sys.argv",
         )
 
 
 def begin() -> None:
-    """Be a rank of a script, started by the launcher: silent for now, and errors are for the launcher."""
+    """Prepare a rank that the launcher has started: it prints nothing, and reports errors to the launcher."""
     global _stderr
     if not _is_started_by_launcher():
-        return  # something that a rank has started
+        return  # a program that a rank has started
     find_parent()
     sys.excepthook = _report
     _stderr = os.dup(STDERR)
@@ -128,12 +129,12 @@ def _is_started_by_launcher() -> bool:
 
 
 def _speak(fabric: Fabric) -> None:
-    """The rank has come to where the first process was: from now on rank 0 is heard."""
+    """Allow rank 0 to print: this rank has reached the call at which the script was started again."""
     global _stderr
     sys.stdout.flush()
     sys.stderr.flush()
     if OF_SCRIPT in os.environ and fabric.rank == 0:
-        assert _stderr is not None, "it was silenced when the package was imported"
+        assert _stderr is not None, "`begin` was called when the package was imported"
         os.dup2(STDIN, STDOUT)
         os.dup2(_stderr, STDERR)
         for stream in (sys.stdout, sys.stderr):
@@ -146,11 +147,11 @@ def _speak(fabric: Fabric) -> None:
         if fabric.rank > 0:
             silence(STDERR)
     silence(STDIN)
-    _draw_alike(fabric)
+    _share_random_state(fabric)
 
 
-def _draw_alike(fabric: Fabric) -> None:
-    """Let every rank draw the random numbers that rank 0 draws."""
+def _share_random_state(fabric: Fabric) -> None:
+    """Set the random state of every rank to that of rank 0."""
     torch.set_rng_state(fabric.agree(torch.get_rng_state, torch.Tensor))
     random.setstate(fabric.agree(random.getstate, tuple[int, tuple[int, ...], float | None]))
     state = fabric.agree(_numpy_state, tuple[str, torch.Tensor, int, int, float])
@@ -158,17 +159,17 @@ def _draw_alike(fabric: Fabric) -> None:
 
 
 def _numpy_state() -> tuple[str, torch.Tensor, int, int, float]:
-    """Return the state of numpy's random numbers."""
+    """Return the random state of numpy."""
     name, keys, position, has_normal, normal = np.random.get_state(legacy=True)
     words = torch.from_numpy(np.asarray(keys, dtype=np.int64))
     return str(name), words, int(position), int(has_normal), float(normal)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What ends this rank, said to the launcher. Threads that wait for other ranks are not waited for."""
+    """Report the exception that ends this rank, and exit without waiting for threads that wait for ranks."""
     interrupted = issubclass(kind, KeyboardInterrupt)
     text = "".join(traceback.format_exception(kind, error, trace))
-    if OF_SCRIPT not in os.environ:  # it would say which rank it was
+    if OF_SCRIPT not in os.environ:  # the launcher of a script names the rank itself
         text = f"rank {current().rank} on {host_name()} has failed:\n{text}"
     if not interrupted and not report_traceback(text) and _stderr is not None:
         os.write(_stderr, text.encode())

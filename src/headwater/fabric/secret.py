@@ -1,7 +1,7 @@
 """The secret of a run: only processes that know it are accepted as ranks. Nothing here imports torch.
 
-The launcher of ranks on one host makes one for each run. Ranks that `torchrun`, `srun` or somebody's script
-starts find it in a variable, or in a file that only their user can read, which the first one makes.
+The launcher of ranks on one host makes a new one for each run. Ranks of `torchrun`, `srun` or a user's own
+script read it from a variable, or from a file that only their user can read. The first rank makes that file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECRET = "HEADWATER_SECRET"
 """Environment variable: the secret itself. It is taken out of the environment when it is read."""
 
 SECRET_FILE = "HEADWATER_SECRET_FILE"
-"""Environment variable: the file with the secret, where it is not the usual one."""
+"""Environment variable: path of the file with the secret, if it is not the default one."""
 
 _MIN_BYTES, _MAX_BYTES = 16, 4096
 

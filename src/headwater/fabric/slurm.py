@@ -1,4 +1,4 @@
-"""Ranks that `srun` has started: what it tells them, in the words of `torch.distributed`."""
+"""Environment variables of ranks that `srun` has started, translated to those of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000
 
 
 def is_task(environment: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks of a step, and no other launcher has started it since."""
+    """True if this process is one of several tasks of a step, and no other launcher has started it since."""
     return "RANK" not in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
 def as_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `torch.distributed` for a task.
+    """Return the variables of `torch.distributed` for a task.
 
-    The first rank listens on the first host of the step, on a port that follows from the step's number: all
-    tasks must come to the same without having spoken.
+    Rank 0 listens on the first host of the step. The port is computed from the numbers of job and step, since
+    all tasks need it before they can communicate.
 
     Args:
         environment: of the task.
@@ -34,8 +34,8 @@ def as_rank(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """The first of a list of hosts such as `gpu[003-006,011],login1`."""
+    """Return the first of a list of hosts such as `gpu[003-006,011],login1`."""
     found = re.match(r"([^\[,]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", hosts)
-    assert found is not None, f"{hosts!r} names no host"
+    assert found is not None, f"expected a list of hosts, got {hosts!r}"
     prefix, number, suffix = found.groups(default="")
     return f"{prefix}{number}{suffix}"

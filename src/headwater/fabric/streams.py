@@ -1,18 +1,18 @@
-"""Open files of a script's ranks, and how they know that they are ranks. See [Note: ranks of a script]."""
+"""Standard streams of a script's ranks, and the variable that marks them. See [Note: ranks of a script]."""
 
 from __future__ import annotations
 
 import os
 
 OF_SCRIPT = "HEADWATER_SCRIPT"
-"""Environment variable: set where a launcher has started this script as one of its ranks."""
+"""Environment variable: set in the ranks of a script, by their launcher."""
 
 STDIN, STDOUT, STDERR = 0, 1, 2
-"""Open files. A rank finds at the first what is the second's of the launcher, and nobody reads there."""
+"""File descriptors. A rank of a script gets the launcher's stdout as its stdin, and never reads from it."""
 
 
 def silence(file: int) -> None:
-    """Let nothing more come to an open file or from it."""
+    """Redirect a file descriptor to /dev/null."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, file)
     os.close(nowhere)

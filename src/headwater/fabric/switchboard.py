@@ -22,7 +22,7 @@ Address = str | tuple[str, int]
 _HANDSHAKE_S = 10.0
 _POLL_S = 0.1
 _MAX_STRANGERS = 64
-"""How many may be looked at at once; others are sent away, and may come again."""
+"""How many connections are authenticated at the same time. Further ones are closed, and may try again."""
 
 
 def listen_on_host(backlog: int) -> socket.socket:
@@ -69,9 +69,17 @@ def _dial(address: Address, timeout_s: float) -> socket.socket:
 def call(address: Address, secret: bytes, purpose: str, own: int, other: int, timeout_s: float) -> Connection:
     """Return a connection to a rank that listens at an address.
 
+    Args:
+        address: of the rank.
+        secret: of the run.
+        purpose: see `Switchboard.connect`.
+        own: number of this rank.
+        other: number of the rank that should answer.
+        timeout_s: seconds without progress after which a call of the connection fails.
+
     Raises:
-        OSError: if it does not answer.
-        RankError: if it does not know the secret.
+        OSError: if the rank does not answer.
+        RankError: if the process that answers does not know the secret.
     """
     within_s = min(timeout_s, _HANDSHAKE_S)
     connection = _dial(address, within_s)
@@ -87,12 +95,12 @@ def call(address: Address, secret: bytes, purpose: str, own: int, other: int, ti
 
 @final
 class Switchboard:
-    """The end of every connection of one rank.
+    """The connections of one rank.
 
     Args:
-        rank: this one.
-        secret: of the ranks.
-        listener: where the others reach this one; it is the switchboard's from now on.
+        rank: number of this rank.
+        secret: of the run.
+        listener: the socket to which other ranks connect. The switchboard closes it.
     """
 
     def __init__(self, rank: int, secret: bytes, listener: socket.socket) -> None:
@@ -119,18 +127,25 @@ class Switchboard:
         return f"group {self._num_purposes}"
 
     def connect(self, purpose: str, other: int, timeout_s: float) -> Connection:
-        """Return the connection to another rank for a purpose; that rank asks for it too.
+        """Return the connection to another rank for a purpose. That rank must call this too.
+
+        The rank with the higher number opens the connection.
+
+        Args:
+            purpose: a name that both ranks use.
+            other: number of the other rank.
+            timeout_s: seconds to wait for it.
 
         Raises:
-            OSError: if it does not come, or cannot be reached.
-            RankError: if a stranger answers.
+            OSError: if the rank does not connect in time, or cannot be reached.
+            RankError: if the process that answers does not know the secret.
         """
         end = time.monotonic() + timeout_s
         while other < self.rank:
             try:
                 return call(self._addresses[other], self._secret, purpose, self.rank, other, timeout_s)
             except OSError as error:
-                # A rank whose process is busy answers late. One that is gone refuses at once.
+                # A rank with a busy process answers late. One that has ended refuses at once.
                 if isinstance(error, ConnectionRefusedError) or time.monotonic() > end:
                     raise
             time.sleep(_POLL_S)
@@ -141,29 +156,29 @@ class Switchboard:
         return connection
 
     def take(self, purpose: str, other: int, timeout_s: float) -> Connection | None:
-        """Return the connection that a rank has made for a purpose; `None` if it has not come yet."""
+        """Return the connection that a rank has made for a purpose; `None` if it has not connected yet."""
         with self._changed:
             found = self._arrived.pop((purpose_digest(purpose), other), None)
         return None if found is None else Connection(*found, other, timeout_s)
 
     def missing(self, purpose: str, others: Iterable[int]) -> list[int]:
-        """Return the ranks that have made no connection for a purpose yet."""
+        """Return the ranks that have not yet connected for a purpose."""
         with self._changed:
             return [other for other in others if (purpose_digest(purpose), other) not in self._arrived]
 
     def wait(self, seconds: float) -> None:
-        """Return when a rank has connected, or after some seconds."""
+        """Block until a rank connects, for at most `seconds`."""
         with self._changed:
             self._changed.wait(seconds)
 
     @property
     def last_refused(self) -> str | None:
-        """Why somebody was sent away, if anybody was."""
+        """Why the last connection was refused; `None` if all were accepted."""
         return self._refused
 
     def close(self) -> None:
-        """Listen no more."""
-        with contextlib.suppress(OSError):  # not on every system
+        """Stop listening, and close the connections that were not taken."""
+        with contextlib.suppress(OSError):  # some systems refuse it for a listening socket
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
@@ -181,7 +196,7 @@ class Switchboard:
             except OSError as error:
                 if self._listener.fileno() < 0 or error.errno in _CLOSED:
                     return
-                time.sleep(_POLL_S)  # no descriptors are left for now, say
+                time.sleep(_POLL_S)  # for example no file descriptors are left for now
                 continue
             if not _is_same_user(connection) or not self._strangers.acquire(blocking=False):
                 connection.close()
@@ -199,17 +214,17 @@ class Switchboard:
             self._strangers.release()
         with self._changed:
             before = self._arrived.pop((purpose, other), None)
-            if self._is_closed:  # while the handshake ran: nobody else would close the connection
+            if self._is_closed:  # during the handshake: nothing else would close this connection
                 connection.close()
             else:
                 self._arrived[purpose, other] = connection, keys
             self._changed.notify_all()
-        if before is not None:  # the rank has tried again
+        if before is not None:  # the rank has connected again
             before[0].close()
 
 
 def _refusal(what: str, address: Address) -> RankError:
-    """Return the error of a rank that meets a stranger."""
+    """Return the error for an answer from a process that does not know the secret."""
     return RankError(
         what,
         where=address if isinstance(address, str) else f"{address[0]}:{address[1]}",
@@ -222,7 +237,7 @@ _CLOSED = {errno.EBADF, errno.EINVAL}
 
 
 def _is_same_user(connection: socket.socket) -> bool:
-    """False for a process of another user of this host; of a network connection nobody knows."""
+    """False for a process of another user of this host. The user of a network connection is unknown."""
     if connection.family != socket.AF_UNIX:
         return True
     _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -233,5 +248,5 @@ def _name(connection: socket.socket) -> str:
     try:
         name = connection.getpeername()
     except OSError:
-        return "somebody who is gone"
+        return "a process that has disconnected"
     return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a process of this host"

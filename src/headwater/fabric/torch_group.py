@@ -1,7 +1,7 @@
 """The ranks as a process group of `torch.distributed`, for metrics and scripts that use one.
 
 Its collectives use the connections of `headwater.fabric.mesh`, so they too need the secret of the run. Each
-is a plain exchange between all, which is fast enough for metrics. Weights and gradients do not come this way.
+is a plain exchange between all ranks, fast enough for metrics. Weights and gradients are not sent this way.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def start_group(switchboard: Switchboard, size: int, timeout_s: float) -> None:
 
 
 @final
-class RankGroup(_Group):  # type: ignore[misc]  # torch's own class, which its stubs describe otherwise
+class RankGroup(_Group):  # type: ignore[misc]  # torch's stubs differ from the class
     """A process group whose processes are ranks of this run.
 
     Args:
-        mesh: their connections.
-        rank: this one's number within the group.
-        size: how many it has.
+        mesh: the connections of the members.
+        rank: number of this rank within the group.
+        size: number of members.
     """
 
     def __init__(self, mesh: Mesh, rank: int, size: int) -> None:
@@ -148,7 +148,7 @@ class RankGroup(_Group):  # type: ignore[misc]  # torch's own class, which its s
         pieces = own.split(in_splits or len(own) // self.size())
         return self.alltoall(list(output.split(out_splits or len(output) // self.size())), list(pieces), opts)
 
-    # what releases of torch before 2.13 call them
+    # names of these methods before torch 2.13
     _allgather_base, _reduce_scatter_base, alltoall_base = (
         all_gather_single,
         reduce_scatter_single,
@@ -188,7 +188,7 @@ class RankGroup(_Group):  # type: ignore[misc]  # torch's own class, which its s
 
 @final
 class _Done(_Work):  # type: ignore[misc]  # torch's own class
-    """A running collective; it has ended when `finish` returns."""
+    """A collective that has been started; `wait` blocks until it has ended."""
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -206,15 +206,15 @@ class _Done(_Work):  # type: ignore[misc]  # torch's own class
 
 @final
 class _NoStore(_Store):  # type: ignore[misc]  # torch's own class
-    """In place of a store: no other backend can find the ranks, and `torch` says so at once."""
+    """An empty store. Another backend cannot find the ranks through it, so `torch` raises at once."""
 
 
 def _reduce(every: Sequence[Tensor], operation: Any) -> Tensor:
-    """Reduce the tensors of all ranks, in their order: so all get the same bits."""
+    """Reduce the tensors of all ranks in rank order, so that all ranks get the same bits."""
     pair = next((function for kind, function in _REDUCE.items() if operation == kind), None)
     if pair is None:
         names = ", ".join(kind.name for kind in _REDUCE)
-        raise RankError("expected another operation to reduce by", remedy=f"use one of {names}")
+        raise RankError(f"the reduce operation {operation} is not supported", remedy=f"use one of {names}")
     reduced = functools.reduce(pair, every)
     return reduced / len(every) if operation == ReduceOp.AVG else reduced
 

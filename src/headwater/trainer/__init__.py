@@ -1,1 +1,1 @@
-"""From a params file to a finished run."""
+"""Training runs, from a params file to the last checkpoint."""

@@ -1,4 +1,4 @@
-"""Weights that follow other weights of the same model: a teacher that is the average of its student."""
+"""Moving averages of weights within a model, such as a teacher that averages its student."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from headwater.trainer.job import Average
 class MovingAverages:
     """Moves the averages of a model after each step, one stage after the other.
 
-    Of several ranks, which share the store, each moves what it updates of an average.
+    Several ranks share the store, and each of them moves the part of an average that it updates.
 
-    An update that waits for its stage is applied by this, since the average is of what it makes.
+    Reading the weights applies their pending updates first, because the average needs the new values.
 
     Args:
         store: holds the weights.
-        averages: which follow which.
+        averages: which weights are averages of which other weights.
 
     Raises:
-        ConfigError: if one that follows is trained, or there is none to follow.
+        ConfigError: if an average is trained too, or the weights that it averages do not exist.
     """
 
     def __init__(self, store: WeightStore, averages: Sequence[Average]) -> None:
@@ -42,10 +42,10 @@ class MovingAverages:
                 self._stages.setdefault(stage, {})[index] = _Follower(keys[source], average.momentum)
 
     def after_update(self, step: int) -> None:
-        """A step was applied: follow it.
+        """Move all averages after a step.
 
         Args:
-            step: its number, from 1.
+            step: number of the step that was applied, from 1.
         """
         for stage, followers in self._stages.items():
             self._move(stage, followers, step)
@@ -68,11 +68,11 @@ class MovingAverages:
 
 @dataclasses.dataclass(frozen=True)
 class _Follower:
-    """A weight that follows another one.
+    """The average of another weight.
 
     Attributes:
-        source: which one.
-        momentum: what is kept of it in a step, by its number.
+        source: the weight that it averages.
+        momentum: returns the share of its value that it keeps in a step, by the step's number.
     """
 
     source: ParamKey
@@ -82,13 +82,13 @@ class _Follower:
 def _check(target: ParamSpec, source: str, keys: Mapping[str, ParamKey]) -> None:
     if target.requires_grad:
         raise ConfigError(
-            f"{target.name} is the average of other weights, and trained too",
+            f"{target.name} is an average of other weights, so it must not be trained",
             where="trainer.init.model.freeze",
             remedy="freeze it",
         )
     if source not in keys:
         raise ConfigError(
-            f"{target.name} is to follow {source}, and there is none",
+            f"{target.name} should be the average of {source}, which does not exist",
             where="trainer.init.model.ema",
             remedy="name models of the same shape",
         )

@@ -1,4 +1,4 @@
-"""The class from which a user derives a model with its loss, and how the trainer sees it."""
+"""Base class of a user's model with its loss, and the adapter through which the trainer calls it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class PyTorchBaseModel(abc.ABC):
                     self.accuracy(labels=targets, predictions=outputs.argmax(1))
                 return self.loss_fn(outputs, targets)
 
-    Metrics, of `headwater.metrics` or torchmetrics, are reported at each evaluation. What is trained are the
-    parameters of `model`.
+    Metrics of `headwater.metrics` or torchmetrics are reported at each evaluation. The parameters of `model`
+    are trained.
 
     Args:
         params: every section of the params file, as dictionaries.
@@ -54,7 +54,7 @@ class PyTorchBaseModel(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, data: Any) -> torch.Tensor:
-        """The scalar loss of a batch as the data loader gives it, its tensors on the compute device."""
+        """Return the scalar loss of a batch of the data loader; its tensors are on the compute device."""
 
 
 ModelClass = Callable[[dict[str, dict[str, Any]]], PyTorchBaseModel]
@@ -64,27 +64,27 @@ ModelClass = Callable[[dict[str, dict[str, Any]]], PyTorchBaseModel]
 def build_base_model(
     make: ModelClass, params: dict[str, dict[str, Any]], *, without_values: bool = False
 ) -> PyTorchBaseModel:
-    """The user's model.
+    """Build the user's model.
 
     Args:
         make: its class.
-        params: what it is made with.
+        params: every section of the params file; the class gets a copy.
         without_values: build it on the meta device, where it takes no memory.
 
     Raises:
-        ConfigError: if it is none, or not complete.
+        ConfigError: if `make` is not a subclass of PyTorchBaseModel, or the model is not complete.
     """
     name = getattr(make, "__name__", repr(make))
     candidate: object = make
     if not (isinstance(candidate, type) and issubclass(candidate, PyTorchBaseModel)):
         raise ConfigError(
-            f"{name} is no class derived from PyTorchBaseModel",
+            f"{name} is not a subclass of PyTorchBaseModel",
             where="run",
-            remedy="derive it from headwater.run.PyTorchBaseModel; its __call__(data) gives the loss",
+            remedy="derive it from headwater.run.PyTorchBaseModel; its __call__(data) returns the loss",
         )
     if inspect.isabstract(candidate):
         raise ConfigError(
-            f"{name} gives no loss", where=name, remedy="define __call__(self, data), which returns the loss"
+            f"{name} has no loss", where=name, remedy="define __call__(self, data), which returns the loss"
         )
     with torch.device("meta" if without_values else "cpu"):
         base = make(copy.deepcopy(params))
@@ -102,7 +102,7 @@ def build_base_model(
 
 
 def _check_parameters(base: PyTorchBaseModel, name: str) -> None:
-    """Refuse parameters outside of the model: nothing would train them."""
+    """Raise `ConfigError` for trainable parameters outside of the model: they would not be trained."""
     own = {id(param) for param in base.model.parameters()}
     for attribute, module in _side_modules(base):
         if any(param.requires_grad and id(param) not in own for param in module.parameters()):
@@ -114,7 +114,7 @@ def _check_parameters(base: PyTorchBaseModel, name: str) -> None:
 
 
 def _side_modules(base: PyTorchBaseModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules beside the model, losses and metrics for example, with the attribute that holds each."""
+    """Yield the modules beside the model, such as losses and metrics, with the attribute that holds each."""
     for attribute, value in vars(base).items():
         for leaf in tree_leaves(value):
             if isinstance(leaf, nn.Module) and leaf is not base.model:
@@ -122,7 +122,7 @@ def _side_modules(base: PyTorchBaseModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _apart(base: PyTorchBaseModel) -> list[nn.Module]:
-    """The modules beside the model that have nothing in common with it."""
+    """Return the modules beside the model that share no module with it."""
     inside = set(base.model.modules())
     return [module for _, module in _side_modules(base) if inside.isdisjoint(module.modules())]
 
@@ -130,13 +130,13 @@ def _apart(base: PyTorchBaseModel) -> list[nn.Module]:
 class BaseModelLoss:
     """The loss function of a user's model, as the trainer calls it.
 
-    Calling it raises a `ModelError` if what the user's code gives is no scalar that can be trained on.
+    A call raises `ModelError` unless the user's code returns a scalar that depends on a trained parameter.
     """
 
     def __init__(self, base: PyTorchBaseModel) -> None:
         self._base = base
         self._beside = _apart(base)
-        self._device = torch.device("cpu")  # a fake tensor is there, and must not be met by `to`
+        self._device = torch.device("cpu")  # fake tensors of a dry run are here too, so `to` is not called
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
         self._follow(batch)
@@ -146,11 +146,11 @@ class BaseModelLoss:
         if loss.numel() != 1:
             raise self._error(f"has shape {list(loss.shape)}", "return a scalar, its mean() for example")
         if torch.is_grad_enabled() and not loss.requires_grad:
-            raise self._error("depends on no parameter that is trained", "compute it from what model gives")
+            raise self._error("depends on no parameter that is trained", "compute it from the model's output")
         return loss.reshape(())
 
     def _follow(self, batch: Any) -> None:
-        """Take losses and metrics to where the batch is; the engine takes the model."""
+        """Move losses and metrics to the device of the batch; the engine moves the model."""
         device = next((tensor.device for tensor in tensors_in(batch)), None)
         if device is not None and device != self._device:
             self._device = device

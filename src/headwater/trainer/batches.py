@@ -1,4 +1,4 @@
-"""Batches of a run: their tokens, and their micro-batches."""
+"""Batches of a run: number of tokens, and division into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["equal_parts", "num_samples", "num_tokens", "split_batch"]
 
 
 def num_tokens(batch: Any) -> int:
-    """Tokens in a batch: elements of its `input_ids`; 0 where it has none."""
+    """Return the tokens in a batch: the number of elements of its `input_ids`; 0 without `input_ids`."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return ids.numel() if isinstance(ids, torch.Tensor) else 0
 
 
 def equal_parts(batch: Any, count: int) -> list[Any]:
-    """`batch` in `count` micro-batches of equal size.
+    """Return a batch as `count` micro-batches of equal size.
 
     Raises:
-        DataError: if its samples cannot be divided so.
+        DataError: if the number of samples is not a multiple of `count`.
     """
     samples = num_samples(batch)
     if samples % count:
         raise DataError(
             f"a batch of {samples} samples cannot be divided into {count} equal micro-batches",
             where="data loader",
-            remedy="let it leave out the batch that is not full (drop_last), or set no micro_batch_size",
+            remedy="let the loader leave out an incomplete batch (drop_last), or set no micro_batch_size",
         )
     return list(split_batch(batch, samples // count))

@@ -1,4 +1,4 @@
-"""What callbacks are told, and when."""
+"""Callbacks of a run, and the events that they get."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from headwater.plan.types import Plan
 
 @dataclasses.dataclass(frozen=True)
 class FitStart:
-    """A run begins, or goes on.
+    """A run begins, or continues.
 
     Attributes:
         start_step: steps done before.
-        end_step: step at which it ends.
-        plan: how it is done.
+        end_step: the step at which it ends.
+        plan: the plan of its steps.
     """
 
     start_step: int
@@ -29,18 +29,18 @@ class StepEnd:
     """One training step is done.
 
     Attributes:
-        step: its number, from 1.
+        step: number of the step, from 1.
         loss: mean over the micro-batches.
-        learning_rate: with which it is applied.
+        learning_rate: of this step.
         gradient_norm: global 2-norm before clipping.
         applied: `False` if it was skipped because its gradient was not finite.
         loss_scale: factor on its loss.
-        tokens: tokens in its batch; 0 where it has no `input_ids`.
-        step_s: seconds it took, the wait for its batch included.
+        tokens: tokens in its batch; 0 without `input_ids`.
+        step_s: duration in seconds, including the wait for the batch.
         bytes_in: bytes of weights that streamed in.
         bytes_out: bytes of gradients that streamed out.
-        hit_rate: share of the uses of stages that found the weights on the device or on their way.
-        wait_s: seconds of it spent waiting for weights.
+        hit_rate: share of stage uses for which the weights were on the device, or already being copied.
+        wait_s: seconds of the step in which it waited for weights.
         samples: samples in its batch.
     """
 
@@ -60,7 +60,7 @@ class StepEnd:
 
     @property
     def rate(self) -> tuple[float, str]:
-        """How much was done in a second, and of what: `tokens`, or `samples` where there are none."""
+        """Amount per second, and its unit: `tokens`, or `samples` if the tokens are unknown."""
         count, unit = (self.tokens, "tokens") if self.tokens else (self.samples, "samples")
         return count / self.step_s, unit
 
@@ -72,9 +72,9 @@ class ValidateEnd:
     Attributes:
         step: steps trained before.
         loader: position of its data set among those to evaluate on.
-        loss: mean over the samples.
+        loss: mean over the labels or samples.
         batches: batches evaluated.
-        weight_norm: 2-norm of all parameters, where the callback ComputeNorm asks for it.
+        weight_norm: 2-norm of all parameters, if the callback ComputeNorm requests it.
         metrics: value of each metric of the model, by name.
     """
 
@@ -87,19 +87,19 @@ class ValidateEnd:
 
 
 class Callback:
-    """Is told what happens in a run. Every hook does nothing unless overridden."""
+    """Base class of callbacks: a run calls its hooks. Every hook does nothing unless overridden."""
 
     def on_fit_start(self, event: FitStart) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step_end(self, event: StepEnd) -> None:
-        """After each step."""
+        """Called after each step."""
 
     def on_validate_end(self, event: ValidateEnd) -> None:
-        """After the evaluation of each data set."""
+        """Called after the evaluation of each data set."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """When the checkpoint of a step has been asked for; it is complete no later than at the end."""
+        """Called when a checkpoint begins to be written. It is complete when the run ends, or earlier."""
 
     def on_fit_end(self) -> None:
-        """After the last step, also if that is because of an error."""
+        """Called when the run ends, also after an error."""

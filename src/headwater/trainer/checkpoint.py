@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written while it goes on, found again, cleared away; and their folder's lock."""
+"""Checkpoints of a run: written during training, found again and deleted; and the lock of their folder."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _SET_ASIDE_SUFFIX = ".superseded"
 class CheckpointManager:
     """Writes and reads the folders `checkpoint_<step>` in a model_dir.
 
-    Reading needs no more than the folder; whoever saves holds its `ModelDirLock`.
+    Reading needs the folder only. Before `save` the caller must hold the folder's `ModelDirLock`.
 
     Args:
-        model_dir: where they are.
-        keep_n: newest checkpoints to keep; all if not given.
+        model_dir: the folder of the checkpoints.
+        keep_n: number of newest checkpoints to keep; all if not given.
 
     Raises:
         ConfigError: if `keep_n` is less than one.
@@ -77,7 +77,7 @@ class CheckpointManager:
         *,
         buffers: Buffers | None = None,
     ) -> Path:
-        """Begin to write a checkpoint of the store as it is now; training may go on at once.
+        """Begin to write a checkpoint of the store as it is now; training may continue at once.
 
         Args:
             store: holds weights and optimizer state; it stays open until `wait`.
@@ -86,11 +86,11 @@ class CheckpointManager:
             buffers: the model's persistent buffers; see `persistent_buffers`.
 
         Returns:
-            Where it will be when it is complete.
+            The folder of the checkpoint, which is not yet complete.
 
         Raises:
-            DiskFullError: if there is no room for it, or was none for the one before. Those that are complete
-                stay.
+            DiskFullError: if there is too little space for this checkpoint or for the one before. Complete
+                checkpoints stay.
             HeadwaterError: if the one before failed in any other way.
         """
         self.wait()
@@ -100,13 +100,13 @@ class CheckpointManager:
         return folder
 
     def save_elsewhere(self, store: WeightStore) -> None:
-        """Do this rank's part in a checkpoint that rank 0 begins to `save`.
+        """Write this rank's part of a checkpoint that rank 0 begins to `save`.
 
         Args:
             store: of this rank; it stays open until `wait`.
 
         Raises:
-            RankError: if its part in the one before failed.
+            RankError: if its part of the checkpoint before failed.
         """
         self.wait()
         self._writing = self._thread.submit(SnapshotElsewhere(store).run)
@@ -119,12 +119,12 @@ class CheckpointManager:
                 retire(path)
 
     def check(self) -> None:
-        """Raise what the writing in the background has failed with, if it has; returns at once."""
+        """Raise the error of writing in the background, if it has failed. Returns at once."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
+        """Block until nothing is being written.
 
         Raises:
             HeadwaterError: if the last checkpoint could not be written; those before it are intact.
@@ -134,30 +134,30 @@ class CheckpointManager:
             writing.result()
 
     def latest(self) -> Path | None:
-        """The complete checkpoint with the highest step."""
+        """Return the complete checkpoint with the highest step, if there is one."""
         return max(complete_checkpoints(self.model_dir), key=step_of, default=None)
 
     def newest_whole(self) -> Path | None:
         """Return the newest undamaged checkpoint, or `None` if the run has no checkpoints.
 
-        Every byte is compared with its checksum. Damaged checkpoints are passed over with a warning.
+        Every byte is compared with its checksum. Each damaged checkpoint is skipped with a warning.
 
         Raises:
-            CorruptError: if all of them are damaged.
-            CheckpointError: if a newer version of headwater wrote one.
+            CorruptError: if all checkpoints are damaged.
+            CheckpointError: if a newer version of Headwater wrote one.
         """
         damaged: list[tuple[Path, HeadwaterError]] = []
         for path in reversed(complete_checkpoints(self.model_dir)):
             damage = find_damage(path)
             if damage is None:
                 for other, why in damaged:
-                    logger.warning("%s is damaged and passed over: %s", other, why.what)
+                    logger.warning("%s is damaged and skipped: %s", other, why.what)
                 return path
             damaged.append((path, damage))
         if damaged:
             _, newest = damaged[0]
             raise CorruptError(
-                f"every checkpoint of this run is damaged; of the newest: {newest.what}",
+                f"every checkpoint of this run is damaged; the newest: {newest.what}",
                 where=newest.where,
                 remedy="restore a copy of one, or start over with --autoload_last_checkpoint=false",
             ) from newest
@@ -169,9 +169,9 @@ class CheckpointManager:
         return named and path.parent.resolve() == self.model_dir.resolve()
 
     def set_aside(self, step: int, start: Path | None) -> list[Path]:
-        """Rename the checkpoints of what a run that starts at `step` will do in another way.
+        """Rename the checkpoints of steps that a run which starts at `step` will compute again.
 
-        They would be the newest, and so be what the next run goes on from.
+        Otherwise they would be the newest ones, and the next run would continue from them.
 
         Args:
             step: steps done.
@@ -195,23 +195,23 @@ class CheckpointManager:
         buffers: Buffers | None = None,
         names: Names = lambda name: (name,),
     ) -> tuple[int, dict[str, Any]]:
-        """Bring a checkpoint back.
+        """Load a checkpoint into a store.
 
         Args:
-            store: what is filled.
+            store: gets the weights and the optimizer state.
             path: the checkpoint.
-            weights_only: leave the optimizer at its start.
-            strict: whether every parameter must be in the checkpoint and no other; one that is not keeps
-                its value.
+            weights_only: load no optimizer state.
+            strict: require that the checkpoint has every parameter and no other; otherwise a parameter that
+                it lacks keeps its value.
             buffers: the model's persistent buffers, overwritten in place.
-            names: what a parameter may be called there, where the weights alone are wanted.
+            names: names that a parameter may have in the checkpoint, if only the weights are loaded.
 
         Returns:
             Its step, and the state that was given to `save`.
 
         Raises:
             CheckpointError: if it is missing, not complete, or of another model or optimizer.
-            CorruptError: if bytes are damaged; the store is not to be used then.
+            CorruptError: if bytes are damaged. The store must not be used then.
         """
         self.wait()
         saved = SavedCheckpoint(path)
@@ -222,7 +222,7 @@ class CheckpointManager:
         return saved.manifest.step, _unpack_state(saved)
 
     def describe(self, path: Path) -> CheckpointDescription:
-        """What a checkpoint holds, without reading its weights.
+        """Return a description of a checkpoint without reading its weights.
 
         Raises:
             CheckpointError: if it is missing or not complete.
@@ -232,15 +232,15 @@ class CheckpointManager:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointDescription:
-    """What a checkpoint holds.
+    """A description of a checkpoint.
 
     Attributes:
         path: its folder.
-        step: training steps behind it.
+        step: training steps done.
         optimizer: class name of the optimizer.
-        num_parameters: elements of all parameters.
+        num_parameters: number of elements of all parameters.
         num_bytes: bytes on disk.
-        state: what was given to `CheckpointManager.save`.
+        state: the state that was given to `CheckpointManager.save`.
     """
 
     path: Path
@@ -252,7 +252,7 @@ class CheckpointDescription:
 
 
 def describe(path: Path) -> CheckpointDescription:
-    """What a checkpoint holds, without reading its weights.
+    """Return a description of a checkpoint without reading its weights.
 
     Raises:
         CheckpointError: if it is missing or not complete.
@@ -271,14 +271,14 @@ def describe(path: Path) -> CheckpointDescription:
 
 
 def find_damage(path: Path, *, deep: bool = True) -> HeadwaterError | None:
-    """Return what is wrong with a complete checkpoint; `None` if nothing is.
+    """Return an error that describes the damage of a complete checkpoint; `None` if it is intact.
 
     Args:
         path: its folder.
         deep: compare every byte with its checksum, not only manifest, state and step.
 
     Raises:
-        CheckpointError: if it is not complete, or a newer version of headwater wrote it.
+        CheckpointError: if it is not complete, or a newer version of Headwater wrote it.
     """
     try:
         saved = SavedCheckpoint(path)
@@ -288,7 +288,7 @@ def find_damage(path: Path, *, deep: bool = True) -> HeadwaterError | None:
         return CorruptError(
             f"the folder is named {path.name}, but its manifest says step {saved.manifest.step}",
             where=str(path),
-            remedy="give the folder the name that it had",
+            remedy="rename the folder to its original name",
         )
     try:
         _unpack_state(saved)
@@ -300,13 +300,13 @@ def find_damage(path: Path, *, deep: bool = True) -> HeadwaterError | None:
 
 
 def complete_checkpoints(model_dir: Path) -> list[Path]:
-    """Every complete checkpoint in a model_dir, by step."""
+    """Return every complete checkpoint in a model_dir, by step."""
     folders = [path.parent for path in model_dir.glob(f"checkpoint_*/{MANIFEST_FILE}")]
     return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def _unused(path: Path) -> Path:
-    """A name for what is not to be found as a checkpoint any more."""
+    """Return an unused name that is not found as a checkpoint."""
     names = itertools.chain([_SET_ASIDE_SUFFIX], (f"{_SET_ASIDE_SUFFIX}{n}" for n in itertools.count(2)))
     candidates = (path.with_name(path.name + name) for name in names)
     return next(candidate for candidate in candidates if not candidate.exists())
@@ -320,7 +320,7 @@ def step_of(path: Path) -> int:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong in a checkpoint, by qualified name, each once."""
+    """Return the buffers that belong in a checkpoint, by qualified name, each once."""
     return {name: buffer for name, buffer in model.named_buffers() if not _is_transient(model, name)}
 
 
@@ -330,14 +330,14 @@ def _is_transient(model: nn.Module, name: str) -> bool:
 
 
 def _pack_state(state: Mapping[str, Any]) -> dict[str, bytes]:
-    """Files for the run's state: the tree as JSON, and the tensors in it."""
+    """Return the files of the run's state: the tree as JSON, and the tensors in it."""
     tensors: dict[str, torch.Tensor] = {}
     tree = json.dumps(_split(state, "state", tensors), indent=1).encode()
     return {_STATE_FILE: tree, _STATE_TENSORS_FILE: safetensors.torch.save(tensors)}
 
 
 def _split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` with its tensors moved to `tensors`, and their names in their place."""
+    """Return `value` with its tensors replaced by their names, and move the tensors to `tensors`."""
     match value:
         case torch.Tensor():
             tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -352,7 +352,7 @@ def _split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _unpack_state(saved: SavedCheckpoint) -> dict[str, Any]:
-    """The inverse of `_pack_state`.
+    """Return the state that `_pack_state` wrote.
 
     Raises:
         CheckpointError: if a file is missing.
@@ -376,15 +376,15 @@ def _unpack_state(saved: SavedCheckpoint) -> dict[str, Any]:
 
 
 class ModelDirLock:
-    """Keeps other runs out of a model_dir while it is entered; the system frees it when the process ends.
+    """A lock that keeps other runs out of a model_dir. The system releases it when the process ends.
 
-    On entering, what a killed run has left half written is cleared away.
+    Entering it deletes incomplete files that a killed run left.
 
     Args:
         model_dir: the folder; created if missing.
 
     Raises:
-        ModelDirBusyError: on entering, if another run is in it; names its process.
+        ModelDirBusyError: on entering, if another run holds the lock. The message names its process.
         RunError: on entering, if the folder or its lock cannot be written.
     """
 

@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints by meaning, whatever formats they are in."""
+"""Comparison of two checkpoints by the names and values of their tensors, in any formats."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Read = Callable[[], Tensor]
 """Returns the values of a tensor."""
 
 _LIBRARY = "hf."
-"""What the names of a run of a model of the transformers library begin with."""
+"""Prefix of parameter names in a run of a model of the transformers library."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same in two checkpoints.
+    """A tensor that differs between two checkpoints.
 
     Attributes:
         name: of the tensor.
-        what: what differs.
+        what: how it differs.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Comparison:
 
     Attributes:
         equal: tensors with equal values.
-        differences: the other tensors.
-        counts: how many of these differ in shape or values, and how many only one checkpoint has.
+        differences: the tensors that differ.
+        counts: how many of them differ in shape or values, and how many only one checkpoint has.
     """
 
     equal: int
@@ -53,16 +53,20 @@ class Comparison:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """The counts in one line."""
         others = ", ".join(f"{count} {what}" for what, count in self.counts.items())
         same = "; the checkpoints are the same, bit for bit" if not self.differences else ""
         return f"{self.equal} equal, {others}{same}"
 
 
 def compare(first: Path, second: Path) -> Comparison:
-    """Compare two checkpoints; a tensor of each is in memory at a time.
+    """Compare two checkpoints. One tensor of each is in memory at a time.
 
-    A checkpoint in Hugging Face's format is read by our names if the other one is in ours.
+    If only one of them is in Hugging Face's format, its tensors get the names of this package.
+
+    Args:
+        first: folder of checkpoint A.
+        second: folder of checkpoint B.
 
     Raises:
         CheckpointError: if one of them cannot be read.
@@ -87,7 +91,7 @@ def compare(first: Path, second: Path) -> Comparison:
 
 
 def _difference(tensor: Tensor, other: Tensor) -> str | None:
-    """Describe how two tensors differ. Another dtype alone does not count: conversions change it."""
+    """Describe how two tensors differ. A different dtype alone is not a difference: conversions change it."""
     if other.shape != tensor.shape:
         return f"shapes {list(tensor.shape)} and {list(other.shape)}"
     if tensor.dtype == other.dtype and torch.equal(tensor, other):
@@ -99,7 +103,7 @@ def _difference(tensor: Tensor, other: Tensor) -> str | None:
 
 
 def _both(first: Path, second: Path) -> tuple[dict[str, Read], dict[str, Read]]:
-    """The tensors of both checkpoints by names that mean the same."""
+    """Return the tensors of both checkpoints by comparable names."""
     pair = [_stored(path) for path in (first, second)]
     foreign = [_is_library_folder(path) for path in (first, second)]
     if foreign[0] != foreign[1]:
@@ -123,14 +127,14 @@ def _is_library_folder(path: Path) -> bool:
 
 
 def is_folder_of_weights(path: Path) -> bool:
-    """True if a folder holds weights without a run: in Hugging Face's format, or converted to ours."""
+    """True if a folder holds weights without a run, in Hugging Face's format or converted from it."""
     if (path / MANIFEST_FILE).is_file():
         return False
     return has_weights(path) or has_weights(path, PICKLED_FILE)
 
 
 def model_of(path: Path) -> str:
-    """Return the model of a folder of weights, as its own files name it.
+    """Return the name of the model of a folder of weights, from its own files; `-` if they lack it.
 
     Raises:
         ConfigError: if these files are damaged.
@@ -150,7 +154,7 @@ def _stored(path: Path) -> dict[str, Read]:
 
 
 def tensors_of(path: Path) -> list[StoredTensor]:
-    """Return the tensors of a checkpoint in whatever format.
+    """Return the tensors of a checkpoint in any format.
 
     Raises:
         CheckpointError: if the checkpoint is missing or damaged.
@@ -161,7 +165,7 @@ def tensors_of(path: Path) -> list[StoredTensor]:
 
 
 def _by_our_names(folder: Path) -> dict[str, Read] | None:
-    """The tensors of a folder in Hugging Face's format by our names; `None` without a converter."""
+    """Return a Hugging Face folder's tensors by this package's names; `None` without a converter."""
     try:
         return open_hf(folder).stored()
     except ConfigError:

@@ -1,4 +1,4 @@
-"""From the data sections of a params file to samples in an order."""
+"""Opens the data sets that the data sections of a params file name."""
 
 from __future__ import annotations
 
@@ -59,14 +59,17 @@ if TYPE_CHECKING:
 def open_data(
     config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool, fabric: Fabric = ALONE
 ) -> SampleSource:
-    """The data set that `config` names, checked against the model.
+    """Return the data set that `config` names, checked against the model.
 
     Args:
         config: the section of the params file.
         model: the model that will read the data.
-        seed: of the order and of all that is random in samples, where the section has no `shuffle_seed`.
+        seed: of the order and of random samples, if the section has no `shuffle_seed`.
         repeat: endless passes, for training; otherwise each iteration is one pass.
-        fabric: the ranks; each batch is divided among those that compute.
+        fabric: the ranks; each batch is divided among the compute ranks.
+
+    Returns:
+        The data set; this rank reads its part of each batch.
 
     Raises:
         ConfigError: if the data are not for this model, or a package that reads them is not installed.
@@ -90,7 +93,8 @@ def open_data(
     except ModuleNotFoundError as error:
         extra = "vision" if error.name == "PIL" else "data"
         raise ConfigError(
-            f"reading data needs {error.name}", remedy=f"pip install 'headwater[{extra}]'"
+            f"reading data needs {error.name}, which is not installed",
+            remedy=f"pip install 'headwater[{extra}]'",
         ) from error
     return SampleSource(
         samples,
@@ -102,7 +106,7 @@ def open_data(
         persistent_workers=config.persistent_workers,
         drop_last=config.leaves_out_last,
         repeat=repeat,
-        rank=fabric.rank % fabric.num_csx,  # a store rank reads nothing of it
+        rank=fabric.rank % fabric.num_csx,  # a store rank reads no batches, but needs a valid number
         world_size=fabric.num_csx,
     )
 
@@ -166,9 +170,9 @@ def _questions(config: QuestionDataConfig, model: QuestionAnsweringConfig) -> Sa
 def _check_pairs(config: DataConfig, model: ClassifierConfig | QuestionAnsweringConfig) -> None:
     if model.num_segments == 1:
         raise ConfigError(
-            f"samples of {config.data_processor} are two texts, and the model has one kind of segment",
+            f"samples of {config.data_processor} are pairs of texts, but the model has one kind of segment",
             where="model.num_segments",
-            remedy="write num_segments: 2, or 0 for a model that does not tell the two apart",
+            remedy="write num_segments: 2, or 0 for a model that does not distinguish the two texts",
         )
 
 
@@ -311,9 +315,10 @@ def _views(config: ViewDataConfig, model: DinoConfig) -> Samples:
     sizes = (crops.global_image_size,) * 2, (masks.patch_size,) * 2
     if sizes != (encoder.image_size, encoder.patch_size):
         raise ConfigError(
-            f"views of {sizes[0][0]} pixels with patches of {sizes[1][0]} are not what the model reads",
+            f"the model expects images of {list(encoder.image_size)} with patches of "
+            f"{list(encoder.patch_size)}, got {list(sizes[0])} and {list(sizes[1])}",
             where="ssl_transform",
-            remedy=f"write those of the model, {list(encoder.image_size)} and {list(encoder.patch_size)}",
+            remedy="write the sizes of the model for global_image_size and patch_size",
         )
     return read_views(config, channels=encoder.num_channels)
 
@@ -361,7 +366,7 @@ _OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples
     SpanCorruptionDataConfig: (Seq2SeqConfig, _corrupted_texts),
     TranslationDataConfig: (Seq2SeqConfig, _translations),
 }
-"""For each kind of data section the models that read it, and what opens it."""
+"""For each kind of data section: the models that read it, and the function that opens it."""
 
 
 _LIBRARY_TASKS: dict[type, str] = {
@@ -373,14 +378,14 @@ _LIBRARY_TASKS: dict[type, str] = {
     TextClassificationDataConfig: "sequence_classification",
     ImageFolderDataConfig: "image_classification",
 }
-"""For each kind of data section the task of models of the transformers library that read it."""
+"""For each kind of data section: the task of the transformers models that read it."""
 
 _PROCESSORS = {
     name: task
     for kind, task in _LIBRARY_TASKS.items()
     for name in get_args(kind.model_fields["data_processor"].annotation)  # type: ignore[attr-defined]
 }
-"""The same by the names that params files give."""
+"""The tasks by the names of data processors in params files."""
 
 
 def find_prepared(config: DataConfig) -> Path | None:

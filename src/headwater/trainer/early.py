@@ -1,4 +1,4 @@
-"""What can be said of a training run before it has weights or data."""
+"""Checks and reports of a training run before it has weights or data."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from headwater.trainer.job import Trainable
 from headwater.trainer.planning import plan_run, training_workload
 
 _FEW_SAMPLES = 2
-"""Samples that show whether shapes go together; one would hide what broadcasts."""
+"""Samples of a batch for checking shapes. With one sample, wrong broadcasts would go unnoticed."""
 
 
 def validate_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> ValidateReport:
-    """Check that model, loss, optimizer and the shapes of a batch go together.
+    """Check that model, loss, optimizer and the shapes of a batch fit together.
 
     Args:
         init: the params.
         trainable: the model; its parameters may be on the meta device.
         batch_size: samples of one step.
 
+    Returns:
+        A report of the check.
+
     Raises:
-        ModelError: if they do not.
+        ModelError: if they do not fit together.
     """
     work = training_workload(init, trainable, batch_size)
     return validate_only(
@@ -43,8 +46,11 @@ def compile_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> Com
         trainable: the model; its parameters may be on the meta device.
         batch_size: samples of one step.
 
+    Returns:
+        The report.
+
     Raises:
-        ModelError: if model, loss, optimizer and batch do not go together.
+        ModelError: if model, loss, optimizer and batch do not fit together.
     """
     work = training_workload(init, trainable, batch_size)
     plan: Plan | DoesNotFitError

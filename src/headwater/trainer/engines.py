@@ -1,4 +1,4 @@
-"""Engines of a run, opened with all that belongs to them: plan, folder of the disk tier, weights."""
+"""Opens engines of a run, with their plan, the folder of the disk tier, and weights."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ def open_engine(
 
     Args:
         init: the params.
-        trainable: what is computed.
-        work: what is to be computed.
+        trainable: the model with its loss.
+        work: the batch and the optimizer.
         disk: folder of the disk tier.
-        blank: a checkpoint will replace the parameters.
-        show: shows the plan before anything is allocated.
+        blank: initialize with zeros, since a checkpoint will replace the parameters.
+        show: called with the plan before anything is allocated.
         fabric: the ranks that train together.
-        measured: plan with the measured rates of this machine, which takes time where they are not known.
+        measured: plan with measured rates of this machine; takes time if they are not known yet.
+
+    Yields:
+        The engine.
     """
     device = device_of(init.backend)
 
@@ -82,14 +85,17 @@ def trained_model(
     *,
     names: Names | None = None,
 ) -> Iterator[Engine]:
-    """An engine in eval mode with the weights of a checkpoint, the newest in the model_dir if none is named.
+    """Open an engine in eval mode with the weights of a checkpoint.
 
     Args:
         init: the params.
         trainable: the model.
         work: the largest batch that will be computed.
-        checkpoint: its path.
-        names: what a parameter may be called in the checkpoint; its own name if not given.
+        checkpoint: its path; the newest checkpoint in the model_dir if not given.
+        names: names that a parameter may have in the checkpoint; its own name if not given.
+
+    Yields:
+        The engine.
 
     Raises:
         CheckpointError: if there is no checkpoint, or it is damaged or of another shape.
@@ -109,7 +115,7 @@ def trained_model(
 
 
 def disk_folder(init: SetupConfig) -> Path | None:
-    """Return the folder of the disk tier. What lies there has no names: several runs may share the folder."""
+    """Return the folder of the disk tier. Its files are unnamed, so several runs may share the folder."""
     if init.backend.disk is None:
         return None
     folder = init.backend.disk.path

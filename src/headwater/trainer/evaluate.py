@@ -1,4 +1,4 @@
-"""Loss and metrics on a data set, the same in the middle of training and on its own."""
+"""Evaluation: loss and metrics on a data set, during training or alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from headwater.trainer.metrics import metric_values
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
-        loss: mean over the labels, or the samples where the model's loss is a mean over these.
+        loss: mean over the labels, or over the samples if the model's loss is a mean over samples.
         batches: batches evaluated.
         metrics: value of each metric of the model, by name.
     """
@@ -36,17 +36,19 @@ def evaluate(
     max_batches: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """The mean loss over `batches` in eval mode, in the micro-batches of the plan where they may be divided.
+    """Return the mean loss and the metrics over `batches` in eval mode.
+
+    Batches are divided into the micro-batches of the plan if the model allows it.
 
     Args:
         engine: holds the weights.
         trainable: the model.
-        batches: one pass over the data; of several ranks each has its parts of the batches.
-        max_batches: take no more than these.
-        stop: asked before each batch whether to give up.
+        batches: one pass over the data; each of several ranks has its parts of the batches.
+        max_batches: largest number of batches to evaluate.
+        stop: called before each batch; the evaluation ends if it returns True.
 
     Returns:
-        `None` if `stop` said so, on any rank.
+        The result; `None` if `stop` returned True on any rank.
 
     Raises:
         DataError: if there is no batch.
@@ -54,7 +56,7 @@ def evaluate(
     """
     total, weights, count, stopped = 0.0, 0.0, 0, False
     if engine.fabric.size > 1:
-        engine.store.flush()  # then each rank reads weights by itself
+        engine.store.flush()  # so that each rank can read weights without the others
     for metric in trainable.metrics.values():
         metric.reset()
     training = engine.model.training
@@ -82,13 +84,13 @@ def evaluate(
 def _checked(total: float, weights: float, count: int) -> float:
     if count == 0:
         raise DataError(
-            "the validation data do not fill one batch",
+            "the validation data are fewer than one batch",
             where="val_dataloader.batch_size",
             remedy="write a smaller batch_size, or drop_last: false",
         )
     if weights == 0:
-        raise DataError("the validation data have no label", remedy="look at how they were prepared")
+        raise DataError("the validation data have no label", remedy="check how the data were prepared")
     loss = total / weights
     if loss - loss != 0:
-        raise NonFiniteError(f"the validation loss is {loss}", remedy="look at the validation data")
+        raise NonFiniteError(f"the validation loss is {loss}", remedy="check the validation data")
     return loss

@@ -1,4 +1,4 @@
-"""The history of a run: a line of JSON for each step and each evaluation, numbers exact to the bit."""
+"""History of a run: a line of JSON for each step and each evaluation, with exact numbers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 4096
-"""The line of a step is shorter."""
+"""An upper bound on the line of a step."""
 
 _STEP_FIELDS = dataclasses.fields(StepEnd)
 
 
 class History(Callback):
-    """Appends a line for each event. Lines beyond the step at which a run resumes are removed first.
+    """Appends a line for each event. When a run resumes at a step, lines of later steps are removed first.
 
-    All lines up to a checkpoint's step are on disk soon after this callback is told of the checkpoint.
+    All lines up to a checkpoint's step are on disk soon after `on_checkpoint`.
 
     Args:
         path: the file.
@@ -80,7 +80,7 @@ def read_last_steps(path: Path, count: int) -> list[StepEnd]:
 
 
 def read_history(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records in a history file; none if it does not exist.
+    """Yield the records in a history file; nothing if the file does not exist.
 
     A line cut off by a kill is left out. Lines damaged by a loss of power are left out with a warning.
     """
@@ -100,11 +100,11 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    return json.dumps(record) + "\n"  # Python writes the shortest digits that give the same float again
+    return json.dumps(record) + "\n"  # Python writes the shortest digits that read as the same float
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record on a line of a history; `None` where the line is cut off or damaged."""
+    """Return the record on a line of a history; `None` if the line is cut off or damaged."""
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -114,7 +114,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _step(record: dict[str, Any]) -> StepEnd | None:
-    """The step that a record describes; `None` for an evaluation."""
+    """Return the step that a record describes; `None` for an evaluation."""
     known = {field.name: record[field.name] for field in _STEP_FIELDS if field.name in record}
     needed = {field.name for field in _STEP_FIELDS if field.default is dataclasses.MISSING}
     return StepEnd(**known) if record["kind"] == "train" and known.keys() >= needed else None

@@ -1,4 +1,4 @@
-"""Runs of models of the transformers library: where their weights come from, and how they are exported."""
+"""Runs of models of the transformers library: the source of their weights, and their export."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LISTED = 6
 def initial_of(model: HuggingFaceModel, seed: int) -> Initial:
     """Return the source of the initial values: the weights in the folder, or random ones.
 
-    The folder is first read when a value is wanted. Then the model's buffers get their values too.
+    The folder is read when the first value is requested. The model's buffers then get their values too.
     """
     values = functools.cache(lambda: _pretrained(model))
 
@@ -47,7 +47,7 @@ def initial_of(model: HuggingFaceModel, seed: int) -> Initial:
 
 
 def _pretrained(model: HuggingFaceModel) -> dict[str, Tensor]:
-    """The parameters that a folder of weights holds, by the model's names; empty if the weights are random.
+    """Return the parameters in a folder of weights, by the model's names; empty if the weights are random.
 
     Raises:
         CheckpointError: if the folder has no weights that can be read, or these are of another model.
@@ -64,9 +64,9 @@ def _pretrained(model: HuggingFaceModel) -> dict[str, Tensor]:
             remedy="name a folder with the weights of this model, or write weights: random",
         )
     if report.missing:
-        logger.warning("not in %s, and random at first: %s", folder, _listed(report.missing))
+        logger.warning("missing in %s, initialized randomly: %s", folder, _listed(report.missing))
     if report.unexpected:
-        logger.warning("in %s, and not in the model: %s", folder, _listed(report.unexpected))
+        logger.warning("in %s, but not in the model: %s", folder, _listed(report.unexpected))
     found = ((name, recorded_values(parameter)) for name, parameter in model.named_parameters())
     return {name: tensor for name, tensor in found if tensor is not None}
 
@@ -100,6 +100,12 @@ def export_library_model(
 
     One tensor is in memory at a time.
 
+    Args:
+        checkpoint: of the run.
+        config: the model's section of the params.
+        out_dir: the folder to write; new or empty.
+        dtype: of the exported weights.
+
     Raises:
         CheckpointError: if the folder is not empty, or the checkpoint is of another model.
     """
@@ -108,7 +114,7 @@ def export_library_model(
             "the export folder is not empty", where=str(out_dir), remedy="name a new folder"
         )
     model = build_model(config, device="meta")
-    assert isinstance(model, HuggingFaceModel), "the section makes such a model"
+    assert isinstance(model, HuggingFaceModel), "the section builds such a model"
     read = _readers(SavedCheckpoint(checkpoint))
     for name, parameter in model.named_parameters():
         if name not in read:

@@ -22,27 +22,27 @@ EXIT_CODE = INTERRUPTED
 
 
 class Interrupt:
-    """Whether somebody has asked the run to stop.
+    """A request to stop the run.
 
     Attributes:
-        requested: it should stop as soon as its step is complete.
+        requested: True if the run should stop as soon as its step is complete.
     """
 
     def __init__(self) -> None:
-        self.requested = False  # here, or by a signal that another rank has heard first
+        self.requested = False  # set by a signal here, or when another rank got one
         self._heard = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler."""
+        """Handle a signal: request a stop; the second time, exit at once."""
         if self._heard:
             _say("stopped; the last complete checkpoint is intact")
             os._exit(EXIT_CODE)
         self._heard = self.requested = True
-        _say("stopping after this step; once more to stop at once")
+        _say("stopping after this step; repeat the signal to stop at once")
 
 
 def _say(text: str) -> None:
-    """Tell the user, once for all ranks."""
+    """Print a message on rank 0 only."""
     if not speaks_for_all():
         return
     # A handler may interrupt a write to stderr, and a buffered stream must not be entered twice.
@@ -51,19 +51,19 @@ def _say(text: str) -> None:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupt]:
-    """Turns SIGINT and SIGTERM into requests; outside of the main thread there are none to turn."""
+    """Turn SIGINT and SIGTERM into requests to stop. Outside of the main thread this does nothing."""
     interrupt = Interrupt()
     with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), interrupt.handle)):
         yield interrupt
 
 
 def shielded(items: Iterable[Item]) -> Iterator[Item]:
-    """`items`, made by worker processes that do not hear Ctrl-C.
+    """Yield `items`, made by worker processes that do not get Ctrl-C.
 
-    A terminal sends the signal to every process of the job. Processes inherit which signals are blocked, so
-    it is blocked here while they are started: no later than when the first item is asked for.
+    A terminal sends the signal to every process of the job. A new process inherits which signals are blocked,
+    so the signal is blocked while the workers are started: at the latest when the first item is requested.
     """
-    with safe_path():  # multiprocessing would start it in between, and unblock the signal
+    with safe_path():  # started now, as multiprocessing would start it later and unblock the signal
         resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,4 +1,4 @@
-"""What a run is about: a model with its loss, and data. All else is the same for every run."""
+"""The input of a run: a model with its loss, and data. Everything else is the same for every run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from headwater.trainer.metrics import Metric
 from headwater.trainer.run_dir import RunDir
 
 Batch = Any
-"""Tensors in any nesting; their first dimension is the sample."""
+"""Nested tensors, whose first dimension is the sample."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """Weights that follow other ones.
+    """Weights that are the moving average of other weights of the model.
 
     Attributes:
-        source: what the names of those that are followed begin with.
-        target: what the names of those that follow begin with; what comes after it is the same.
-        momentum: the share of their value that they keep after a step, by its number from 1.
+        source: prefix of the names of the weights that are averaged.
+        target: prefix of the names of the averages; the rest of the name is the same.
+        momentum: returns the share of its value that an average keeps in a step, by the step's number from 1.
     """
 
     source: str
@@ -39,22 +39,22 @@ class Average:
 
 @dataclasses.dataclass(frozen=True)
 class Trainable:
-    """A model, and how a loss comes of it.
+    """A model, and how its loss is computed.
 
     Attributes:
         model: the module; its parameters may be on the meta device if `initial` is given.
-        example: number of samples -> a batch of so many, of which only the shapes matter.
+        example: number of samples -> a batch of that size; only its shapes are used.
         loss: computes the scalar loss of a batch; the model itself if not given.
-        initial: initial value of a parameter; what the model holds if not given.
+        initial: returns the initial value of a parameter; if not given, the model's values are used.
         learning_rate_scale: factor on the learning rate of a parameter, by name.
-        divisible: whether the mean of the losses of micro-batches, weighted with `weight`, is the loss of the
-            batch, so that the plan may divide it without being asked to.
-        weight: what a batch counts for in a mean of losses: the labels or samples that its own is a mean of.
-        metrics: what the loss function gathers in eval mode, by name.
-        pretrained_names: what a parameter may be called in a checkpoint that training starts from.
-        parts: what patterns of names are compared with, of a parameter in which several are stacked: names
-            with their rows (-1: all); the parameter's own name where empty.
-        averages: weights that follow other ones of the model.
+        divisible: True if the mean of the losses of micro-batches, weighted with `weight`, is the loss of the
+            batch. The plan may then choose a smaller micro-batch.
+        weight: weight of a batch in a mean of losses: the number of labels or samples its loss is a mean of.
+        metrics: metrics that the loss function updates in eval mode, by name.
+        pretrained_names: names that a parameter may have in a checkpoint that training starts from.
+        parts: for a parameter in which several are stacked: the names of these, each with its number of rows
+            (-1: all), which patterns of names are compared with. Empty: the parameter's own name.
+        averages: weights that are averages of other weights of the model.
     """
 
     model: nn.Module
@@ -71,18 +71,18 @@ class Trainable:
 
 
 class TrainingData(Protocol):
-    """Batches without end, and the position in them."""
+    """Endless batches, and the position in them."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the position on."""
+        """Yield batches from the position on."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The position after the batch that was given last, as plain values and tensors."""
+        """Return the position after the last batch that was yielded, as plain values and tensors."""
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Let the next iteration begin there."""
+        """Set the position at which the next iteration begins."""
         ...
 
 
@@ -91,15 +91,15 @@ class Job:
     """A training run.
 
     Attributes:
-        init: how it is trained.
-        trainable: what is trained.
-        train: on which data.
+        init: settings of the run.
+        trainable: the model with its loss.
+        train: the training data.
         batch_size: samples of one step.
-        evaluations: data to evaluate on in between; each iteration is one pass.
-        steps_per_epoch: batches in one pass over the training data, where that is known.
-        checkpoint: where to start, if not from the run's own checkpoints.
+        evaluations: data to evaluate on during training; each iteration is one pass.
+        steps_per_epoch: batches in one pass over the training data, if known.
+        checkpoint: the checkpoint to start from, if not one of the run's own.
         data_workers: processes of each rank that read data.
-        write: writes into the run's folder what it takes to go on, params above all.
+        write: writes the files that continuing the run needs, such as the params, into the run's folder.
     """
 
     init: SetupConfig
@@ -113,10 +113,10 @@ class Job:
     write: Callable[[RunDir], None] = lambda run_dir: None
 
     def end_step(self, start: int) -> int:
-        """Step at which a run that starts at `start` ends.
+        """Return the step at which a run that starts at `start` ends.
 
         Raises:
-            ConfigError: if that is a number of epochs, and nobody knows how long one is.
+            ConfigError: if the run is given in epochs, and the length of an epoch is unknown.
         """
         loop = self.init.loop
         if loop.num_epochs and not loop.steps_per_epoch and not self.steps_per_epoch:

@@ -1,4 +1,4 @@
-"""Which callbacks a run has."""
+"""Chooses the callbacks of a run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 def make_callbacks(init: SetupConfig, run_dir: RunDir, console: Console | None) -> list[Callback]:
-    """The callbacks of a training run.
+    """Return the callbacks of a training run.
 
-    History always; progress where there is a console; TensorBoard and the loss curve where their libraries
-    are installed.
+    The history is always written. Progress needs a console; TensorBoard and the loss curve need their
+    libraries to be installed.
 
     Raises:
-        ConfigError: if the params name TensorBoard and it is not installed.
+        ConfigError: if the params name TensorBoard, but it is not installed.
     """
     callbacks: list[Callback] = [History(run_dir.history)]
     if console is not None:
@@ -39,9 +39,9 @@ def make_callbacks(init: SetupConfig, run_dir: RunDir, console: Console | None) 
         callbacks.append(TensorBoard(folder, init.logging.log_steps))
     elif asked is not None:
         raise ConfigError(
-            "TensorBoardLogger needs tensorboard",
+            "TensorBoardLogger needs the package tensorboard, which is not installed",
             where="trainer.init.loggers",
-            remedy="pip install 'headwater[plot]', or leave the logger out",
+            remedy="pip install 'headwater[plot]', or remove the logger",
         )
     if _is_installed("matplotlib"):
         callbacks.append(LossCurve(run_dir.history, run_dir.loss_curve))
@@ -56,5 +56,5 @@ def _asked_tensorboard(init: SetupConfig) -> TensorBoardLoggerConfig | None:
 def _is_installed(name: str) -> bool:
     if importlib.util.find_spec(name) is not None:
         return True
-    logger.info("%s is not installed: what it would show is left out (pip install 'headwater[plot]')", name)
+    logger.info("%s is not installed: its output is left out (pip install 'headwater[plot]')", name)
     return False

@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Brings a run from the step at which it stands to its last one.
+    """Trains a run from its current step to its last one.
 
     Attributes:
-        state: where it stands.
+        state: current state of the run.
         validation: the last evaluation of this process, by data set.
         end_step: its last step.
-        leads: whether this rank writes what there is to write.
+        leads: True on the rank that writes checkpoints and logs.
 
     Args:
-        engine: holds the weights of the step at which the run stands.
+        engine: holds the weights of the current step.
         job: the run.
-        state: where it stands; the position in the training data is taken from it.
-        checkpoints: where to save.
-        callbacks: are told what happens, in this order.
+        state: current state of the run; sets the position in the training data.
+        checkpoints: writes checkpoints.
+        callbacks: called with the events of the run, in this order.
         saved_step: step of a checkpoint that need not be written again.
     """
 
@@ -79,14 +79,14 @@ class Trainer:
 
     @property
     def plan(self) -> Plan:
-        """The settings of a training run."""
+        """The plan of the run's steps."""
         return self._engine.plan
 
     def fit(self, interrupt: Interrupt) -> None:
-        """Train until the last step, or until the step in which `interrupt` asks to stop.
+        """Train until the last step, or until the end of the step in which `interrupt` requests a stop.
 
-        A checkpoint is written at the end, also where a step is refused because it is not finite, or where a
-        callback fails between steps.
+        A checkpoint is written at the end, also if a step fails because it is not finite, or if a callback
+        fails between steps.
 
         Raises:
             HeadwaterError: the error of a step, or of the first callback that failed.
@@ -105,20 +105,20 @@ class Trainer:
                     last.callback(self._end)
                     if isinstance(error, NonFiniteError):
                         self._save()
-            except HeadwaterError as later:  # what has ended the run is said at last
+            except HeadwaterError as later:  # the first error is the one that is raised
                 logger.warning("%s", later)
             raise
         self._end()
 
     def _end(self) -> None:
-        """Wait for the checkpoint, and let every callback come to its end, whatever becomes of another."""
+        """Wait for the checkpoint and call `on_fit_end` of every callback, even if one of them fails."""
         with ExitStack() as ends:
             for callback in reversed(self._callbacks):
                 ends.callback(callback.on_fit_end)
             self._checkpoints.wait()
 
     def _between_steps(self, interrupt: Interrupt) -> bool:
-        """Evaluate and save where it is time to; whether to go on."""
+        """Evaluate and save if they are due; return False if the run should stop."""
         self._checkpoints.check()
         if self._validation_is_due() and not self._asked_to_stop(interrupt):
             self._validate(interrupt)
@@ -142,7 +142,7 @@ class Trainer:
         update = self._update()
         count = self._engine.plan.num_micro_batches
         parts = [None] * count if batch is None else equal_parts(batch, count)
-        report = self._engine.train_step(parts, update, self._amend, self._shares(parts))
+        report = self._engine.train_step(parts, update, self._before_commit, self._loss_weights(parts))
         if report.applied:
             self._averages.after_update(update.step)
         self.state = dataclasses.replace(
@@ -169,8 +169,8 @@ class Trainer:
         )
         self._tell(lambda callback: callback.on_step_end(event))
 
-    def _shares(self, parts: Sequence[Batch]) -> list[float] | None:
-        """What each micro-batch counts for in the loss of the batch; `None` where all count alike."""
+    def _loss_weights(self, parts: Sequence[Batch]) -> list[float] | None:
+        """Return the weight of each micro-batch in the loss of the batch; `None` if all are equal."""
         fabric = self._engine.fabric
         if len(parts) * fabric.size == 1:
             return None
@@ -180,7 +180,7 @@ class Trainer:
             return None
         return [weight / total for weight in weights]
 
-    def _amend(self, update: Update) -> None:
+    def _before_commit(self, update: Update) -> None:
         if self._sparse is not None:
             self._sparse.before_update(update.step)
             self._note_masks()
@@ -190,7 +190,7 @@ class Trainer:
             self.state = dataclasses.replace(self.state, masks=self._sparse.state_dict())
 
     def _update(self) -> Update:
-        """How the next step is applied. Steps count from 1, schedules from 0."""
+        """Return the update of the next step. Steps count from 1, schedules from 0."""
         return Update(
             step=self.state.step + 1,
             options={"lr": self._schedule.value(self.state.step)},
@@ -263,10 +263,10 @@ class Trainer:
 
 
 def weight_norm(engine: Engine) -> float:
-    """The 2-norm of all parameters together; all ranks ask for it at once."""
+    """Return the 2-norm of all parameters together. All ranks must call this."""
     store, square = engine.store, 0.0
     store.flush()
-    if engine.fabric.local_rank == 0:  # each host has other masters
+    if engine.fabric.local_rank == 0:  # one rank for each host: a host keeps a part of the masters
         for stage in store.stages:
             for piece in store.read(stage.index, with_states=False):
                 square += float(torch.linalg.vector_norm(piece.master, dtype=torch.float64)) ** 2

@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture."""
+"""A picture of the loss curve of a run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class LossCurve(Callback):
     """Draws the losses in a history file when the run ends, or warns. Needs matplotlib.
 
     Args:
-        history: the file; it must be complete when this callback is told that the run ends.
-        path: PNG to write.
+        history: the file; it must be complete when `on_fit_end` is called.
+        path: the PNG to write.
     """
 
     def __init__(self, history: Path, path: Path) -> None:
@@ -38,9 +38,9 @@ class LossCurve(Callback):
 
 
 def draw_loss_curve(history: Path, path: Path) -> None:
-    """Draw the training and validation losses of `history` (from `History`) as a PNG at `path`.
+    """Draw the training and validation losses of a `History` file as a PNG at `path`.
 
-    Nothing is drawn of a run without any step.
+    A run without any step has no picture.
     """
     from matplotlib.figure import Figure
 

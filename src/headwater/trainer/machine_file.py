@@ -1,4 +1,4 @@
-"""This machine as a cluster file: one host, as it was measured, to be made a cluster of."""
+"""Writes this machine as a cluster file: one host with its measured rates, to be extended to a cluster."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def write_machine(path: Path, rates: Calibration, free: Resources, device: str) 
     """Write a cluster file of this machine.
 
     Args:
-        path: the file, which must not be there yet.
-        rates: as measured.
-        free: what a run may take, every budget set that applies.
+        path: the file, which must not exist.
+        rates: measured rates.
+        free: resources that a run may use, with a value for every budget that applies.
         device: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: if there is such a file, or it cannot be written.
+        ConfigError: if the file exists or cannot be written.
     """
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -36,13 +36,13 @@ def write_machine(path: Path, rates: Calibration, free: Resources, device: str) 
         raise ConfigError(
             f"the cluster file cannot be written: {error.strerror}",
             where=str(path),
-            remedy="name a file that is not there yet, in a folder that can be written to",
+            remedy="name a file that does not exist, in a folder that can be written to",
         ) from error
 
 
 def machine_document(rates: Calibration, free: Resources, device: str) -> dict[str, Any]:
-    """What the file says."""
-    # On a GPU's machine nothing but the update measures the host's memory, and that is bound by it.
+    """Return the content of the file."""
+    # On a machine with a GPU only the update is measured in host memory; its rate is bound by that memory.
     memory_rate = rates.memory_bytes_per_s if device == "cpu" else ADAMW_BYTES * rates.adamw_params_per_s
     host: dict[str, Any] = {
         "ranks": len(os.sched_getaffinity(0)) if device == "cpu" else torch.cuda.device_count(),
@@ -62,5 +62,5 @@ def machine_document(rates: Calibration, free: Resources, device: str) -> dict[s
             "read_bytes_per_s": rates.disk_read_bytes_per_s,
             "write_bytes_per_s": rates.disk_write_bytes_per_s,
         }
-    description = "This machine, as headwater plan measured it. For several, raise hosts and add a network."
+    description = "This machine, as headwater plan measured it. For a cluster raise hosts and add a network."
     return {"description": description, "hosts": 1, "host": host}

@@ -1,4 +1,4 @@
-"""A watch over the memory of a run, which stops with a checkpoint before the kernel would end it."""
+"""Watches the memory of a run, and stops it with a checkpoint before the kernel would kill it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headwater.trainer.interrupt import Interrupt
 _INTERVAL_S = 0.25
 _LEAST_SHARE, _LEAST_BYTES, _MOST_BYTES = 0.03, 16 * MIB, 256 * MIB
 _TOLERANCE = 1.03
-"""A run may hold this multiple of its budget without a warning."""
+"""A run may hold this many times its budget without a warning."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ class Room:
 
     @property
     def is_short(self) -> bool:
-        """True if the next large tensor may be the last."""
+        """True if the next large tensor may exhaust the memory."""
         least = max(_LEAST_BYTES, min(_MOST_BYTES, int(_LEAST_SHARE * self.limit)))
         return self.free < least
 
 
 def tightest_room() -> Room:
-    """Return the room of the control group or the machine that has least. Cached files count as free."""
+    """Return the room of the control group or machine with the least. Cached files count as free."""
     machine = psutil.virtual_memory()
     rooms = [Room(level.limit - level.held, level.limit) for level in memory_levels()]
     return min((Room(machine.available, machine.total), *rooms), key=lambda room: room.free)
@@ -47,10 +47,10 @@ def tightest_room() -> Room:
 
 @contextmanager
 def memory_watch(interrupt: Interrupt, budget: int | None) -> Iterator[None]:
-    """Ask the run to stop when memory runs short, and warn once where the run exceeds its budget.
+    """Ask the run to stop when memory runs short, and warn once if the run exceeds its budget.
 
     Args:
-        interrupt: is told to stop the run after its step.
+        interrupt: gets the request to stop the run after its step.
         budget: bytes of host memory that the run may hold; `None`: no limit.
     """
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""Metrics of a user's model: found wherever the model keeps them, and read as numbers."""
+"""Metrics of a user's model: found in its attributes, and read as numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 
 @runtime_checkable
 class Metric(Protocol):
-    """What torchmetrics and `headwater.metrics` have in common."""
+    """The interface that torchmetrics and `headwater.metrics` have in common."""
 
     @property
     def update_count(self) -> int:
@@ -23,18 +23,18 @@ class Metric(Protocol):
         ...
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all batches."""
         ...
 
     def compute(self) -> Any:
-        """The value over all batches since the last reset."""
+        """Return the value over all batches since the last reset."""
         ...
 
 
 def find_metrics(owner: object) -> dict[str, Metric]:
-    """The metrics in the attributes of `owner`, in lists, dictionaries and modules too, by name.
+    """Return the metrics in the attributes of `owner`, also within lists, dictionaries and modules, by name.
 
-    A metric without a name of its own is called after the attribute; equal names are numbered.
+    A metric without a name gets that of its attribute; equal names are numbered.
     """
     found: dict[str, Metric] = {}
     for attribute, value in vars(owner).items():
@@ -55,7 +55,7 @@ def _metrics_in(value: object) -> Iterator[Metric]:
 
 
 def metric_values(metrics: Mapping[str, Metric], fabric: Fabric = ALONE) -> dict[str, float]:
-    """What the metrics that have seen a batch say; one with several values gives one entry for each.
+    """Return the values of the metrics that have seen a batch. A metric may have several values.
 
     Args:
         metrics: by name.
@@ -65,7 +65,7 @@ def metric_values(metrics: Mapping[str, Metric], fabric: Fabric = ALONE) -> dict
     for name, metric in metrics.items():
         if any(fabric.gather(metric.update_count)):
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The ``compute`` method")  # this rank may have seen none
+                warnings.filterwarnings("ignore", "The ``compute`` method")  # this rank may have no batch
                 value = torch.as_tensor(metric.compute())
             flat = value.flatten().tolist()
             values |= {name: flat[0]} if value.dim() == 0 else {f"{name}/{i}": v for i, v in enumerate(flat)}

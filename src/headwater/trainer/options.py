@@ -1,4 +1,4 @@
-"""Options of the optimizer that are not the same for every parameter: schedules for those of some tags."""
+"""Optimizer options that differ between parameters: schedules for parameters with certain tags."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ Options = Callable[[str], Mapping[str, float]]
 
 
 def options_by_name(job: Job) -> Callable[[int], Options] | None:
-    """Options by step and name, where the params have schedules for some of the parameters.
+    """Return the options by step and name, if the params have schedules for some of the parameters.
+
+    Args:
+        job: the run.
 
     Returns:
-        A function of the step, from 0, or `None` where one learning rate holds for all.
+        A function of the step, from 0; `None` if one learning rate applies to all parameters.
 
     Raises:
-        ConfigError: if no learning rate is for a parameter that is trained.
+        ConfigError: if a trained parameter has no learning rate.
     """
     init = job.init
     if all(entry.option == "lr" and not entry.tags for entry in init.schedulers):
@@ -38,9 +41,9 @@ def options_by_name(job: Job) -> Callable[[int], Options] | None:
                 own[entry.option] = entry.build()
     without = [name for name, own in schedules.items() if "lr" not in own]
     if without:
-        more = f", nor {len(without) - 1} more" if without[1:] else ""
+        more = f" and {len(without) - 1} more parameters" if without[1:] else ""
         raise ConfigError(
-            f"no schedule gives {without[0]} a learning rate{more}",
+            f"no schedule sets the learning rate of {without[0]}{more}",
             where="trainer.init.schedulers",
             remedy="add a schedule without param_group_tags, or a tag for it to the optimizer's params",
         )
@@ -52,20 +55,20 @@ def options_by_name(job: Job) -> Callable[[int], Options] | None:
 
 
 def _is_for_all(entry: ScheduleConfig, name: str, job: Job) -> bool:
-    """Whether a schedule without tags is for this parameter: biases and norms never decay unasked."""
+    """True if a schedule without tags applies to this parameter: biases and norms decay only by a tag."""
     shape = tuple(job.trainable.model.get_parameter(name).shape)
     return entry.option == "lr" or not is_bias_or_norm(name, shape)
 
 
 def _tags_by_name(job: Job) -> dict[str, set[str]]:
-    """The tags of each parameter that is trained."""
+    """Return the tags of each parameter that is trained."""
     model = job.trainable.model
     tags: dict[str, set[str]] = {name: set() for name, p in model.named_parameters() if p.requires_grad}
     for group in job.init.optimizer.arguments.params:
         found = [name for name in tags if _is_meant(name, job, group.params)]
         if not found:
             logger.warning(
-                "no trainable parameter is called like %s: the tag %s is nobody's",
+                "no trainable parameter matches %s: the tag %s has no parameters",
                 " or ".join(group.params),
                 group.tag,
             )

@@ -1,4 +1,4 @@
-"""From a model and the params to a plan and an engine: the dry run, and what the machine offers."""
+"""From a model and the params to a plan and an engine, by dry runs and the resources of the machine."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from headwater.trainer.job import Trainable
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is to be computed.
+    """A step to plan.
 
     Attributes:
         batch_size: samples of one step.
         optimizer: `NO_UPDATES` for an evaluation.
-        micro_batch_size: samples computed at once; the plan chooses where absent.
+        micro_batch_size: samples computed at once; the plan chooses it if not given.
         data_workers: processes of a rank that read data.
     """
 
@@ -61,13 +61,13 @@ def training_workload(
     *,
     data_workers: int = 0,
 ) -> Workload:
-    """The workload of a training step.
+    """Return the workload of a training step.
 
     Args:
         init: the params.
-        trainable: what is trained.
+        trainable: the model with its loss.
         batch_size: samples of one step.
-        resumed_micro_batch_size: of the run that goes on; counts where the params do not set another.
+        resumed_micro_batch_size: that of the run that is continued; used if the params do not set one.
         data_workers: processes of a rank that read data.
     """
     size = fixed_micro_batch_size(init, batch_size)
@@ -79,22 +79,22 @@ def training_workload(
 
 
 def run_length(trainable: Trainable, loop: LoopConfig, start: int = 0) -> RunLength:
-    """Return what a run computes from step `start` on; of a number of epochs the steps are not known here."""
+    """Return what a run computes from `start` on. The number of steps is unknown if it is set in epochs."""
     epochs_only = loop.num_epochs is not None and loop.steps_per_epoch is None
     steps = None if epochs_only else max(0, loop.end_step(start) - start)
     return RunLength(num_tokens(trainable.example(1)), steps)
 
 
 def optimizer_of(init: SetupConfig, trainable: Trainable) -> OptimizerSpec:
-    """The optimizer of the params, with the learning rates that the model wants for its parameters."""
+    """Return the optimizer of the params, with the model's factors on learning rates."""
     return dataclasses.replace(init.optimizer_spec, lr_scale=trainable.learning_rate_scale)
 
 
 def fixed_micro_batch_size(init: SetupConfig, batch_size: int) -> int | None:
-    """The micro-batch size that the params set, by itself or as a number of micro-batches.
+    """Return the micro-batch size that the params set, directly or as a number of micro-batches.
 
     Raises:
-        ConfigError: if the two differ, or do not divide the batch.
+        ConfigError: if the two contradict each other, or do not divide the batch.
     """
     size, count = init.backend.micro_batch_size, init.loop.grad_accum_steps
     if count is None:
@@ -102,9 +102,9 @@ def fixed_micro_batch_size(init: SetupConfig, batch_size: int) -> int | None:
     if batch_size % count or (size is not None and size * count != batch_size):
         product = f"micro_batch_size {size}" if size else f"batch_size {batch_size}"
         raise ConfigError(
-            f"grad_accum_steps {count} does not go with {product}",
+            f"grad_accum_steps {count} does not fit {product}",
             where="trainer.init.loop.grad_accum_steps",
-            remedy="give one of grad_accum_steps and micro_batch_size, so that it divides batch_size",
+            remedy="set one of grad_accum_steps and micro_batch_size, to a divisor of batch_size",
         )
     return batch_size // count
 
@@ -120,20 +120,20 @@ def plan_run(
     ranks: int | None = None,
     share: StoreShare = WHOLE_STORE,
 ) -> Plan:
-    """How `work` is done on this machine within the budgets of the params.
+    """Return a plan for `work` on this machine within the budgets of the params.
 
     Args:
         init: the params.
-        trainable: what is computed.
-        work: what is to be computed.
+        trainable: the model with its loss.
+        work: the step to plan.
         disk: folder of the disk tier; that of the params if not given.
         calibration: rates of the machine.
         placement: the ranks that train together.
-        ranks: how many of them share this machine's budgets; all if not given.
-        share: what of the weight store is on this machine.
+        ranks: number of ranks that share this machine's budgets; all if not given.
+        share: the part of the weight store on this machine.
 
     Raises:
-        ConfigError: if the params ask for what is not there.
+        ConfigError: if the params request resources that do not exist.
         DoesNotFitError: if a budget is too small.
     """
     traces = dry_runs(init, trainable, inference=work.optimizer is NO_UPDATES)
@@ -160,12 +160,12 @@ def plan_run(
 
 
 def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreShare:
-    """What of the weight store is on a host: all weights, and what its ranks update.
+    """Return the part of the weight store on a host: all weights, and the state that its ranks update.
 
     Args:
         placement: the ranks.
-        hosts: the host of each.
-        host: which host.
+        hosts: host of each rank.
+        host: index of the host.
     """
     owners = [rank for rank in placement.owners if hosts[rank] == host]
     first, is_alone = hosts.index(host), hosts[-1] == 0
@@ -174,14 +174,14 @@ def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreSh
     return StoreShare(
         state=len(owners) / len(placement.owners),
         disk_ranks=len({first} | updating),
-        images=ahead + (not is_alone),  # and one that comes from other hosts
+        images=ahead + (not is_alone),  # one more, for weights that arrive from other hosts
         store_ranks=len(owners) if placement.num_memx else 0,
         sums_stay=not is_alone,
     )
 
 
 def dry_runs(init: SetupConfig, trainable: Trainable, *, inference: bool = False) -> TraceFor:
-    """Dry runs of what is computed by the number of samples, each done once."""
+    """Return a function that makes a dry run of a number of samples. Each dry run is made once."""
 
     @functools.cache
     def trace_for(size: int) -> Trace:
@@ -205,14 +205,14 @@ def make_engine(
     blank: bool = False,
     fabric: Fabric = ALONE,
 ) -> Engine:
-    """The engine.
+    """Return an engine for a plan.
 
     Args:
         init: the params.
-        trainable: what is trained.
-        plan: how it is trained.
-        optimizer: how it is updated.
-        blank: fill in zeros for initial values, for what a checkpoint will replace.
+        trainable: the model with its loss.
+        plan: the plan.
+        optimizer: how weights are updated.
+        blank: use zeros as initial values of parameters that a checkpoint will replace.
         fabric: the ranks that train together.
     """
     initial = trainable.initial
@@ -233,7 +233,7 @@ def make_engine(
 
 
 def _blank(trainable: Trainable, spec: ParamSpec) -> torch.Tensor:
-    """Zeros, but for what a checkpoint may not have."""
+    """Return zeros, or the initial value of a parameter that a checkpoint may lack."""
     if trainable.initial is not None and MAY_BE_MISSING in trainable.pretrained_names(spec.name):
         return trainable.initial(spec)
     return torch.zeros(()).expand(spec.shape)

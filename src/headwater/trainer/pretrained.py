@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint, and weights from elsewhere into the first checkpoint of a run."""
+"""Weights read from a checkpoint, and other weights written as the first checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from headwater.trainer.zoo_job import zoo_trainable
 
 
 def checkpoint_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter in a checkpoint by name, one at a time."""
+    """Yield each parameter in a checkpoint with its name, one at a time."""
     for file in SavedCheckpoint(path).weights():
         for name, place in file.places.items():
             yield name, file.read(name, 0, torch.Size(place.shape).numel()).view(place.shape)
 
 
 def import_weights(config: RunConfig, weights: Iterable[tuple[str, torch.Tensor]], scratch: Path) -> Path:
-    """Write the checkpoint with which a run starts that has these weights.
+    """Write a checkpoint of step 0 from which a run starts with the given weights.
 
-    One tensor or stage is in memory at a time, where the plan has the disk tier.
+    With a disk tier in the plan, one tensor or stage is in memory at a time.
 
     Args:
-        config: the run; its model_dir is locked by the caller.
+        config: the run; the caller holds the lock of its model_dir.
         weights: every parameter by name, in any order.
-        scratch: folder for the weights in between.
+        scratch: folder for temporary files of the weights.
 
     Returns:
-        The checkpoint, of step 0.
+        The checkpoint.
 
     Raises:
         CheckpointError: if the weights are not those of the model.

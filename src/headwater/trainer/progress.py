@@ -1,4 +1,4 @@
-"""Progress of a run on the console: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run on the console: a bar on a terminal, otherwise a line every few steps."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from headwater.plan.types import Plan
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 
 _RATE_SMOOTHING = 0.9
-"""Weight of the past in the rate that is shown."""
+"""Weight of earlier steps in the rate that is shown."""
 
 
 class ProgressBar(Callback):
     """Shows loss, tokens/s, bytes streamed and memory against its budget.
 
     Args:
-        console: where to.
-        log_steps: steps from one line to the next where the console is not a terminal.
-        log_loss_scale: show the loss scale with the loss.
+        console: where it is shown.
+        log_steps: steps between two lines, if the console is not a terminal.
+        log_loss_scale: show the loss scale beside the loss.
     """
 
     def __init__(self, console: Console, log_steps: int = 1, *, log_loss_scale: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Runs of params on several compute ranks: how they start, and what they cannot do."""
+"""Runs of params on several ranks: how they start, and checks of their number."""
 
 from __future__ import annotations
 
@@ -29,33 +29,36 @@ __all__ = [
 ]
 
 NUM_CSX = "trainer.init.backend.cluster_config.num_csx"
-"""The key of the number of compute ranks; for errors."""
+"""The key of the number of compute ranks, for errors."""
 
 
 def launch(placement: Placement, command: Sequence[str], *, max_restarts: int, in_place: bool) -> int:
-    """Run a command of Python as ranks on this machine; returns its exit code.
+    """Run a Python command as ranks on this machine.
 
     Args:
-        placement: how many.
-        command: what follows the interpreter.
-        max_restarts: how often all are started again when one is gone.
-        in_place: whether this process has nothing else to do, and ends with them.
+        placement: number of compute ranks and store ranks.
+        command: arguments of the interpreter.
+        max_restarts: how often all ranks are started again after one was lost.
+        in_place: replace this process by the launcher, instead of returning.
+
+    Returns:
+        The exit code of the command.
 
     Raises:
-        ConfigError: if there are not so many cores.
-        HeadwaterError: what the first rank that failed has met.
+        ConfigError: if this process may use too few cores.
+        HeadwaterError: the error of the rank that failed first.
     """
     start = become_launcher if in_place else launch_here
     return start(placement, command, where=NUM_CSX, max_restarts=max_restarts)
 
 
 def program_and_params(config: RunConfig) -> dict[str, str]:
-    """What ranks must have in common before they do anything together."""
+    """Return the texts that must be equal on all ranks, by name: versions and params."""
     return program() | dict(keys_of(given_params(config)))
 
 
 def keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Every key and value; files may lie elsewhere on another host."""
+    """Yield every key and value. Paths count as equal: files may lie elsewhere on another host."""
     if isinstance(tree, dict | list | tuple) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from keys_of(value, f"{name}.{key}" if name else str(key))
@@ -64,21 +67,21 @@ def keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def check_number(init: SetupConfig, fabric: Fabric) -> None:
-    """Refuse to train on another number of ranks than the params ask for.
+    """Raise if the number of ranks is not that of the params.
 
     Raises:
-        ConfigError: if it is another one.
+        ConfigError: if it is another number.
     """
     placement = init.backend.placement
     if placement.size == fabric.size:
         return
-    asked = f"num_csx is {placement.num_csx}"
+    asked = f"num_csx={placement.num_csx}"
     if placement.num_memx:
-        asked += f" and num_memx {placement.num_memx}"
+        asked += f" and num_memx={placement.num_memx}"
     remedy = f"write {fabric.size - placement.num_memx}"
     if placement.num_memx and not fabric.placement.num_memx:
         remedy = "write num_memx: 0; store ranks are for `headwater fit`"
     if fabric.size == 1:
-        remedy = "write 1, or start it with `headwater fit`, which trains models of the package on several"
-    there = "there is 1 rank" if fabric.size == 1 else f"there are {fabric.size} ranks"
-    raise ConfigError(f"{asked}, and {there}", where=NUM_CSX, remedy=remedy)
+        remedy = "write 1, or use `headwater fit`, which trains models of the package on several ranks"
+    there = "1 rank was started" if fabric.size == 1 else f"{fabric.size} ranks were started"
+    raise ConfigError(f"{asked}, but {there}", where=NUM_CSX, remedy=remedy)

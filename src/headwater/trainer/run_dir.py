@@ -40,7 +40,7 @@ class PreparedData:
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """Where each file of a run lies; checkpoints are found by `CheckpointManager`.
+    """Paths of the files of a run. Checkpoints are found by `CheckpointManager`.
 
     Attributes:
         path: the model_dir.
@@ -50,7 +50,7 @@ class RunDir:
 
     @property
     def params(self) -> Path:
-        """The params as resolved: a run can be resumed and its model used from this file alone."""
+        """The params as resolved. This file alone suffices to resume the run and to use its model."""
         return self.path / "params.yaml"
 
     @property
@@ -71,12 +71,12 @@ class RunDir:
 
     @property
     def tensorboard(self) -> Path:
-        """TensorBoard's events of training; those of evaluations are in `eval` beside it."""
+        """TensorBoard's events of training. Those of evaluations are in the folder `eval` beside it."""
         return self.path / "train"
 
     @property
     def model_config(self) -> Path:
-        """The `config.json` of a model of the transformers library; other runs do not have the file."""
+        """The `config.json` of a model of the transformers library. Other runs do not have the file."""
         return self.path / CONFIG_FILE
 
     @property
@@ -103,13 +103,13 @@ class RunDir:
             check_replaceable(self.path / name)
 
     def write_params(self, config: RunConfig) -> None:
-        """Write the params as resolved, without the checkpoint from which the run started: it has its own."""
+        """Write the params as resolved, without `ckpt_path`: a resumed run uses its own checkpoints."""
         tree = resolved_params(config)
         tree["trainer"].get("fit", {}).pop("ckpt_path", None)
         self._write_params(tree)
 
     def write_user_params(self, config: UserConfig) -> None:
-        """Likewise of a run of the user's own model, in the older form."""
+        """Write the params of a run of the user's own model, in the older form, as `write_params` does."""
         keys = {key: value for key, value in config.params["runconfig"].items() if key != "checkpoint_path"}
         keys["model_dir"] = str(config.init.model_dir.absolute())
         self._write_params({**config.params, "runconfig": keys})
@@ -124,7 +124,7 @@ class RunDir:
         replace_file(self.plan, text.getvalue().encode())
 
     def keep_files_of(self, folder: Path) -> None:
-        """Copy the tokenizer's files and what belongs to them, so that `folder` is not needed later."""
+        """Copy the tokenizer's files and other side files, so that `folder` is not needed later."""
         copy_side_files(folder, self.path)
 
     def keep_data_files(self, folder: Path) -> None:
@@ -135,7 +135,7 @@ class RunDir:
             copy_file(source, self.statistics)
 
     def prepared_data(self) -> PreparedData | None:
-        """Return what the run knows of its training data; `None` if `headwater data` did not prepare them.
+        """Return facts of the training data; `None` if `headwater data` did not prepare them.
 
         Raises:
             ConfigError: if the file is damaged.
@@ -153,10 +153,10 @@ class RunDir:
             ) from error
 
     def keep_library_model(self, model: HuggingFaceConfig) -> HuggingFaceConfig:
-        """Copy the `config.json` and side files of a model of the transformers library.
+        """Copy the `config.json` and the side files of a model of the transformers library.
 
         Returns:
-            The section that describes the same model by the copies.
+            A model section that names the copies.
         """
         source = model.hf / CONFIG_FILE
         if source.resolve() != self.model_config.resolve():
@@ -165,10 +165,10 @@ class RunDir:
         return model.model_copy(update={"hf": self.path})
 
     def require_params(self) -> Path:
-        """The params file.
+        """Return the params file.
 
         Raises:
-            ConfigError: if there is none: no run was ever here.
+            ConfigError: if there is no such file, since the folder is not that of a run.
         """
         if not self.params.is_file():
             raise ConfigError(
@@ -180,16 +180,16 @@ class RunDir:
 
 
 def resolved_params(config: RunConfig) -> dict[str, Any]:
-    """What was given in all files and on the command line, as plain values.
+    """Return all params that were set in files and on the command line, as plain values.
 
-    Paths are absolute, so that the tree means the same wherever it is read.
+    Paths are absolute, so that the result can be read in any working directory.
     """
     plain: dict[str, Any] = _plain(given_params(config))
     return plain
 
 
 def given_params(config: RunConfig) -> dict[str, Any]:
-    """What was given in all files and on the command line, as one tree in the newer form."""
+    """Return all params that were set in files and on the command line, as one tree in the newer form."""
     sections = {
         "init": config.init,
         "fit": config.fit,

@@ -1,4 +1,4 @@
-"""A run to its end: training, or the evaluation of a checkpoint."""
+"""Complete runs: training, or the evaluation of a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class FitResult:
-    """How a training run ended.
+    """The result of a training run.
 
     Attributes:
-        step: steps done, those of earlier processes included.
-        interrupted: whether somebody stopped it before its last step.
+        step: steps done, including those of earlier processes.
+        interrupted: True if it was stopped before its last step.
         checkpoint: its newest checkpoint.
-        validation: the last evaluation, by data set; empty where this process did none.
+        validation: the last evaluation, by data set; empty if this process made none.
     """
 
     step: int
@@ -63,11 +63,11 @@ def fit(
 
     Args:
         config: the params.
-        console: shows the plan and the progress; nothing is shown without.
-        describe: returns what the console shows of the plan.
+        console: shows the plan and the progress; nothing is shown if not given.
+        describe: returns the description of the plan that the console shows.
 
     Raises:
-        HeadwaterError: if something is wrong; the last complete checkpoint is then intact.
+        HeadwaterError: if the run fails; the last complete checkpoint is then intact.
     """
     cluster = config.init.backend.cluster_config
     fabric = join(cluster.rank_timeout_s, cluster.num_memx)
@@ -86,13 +86,13 @@ def fit_job(
     """Run a training job, from the last checkpoint in its model_dir on.
 
     Args:
-        job: the run; its training data are this rank's.
-        console: shows the plan and the progress; nothing is shown without.
-        fabric: the ranks that train together; the first writes checkpoints and logs.
-        describe: returns what the console shows of the plan.
+        job: the run; its training data are those of this rank.
+        console: shows the plan and the progress; nothing is shown if not given.
+        fabric: the ranks that train together; rank 0 writes checkpoints and logs.
+        describe: returns the description of the plan that the console shows.
 
     Raises:
-        HeadwaterError: if something is wrong; the last complete checkpoint is then intact.
+        HeadwaterError: if the run fails; the last complete checkpoint is then intact.
     """
     init, run_dir = job.init, RunDir(job.init.model_dir)
     check_number(init, fabric)
@@ -137,18 +137,18 @@ def fit_job(
 def _train(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> FitResult:
     if start.path is not None:
         if start.state is None:
-            logger.info("beginning with the weights of %s", start.path)
+            logger.info("starting with the weights of %s", start.path)
         else:
-            logger.info("going on from step %d: %s", trainer.state.step, start.path)
+            logger.info("continuing from step %d: %s", trainer.state.step, start.path)
     first_step = trainer.state.step
     if first_step < trainer.end_step and trainer.leads:
         for path in checkpoints.set_aside(first_step, start.path):
-            logger.warning("this run starts before it, so it was set aside: %s", path)
+            logger.warning("this run starts at an earlier step, so a later one was set aside: %s", path)
     budget = trainer.plan.budget
     with interrupts() as interrupt, memory_watch(interrupt, None if budget is None else budget.host_memory):
         trainer.fit(interrupt)
     if trainer.state.step == first_step and not interrupt.requested:
-        logger.warning("nothing to do: step %d was the last; train longer with --max_steps", first_step)
+        logger.warning("nothing to do: step %d was the last one; --max_steps sets a later one", first_step)
     return FitResult(
         step=trainer.state.step,
         interrupted=interrupt.requested,
@@ -161,13 +161,13 @@ def validate(config: RunConfig) -> Iterator[tuple[DataConfig, Evaluation]]:
     """Evaluate a checkpoint on the data of the section `validate`, or else of `fit.val_dataloader`.
 
     Args:
-        config: the params; `trainer.validate.ckpt_path` names the checkpoint, or else it is the newest.
+        config: the params; `trainer.validate.ckpt_path` names the checkpoint, otherwise it is the newest.
 
     Yields:
-        The data set, and what was found.
+        The section of the data set, and its result.
 
     Raises:
-        ConfigError: if there are no such data.
+        ConfigError: if the params have no data to evaluate on.
     """
     section = config.validation
     own = () if section is None else (section.val_dataloader,)
@@ -187,10 +187,10 @@ def validate_all(config: RunConfig) -> Iterator[tuple[Path | None, DataConfig, E
     """Evaluate several checkpoints on several data sets, as the section `validate_all` says.
 
     Args:
-        config: the params; where they name no checkpoints, all in the model_dir are evaluated.
+        config: the params; if they name no checkpoints, all in the model_dir are evaluated.
 
     Yields:
-        The checkpoint, the data set, and what was found.
+        The checkpoint, the section of the data set, and its result.
     """
     section = config.validate_all
     if section is None:
@@ -206,7 +206,7 @@ def validate_all(config: RunConfig) -> Iterator[tuple[Path | None, DataConfig, E
 
 
 def evaluate_checkpoint(config: RunConfig, loader: DataConfig, checkpoint: Path | None) -> Evaluation:
-    """Evaluate one checkpoint, the newest if none is named, on one data set."""
+    """Evaluate one checkpoint on one data set; `None`: the newest checkpoint in the model_dir."""
     data = open_data(loader, config.init.model, seed=config.init.seed, repeat=False)
     trainable = zoo_trainable(config.init, data.sequence_length)
     return evaluate_data(config.init, trainable, data.create_dataloader(), loader.batch_size, checkpoint)
@@ -219,12 +219,12 @@ def evaluate_data(
     batch_size: int,
     checkpoint: Path | None,
 ) -> Evaluation:
-    """Evaluate one checkpoint, the newest in the model_dir if none is named, on `batches`."""
+    """Evaluate one checkpoint on `batches`; `None`: the newest checkpoint in the model_dir."""
     size = init.backend.micro_batch_size
     if not trainable.divisible:
         size = batch_size
     work = Workload(size or batch_size, micro_batch_size=size)
     with trained_model(init, trainable, work, checkpoint) as engine:
         found = evaluate(engine, trainable, shielded(batches), max_batches=init.loop.eval_steps)
-    assert found is not None, "nobody asked to stop"
+    assert found is not None, "this evaluation is never asked to stop"
     return found

@@ -1,4 +1,4 @@
-"""From params and a cluster file to simulated steps of many CSXs."""
+"""Simulated steps of many CSXs, from params and a cluster file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headwater.trainer.job import Trainable
 from headwater.trainer.planning import dry_runs, fixed_micro_batch_size, optimizer_of
 
 MOST_CSX = 1024
-"""CSXs that are simulated without being asked for, at most."""
+"""The most CSXs that are simulated by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Simulation:
 
     Attributes:
         cluster: the machines.
-        scaling: what was held constant.
+        scaling: what is constant, the batch size of a step or that of a CSX.
         points: a step for each number of CSXs.
-        refused: why others have none.
+        refused: why other numbers of CSXs have no step.
     """
 
     cluster: Cluster
@@ -48,7 +48,7 @@ class Simulation:
 
 
 def cluster_of(file: ClusterFile, name: str) -> Cluster:
-    """The cluster that a file describes."""
+    """Return the cluster that a file describes."""
     host, accelerator = file.host, file.host.accelerator
     return Cluster(
         name=name,
@@ -81,7 +81,7 @@ def _disk(section: DiskSection | None) -> Disk | None:
 
 
 def default_counts(cluster: Cluster) -> list[int]:
-    """Powers of two up to what the cluster has, or to 1,024."""
+    """Return the powers of two up to the cluster's number of CSXs, or up to 1,024."""
     most = min(cluster.most_csx, MOST_CSX)
     return [1 << power for power in range(most.bit_length())]
 
@@ -95,16 +95,19 @@ def simulate(
     counts: Sequence[int] | None = None,
     scaling: Scaling = "strong",
 ) -> Simulation:
-    """A step of each number of CSXs.
+    """Simulate a step of each number of CSXs.
 
     Args:
         init: the params.
-        trainable: what is trained.
+        trainable: the model with its loss.
         batch_size: samples of one step: of all CSXs together, or of each with weak scaling.
         cluster: the machines.
-        counts: numbers of CSXs; `default_counts` where `None`. One that cannot be is left out, and named on
-            stderr before anything is simulated.
+        counts: numbers of CSXs; `default_counts` if not given. An impossible one is left out, and printed on
+            stderr before the simulation.
         scaling: `strong` or `weak`.
+
+    Returns:
+        The simulated steps.
 
     Raises:
         DoesNotFitError: if no number of CSXs has a plan.
@@ -141,7 +144,7 @@ def simulate(
 
 
 def _impossible(cluster: Cluster, batch_sizes: Mapping[int, int]) -> dict[int, str]:
-    """Return why some numbers of CSXs cannot train a batch, by number; the others are left out."""
+    """Return by number why some numbers of CSXs cannot train a batch. Possible numbers are left out."""
     refused = {}
     for number, batch_size in batch_sizes.items():
         try:
@@ -152,8 +155,8 @@ def _impossible(cluster: Cluster, batch_sizes: Mapping[int, int]) -> dict[int, s
         if batch_size % number:
             nearest = max(1, round(batch_size / number)) * number
             refused[number] = (
-                f"{number} CSXs do not divide a batch of {batch_size} (--batch_size {nearest} or --scaling "
-                "weak would do)"
+                f"a batch of {batch_size} cannot be divided among {number} CSXs (use --batch_size {nearest} "
+                "or --scaling weak)"
             )
     return refused
 

@@ -1,4 +1,4 @@
-"""Sparse training of a run: the masks beside the engine."""
+"""Sparse training of a run: applies masks to weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class SparseTraining:
-    """Masks gradients before each update, and changes the masks when it is time to.
+    """Masks gradients before each update, and changes the masks at their steps.
 
-    Of several ranks each has all masks, and masks what is its own of weights, gradients and optimizer state.
+    Each of several ranks has all masks, and applies them to its part of weights, gradients and optimizer
+    state.
 
     Args:
         sparsifier: the masks.
@@ -50,7 +51,7 @@ class SparseTraining:
         self._gathering.release()
 
     def before_update(self, step: int) -> None:
-        """All gradients of a step are there: mask them.
+        """Mask the gradients of a step, which are complete.
 
         Args:
             step: number of the step, from 1.
@@ -60,13 +61,13 @@ class SparseTraining:
         changing = self._sparsifier.changing(step)
         if changing:
             if not gradients.norm(sorted(gradients.status.present)).isfinite():
-                return  # the step will be refused, and leaves no trace
+                return  # the step will be refused: the masks must stay as they are
             self._change(changing, step)
         for name, key in self._keys.items():
             gradients.multiply(key, functools.partial(self._sparsifier.mask_of, name))
 
     def _change(self, changing: Iterable[str], step: int) -> None:
-        """Change the masks of these parameters, as far as they have a gradient."""
+        """Change the masks of those of these parameters that have a gradient."""
         present = self._store.gradients.status.present
         trained = [name for name in changing if self._keys[name] in present]
         for stage, names in self._by_stage(trained).items():
@@ -78,7 +79,7 @@ class SparseTraining:
         self._gathering.release()
 
     def _by_stage(self, names: Iterable[str]) -> dict[int, dict[int, str]]:
-        """Names of parameters by stage, and by index in the stage."""
+        """Return names of parameters by stage, and by index in the stage."""
         found: dict[int, dict[int, str]] = {}
         for name in names:
             stage, index = self._keys[name]
@@ -91,24 +92,24 @@ class SparseTraining:
 
     def _gradient(self, stage: int, index: int) -> Tensor:
         gradient = self._store.gradients.borrow((stage, index))
-        assert gradient is not None, "only what has a gradient is asked for it"
+        assert gradient is not None, "only parameters with a gradient are changed"
         return gradient
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks."""
+        """Return the masks as plain data and tensors."""
         return self._sparsifier.state_dict()
 
 
 def start_sparse(engine: Engine, job: Job, masks: Mapping[str, Any] | None) -> SparseTraining | None:
-    """The masks of a run, if its params ask for any.
+    """Return the sparse training of a run; `None` if its params have no section for it.
 
     Args:
         engine: holds the weights that the run starts with.
         job: the run.
-        masks: of the checkpoint that it goes on from; they are made anew where there are none.
+        masks: of the checkpoint that the run continues from; if not given, new masks are made.
 
     Raises:
-        ConfigError: if the optimizer mixes the elements of a weight, or no weight has such a name.
+        ConfigError: if the optimizer mixes the elements of a weight, or a name matches no weight.
         CheckpointError: if the masks are of other weights.
     """
     groups = [section.build() for section in job.init.sparsity]
@@ -118,7 +119,7 @@ def start_sparse(engine: Engine, job: Job, masks: Mapping[str, Any] | None) -> S
         raise ConfigError(
             f"{engine.store.rule.spec.name} does not update each weight by itself: masked ones would grow",
             where="trainer.init.sparsity",
-            remedy="use an optimizer that does, such as AdamW or SGD",
+            remedy="use an optimizer that updates each weight by itself, such as AdamW or SGD",
         )
     params = [param for stage in engine.store.stages for param in stage.params if param.requires_grad]
     shapes = {param.name: torch.Size(param.shape) for param in params}

@@ -1,4 +1,4 @@
-"""Where a run starts: from nothing, from its own last checkpoint, or from one that the user names."""
+"""Chooses the start of a run: initial values, its own last checkpoint, or one that the user names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _START_OVER = "--autoload_last_checkpoint=false"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A starting point.
+    """The start of a run.
 
     Attributes:
         path: the checkpoint; `None`: initial values.
-        state: where the run stood then; `None` where only weights are taken from the checkpoint.
+        state: state of the run in the checkpoint; `None` if only its weights are used.
         own: True if it is the newest checkpoint of the same run.
         returned_to: see `RunState`.
     """
@@ -37,16 +37,16 @@ class Start:
     def enter(
         self, engine: Engine, checkpoints: CheckpointManager, *, names: Names, strict: bool = True
     ) -> RunState:
-        """Bring the engine to this point.
+        """Load this start into the engine.
 
         Args:
             engine: holds the initial values.
             checkpoints: reads the checkpoint.
-            names: what a parameter may be called in a checkpoint of which only the weights are taken.
-            strict: whether the checkpoint must have every parameter and no other.
+            names: names that a parameter may have in a checkpoint of which only the weights are used.
+            strict: require that the checkpoint has every parameter and no other.
 
         Returns:
-            Where the run stands.
+            The state of the run.
         """
         if self.path is not None:
             checkpoints.load(
@@ -66,14 +66,17 @@ class Start:
 def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointManager) -> Start:
     """Decide where a training run starts.
 
-    The newest undamaged checkpoint of the run itself comes first, so that the same command continues the run.
-    A named checkpoint is for a run without checkpoints. If it is an earlier one of this run, the run is sent
-    back to it, once: afterwards the same command continues from there.
+    If the run has checkpoints, it starts from its newest undamaged one, so that the same command continues
+    the run. A named checkpoint is used by a run without checkpoints. If it is an earlier checkpoint of this
+    run, the run returns to it once; after that the same command continues from the newest one again.
 
     Args:
         init: the params. With `autoload_last_checkpoint: false` the run starts over.
         named: the checkpoint that the params or the command line name.
         checkpoints: of the run's model_dir.
+
+    Returns:
+        The start.
 
     Raises:
         CheckpointError: if the checkpoint does not exist or is not complete.
@@ -87,7 +90,9 @@ def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointMan
     if own is not None and (target is None or target in (state and state.returned_to, step_of(own))):
         if own.resolve() != named.resolve():
             logger.info(
-                "ckpt_path %s is not used: this run has checkpoints; %s starts over", named, _START_OVER
+                "ckpt_path %s is not used, since this run has checkpoints; to start over: %s",
+                named,
+                _START_OVER,
             )
         return _start_of_own(own, state)
     if _weights_only(init):
@@ -100,7 +105,7 @@ def _start_of_own(own: Path | None, state: RunState | None) -> Start:
 
 
 def read_state(checkpoints: CheckpointManager, path: Path) -> RunState:
-    """The state of the run in a checkpoint, without its weights."""
+    """Return the state of the run in a checkpoint, without reading its weights."""
     return RunState.from_dict(checkpoints.describe(path).state, where=str(path))
 
 
@@ -108,7 +113,7 @@ def find_trained(named: Path | None, checkpoints: CheckpointManager, model_dir: 
     """Return the checkpoint to evaluate: the named one, or the newest undamaged one in the model_dir.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if there is no checkpoint.
     """
     path = named or checkpoints.newest_whole()
     if path is None:
@@ -124,7 +129,7 @@ def _weights_only(init: SetupConfig) -> bool:
     if init.checkpoint_states in (("all",), ("model",)):
         return init.checkpoint_states == ("model",)
     raise ConfigError(
-        f"load_checkpoint_states is {', '.join(init.checkpoint_states)}",
+        f"expected load_checkpoint_states to be all or model, got {', '.join(init.checkpoint_states)}",
         where="trainer.init.callbacks: LoadCheckpointStates",
-        remedy="write all, or model for the weights alone",
+        remedy="write all, or model to use only the weights",
     )

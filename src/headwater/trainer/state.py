@@ -1,4 +1,4 @@
-"""Where a run stands: all of its state that is neither weights nor optimizer."""
+"""State of a run: everything except weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from headwater.optim.loss_scale import LossScale
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """The state after a number of steps. Random streams have none: each is keyed by the seed and the step.
+    """The state after a number of steps. Random streams have no state: each is keyed by seed and step.
 
     Attributes:
         step: steps done.
         loss_scale: for the next step.
-        micro_batch_size: of the plan: another one would sum gradients in another order; `None` before there
-            was a plan.
+        micro_batch_size: of the plan, kept since another one would sum gradients in another order; `None`
+            before the first plan.
         validated_step: step of the last finished validation; -1 before the first.
         data: position after the batch of the last step; `None` before the first.
-        masks: of the weights that are kept sparse; `None` where none are.
+        masks: of the weights that are kept sparse; `None` without sparse training.
         returned_to: step of the run's own checkpoint to which `ckpt_path` last sent it back; `None` if never.
     """
 
@@ -36,12 +36,12 @@ class RunState:
     returned_to: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for a checkpoint."""
+        """Return the state as plain data, for a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], *, where: str) -> RunState:
-        """The inverse of `to_dict`.
+        """Return the state that `to_dict` returned as plain data.
 
         Raises:
             CheckpointError: if it is not the state of a run.

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard."""
+"""Event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 TRAIN, EVAL = "train", "eval"
-"""The folders of event files, by the names that the documents give them."""
+"""Names of the folders of event files; they are those of the Cerebras documents."""
 
 
 class TensorBoard(Callback):
     """Writes event files: of training into `train/`, of evaluations into `eval/`. Needs tensorboard.
 
     Args:
-        folder: where these two folders are made.
-        log_steps: steps from one training record to the next.
+        folder: the folder in which these two are made.
+        log_steps: steps between two training records.
     """
 
     def __init__(self, folder: Path, log_steps: int = 1) -> None:
@@ -30,7 +30,7 @@ class TensorBoard(Callback):
         self._writers: dict[str, SummaryWriter] = {}
 
     def on_fit_start(self, event: FitStart) -> None:
-        # What a killed run logged after its last checkpoint happens again; the first time is forgotten.
+        # Steps after a killed run's last checkpoint are trained again, so their first records are removed.
         self._purge_step = event.start_step + 1
         for part in (TRAIN, EVAL):
             check_place(self._folder / part, expected="a folder")
@@ -66,7 +66,7 @@ class TensorBoard(Callback):
                 writer.close()
 
     def _writer(self, part: str) -> SummaryWriter:
-        """The writer of one of the two folders."""
+        """Return the writer of one of the two folders."""
         from torch.utils.tensorboard import SummaryWriter
 
         assert self._purge_step is not None, "a run starts before its first step"

@@ -1,9 +1,9 @@
-"""Data loaders of the user's own: passed over again and again, and resumed at the exact batch.
+"""The user's own data loaders: repeated for several passes, and resumed at the exact batch.
 
 [Note: randomness of data]
-What is drawn while a batch is made, by samplers and transforms, is keyed by the pass and the position in it:
-torch, `random` and numpy are seeded before each batch, the generators of a DataLoader before each pass.
-So the batches after a resume are those of a run that was never stopped, and evaluations do not change them.
+Random numbers that samplers and transforms draw for a batch are keyed by the pass and the position in it:
+torch, `random` and numpy are seeded before each batch, and the generators of a DataLoader before each pass.
+So a resumed run gets the same batches as a run that was never stopped, and evaluations do not change them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Seekable(Protocol):
-    """A loader that can begin anywhere."""
+    """A loader whose position can be saved and set."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch that was given last, as plain values and tensors."""
+        """Return the position after the last batch that was yielded, as plain values and tensors."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass begin there."""
+        """Set the position at which the next pass begins."""
         ...
 
 
@@ -51,20 +51,20 @@ class Passes:
     """Passes over the batches of a loader; see [Note: randomness of data].
 
     Args:
-        loader: can be iterated over again and again.
+        loader: can be iterated over repeatedly.
         seed: of the run.
-        name: of the function that gave it; it keys the randomness, and errors name it.
+        name: of the function that returned the loader. It keys the randomness, and errors name it.
 
     Raises:
-        DataError: if it cannot be iterated over.
+        DataError: if the loader cannot be iterated over.
     """
 
     def __init__(self, loader: Any, seed: int, name: str) -> None:
         if not isinstance(loader, Iterable):
             raise DataError(
-                f"{name} gave {loader!r}, which holds no batches",
+                f"expected {name} to return an iterable of batches, got {loader!r}",
                 where=name,
-                remedy="return a torch.utils.data.DataLoader, or anything that gives batches when iterated",
+                remedy="return a torch.utils.data.DataLoader, or any iterable of batches",
             )
         self.loader = loader
         self.name = name
@@ -74,33 +74,33 @@ class Passes:
 
     @property
     def length(self) -> int | None:
-        """Batches of one pass; `None` where the loader does not know."""
+        """Batches of one pass; `None` if the loader has no length."""
         try:
             return len(self.loader)  # type: ignore[arg-type]
         except TypeError:
             return None
 
     def first(self) -> Batch:
-        """The first batch, which the next pass from the beginning gives again.
+        """Return the first batch. The next pass from the beginning yields it again.
 
         Raises:
-            DataError: if there is none.
+            DataError: if there is no batch.
         """
         batches = self._run(0, 0)
         batch = next(batches, None)
         if batch is None:
             raise DataError(
-                "the loader gives no batch", where=self.name, remedy="look at its data and its batch size"
+                "the loader has no batch", where=self.name, remedy="check its data and its batch size"
             )
         self._begun = itertools.chain([batch], batches)
         return batch
 
     def over(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """One pass.
+        """Return the batches of one pass.
 
         Args:
-            epoch: its number; passes of one number are equal.
-            start: position at which the loader begins by itself.
+            epoch: number of the pass; passes with the same number are equal.
+            start: position that was set in the loader, at which it begins.
         """
         begun, self._begun = self._begun, None
         return begun if begun is not None and (epoch, start) == (0, 0) else self._run(epoch, start)
@@ -121,11 +121,11 @@ class Passes:
 class RepeatedPasses:
     """Training data: one pass after the other, without end.
 
-    A loader that is `Seekable` resumes by itself; of others the batches before are read and left out.
+    A `Seekable` loader resumes at its saved position. With other loaders the batches before it are skipped.
 
     Args:
         passes: over the loader.
-        parts: what of each batch is this rank's, of several.
+        parts: divides each batch among several ranks.
     """
 
     def __init__(self, passes: Passes, parts: Parts | None = None) -> None:
@@ -133,7 +133,7 @@ class RepeatedPasses:
         self._parts = parts or Parts()
         self._epoch = 0
         self._position = 0
-        self._sought = False
+        self._is_positioned = False  # the loader was told its position and begins there by itself
 
     def __iter__(self) -> Iterator[Batch]:
         return self._parts.of(self._batches())
@@ -145,26 +145,26 @@ class RepeatedPasses:
                 yield batch
             if self._position == 0:
                 raise DataError(
-                    f"the loader gives no batch in pass {self._epoch + 1}",
+                    f"the loader has no batch in pass {self._epoch + 1}",
                     where=self._passes.name,
-                    remedy="return something that can be iterated over again, and no generator",
+                    remedy="return an iterable that can be restarted; a generator cannot",
                 )
             self._epoch, self._position = self._epoch + 1, 0
 
     def _rest(self) -> Iterator[Batch]:
-        """What is left of this pass."""
-        if self._sought:
-            self._sought = False
+        """Return the remaining batches of this pass."""
+        if self._is_positioned:
+            self._is_positioned = False
             return self._passes.over(self._epoch, self._position)
         batches = self._passes.over(self._epoch)
         if self._position:
-            logger.info("passing over %d batches to where the run stood", self._position)
+            logger.info("skipping %d batches that the run has already used", self._position)
         if sum(1 for _ in itertools.islice(batches, self._position)) < self._position:
             raise self._other_data(f"a pass has fewer than {self._position} batches")
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch that was given last."""
+        """Return the position after the last batch that was yielded."""
         loader = self._passes.loader
         return {
             "epoch": self._epoch,
@@ -174,10 +174,10 @@ class RepeatedPasses:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the iteration begin there.
+        """Set the position at which the iteration begins.
 
         Raises:
-            DataError: if a pass had another number of batches then.
+            DataError: if a pass had another number of batches.
         """
         if state["length"] != self._passes.length:
             raise self._other_data(f"a pass had {state['length']} batches, now it has {self._passes.length}")
@@ -185,7 +185,7 @@ class RepeatedPasses:
         loader = self._passes.loader
         if state["loader"] is not None and isinstance(loader, Seekable):
             loader.load_state_dict(state["loader"])
-            self._sought = True
+            self._is_positioned = True
 
     def _other_data(self, what: str) -> DataError:
         return DataError(
@@ -196,7 +196,7 @@ class RepeatedPasses:
 
 
 class RepeatedPass:
-    """Data to evaluate on: each iteration is the same pass, of which each of several ranks has a part."""
+    """Data to evaluate on: each iteration is the same pass. Each of several ranks gets a part of it."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
@@ -207,7 +207,7 @@ class RepeatedPass:
 
 
 def _generators(loader: object) -> list[torch.Generator]:
-    """The generators from which a DataLoader and its sampler draw, each once."""
+    """Return the generators of a DataLoader and its sampler, each once."""
     if not isinstance(loader, DataLoader):
         return []
     batches = loader.batch_sampler or loader.sampler

@@ -1,4 +1,4 @@
-"""Runs of a model and data of the user's own."""
+"""Runs of the user's own model and data."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from headwater.trainer.user_data import Passes, RepeatedPass, RepeatedPasses, se
 from headwater.utils.data.parts import Parts
 
 DataFunction = Callable[[dict[str, dict[str, Any]]], Any]
-"""Makes a data loader from the sections of a params file."""
+"""Returns a data loader for the sections of a params file."""
 
 
 def user_trainable(
     config: UserConfig, model_class: ModelClass, first: Batch, *, without_values: bool = False
 ) -> Trainable:
-    """The user's model, built with torch's own initialisation from the seed of the run.
+    """Return the user's model, built with torch's own initialization from the seed of the run.
 
     Args:
         config: the params.
-        model_class: makes the model.
-        first: a batch, of which only the shapes matter.
-        without_values: build it on the meta device, where it takes no memory.
+        model_class: class of the model.
+        first: a batch; only its shapes are used.
+        without_values: build the model on the meta device, where it takes no memory.
 
     Raises:
-        ConfigError: if it is no `PyTorchBaseModel`, or not complete.
+        ConfigError: if `model_class` is not a subclass of PyTorchBaseModel, or the model is not complete.
     """
     seed_everything(config.init.seed)
     base = build_base_model(model_class, config.params, without_values=without_values)
@@ -50,10 +50,10 @@ def user_trainable(
 
 
 def open_loader(config: UserConfig, function: DataFunction) -> Passes:
-    """What a function of the user's gives for the params.
+    """Call a user's function for the params, and return passes over the loader that it returns.
 
     Raises:
-        DataError: if that cannot be iterated over.
+        DataError: if the loader cannot be iterated over.
     """
     seed_everything(config.init.seed)
     return Passes(
@@ -68,18 +68,18 @@ def user_job(
     get_eval_dataloader: DataFunction | None = None,
     fabric: Fabric = ALONE,
 ) -> Job:
-    """A training run, with evaluations in between if there are data for them.
+    """Return a training run, with evaluations if there are data for them.
 
     Args:
         config: the params.
-        model_class: makes the model.
-        get_train_dataloader: makes what gives the batches of training.
-        get_eval_dataloader: likewise for evaluations.
+        model_class: class of the model.
+        get_train_dataloader: returns the loader of training data.
+        get_eval_dataloader: returns the loader of evaluation data.
         fabric: the ranks that train together.
 
     Raises:
-        ConfigError: if the model is no `PyTorchBaseModel`.
-        DataError: if a loader gives no batches.
+        ConfigError: if `model_class` is not a subclass of PyTorchBaseModel.
+        DataError: if a loader has no batches.
     """
     train = open_loader(config, get_train_dataloader)
     first, parts = train.first(), Parts()
@@ -102,11 +102,11 @@ def user_job(
 def user_example(
     config: UserConfig, model_class: ModelClass, get_train_dataloader: DataFunction
 ) -> tuple[Trainable, int]:
-    """The user's model without values, and the batch size: for what can be said before training.
+    """Return the user's model without values, and the batch size, for checks before training.
 
     Raises:
-        ConfigError: if the model is no `PyTorchBaseModel`.
-        DataError: if the loader gives no batches.
+        ConfigError: if `model_class` is not a subclass of PyTorchBaseModel.
+        DataError: if the loader has no batches.
     """
     first = open_loader(config, get_train_dataloader).first()
     return user_trainable(config, model_class, first, without_values=True), num_samples(first)
@@ -115,11 +115,11 @@ def user_example(
 def evaluate_user_model(
     config: UserConfig, model_class: ModelClass, get_eval_dataloader: DataFunction
 ) -> Evaluation:
-    """Evaluate a checkpoint: the one that the params name, or the newest.
+    """Evaluate the checkpoint that the params name, or else the newest.
 
     Raises:
-        ConfigError: if the model is no `PyTorchBaseModel`.
-        DataError: if the loader gives no batches.
+        ConfigError: if `model_class` is not a subclass of PyTorchBaseModel.
+        DataError: if the loader has no batches.
         CheckpointError: if there is no checkpoint.
     """
     passes = open_loader(config, get_eval_dataloader)

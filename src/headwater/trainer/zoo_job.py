@@ -25,16 +25,16 @@ from headwater.trainer.run_dir import RunDir
 
 
 def meta_model(config: ModelConfig) -> nn.Module:
-    """The model without memory or values."""
+    """Return the model on the meta device, without memory or values."""
     return build_model(config, device="meta")
 
 
 def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Trainable:
-    """The model of the params, each parameter drawn from a stream of its own.
+    """Return the model of the params. Each parameter is drawn from a separate random stream.
 
     Args:
         init: the params.
-        sequence_length: tokens of a sample; the most that the model takes if not given.
+        sequence_length: tokens of a sample; the model's maximum if not given.
     """
     model = meta_model(init.model)
     adjustments = init.optimizer.arguments.adjust_learning_rate
@@ -58,20 +58,20 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
 
 
 def _weight(model: ModelConfig, batch: Batch) -> float:
-    """What the loss of a batch is a mean of: labels, or else samples."""
+    """Return how many labels the loss of a batch is a mean of, or else how many samples."""
     labels = FAMILIES[model.name].labels(model, batch)
     return float(num_samples(batch) if labels is None else labels)
 
 
 def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
-    """The training run that the params describe.
+    """Return the training run that the params describe.
 
     Args:
         config: the params.
-        fabric: the ranks that train together; the data are those of this one.
+        fabric: the ranks that train together; the data are those of this rank.
 
     Raises:
-        ConfigError: if they have no training data.
+        ConfigError: if the params have no training data.
         DataError: if the data are missing, malformed or do not fit the model.
     """
     init, section = config.init, fit_section(config)
@@ -106,12 +106,12 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
 
 
 def data_workers(section: FitConfig) -> int:
-    """Return how many processes read data at once: workers stay from one pass over the data to the next."""
+    """Return how many processes read data at once. Workers of different loaders run at the same time."""
     return sum(loader.num_workers for loader in (section.train_dataloader, *section.val_dataloader))
 
 
 def _kept(config: RunConfig, run_dir: RunDir) -> RunConfig:
-    """The params, with the model's `config.json` in the run's folder if it is of the transformers library."""
+    """Return the params; a model of the transformers library is read from its copy in the run's folder."""
     model = config.init.model
     if not isinstance(model, HuggingFaceConfig):
         return config
@@ -122,15 +122,15 @@ def _kept(config: RunConfig, run_dir: RunDir) -> RunConfig:
 
 
 def policy_names(name: str) -> tuple[str, ...]:
-    """Return what a parameter of a policy is called in a checkpoint of preference tuning, the best first."""
+    """Return names of a policy's parameter in a checkpoint of preference tuning, the preferred one first."""
     return (f"policy.{name}", f"reference.{name}")
 
 
 def language_model(config: RunConfig) -> DecoderConfig | HuggingFaceConfig:
-    """The model, which continues texts; of preference tuning, the policy.
+    """Return the section of the model that continues texts; for preference tuning, that of the policy.
 
     Raises:
-        ConfigError: if it is one that does not.
+        ConfigError: if the model does not continue texts.
     """
     model = config.init.model
     if isinstance(model, DPOConfig):
@@ -147,10 +147,10 @@ def language_model(config: RunConfig) -> DecoderConfig | HuggingFaceConfig:
 
 
 def fit_section(config: RunConfig) -> FitConfig:
-    """The section `fit`.
+    """Return the section `fit`.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if the params do not have it.
     """
     if config.fit is None:
         raise ConfigError(
