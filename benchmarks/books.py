@@ -1,7 +1,8 @@
 """The tiny GPT on whole books: `python -m benchmarks.books --books FOLDER --folder DIR --steps 200 1600`.
 
-Of each book the last part is held out. A run of each length of `gpt/tiny` learns the rest; its losses stand
-beside what the frequencies of the same tokens, and of pairs of them, reach on what was held out.
+The last part of each book is held out. A run of `gpt/tiny` for each number of steps trains on the first part.
+The output compares its losses on the held-out part with those of token frequencies and of frequencies of
+token pairs.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import numpy as np
 from benchmarks.runner import print_table, save
 
 HELD_OUT = 0.05
-"""Share of the characters of each book."""
+"""Fraction of the characters of each book that is held out."""
 VOCABULARY, LENGTH = 2048, 128
 WARMUP = 50
-"""Steps until the rate is highest, in `gpt/tiny`."""
+"""Steps until the learning rate is highest, in `gpt/tiny`."""
 
 
 def headwater(*words: object) -> None:
@@ -41,7 +42,7 @@ def divided(books: Path, folder: Path) -> None:
 
 
 def prepared(folder: Path) -> None:
-    """Samples of both parts, in the same tokens."""
+    """Return samples of both parts, with the same tokenizer."""
     common = ("--sequence_length", LENGTH, "--val_fraction", 0, "--processes", 1)
     learnt, held_out = folder / "data", folder / "held_out"
     if not learnt.exists():
@@ -52,7 +53,7 @@ def prepared(folder: Path) -> None:
 
 
 def pairs(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Every token that is to be guessed, and the one before it."""
+    """Return every token to predict, and the token before it."""
     found = []
     for path in sorted((folder / "train").glob("*.h5")):
         with h5py.File(path) as file:
@@ -64,10 +65,10 @@ def pairs(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def frequencies(folder: Path) -> dict[str, float]:
-    """Cross-entropy of the tokens held out by frequencies in the rest, in nats.
+    """Return the cross-entropy of held-out tokens, predicted by frequencies in the first part, in nats.
 
-    A pair counts as often as it was seen, and `k` times as often as its second token is frequent; `k` is the
-    one that is best on what is held out.
+    The count of a pair is smoothed: its number of occurrences plus `k` times the frequency of its second
+    token. `k` is the value that is best on the held-out part.
     """
     before, after = pairs(folder / "data")
     asked, right = pairs(folder / "held_out")
@@ -84,7 +85,7 @@ def frequencies(folder: Path) -> dict[str, float]:
 
 
 def run(folder: Path, steps: int) -> dict[str, object]:
-    """A run of so many steps; goes on where an earlier one was."""
+    """Train up to a number of steps; continue an earlier run."""
     model_dir = folder / f"run_{steps}"
     rates = [
         {"LinearLR": {"initial_learning_rate": 0.0, "end_learning_rate": 3e-3, "total_iters": WARMUP}},
@@ -123,8 +124,10 @@ def run(folder: Path, steps: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--books", type=Path, required=True, help="folder of txt.gz files")
-    parser.add_argument("--folder", type=Path, required=True, help="for data and runs")
-    parser.add_argument("--steps", type=int, nargs="+", default=[200, 1600], help="of each run (%(default)s)")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for data and runs")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[200, 1600], help="steps of each run (%(default)s)"
+    )
     args = parser.parse_args()
     divided(args.books, args.folder)
     prepared(args.folder)

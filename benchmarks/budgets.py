@@ -1,7 +1,8 @@
 """Runs in small budgets and small control groups: `python -m benchmarks.budgets --folder /scratch`.
 
-Every run trains, evaluates and writes checkpoints. Its peak is what the kernel counted: the resident memory
-of the process, or the memory of the control group. Control groups need root and cgroup v1 or v2.
+Every run trains, evaluates and writes checkpoints. Its peak is the number that the kernel counted: the
+resident memory of the process, or the memory of the control group. Control groups need root and cgroup v1 or
+v2.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ LIMIT_FILES = {
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The end of a command.
+    """The result of a command.
 
     Attributes:
         code: its exit status, negative for a signal.
-        text: what it printed.
-        peak: most resident memory of the process, in bytes.
+        text: its output.
+        peak: peak of resident memory of the process, in bytes.
     """
 
     code: int
@@ -60,7 +61,7 @@ class Ended:
 
     @property
     def outcome(self) -> str:
-        """The end in one word."""
+        """Return the result in one word."""
         if self.code in (-9, 137):
             return "killed"
         if "does not fit" in self.text:
@@ -88,7 +89,7 @@ def headwater(words: list[str], folder: Path, *, group: Path | None = None) -> E
 
 @contextmanager
 def control_group(limit: int) -> Iterator[Path]:
-    """Make a control group that may hold `limit` bytes, below one whose memory can be limited."""
+    """Create a control group with a limit of `limit` bytes, below a group whose memory can be limited."""
     roots = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
     root = next(root for root in roots if (root / "cgroup.procs").exists())
     group = root / f"headwater-budgets-{uuid.uuid4().hex[:8]}"
@@ -107,7 +108,7 @@ def control_group(limit: int) -> Iterator[Path]:
 
 
 def group_peak(group: Path) -> int:
-    """Most bytes that a control group was charged for, cached files included."""
+    """Return the peak of bytes that a control group was charged for, cached files included."""
     names = (peak for peak, _ in LIMIT_FILES.values())
     return int(next(group / name for name in names if (group / name).exists()).read_text())
 
@@ -129,7 +130,7 @@ def in_budget(params: Path, budget: int, disk: bool, folder: Path) -> dict[str, 
 
 
 def in_group(params: Path, limit: int, disk: bool, folder: Path) -> dict[str, Any]:
-    """Train in a control group, with nothing said of memory."""
+    """Train in a control group, without memory options."""
     with control_group(limit) as group:
         ended = headwater(fit_words(params, folder, disk), folder, group=group)
         peak = group_peak(group)
@@ -146,13 +147,13 @@ def in_group(params: Path, limit: int, disk: bool, folder: Path) -> dict[str, An
 
 
 def fit_words(params: Path, folder: Path, disk: bool) -> list[str]:
-    """The command line of a new run."""
+    """Return the command line of a new run."""
     words = ["fit", str(params), f"--model_dir={folder / 'runs' / uuid.uuid4().hex[:8]}"]
     return [*words, f"--disk={folder / 'disk'}"] if disk else words
 
 
 def smallest(params: Path, disk: bool, folder: Path) -> int:
-    """The budget that the refusal of a budget of 1 MiB names."""
+    """Return the budget that the refusal of a budget of 1 MiB names."""
     refusal = headwater([*fit_words(params, folder, disk), "--host_memory=1MiB"], folder).text
     found = SMALLEST.search(refusal)
     if found is None:
@@ -176,9 +177,9 @@ def prepare(folder: Path, workers: int) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="where data, runs and the disk tier are")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for data, runs and the disk tier")
     parser.add_argument("--count", type=int, default=30, help="budgets of each kind")
-    parser.add_argument("--factor", type=float, default=1.04, help="from one budget to the next")
+    parser.add_argument("--factor", type=float, default=1.04, help="ratio of a budget to the one before")
     parser.add_argument("--workers", type=int, default=0, help="data workers of each data set")
     parser.add_argument("--kinds", default="budget,group", help="budget, group, or both")
     args = parser.parse_args()

@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 
 def tokens_per_second(books: Path, tokenizer: Path) -> dict[str, object]:
-    """How fast one core turns the books into tokens, and how fast the tokenizer library does."""
+    """Return the tokens per second of one core, and those of the tokenizers library."""
     from headwater.data.documents import find_inputs, read_pieces
     from headwater.data.tokenizer import load_tokenizer
     from headwater.data.words import TextEncoder
@@ -60,7 +60,7 @@ def tokens_per_second(books: Path, tokenizer: Path) -> dict[str, object]:
 
 
 def preparation(books: Path, tokenizer: Path, copies: int, mode: str, folder: Path) -> dict[str, object]:
-    """Everything from files to files, in a process of its own."""
+    """Measure a whole preparation, from files to files, in a separate process."""
     source = folder / f"text-{copies}"
     source.mkdir(exist_ok=True)
     for number in range(copies):
@@ -83,7 +83,7 @@ def preparation(books: Path, tokenizer: Path, copies: int, mode: str, folder: Pa
 
 
 def reading(compression: str | None, length: int, folder: Path) -> dict[str, object]:
-    """Processor time to read a sample, with checksums and without: the best of interleaved runs."""
+    """Measure processor time to read a sample, with checksums and without: the best of interleaved runs."""
     from headwater.data.checksums import remove_checksums
     from headwater.data.reader import open_samples
     from headwater.data.sample_file import make_samples, write_datasets

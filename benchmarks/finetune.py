@@ -1,8 +1,8 @@
 """A checkpoint of transformers larger than memory: `python -m benchmarks.finetune --folder /scratch`.
 
 A randomly initialised Llama checkpoint of 1.3B parameters is written in sharded safetensors, then loaded
-straight into the store, trained in the user's own loop, and written back, in a process whose peak of resident
-memory is measured.
+directly into the store, trained in a user's loop, and written back. The process measures its peak of resident
+memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCABULARY = 32000
 
 
 def make(args: argparse.Namespace) -> dict[str, object]:
-    """Write the checkpoint, as it comes."""
+    """Write the random checkpoint."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -41,7 +41,7 @@ def make(args: argparse.Namespace) -> dict[str, object]:
 
 
 def train(args: argparse.Namespace) -> dict[str, object]:
-    """Load it, train some steps, write it back."""
+    """Load the checkpoint, train some steps, and write it back."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import headwater as hw
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--memory", default="3.5GiB")
-    parser.add_argument("--part", choices=PARTS, help="run by itself, in this process")
+    parser.add_argument("--part", choices=PARTS, help="run only this part, in this process")
     args = parser.parse_args()
     if args.part:
         print("RESULT " + json.dumps(PARTS[args.part](args)))

@@ -1,8 +1,8 @@
-"""Damaged Hugging Face folders, read by the converter: only the project's own errors may come out.
+"""Import of damaged Hugging Face folders: only errors of this project may be raised.
 
 `python -m benchmarks.fuzz_converter --count 2000` changes config.json, the index or the header of weights at
-random, imports each folder, and prints how that ended. The exit code is 1 if anything but a model or an error
-of the project came out, or an import took more than two seconds.
+random, imports each folder, and prints the outcome. The exit code is 1 if another error is raised, or an
+import takes more than two seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ODD: tuple[Any, ...] = (
 
 
 def folders(root: Path) -> list[Path]:
-    """Write a sound folder for each of some models."""
+    """Write an undamaged folder for each of some models."""
     from headwater.config.models import MODELS
 
     made = []
@@ -74,7 +74,7 @@ def _replaced(value: Any, path: tuple[Any, ...], new: Any, *, drop: bool) -> Any
 
 
 def _mutated(value: Any, rng: random.Random) -> Any:
-    """A JSON value with one to three parts replaced or removed."""
+    """Return a JSON value with one to three parts replaced or removed."""
     for _ in range(rng.randint(1, 3)):
         path = rng.choice(list(_places(value)))
         value = _replaced(value, path, rng.choice(_ODD), drop=rng.random() < 0.2)
@@ -82,7 +82,7 @@ def _mutated(value: Any, rng: random.Random) -> Any:
 
 
 def _mutated_text(value: Any, rng: random.Random) -> bytes:
-    """A file of JSON: usually with other values, sometimes not JSON at all."""
+    """Return a file of JSON: usually with other values, sometimes not JSON at all."""
     kind = rng.random()
     if kind < 0.85:
         return json.dumps(_mutated(value, rng)).encode()
@@ -134,13 +134,13 @@ def outcome(folder: Path) -> str:
             pass
     except HeadwaterError as error:
         return type(error).__name__
-    except BaseException as error:  # noqa: BLE001 (whatever else comes out is what is looked for)
+    except BaseException as error:  # noqa: BLE001 (the fuzzer looks for all other errors)
         return f"RAW {type(error).__name__}: {error}"[:200]
     return "a model"
 
 
 def run(seed: int, count: int) -> tuple[collections.Counter[str], list[str]]:
-    """Import `count` damaged folders; return how they ended, and what should not have happened."""
+    """Import `count` damaged folders; return the outcomes, and the unexpected ones."""
     ended: collections.Counter[str] = collections.Counter()
     bad = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,7 @@
 """Several hosts on one machine, measured and simulated: `python -m benchmarks.hosts --hosts 2`.
 
-Each host is a network namespace and a core, which two may have to share; `tc` limits what it may send. The
-simulator gets what a calibration says: rates of all hosts measured at once, and of the link as the engine
+Each host is a network namespace with a core, which two hosts may share; `tc` limits the rate at which it
+sends. The simulator gets the measured rates: those of all hosts at once, and that of the link as the engine
 uses it. Needs root and iproute2.
 """
 
@@ -28,12 +28,12 @@ from benchmarks.runner import print_table, save
 from benchmarks.workload import Workload, add_workload_arguments, workload_of
 
 RATES = (100.0, 1000.0, None)
-"""Megabits a second; unlimited at last."""
+"""Megabits per second; the last is unlimited."""
 EXCHANGES, EXCHANGED_BYTES = 5, 32 << 20
 
 
 def on_core(host: int) -> list[str]:
-    """The beginning of a command that runs on the core of a host."""
+    """Return the prefix of a command that runs on the core of a host."""
     cores = sorted(os.sched_getaffinity(0))
     return ["taskset", "-c", str(cores[host % len(cores)])]
 
@@ -42,7 +42,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(hosts: Hosts, words: Sequence[str]) -> list[list[str]]:
-    """The command of each host."""
+    """Return the command of each host."""
     return [
         [*on_core(host), sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts.count}",
          f"--node_rank={host}", "--nproc_per_node=1", f"--master_addr={hosts.address(0)}",
@@ -52,7 +52,7 @@ def torchrun(hosts: Hosts, words: Sequence[str]) -> list[list[str]]:
 
 
 def at_once(hosts: Hosts, commands: Sequence[Sequence[str]]) -> list[str]:
-    """Run a command on each host; gives what they print.
+    """Run a command on each host and return the outputs.
 
     Raises:
         RuntimeError: if one fails.
@@ -68,7 +68,7 @@ def at_once(hosts: Hosts, commands: Sequence[Sequence[str]]) -> list[str]:
 
 
 def exchange() -> None:
-    """Be a host that exchanges bytes with all others; the first prints how many a second, and the latency."""
+    """Exchange bytes with all other hosts; the first host prints bytes per second and latency."""
     from headwater.fabric.membership import join
 
     fabric = join()
@@ -92,7 +92,7 @@ def exchange() -> None:
 
 
 def calibrated(hosts: Hosts, file: Path, folder: Path) -> dict[str, Any]:
-    """The cluster: hosts as they are measured beside each other."""
+    """Return the cluster of hosts that are measured at the same time."""
     paths = [folder / f"host{host}.yaml" for host in range(hosts.count)]
     words = ["-m", "headwater", "plan", str(file), "--recalibrate", "--write_cluster"]
     at_once(hosts, [[*on_core(h), sys.executable, *words, str(path)] for h, path in enumerate(paths)])
@@ -107,7 +107,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def measured(hosts: Hosts, file: Path, folder: Path, workload: Workload) -> float:
-    """Seconds of a step, the median."""
+    """Return the measured seconds of a step, the median."""
     words = ["headwater", "fit", str(file), "--num_csx", str(hosts.count), "--model_dir", str(folder / "run")]
     at_once(hosts, torchrun(hosts, words))
     lines = (folder / "run/history.jsonl").read_text().splitlines()
@@ -116,7 +116,7 @@ def measured(hosts: Hosts, file: Path, folder: Path, workload: Workload) -> floa
 
 
 def simulated(file: Path, cluster: dict[str, Any], folder: Path) -> float:
-    """Seconds of a step, as `headwater plan --cluster` has them."""
+    """Return the simulated seconds of a step, as `headwater plan --cluster` computes them."""
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(cluster))
     command = [sys.executable, "-m", "headwater", "plan", str(file), "--cluster", str(path)]
@@ -130,7 +130,7 @@ def simulated(file: Path, cluster: dict[str, Any], folder: Path) -> float:
 
 
 def compare(count: int, megabits: float | None, file: Path, workload: Workload) -> dict[str, object]:
-    """A row of the table."""
+    """Return a row of the table."""
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as name, Hosts(count, megabits) as hosts:
         folder = Path(name)
         cluster = calibrated(hosts, file, folder)
@@ -156,8 +156,8 @@ def compare(count: int, megabits: float | None, file: Path, workload: Workload) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
-    parser.add_argument("--hosts", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--exchange", action="store_true", help="be a host whose link is measured")
+    parser.add_argument("--hosts", type=int, default=2, help="number of hosts (%(default)s)")
+    parser.add_argument("--exchange", action="store_true", help="run as a host whose link is measured")
     args = parser.parse_args()
     if args.exchange:
         exchange()

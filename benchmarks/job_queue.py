@@ -1,8 +1,8 @@
 """Jobs from many processes at once while the supervisor is killed: `python -m benchmarks.job_queue`.
 
-Each job writes a line when it starts and one when it ends, appended to one file, whose order is therefore
-that of all starts and ends. Afterwards every job must have been started once and be over with the right
-result, and no CSX may have been in two hands.
+Each job appends a line to a common file when it starts and when it ends. So the lines are in the order of all
+starts and ends. In the end every job must have started once and ended with the right result, and two jobs
+must never have had the same CSX at a time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ JOB = "echo start $HEADWATER_JOB $HEADWATER_CSX >> {}; sleep {}; echo end $HEADW
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run under load has shown.
+    """The result of a run under load.
 
     Attributes:
-        jobs: submitted.
-        kills: of supervisors that were running.
-        succeeded: jobs.
-        failed: jobs that were made to fail, with a reason each.
-        problems: everything that must not be.
+        jobs: number of submitted jobs.
+        kills: number of killed supervisors.
+        succeeded: number of jobs that succeeded.
+        failed: number of jobs that failed on purpose, each with a reason.
+        problems: violations of what the queue promises.
         submit_s: seconds until the last job was submitted.
         total_s: seconds until the last one was over.
     """
@@ -56,12 +56,12 @@ class Outcome:
 
 
 def open_own(folder: QueueFolder) -> Queue:
-    """The queue, which starts a supervisor when there is none."""
+    """Open the queue; it starts a supervisor if none runs."""
     return EmbeddedQueue(Database(folder), Caller.myself(), lambda: ensure_supervisor(folder))
 
 
 def submit(folder: QueueFolder, count: int, seed: int) -> None:
-    """Submits jobs of random sizes, durations and priorities; every tenth fails."""
+    """Submit jobs of random sizes, durations and priorities; every tenth fails."""
     queue, draw, records = open_own(folder), random.Random(seed), folder.path.parent / "records"
     for index in range(count):
         fails = int(index % 10 == 9)
@@ -78,7 +78,7 @@ def submit(folder: QueueFolder, count: int, seed: int) -> None:
 
 
 def kill_supervisor(folder: QueueFolder) -> int:
-    """How many supervisors were running, and are not any more."""
+    """Kill the running supervisors and return their number."""
     killed = 0
     for process in psutil.process_iter():
         try:
@@ -92,7 +92,7 @@ def kill_supervisor(folder: QueueFolder) -> int:
 
 
 def run(place: Path, *, jobs: int, submitters: int, kills: int, seed: int = 0) -> Outcome:
-    """Submit from several processes at once, kill supervisors at random instants, and see what is left."""
+    """Submit from several processes at once, kill supervisors at random instants, and return the result."""
     folder, draw = QueueFolder(place / "queue"), random.Random(seed)
     prepare(folder, num_csx=NUM_CSX, grace_s=5)
     begin, queue = time.monotonic(), open_own(folder)
@@ -103,7 +103,7 @@ def run(place: Path, *, jobs: int, submitters: int, kills: int, seed: int = 0) -
         for index in range(submitters)
     ]
     killed, submit_s, over = 0, 0.0, 0
-    at = sorted(draw.uniform(0, 0.9) for _ in range(kills))  # shares of the jobs that are over by then
+    at = sorted(draw.uniform(0, 0.9) for _ in range(kills))  # jobs that are over, as fractions
     while over < jobs:
         over = sum(job.phase.over for job in queue.jobs(everything=True))
         if not submit_s and all(process.poll() is not None for process in processes):
@@ -124,7 +124,7 @@ def run(place: Path, *, jobs: int, submitters: int, kills: int, seed: int = 0) -
 
 
 def check(jobs: list[Job], records: list[str]) -> list[str]:
-    """What must not be: jobs started twice or with the wrong end, and CSXs that two jobs had at a time."""
+    """Return problems: jobs that started twice or ended wrongly, and CSXs that two jobs had at a time."""
     problems, starts, owners = [], Counter(), {}
     for record in records:
         event, name, *rest = record.split()

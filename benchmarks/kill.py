@@ -1,6 +1,6 @@
-"""Kills a run at random instants and resumes it: `python -m benchmarks.kill --kills 50`.
+"""Runs that are killed at random instants and resumed: `python -m benchmarks.kill --kills 50`.
 
-Every resumed run must give the losses and the last checkpoint of the undisturbed one, to the bit.
+Losses and last checkpoint of every resumed run must have the same bits as those of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHAPE = [
 
 
 def command(data: Path, model_dir: Path, tier: str) -> list[str]:
-    """A run of the tiny GPT."""
+    """Return the command of a run of the tiny GPT."""
     return [
         sys.executable, "-m", "headwater", "fit", "gpt/tiny", f"--model_dir={model_dir}", *SHAPE,
         f"--trainer.fit.train_dataloader.data_dir={data}/train",
@@ -41,7 +41,7 @@ def command(data: Path, model_dir: Path, tier: str) -> list[str]:
 
 
 def outcome(model_dir: Path) -> tuple[list[tuple[int, float, float]], dict[str, bytes]]:
-    """Losses and gradient norms by step, and the tensors of the last checkpoint."""
+    """Return losses and gradient norms by step, and the tensors of the last checkpoint."""
     lines = (model_dir / "history.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     losses = [(r["step"], r["loss"], r["gradient_norm"]) for r in records if r["kind"] == "train"]

@@ -1,7 +1,7 @@
 """A model whose state is larger than its memory budget: `python -m benchmarks.large --folder /scratch`.
 
-The 1.3B shape on the disk tier within 4 GiB, against the 111M shape at the same tokens per step, by the rate
-of the FLOPs that the model needs (recomputation not counted).
+The 1.3B shape on the disk tier within 4 GiB is compared with the 111M shape at the same tokens per step. The
+measure is the rate of the FLOPs that the model needs (recomputation not counted).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHAPES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="where the disk tier works")
+    parser.add_argument("--folder", type=Path, help="folder of the disk tier")
     parser.add_argument("--memory", default="4GiB")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=1024)

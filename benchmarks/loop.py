@@ -1,7 +1,8 @@
-"""What streaming costs a user's own loop over a model that fits: `python -m benchmarks.loop --dtype bf16`.
+"""Cost of streaming in a user's loop over a model that fits: `python -m benchmarks.loop --dtype bf16`.
 
-The same loop over the same model (transformers' GPT-2), with and without `headwater.compile`. Plain PyTorch
-runs with malloc tuned alike, so that the ratio is that of the streaming alone; and as it comes.
+The same loop runs over the same model (transformers' GPT-2), with and without `headwater.compile`. Plain
+PyTorch runs twice: with malloc tuned as Headwater's, so that the ratio shows the cost of streaming alone, and
+untuned.
 """
 
 from __future__ import annotations

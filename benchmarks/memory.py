@@ -30,7 +30,7 @@ SYSTEMS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="where the disk tiers work")
+    parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
     args = parser.parse_args()
     rows = []
     for system in [system for system in SYSTEMS if system.available]:

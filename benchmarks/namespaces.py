@@ -16,7 +16,7 @@ from typing import Any
 
 
 def available() -> str | None:
-    """Why there can be none here; `None` if there can."""
+    """Return why this machine cannot run namespaces, or `None` if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None or shutil.which("tc") is None:
@@ -29,14 +29,14 @@ def available() -> str | None:
 
 
 class Hosts:
-    """So many hosts, each with an address, that reach each other and nobody else.
+    """Hosts, each with an address, that reach each other and no other host.
 
     Attributes:
-        count: how many.
+        count: number of hosts.
 
     Args:
-        count: how many.
-        megabits: what each may send in a second; as fast as it goes if not given.
+        count: number of hosts.
+        megabits: megabits that each may send per second; unlimited if not given.
     """
 
     def __init__(self, count: int, megabits: float | None = None) -> None:
@@ -47,7 +47,7 @@ class Hosts:
         self._megabits = megabits
 
     def address(self, host: int) -> str:
-        """The address of a host."""
+        """Return the address of a host."""
         return f"10.77.0.{host + 1}"
 
     def __enter__(self) -> Hosts:
@@ -63,7 +63,7 @@ class Hosts:
                 self._ip(name, "link set eth0 up")
                 self._ip(self._switch, f"link set port{index} master br0 up")
                 self._limit(name)
-            undo.pop_all()  # all of it is there
+            undo.pop_all()  # the namespace is complete
         return self
 
     def __exit__(
@@ -84,25 +84,25 @@ class Hosts:
 
     def _limit(self, name: str) -> None:
         if self._megabits is not None:
-            burst = max(self._megabits * 1e6 / 8 / 250, 32768)  # what one tick of the kernel lets through
+            burst = max(self._megabits * 1e6 / 8 / 250, 32768)  # bytes that pass in one kernel tick
             words = f"qdisc add dev eth0 root tbf rate {self._megabits}mbit burst {burst:.0f} latency 200ms"
             subprocess.run(["tc", "-n", name, *words.split()], check=True)
 
     def cut(self, host: int) -> None:
-        """Take a host off the network."""
+        """Disconnect a host from the network."""
         self._ip(self._names[host], "link set eth0 down")
 
     def restore(self, host: int) -> None:
-        """Put it back."""
+        """Connect a host again."""
         self._ip(self._names[host], "link set eth0 up")
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a command on a host, in a session of its own."""
+        """Start a command on a host, in a separate session."""
         words = ["ip", "netns", "exec", self._names[host], *command]
         return subprocess.Popen(words, text=True, start_new_session=True, **options)
 
     def processes(self, host: int) -> list[int]:
-        """What runs on a host."""
+        """Return the processes of a host."""
         words = ["ip", "netns", "pids", self._names[host]]
         return [int(word) for word in subprocess.run(words, capture_output=True, text=True).stdout.split()]
 
@@ -110,12 +110,12 @@ class Hosts:
     def wait(
         launchers: Sequence[subprocess.Popen[str]], log: Path, timeout_s: float
     ) -> tuple[list[int], list[str]]:
-        """The exit codes of what `start_ranks` has started, and what each host has printed; none outlives it.
+        """Wait for the launchers; return exit codes and outputs of the hosts. No process remains.
 
         Args:
-            launchers: as `start_ranks` gives them.
-            log: the folder that it was given.
-            timeout_s: how long each may take.
+            launchers: the processes that `start_ranks` returned.
+            log: the folder that `start_ranks` wrote to.
+            timeout_s: limit of each, in seconds.
         """
         try:
             codes = [launcher.wait(timeout_s) for launcher in launchers]
@@ -133,14 +133,14 @@ class Hosts:
         environment: Mapping[str, str] | None = None,
         program: Sequence[str] = ("-m", "headwater"),
     ) -> list[subprocess.Popen[str]]:
-        """Start a program with these arguments as so many ranks on every host, under `torchrun`.
+        """Start a program as ranks on every host, under `torchrun`.
 
         Args:
-            arguments: of the program.
-            ranks: of each host.
-            log: a folder for what the hosts print: `host0.log`, …
-            environment: in place of this process's.
-            program: what `torchrun` is to run; `headwater` if not given.
+            arguments: the arguments of the program.
+            ranks: number of ranks of each host.
+            log: a folder for the outputs of the hosts: `host0.log`, …
+            environment: variables instead of those of this process.
+            program: the program that `torchrun` runs; `headwater` if not given.
         """
         started = []
         for host in range(len(self._names)):

@@ -1,7 +1,7 @@
 """Count the params files of a folder that are understood: `python -m benchmarks.params_files FOLDER`.
 
-The files of an older public release lie under its tag, one folder a release. A file that names no model, in a
-folder that names none either, is read again with `--model`.
+The files of an older public release are in a folder named after its tag. If neither a file nor its folder
+names a model, the file is read again with `--model`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from headwater.core.errors import ConfigError
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", help="for files whose model nothing names")
+    parser.add_argument("--model", help="model of files that name no model")
     args = parser.parse_args()
     understood, every, refused = (collections.Counter() for _ in range(3))
     for path in sorted(args.folder.rglob("*.yaml")):

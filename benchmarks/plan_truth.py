@@ -1,4 +1,4 @@
-"""What plans predict against what happens: `python -m benchmarks.plan_truth --folder /scratch`."""
+"""Predictions of plans compared with measured runs: `python -m benchmarks.plan_truth --folder /scratch`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="where the disk tiers work")
+    parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
     args = parser.parse_args()
     rows = []
     for name, workload, options in CASES:

@@ -1,8 +1,8 @@
 """Questions about texts that were not trained on: `python -m benchmarks.questions --data DIR --folder DIR`.
 
-An encoder from scratch learns cloze questions that are made of running text (`bert/tiny_cloze`), then real
-ones (`bert/tiny_questions`), and answers those of XQuAD's last six articles. No sentence of these is in
-a text that was trained on. What is done is not done again: the same command goes on where it was.
+An encoder is trained from scratch on cloze questions made from running text (`bert/tiny_cloze`), then on real
+questions (`bert/tiny_questions`), and answers those of XQuAD's last six articles. The training texts contain
+no sentence of these articles. If the command was interrupted, the same command continues where it was.
 
 The folder of data holds questions (`squad/`: `xquad_en_train`, `xquad_en_dev`, `squad_v1.1_dev_questions` and
 `covid_qa_long_context`, each .json.gz), texts (`text/wikipedia_sample.txt.gz`, `text/wikitext-2/`,
@@ -43,8 +43,8 @@ def lines(path: Path) -> Iterator[str]:
 
 
 def paragraphs(data: Path) -> Iterator[str]:
-    """Running text: encyclopedia, web pages, papers, the texts of the training questions, books."""
-    for article in lines(data / "text/wikipedia_sample.txt.gz"):  # whose paragraphs follow without a space
+    """Yield running text: encyclopedia, web pages, papers, the texts of the training questions, books."""
+    for article in lines(data / "text/wikipedia_sample.txt.gz"):  # without space between paragraphs
         yield from re.sub(r"(?<=[a-z)\"])([.!?])(?=[A-Z])", r"\1\n", article).splitlines()
     for part in ("valid", "test"):
         for paragraph in lines(data / f"text/wikitext-2/{part}.txt.gz"):
@@ -63,14 +63,14 @@ def paragraphs(data: Path) -> Iterator[str]:
 
 
 def joined(paragraph: str) -> str:
-    """A paragraph of WikiText as it was before it was cut into words."""
+    """Return a paragraph of WikiText as it was before it was split into words."""
     text = re.sub(r" @(.)@ ", r"\1", paragraph.replace("<unk>", ""))
     text = re.sub(r"\s+([,.;:!?%)']|n't)", r"\1", re.sub(r"\(\s+", "(", text))
     return " ".join(re.sub(r'" ([^"]*) "', r'"\1"', text).split())
 
 
 def prepare(args: argparse.Namespace) -> int:
-    """Write what both trainings read; how many cloze questions there are."""
+    """Write the data of both trainings and return the number of cloze questions."""
     real = args.folder / "real"
     real.mkdir(parents=True, exist_ok=True)
     for name in TRAINED:
@@ -85,7 +85,7 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace, params: str, data: Path, *more: str) -> Path:
-    """A run of shipped params with the command; its last checkpoint."""
+    """Run a params file of the package with the command and return its last checkpoint."""
     model_dir = args.folder / params.replace("/", "_")
     asked = args.data / "squad" / ASKED
     keys = {
@@ -105,7 +105,7 @@ def train(args: argparse.Namespace, params: str, data: Path, *more: str) -> Path
 
 
 def evaluate(args: argparse.Namespace, params: str, checkpoint: Path) -> Scores:
-    """How well the weights of a checkpoint answer the questions."""
+    """Return the scores of the answers by the weights of a checkpoint."""
     vocabulary = args.data / "vocab/bert/bert-base-uncased-vocab.txt"
     loader = "trainer.fit.val_dataloader"
     keys = {f"{loader}.data_dir": str(args.data / "squad" / ASKED), f"{loader}.vocab_file": str(vocabulary)}
@@ -120,7 +120,7 @@ def evaluate(args: argparse.Namespace, params: str, checkpoint: Path) -> Scores:
 
 
 def first_sentences(data: Path) -> Scores:
-    """What answers that do not read the question reach."""
+    """Return the scores of answers that do not depend on the question."""
     questions = read_questions(data / "squad" / ASKED)
     answers = {each.identifier: each.context[slice(*sentences(each.context)[0])] for each in questions}
     return score(answers, questions)
@@ -138,7 +138,7 @@ def row(name: str, scores: Scores, seconds: float | None = None) -> dict[str, ob
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with squad, text and vocab")
-    parser.add_argument("--folder", type=Path, required=True, help="for data and runs")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for data and runs")
     args = parser.parse_args()
     print(f"{prepare(args):,} cloze questions")
     start = time.monotonic()

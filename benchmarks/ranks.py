@@ -1,9 +1,9 @@
 """Several compute ranks on this machine: `python -m benchmarks.ranks --rounds 3`.
 
-Strong scaling: as many ranks as cores, a thread each, against one rank with all cores, at the same global
-batch. Weak scaling: the same against one rank with one thread, at the batch of a rank; what the machine
-allows is said beside it: as many such runs at once, which know nothing of each other. Memory: what all
-processes of a run have resident at its peak, shared pages counted once.
+Strong scaling compares as many ranks as cores, with one thread each, with one rank on all cores, at the same
+global batch. Weak scaling compares them with one rank with one thread, at the batch of a rank. The limit of
+the machine is measured too: as many independent runs at once. Memory is the resident memory of all processes
+of a run at its peak, with shared pages counted once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SAMPLE_EVERY_S = 0.2
 
 
 def write_data(folder: Path, workload: Workload) -> None:
-    """Random tokens as `GptHDF5MapDataProcessor` reads them."""
+    """Write random tokens in the format of `GptHDF5MapDataProcessor`."""
     tokens = torch.cat([workload.tokens(index) for index in range(workload.rotate)]).numpy()
     samples = np.stack([tokens[:, :-1], np.ones_like(tokens[:, 1:]), tokens[:, 1:]], axis=1).astype(np.int32)
     with h5py.File(folder / "data.h5", "w") as file:
@@ -42,7 +42,7 @@ def write_data(folder: Path, workload: Workload) -> None:
 
 
 def params(workload: Workload, data: Path, batch: int, backend: Mapping[str, object]) -> dict[str, object]:
-    """A params file for the workload."""
+    """Return a params file for the workload."""
     model = {
         "name": "gpt2",
         "hidden_size": workload.width,
@@ -76,7 +76,7 @@ def params(workload: Workload, data: Path, batch: int, backend: Mapping[str, obj
 def run(
     workload: Workload, data: Path, *, ranks: int, threads: int, batch: int, backend: Mapping[str, object]
 ) -> dict[str, float]:
-    """One run in processes of its own: tokens per second, peak of memory, last loss."""
+    """Run once in separate processes; return tokens per second, peak of memory and last loss."""
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as folder:
         file = Path(folder) / "params.yaml"
         file.write_text(json.dumps(params(workload, data, batch, backend)))
@@ -103,7 +103,7 @@ def run(
 
 
 def run_at_once(count: int, workload: Workload, data: Path, **case: Any) -> dict[str, float]:
-    """So many runs at once, each by itself: all tokens per second, the largest peak, one's last loss."""
+    """Run independent runs at once; return total tokens per second, largest peak and one last loss."""
     with ThreadPoolExecutor(count) as pool:
         results = list(pool.map(lambda _: run(workload, data, **case), range(count)))
     return {
@@ -114,14 +114,14 @@ def run_at_once(count: int, workload: Workload, data: Path, **case: Any) -> dict
 
 
 def _resident(process: int) -> int:
-    """Bytes of a process and its children, what several of them share counted once."""
+    """Return the bytes of a process and its children, with shared pages counted once."""
     total = 0
     try:
         root = psutil.Process(process)
         for each in (root, *root.children(recursive=True)):
             total += each.memory_full_info().pss
     except psutil.Error:
-        return 0  # one of them has just ended
+        return 0  # a child has just ended
     return total
 
 
@@ -130,7 +130,7 @@ def main() -> None:
     add_workload_arguments(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--disk", help="a folder; the runs then use the disk tier there")
-    parser.add_argument("--host_memory", help="what the ranks of a run may take together, such as 2GiB")
+    parser.add_argument("--host_memory", help="limit of all ranks of a run together, such as 2GiB")
     args = parser.parse_args()
     workload = workload_of(args)
     cores = len(os.sched_getaffinity(0))

@@ -1,8 +1,8 @@
-"""How long until training goes on after a kill: `python -m benchmarks.restart`.
+"""Time until training continues after a kill: `python -m benchmarks.restart`.
 
-A run of the tiny GPT on two ranks is in a queue. Killed is a rank, the process that watches over the job, or
-the supervisor, after which the job is cancelled. Then it is submitted again. Measured is the time from the
-kill to the end of the first step that comes after, and how much of it was before the submission.
+A queue runs the tiny GPT on two ranks. The benchmark kills a rank, or the watcher of the job, or the
+supervisor; in the last case it also cancels the job. Then it submits the run again. It measures the time from
+the kill to the end of the next step, and how much of this time was before the submission.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def steps_done(model_dir: Path) -> int:
-    """Steps that the runs in a model_dir have made."""
+    """Return the number of steps that the runs in a model_dir have taken."""
     path = model_dir / "history.jsonl"
     return path.read_text().count('"kind": "train"') if path.exists() else 0
 
 
 def submit(queue: Queue, data: Path, model_dir: Path) -> Job:
-    """Queue a run that takes all CSXs; it goes on from its last checkpoint if it has one."""
+    """Queue a run that takes all CSXs; it continues from its last checkpoint if it has one."""
     words = [*command(data, model_dir, "memory"), "--num_csx=2", "--max_steps=100000", "--eval_frequency=0"]
     submission = Submission(
         tuple(words), Path.cwd(), environment=dict(os.environ), num_csx=2, model_dir=model_dir
@@ -49,7 +49,7 @@ def submit(queue: Queue, data: Path, model_dir: Path) -> Job:
 
 
 def processes_of(model_dir: Path) -> list[psutil.Process]:
-    """The processes whose command line names a model_dir, the oldest first."""
+    """Return the processes whose command line names a model_dir, the oldest first."""
     found = [
         process
         for process in psutil.process_iter(["cmdline", "create_time"])
@@ -64,14 +64,14 @@ def kill_rank(folder: QueueFolder, model_dir: Path) -> None:
 
 
 def kill_watcher(folder: QueueFolder, model_dir: Path) -> None:
-    """Kill the process that watches over the job: its processes are ended, and it fails."""
+    """Kill the watcher of the job: the processes of the job are ended, and the job fails."""
     parent = processes_of(model_dir)[0].parent()
     assert parent is not None
     parent.kill()
 
 
 def kill_giver(folder: QueueFolder, model_dir: Path) -> None:
-    """Kill the supervisor: the job goes on, and who cancels it starts another one."""
+    """Kill the supervisor: the job continues, and cancelling it starts another supervisor."""
     kill_supervisor(folder)
     queue = open_own(folder)
     for job in queue.jobs():
@@ -83,7 +83,7 @@ KILLS: dict[str, Kill] = {"rank": kill_rank, "watcher": kill_watcher, "superviso
 
 
 def restart_s(folder: QueueFolder, data: Path, model_dir: Path, kill: Kill) -> tuple[float, float]:
-    """Seconds from a kill to the end of the job, and to the end of the first step of the next one."""
+    """Return seconds from a kill to the end of the job, and to the end of the first step of the next job."""
     queue = open_own(folder)
     job = submit(queue, data, model_dir)
     wait_until(lambda: any(model_dir.glob("checkpoint_*/manifest.json")))

@@ -1,4 +1,4 @@
-"""Runs systems side by side: interleaved rounds, one process each, medians of ratios, JSON."""
+"""Comparison of systems: interleaved rounds, one process per run, medians of ratios, JSON."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class System:
     """A way to train the workload.
 
     Attributes:
-        name: row of the table.
-        module: what to run.
-        options: beside those of the workload; `{disk}` stands for a folder that is made for the run.
+        name: the row of the table.
+        module: the module to run.
+        options: options in addition to those of the workload; `{disk}` is replaced by a folder for the run.
     """
 
     name: str
@@ -39,10 +39,10 @@ class System:
 
 
 def run(system: System, workload: Workload, disk: Path | None = None) -> dict[str, object]:
-    """One run in a process of its own; what it measured.
+    """Run once in a separate process and return its measurements.
 
     Raises:
-        RuntimeError: if it failed; with the end of what it printed.
+        RuntimeError: if it failed; with the end of its output.
     """
     folder = Path(tempfile.mkdtemp(prefix="headwater-bench-", dir=disk))
     options = [option.format(disk=folder) for option in system.options]
@@ -73,7 +73,7 @@ def run(system: System, workload: Workload, disk: Path | None = None) -> dict[st
 def interleave(
     systems: list[System], workload: Workload, rounds: int, disk: Path | None
 ) -> dict[str, list[dict[str, object]]]:
-    """Every system once a round, round after round."""
+    """Run every system once per round, and return the measurements by system."""
     results: dict[str, list[dict[str, object]]] = {system.name: [] for system in systems if system.available}
     for number in range(rounds):
         for system in systems:
@@ -90,7 +90,7 @@ def interleave(
 
 
 def table(results: dict[str, list[dict[str, object]]], base: str) -> list[dict[str, object]]:
-    """A row per system: medians, and the median over rounds of the ratio of its speed to that of `base`."""
+    """Return a row per system: medians, and the median over rounds of its speed divided by that of `base`."""
     rows = []
     for name, runs in results.items():
         ratios = [
@@ -110,7 +110,7 @@ def table(results: dict[str, list[dict[str, object]]], base: str) -> list[dict[s
 
 
 def save(name: str, content: object) -> Path:
-    """Write `results/<name>.json` with a word on the machine."""
+    """Write `results/<name>.json` with a description of the machine."""
     import torch
 
     RESULTS.mkdir(exist_ok=True)
@@ -132,7 +132,7 @@ def _processor() -> str:
 
 
 def print_table(rows: list[dict[str, object]]) -> None:
-    """A table in Markdown."""
+    """Print a table in Markdown."""
     keys = list(rows[0])
     print("| " + " | ".join(keys) + " |\n|" + "---|" * len(keys))
     for row in rows:

@@ -26,7 +26,7 @@ def main() -> None:
     add_workload_arguments(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", help="systems whose name contains this, beside plain PyTorch")
-    parser.add_argument("--folder", type=Path, help="where the disk tiers work")
+    parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
     args = parser.parse_args()
     systems = [s for s in SYSTEMS if s is PLAIN or not args.only or args.only.lower() in s.name.lower()]
     results = interleave(systems, workload_of(args), args.rounds, args.folder)

@@ -1,4 +1,4 @@
-"""What every benchmark trains: a GPT of given shape on fixed random tokens, and how a run is measured."""
+"""The workload of all benchmarks, a GPT of given shape on fixed random tokens, and its measurement."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 Step = Callable[[int], float]
-"""Runs one optimizer step and returns its loss."""
+"""A function that runs one optimizer step and returns its loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A GPT-2 shape, a batch, a precision.
 
-    `micro_batch` 0 leaves the choice to the system; `rotate` batches are trained on in turn.
+    With `micro_batch` 0 the system chooses; the run trains on `rotate` batches in turn.
     """
 
     layers: int = 12
@@ -37,7 +37,7 @@ class Workload:
     rotate: int = 4
 
     def tokens(self, index: int) -> torch.Tensor:
-        """[batch, sequence + 1] token ids of step `index`."""
+        """Return the [batch, sequence + 1] token ids of step `index`."""
         generator = torch.Generator().manual_seed(1234 + index % self.rotate)
         return torch.randint(0, self.vocab, (self.batch, self.sequence + 1), generator=generator)
 
@@ -47,30 +47,30 @@ class Workload:
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of `Workload`."""
+    """Add one option for each field of `Workload`."""
     for field in dataclasses.fields(Workload):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    """The workload that the options name."""
+    """Return the workload of these options."""
     return Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})
 
 
 def workload_options(workload: Workload) -> list[str]:
-    """The options that name `workload`."""
+    """Return the options for `workload`."""
     return [f"--{key}={value}" for key, value in dataclasses.asdict(workload).items()]
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process so far, and not of the one that started it."""
+    """Return the peak of resident memory of this process, without that of its parent."""
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert peak is not None, "Linux tells"
     return int(peak[1]) << 10
 
 
 def measure(workload: Workload, step: Step, **extra: object) -> None:
-    """Run the warm-up and the counted steps, and print one JSON line of what was measured."""
+    """Run the warm-up and the counted steps, and print the measurements as one JSON line."""
     losses, times = [], []
     for index in range(workload.warmup + workload.steps):
         start = time.perf_counter()

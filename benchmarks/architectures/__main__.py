@@ -1,4 +1,4 @@
-"""Compares the architectures of this package with plain PyTorch: `python -m benchmarks.architectures`."""
+"""Comparison of these architectures with plain PyTorch: `python -m benchmarks.architectures`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo
-import torch.fx.experimental.symbolic_shapes  # with what the first dry run imports: children are forked
+import torch.fx.experimental.symbolic_shapes  # first, so that forked children share the imports of a dry run
 
 from benchmarks.architectures import others, sequence, vision  # noqa: F401 they fill the list
 from benchmarks.architectures.catalogue import ARCHITECTURES
@@ -23,7 +23,7 @@ from headwater.conform.plans import PLANS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*", help="parts of names; all architectures if none is given")
+    parser.add_argument("words", nargs="*", help="parts of names (default: all architectures)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=600, help="seconds for an architecture")
     parser.add_argument("--plans", default=",".join(PLANS), help="plans to compare under")

@@ -20,11 +20,11 @@ Made = (
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A small model of a kind.
+    """A small model that represents an architecture.
 
     Attributes:
-        name: of the architecture.
-        family: what it is counted among.
+        name: the name of the architecture.
+        family: the group of architectures that lists it.
         make: returns model, batches and, if wanted, loss and optimizer.
     """
 

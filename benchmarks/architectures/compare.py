@@ -1,4 +1,4 @@
-"""One architecture trained plainly and under every plan, in this process."""
+"""Training of one architecture in plain PyTorch and under every plan, in this process."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Row:
     """The outcome of one architecture.
 
     Attributes:
-        name: of the architecture.
-        family: what it is counted among.
-        parameters: elements of its parameters.
-        outcomes: by plan, `equal` or another word of a report.
+        name: the name of the architecture.
+        family: the group of architectures that lists it.
+        parameters: number of elements of its parameters.
+        outcomes: by plan, `equal` or another outcome of a report.
         reasons: by plan, why it is not equal.
     """
 
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        """True if it is equal under every plan that was tried."""
+        """True if it is equal under every compared plan."""
         return set(self.outcomes.values()) == {EQUAL}
 
 

@@ -1,4 +1,4 @@
-"""Graphs, weights made by networks, derivatives within the model, averages, and other kinds."""
+"""Other architectures: graphs, weights computed by networks, derivatives inside the model, averages."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ the transformers library have [their own page](transformers.md).
 
 
 def page(rows: Sequence[Row], plans: Sequence[str]) -> str:
-    """Return the page of these outcomes."""
+    """Return the Markdown page of these outcomes."""
     equal = sum(row.equal for row in rows)
     version = torch.__version__.partition("+")[0]
     lines = [

@@ -1,4 +1,4 @@
-"""Text, sequence and recurrent models, written small."""
+"""Small text, sequence and recurrent models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vision models, in the manner of timm's and diffusers' families, written small."""
+"""Small vision models that follow the families of timm and diffusers."""
 
 from __future__ import annotations
 

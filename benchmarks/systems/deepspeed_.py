@@ -1,7 +1,6 @@
-"""DeepSpeed ZeRO-3 on its CPU accelerator; runs where DeepSpeed is installed.
+"""DeepSpeed ZeRO-3 on its CPU accelerator; needs DeepSpeed.
 
-Traps that cost others an afternoon: it clips at 1.0 unless told otherwise, and a transformers model must
-have been imported before `deepspeed` patches torch.
+DeepSpeed clips at 1.0 by default, and a transformers model must be imported before `deepspeed` patches torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from benchmarks.workload import Workload, add_workload_arguments, measure, workl
 
 
 def settings(workload: Workload, nvme: str | None) -> dict[str, object]:
-    """ZeRO-3 with parameters and optimizer on the host, or on disk."""
+    """Return the settings of ZeRO-3 with parameters and optimizer on the host, or on disk."""
     place: dict[str, object] = {"device": "nvme", "nvme_path": nvme} if nvme else {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": workload.batch,

@@ -27,7 +27,7 @@ from headwater.stream.engine import Engine
 
 
 def config_of(workload: Workload) -> DecoderConfig:
-    """The model section of a params file for this workload."""
+    """Return the model section of a params file for this workload."""
     return DecoderConfig(
         hidden_size=workload.width,
         num_hidden_layers=workload.layers,
@@ -42,7 +42,7 @@ def config_of(workload: Workload) -> DecoderConfig:
 
 
 def batch_of(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The batch that the model takes, from [batch, sequence + 1] token ids."""
+    """Return the batch of the model, from [batch, sequence + 1] token ids."""
     return {
         "input_ids": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),
@@ -51,7 +51,7 @@ def batch_of(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module) -> Plan:
-    """The planner's answer for the budgets that the options name."""
+    """Return the plan for the budgets in the options."""
     precision = Precision(workload.dtype)
     disk = Path(args.disk) if args.disk else None
 

@@ -1,4 +1,4 @@
-"""A user's own loop over transformers' GPT-2: plain PyTorch, FSDP2 with CPU offload, or streamed."""
+"""A user's loop over transformers' GPT-2: plain PyTorch, FSDP2 with CPU offload, or streamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwater.core.buffers import tune_allocator
 
 
 def build(workload: Workload) -> torch.nn.Module:
-    """transformers' GPT-2 of the workload's shape."""
+    """Return transformers' GPT-2 in the shape of the workload."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -34,7 +34,7 @@ def build(workload: Workload) -> torch.nn.Module:
 
 
 def stepper(workload: Workload, model: torch.nn.Module, *, autocast: bool) -> Step:
-    """A training step with the fused AdamW."""
+    """Return a function that runs a training step with the fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
     def step(index: int) -> float:
@@ -50,7 +50,7 @@ def stepper(workload: Workload, model: torch.nn.Module, *, autocast: bool) -> St
 
 
 def shard(workload: Workload, model: torch.nn.Module) -> None:
-    """FSDP2 on one rank: parameters on the host, blocks gathered one by one."""
+    """Apply FSDP2 on one rank: parameters on the host, blocks gathered one by one."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -71,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_workload_arguments(parser)
     parser.add_argument("--fsdp2", action="store_true")
-    parser.add_argument("--headwater", action="store_true", help="the model compiled for streaming")
-    parser.add_argument("--tuned", action="store_true", help="malloc keeps its pages, as Headwater lets it")
+    parser.add_argument("--headwater", action="store_true", help="compile the model for streaming")
+    parser.add_argument("--tuned", action="store_true", help="malloc keeps its pages, as in Headwater")
     args = parser.parse_args()
     workload = workload_of(args)
     if args.tuned:

@@ -1,4 +1,4 @@
-"""Streams every class of the transformers library: `python -m benchmarks.transformers_walk`."""
+"""Streamed training of every class of the transformers library: `python -m benchmarks.transformers_walk`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from benchmarks.transformers_walk.walk import Outcome, walk
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="classes; all if none is given")
+    parser.add_argument("names", nargs="*", help="classes (default: all)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=60, help="seconds for a class")
-    parser.add_argument("--every", type=int, default=1, help="walk only each so-manieth class")
+    parser.add_argument("--every", type=int, default=1, help="walk only every N-th class")
     parser.add_argument("--page", type=Path, help="Markdown file for the table")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _shown(entry: Entry, result: Outcome | ChildError) -> Outcome:
-    """The outcome of a class, with a line on the console."""
+    """Return the outcome of a class and print it as a line."""
     if isinstance(result, ChildError):
         result = Outcome(entry, built=False, equal=None, reason=str(result))
     verdict = "equal" if result.equal else "differs" if result.built else "not built"

@@ -19,7 +19,7 @@ class Entry:
     Attributes:
         class_name: name of the model class.
         model_type: the library's name for its architecture.
-        tasks: the mappings that list it, in their words: "causal lm", "image classification", …
+        tasks: the names of the mappings that list it: "causal lm", "image classification", …
     """
 
     class_name: str
@@ -27,10 +27,10 @@ class Entry:
     tasks: tuple[str, ...]
 
     def model_class(self) -> type[PreTrainedModel]:
-        """The class itself.
+        """Return the class.
 
         Raises:
-            AttributeError: if the library lists it, but does not export it.
+            AttributeError: if the library lists the class, but does not export it.
         """
         found: type[PreTrainedModel] = getattr(transformers, self.class_name)
         return found
@@ -38,7 +38,7 @@ class Entry:
 
 @functools.cache
 def entries() -> tuple[Entry, ...]:
-    """Every class of every mapping, once, by name."""
+    """Return every class of every mapping, once, by name."""
     tasks: dict[str, list[str]] = {}
     model_types: dict[str, str] = {}
     for attribute in sorted(vars(modeling_auto)):

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from benchmarks.transformers_walk.shrink import VOCABULARY
 
 Draw = Callable[[torch.Generator], Any]
-"""Gives the value of one input, other values for another state of the generator."""
+"""A function that draws the value of one input from a generator."""
 
 BATCH = 2
 TEXT = 12
@@ -30,17 +30,17 @@ _FEW_CLASSES = ("TokenClassification", "SemanticSegmentation")
 
 
 def floats(*shape: int) -> Draw:
-    """Standard normal numbers."""
+    """Return a function that draws standard normal numbers."""
     return lambda generator: torch.randn(*shape, generator=generator)
 
 
 def integers(low: int, high: int, *shape: int) -> Draw:
-    """Integers in [low, high)."""
+    """Return a function that draws integers in [low, high)."""
     return lambda generator: torch.randint(low, high, shape, generator=generator)
 
 
 def always(value: Any) -> Draw:
-    """The same in every step."""
+    """Return a function that returns the same value in every step."""
     return lambda generator: value
 
 
@@ -53,11 +53,11 @@ Inputs = dict[str, Draw]
 
 
 def candidates(model: nn.Module, given: Mapping[str, Draw]) -> Iterator[Callable[[], Inputs]]:
-    """Makers of inputs to try, richest first: with images and sound and labels, without labels, text alone.
+    """Yield makers of inputs to try: with images, sound and labels, without labels, and text alone.
 
     Args:
         model: a model of the library, with its weights.
-        given: what is known; nothing is guessed for these names.
+        given: known inputs; nothing is guessed for these names.
     """
     guess = _Guess(model, given)
     media = [name for name in _MEDIA if name in guess.names and name not in given]
@@ -97,7 +97,7 @@ class _Guess:
     def find(self, *names: str, default: Any = None) -> Any:
         return find(self.config, names, default)
 
-    # what an input may look like
+    # makers of one input
 
     def options(self, name: str) -> list[Draw | None]:
         maker = getattr(self, f"_{name}", None)
@@ -195,10 +195,10 @@ class _Guess:
             floats(BATCH, length, self.find("num_input_channels", "input_size", default=1)),
         ]
 
-    # what follows from the others
+    # inputs that depend on others
 
     def targets(self, inputs: Inputs) -> list[Inputs]:
-        """What may be asked of the model: labels, or what its decoder begins with, or nothing."""
+        """Return the targets to try: labels, the first inputs of a decoder, or none."""
         decoder = (
             [{"decoder_input_ids": self.text(BATCH, TARGET)}] if "decoder_input_ids" in self.names else []
         )
@@ -218,7 +218,7 @@ class _Guess:
         }
 
     def _with_placeholders(self, inputs: dict[str, Draw]) -> dict[str, Draw]:
-        """As many placeholder tokens in the text as there are features to take their place."""
+        """Return the inputs, with a placeholder token in the text for each feature of an image or sound."""
         spans = []
         for what, name in (("image", "pixel_values"), ("audio", "input_features"), ("audio", "input_values")):
             token = self.find(f"{what}_token_id", f"{what}_token_index")
@@ -237,7 +237,7 @@ class _Guess:
         return inputs | types | {"input_ids": lambda generator: torch.cat([prefix, text(generator)], dim=1)}
 
     def _count(self, method: str, inputs: dict[str, Draw]) -> int:
-        """Features a sample has, by the model's own method."""
+        """Return the number of features of a sample, by a method of the model."""
         function = getattr(self.model, method, None)
         if function is None:
             return 0
@@ -279,7 +279,7 @@ class _Guess:
 
 
 def find(config: PreTrainedConfig, names: Sequence[str], default: Any = None) -> Any:
-    """The first attribute of that name that is set, in the configuration or those nested in it."""
+    """Return the first attribute of that name that is set, in the configuration or in nested ones."""
     layer = [config]
     while layer:
         for part in layer:

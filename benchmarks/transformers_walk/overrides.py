@@ -1,4 +1,4 @@
-"""What cannot be guessed: attributes and inputs of some architectures, as data."""
+"""Attributes and inputs of some architectures that cannot be guessed, as data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RESNET = {
     "depths": [1, 1, 1, 1],
     "out_features": ["stage2", "stage3", "stage4"],
 }
-"""In place of a backbone of another library."""
+"""Used instead of a backbone of another library."""
 
 _RESNET_TOP = _RESNET | {"out_features": ["stage4"]}
 _PYRAMID = {"decoder_in_channels": [64, 64, 64]}
@@ -86,7 +86,7 @@ _ATTRIBUTES: dict[str, Attributes] = {
     "vjepa2": {"frames_per_clip": 4},
     "xmod": {"default_language": "en_XX"},
 }
-"""By model type, and what a class needs beside."""
+"""Attributes by model type, and further ones by class."""
 
 _SERIES: Inputs = {
     "past_values": floats(BATCH, 11),
@@ -165,14 +165,14 @@ _INPUTS: dict[str, Inputs] = {
         "bool_masked_pos": always(torch.arange(32).remainder(2).bool().expand(BATCH, 32))
     },
 }
-"""By name of the class or model type."""
+"""Inputs by name of the class or model type."""
 
 
 def attributes_of(entry: Entry) -> Attributes:
-    """Attributes of its configuration, by dotted path."""
+    """Return attributes of the configuration of a class, by dotted path."""
     return {**_ATTRIBUTES.get(entry.model_type, {}), **_ATTRIBUTES.get(entry.class_name, {})}
 
 
 def inputs_of(entry: Entry) -> Inputs:
-    """Inputs of its forward."""
+    """Return inputs of the forward of a class."""
     return _INPUTS.get(entry.class_name, _INPUTS.get(entry.model_type, {}))

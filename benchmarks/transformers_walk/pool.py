@@ -1,4 +1,4 @@
-"""Runs a function on many items, each in a process of its own with limits of time and memory."""
+"""Calls of a function on many items, each in a separate process with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MEMORY_BYTES = 10 << 30
 
 
 class ChildError(Exception):
-    """The process gave no result."""
+    """The process ended without a result."""
 
 
 def run_isolated(
     function: Callable[[Item], Result], items: Iterable[Item], *, workers: int, limit_s: float
 ) -> Iterator[Result | ChildError]:
-    """The results in the order of the items; a `ChildError` for an item that took too long or crashed.
+    """Return the results in the order of the items; a `ChildError` for an item that took too long or crashed.
 
-    Processes are forked: what the caller has imported is there at once.
+    Processes are forked, so they do not import anything again.
     """
     context = multiprocessing.get_context("fork")
 

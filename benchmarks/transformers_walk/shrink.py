@@ -1,4 +1,4 @@
-"""Tiny configurations: counts and sizes of a configuration made small by the names of its attributes."""
+"""Tiny configurations: counts and sizes are reduced by rules on the names of attributes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 VOCABULARY = 128
-"""Tokens; the last few are those with a special meaning."""
+"""Tokens of the vocabulary; the last few have a special meaning."""
 
 _SPECIAL = 32
-"""Ids at the end of the vocabulary, for special tokens that lie beyond it."""
+"""Ids at the end of the vocabulary for special tokens with larger ids."""
 
 _NUM_HEADS = 4
 _HEAD_DIM = 16
@@ -23,13 +23,13 @@ _ALL_LAYERS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How small.
+    """The size of a tiny configuration.
 
     Attributes:
-        divisor: of widths; without it every width of a kind is the same small number, in all parts of the
-            model, and so are the heads.
-        image: side of images in pixels, at most about this.
-        layers: of each stack, at most; all of them if not given.
+        divisor: divides widths; without it all widths of a kind, in all parts of the model, become the same
+            small number, and so do the heads.
+        image: approximate limit of the side of images in pixels.
+        layers: limit of the layers of each stack; unlimited if not given.
     """
 
     divisor: int | None
@@ -48,7 +48,7 @@ _SAME = {
     r"(hidden|embed|embedding|projection|proj|latent|emb|fusion|projector)_(size|dim)$|_dim$"
     r"|^(d_model|n_embd|dim|width|projection_size|embedding_size|output_dim)$": 64,
 }
-"""Widths by what their names look like, the first that fits, and what they are without a divisor."""
+"""Patterns of names of widths, and the width without a divisor; the first pattern that matches applies."""
 
 _WIDTH = re.compile(
     r"(hidden|embed|embedding|inner|intermediate|ffn|mlp|feature|codebook|codevector|proj|projection"
@@ -71,7 +71,7 @@ _MOST = {
     r"num_mel_bins": 16,
     r"^mask_(time|feature)_length$": 2,
 }
-"""Counts by what their names look like, and the most that they may be."""
+"""Patterns of names of counts, and the limit of each."""
 
 _FILLED = {
     "pad_token_id": 0,
@@ -84,25 +84,25 @@ _FILLED = {
     "num_experts": 8,
     "prediction_length": 4,
 }
-"""What some configurations leave open, and their models need."""
+"""Attributes that some configurations do not set, but their models need."""
 
 _PER_LAYER = re.compile(r"(layer|block|indexer)_types$|^layers_block_type$|^no_rope_layers$")
 _TOKEN = re.compile(r"token(_id|_index)?s?$")
 
 
 def tiny(config: PreTrainedConfig, scale: Scale, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    """`config` shrunk; `overrides` are attributes by dotted path that replace what the rules give."""
+    """Return a small copy of `config`; `overrides` are attributes by dotted path that replace the rules."""
     return _Shrink(config, scale, {}).built(overrides)
 
 
 class _Shrink:
-    """Shrinks one configuration, and those nested in it.
+    """The reduction of one configuration and of nested ones.
 
     Attributes:
-        now: its attributes.
-        tokens: special tokens beyond the vocabulary, and where they go; the same in the whole model.
-        layers: layers to keep of a stack.
-        staged: whether it is of a pyramid, whose widths grow from stage to stage.
+        now: the attributes of the configuration.
+        tokens: special tokens beyond the vocabulary, and their new ids; the same in the whole model.
+        layers: number of layers to keep of a stack.
+        staged: True for a pyramid, whose widths grow from stage to stage.
     """
 
     def __init__(self, config: PreTrainedConfig, scale: Scale, tokens: dict[int, int]) -> None:
@@ -116,7 +116,7 @@ class _Shrink:
         )
 
     def built(self, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-        """Built anew from what its class takes; what it computes from other attributes is left to it."""
+        """Return the configuration, built from the arguments of its class, which computes the rest."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(self.kind):
             stored = self.kind.attribute_map.get(field.name, field.name)
@@ -138,13 +138,13 @@ class _Shrink:
         return small
 
     def value(self, name: str, value: Any) -> Any:
-        """What an attribute is in the small configuration."""
+        """Return the value of an attribute in the small configuration."""
         if value is None:
             return _FILLED.get(name)
         if name == "use_cache":
             return False
         if name == "num_key_value_heads" and "kv_lora_rank" in self.now:
-            return _NUM_HEADS  # in latent attention each head has its key
+            return _NUM_HEADS  # in latent attention each head has a key
         if name == "image_size":
             return _image_size(value, self.now.get("patch_size"), self.scale.image)
         if isinstance(value, (list, tuple)):
@@ -156,7 +156,7 @@ class _Shrink:
         return self.item(name, value)
 
     def item(self, name: str, value: Any) -> Any:
-        """What a number is, alone or in a list; anything else stays."""
+        """Return the value of a number, alone or in a list; other values stay."""
         if isinstance(value, (list, tuple)):
             return [self.item(name, inner) for inner in value]
         if isinstance(value, bool) or not isinstance(value, int):
@@ -182,7 +182,7 @@ class _Shrink:
         return min(value, next((same for pattern, same in _SAME.items() if re.search(pattern, name)), value))
 
     def rope(self) -> dict[str, Any]:
-        """Rotary embeddings in three sections (time, height, width) that share half of a head."""
+        """Return rotary embeddings in three sections (time, height, width) that share half of a head."""
         rope = dict(self.now.get("rope_parameters") or {})
         half = int(_HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
         if self.scale.divisor is None and "rope_type" in rope:
@@ -196,7 +196,7 @@ def _below(overrides: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _enough_layers(types: Any, least: int) -> int:
-    """Layers to keep so that every type of layer is among them, where that takes few."""
+    """Return the number of layers to keep, so that every type of layer is among them if a few are enough."""
     if not isinstance(types, (list, tuple)) or not types:
         return least
     last = max(types.index(kind) for kind in set(types))
@@ -204,12 +204,12 @@ def _enough_layers(types: Any, least: int) -> int:
 
 
 def _features(names: Sequence[str], stages: Sequence[str]) -> list[str]:
-    """As many stages of a small backbone as there were of the large one, the same ones if they exist."""
+    """Return the stages of a small backbone: as many as in the large one, and the same ones if they exist."""
     return list(names) if set(names) <= set(stages) else list(stages)[-len(names) :]
 
 
 def _image_size(size: Any, patch: Any, most: int) -> Any:
-    """At most about `most`, whole patches and at least two of them."""
+    """Return a size of about `most` or less, with whole patches and at least two of them."""
     if isinstance(size, (list, tuple)):
         patches = patch if isinstance(patch, Sequence) else [patch] * len(size)
         return [_image_size(*pair, most) for pair in zip(size, patches, strict=False)]

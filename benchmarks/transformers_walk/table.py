@@ -1,4 +1,4 @@
-"""The page of the documentation that tells what became of each class."""
+"""The page of the documentation with the outcome of each class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.transformers_walk.walk import Outcome
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes of all classes as Markdown."""
+    """Return the outcomes of all classes as Markdown."""
     return "\n".join(_lines(outcomes)) + "\n"
 
 
@@ -51,7 +51,7 @@ def _by_task(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _named(title: str, column: str, outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """Names and reasons; nothing where there are none."""
+    """Return a list of names and reasons, or an empty one."""
     rows = [f"| `{outcome.entry.class_name}` | {_cell(outcome.reason)} |" for outcome in outcomes]
     if not rows:
         return

@@ -1,4 +1,4 @@
-"""One job trained twice, in plain PyTorch and by weight streaming with the fewest slabs."""
+"""Training of one job in plain PyTorch, and by weight streaming with the fewest slabs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ OPTIMIZER = OptimizerSpec("AdamW", {"lr": 1e-3, "weight_decay": 0.1})
 
 
 class NotTrainableError(Exception):
-    """Plain PyTorch gets no loss, no gradient or no finite number out of the job."""
+    """In plain PyTorch the job has no loss, no gradient or no finite number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A model and its inputs. A batch is the number of its step, which seeds what is drawn."""
+    """A model and its inputs. A batch is the number of its step, which seeds its random values."""
 
     make_model: Callable[[], nn.Module]
     inputs: Mapping[str, Draw]
@@ -53,7 +53,7 @@ class Job:
 
 @dataclasses.dataclass
 class History:
-    """What a run gave: losses and gradient norms by step, weights and buffers at the end."""
+    """The results of a run: losses and gradient norms by step, weights and buffers at the end."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)
@@ -61,7 +61,7 @@ class History:
     buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def difference(self, other: History) -> str:
-        """The first thing that is not the same to the last bit; empty if all is."""
+        """Return the first value whose bits differ; empty if all are equal."""
         for what in ("losses", "norms"):
             if getattr(self, what) != getattr(other, what):
                 return f"{what}: {getattr(self, what)} and {getattr(other, what)}"
@@ -80,7 +80,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """The model's own loss where it gives one, else the mean squares of all it returns."""
+    """Return the loss of the model if it returns one, else the mean of squares of all its outputs."""
     np.random.seed(batch["step"])  # some models draw masks from numpy's generator in their forward
     outputs = model(**batch["inputs"])
     loss = getattr(outputs, "loss", None)
@@ -94,7 +94,7 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Some outputs are infinite where they are masked."""
+    """Replace infinite values, which some models return at masked positions."""
     return torch.where(tensor.isfinite(), tensor, 0.0)
 
 
@@ -103,7 +103,7 @@ def _plain_tree(outputs: Any) -> Any:
 
 
 def train_plain(job: Job) -> History:
-    """Three steps as one writes them without this library.
+    """Train three steps in plain PyTorch.
 
     Raises:
         NotTrainableError: if a loss or gradient is not finite, or nothing has a gradient.
@@ -129,7 +129,7 @@ def train_plain(job: Job) -> History:
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """A streamed run and what it took: parameters, stages, slabs of a size class."""
+    """A streamed run with its parameters, stages and slabs of a size class."""
 
     history: History
     numel: int
@@ -138,7 +138,7 @@ class Streamed:
 
 
 def train_streamed(job: Job) -> Streamed:
-    """The same three steps by weight streaming."""
+    """Train the same three steps by weight streaming."""
     model = job.model()
     history = History()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""One class: built as small as it goes, given inputs that it takes, trained both ways and compared."""
+"""The walk of one class: build a small model, find inputs, train in both ways and compare."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _MOST_NUMEL = 80_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a class.
+    """The outcome of a class.
 
     Attributes:
         entry: the class.
-        built: a tiny one trains in plain PyTorch.
-        equal: the streamed run has the same bits; `None` if not built.
-        inputs: names of what its forward was given.
+        built: True if a tiny model trains in plain PyTorch.
+        equal: True if the streamed run has the same bits; `None` if not built.
+        inputs: names of the inputs of its forward.
         reason: why it is not built or not equal, else empty.
         numel, stages, slabs: parameters, stages and slabs of the streamed model.
-        seconds: what it took.
+        seconds: duration in seconds.
     """
 
     entry: Entry
@@ -85,10 +85,10 @@ class _NotBuiltError(Exception):
 
 
 def _smallest_job(entry: Entry) -> tuple[Job, History]:
-    """The first job, smallest first, that trains in plain PyTorch.
+    """Return the smallest job that trains in plain PyTorch.
 
     Raises:
-        _NotBuiltError: if none does; with what was wrong with the first.
+        _NotBuiltError: if no job trains; with the error of the first.
     """
     first = ""
     for scale in SCALES:
@@ -102,7 +102,7 @@ def _smallest_job(entry: Entry) -> tuple[Job, History]:
 
 
 def _job(entry: Entry, scale: Scale) -> tuple[Job, History]:
-    """The first inputs that a model of this scale takes, and its plain training."""
+    """Return the first inputs that a model of this scale accepts, and its plain training."""
     config = tiny(entry.model_class().config_class(), scale, attributes_of(entry))
     make_model = functools.partial(entry.model_class(), config)
     if _numel(make_model) > _MOST_NUMEL:
@@ -121,7 +121,7 @@ def _job(entry: Entry, scale: Scale) -> tuple[Job, History]:
 
 
 def _numel(make_model: Callable[[], nn.Module]) -> int:
-    """Parameters of a model; 0 where it cannot be built without memory."""
+    """Return the number of parameters of a model; 0 if it cannot be built without memory."""
     with torch.device("meta"):
         try:
             return sum(param.numel() for param in make_model().parameters())
@@ -130,7 +130,7 @@ def _numel(make_model: Callable[[], nn.Module]) -> int:
 
 
 def _story(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     lines = str(error).strip().splitlines() or [""]
     line = lines[-1].strip() if "validation" in lines[0].lower() else lines[0]
     return f"{type(error).__name__}: {line}"

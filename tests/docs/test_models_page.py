@@ -1,4 +1,4 @@
-"""The page on models says what there is."""
+"""The tables of the page on models are up to date."""
 
 import collections
 import re
