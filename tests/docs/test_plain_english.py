@@ -1,7 +1,8 @@
 """Phrases that a reader has to decode stay out of docstrings, comments, errors, names of tests and pages.
 
-`RULES` lists the phrases with a better form of each. They apply in the folders of `CLEAN`; add a folder when it
-is free of them. `ALLOWED` lists places where a phrase is right. CONTRIBUTING.md has the rules behind this list.
+`RULES` lists the phrases with a better form of each. They apply in the folders of `CLEAN`; add a folder when
+it is free of them. `ALLOWED` lists places where a phrase is right. CONTRIBUTING.md has the rules behind this
+list.
 """
 
 import ast
