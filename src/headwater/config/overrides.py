@@ -46,7 +46,7 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
 
 SOURCE = "command line"
 RATES = ("learning_rate", "lr")
-_MEASURES = ("max_steps", "num_steps", "num_epochs")
+_LENGTH_KEYS = ("max_steps", "num_steps", "num_epochs")
 _LOOPS: tuple[KeyPath, ...] = (("trainer", "init", "loop"), ("runconfig",))
 """Sections with the length of a run."""
 
@@ -94,14 +94,14 @@ def apply_overrides(document: Document, overrides: Mapping[str, Any], sections: 
             if flag in RATES:
                 document = set_learning_rate(document, value, origin)
             else:
-                document = without_measures(document, path)
+                document = without_replaced_lengths(document, path)
                 document = put(document, path, value, origin)
     if "data_dir" in overrides and "trainer" in sections:
-        return _with_other_data_noticed(document)
+        return _with_notice_of_other_data(document)
     return document
 
 
-def _with_other_data_noticed(document: Document) -> Document:
+def _with_notice_of_other_data(document: Document) -> Document:
     """Return `document` with a notice of the validation data, which `--data_dir` does not set."""
     others = []
     for section in ("fit", "validate"):
@@ -117,12 +117,12 @@ def _with_other_data_noticed(document: Document) -> Document:
     )
 
 
-def without_measures(document: Document, path: KeyPath) -> Document:
+def without_replaced_lengths(document: Document, path: KeyPath) -> Document:
     """Return `document` without the file's run lengths if `path`, set on the command line, is one."""
-    if path[-1] not in _MEASURES or path[:-1] not in _LOOPS:
+    if path[-1] not in _LENGTH_KEYS or path[:-1] not in _LOOPS:
         return document
-    for measure in _MEASURES:
-        old = (*path[:-1], measure)
+    for key in _LENGTH_KEYS:
+        old = (*path[:-1], key)
         if document.get(old) is not None and document.origin(old).source != SOURCE:
             document = remove(document, old)
     return document

@@ -213,7 +213,7 @@ class LoopConfig(Section):
     grad_accum_steps: Annotated[int | None, Field(ge=1)] = None
 
     @model_validator(mode="after")
-    def _one_measure(self) -> Self:
+    def _has_a_length(self) -> Self:
         if self.max_steps is self.num_steps is self.num_epochs is None:
             raise ValueError("expected max_steps, num_steps or num_epochs, found none of them")
         return self

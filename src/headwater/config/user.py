@@ -18,7 +18,13 @@ from headwater.config.document import Document, put
 from headwater.config.files import read_as_written
 from headwater.config.forms import OLDER_KEYS, OLDER_SECTIONS, canonical
 from headwater.config.origins import KeyPath, Origin
-from headwater.config.overrides import SHORT_NAMES, SOURCE, apply_overrides, parse_overrides, without_measures
+from headwater.config.overrides import (
+    SHORT_NAMES,
+    SOURCE,
+    apply_overrides,
+    parse_overrides,
+    without_replaced_lengths,
+)
 from headwater.config.run import SetupConfig, read_section
 from headwater.core.errors import ConfigError
 
@@ -73,7 +79,7 @@ def load_user_params(path: str | Path, overrides: Sequence[str] | Mapping[str, A
     for flag, value in parse_overrides(overrides).items():
         key = _older_key(flag)
         if key[0] in OLDER_SECTIONS:
-            document = put(without_measures(document, key), key, value, Origin(SOURCE, (flag,)))
+            document = put(without_replaced_lengths(document, key), key, value, Origin(SOURCE, (flag,)))
         else:
             newer[flag] = value
     settings = apply_overrides(_settings(document), newer, ("trainer",))
