@@ -140,9 +140,9 @@ class Watch:
         self._cancels = rows[0]["cancels"]
 
     def _end_processes(self) -> None:
-        """Send SIGTERM to each direct child once; after the grace period send SIGKILL to all descendants.
+        """Send SIGTERM to each direct child, which may forward it to its own children.
 
-        A direct child forwards SIGTERM to its own children if it wants to.
+        After a second cancellation, or after the grace period, send SIGKILL to all descendants.
         """
         self._deadline = self._deadline or time.monotonic() + self._grace_s
         late = self._cancels > 1 or time.monotonic() > self._deadline
