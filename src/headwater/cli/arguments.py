@@ -11,7 +11,7 @@ from typing import Any
 
 from headwater.cli.parser import Parser
 from headwater.config import RunConfig, find_params, load_params
-from headwater.config.overrides import SHORT_NAMES
+from headwater.config.overrides import RATES, SHORT_NAMES
 from headwater.trainer.run_dir import RunDir
 
 USAGE = "PARAMS [--option VALUE ...] [key=value ...]"
@@ -60,20 +60,45 @@ def add_override_options(
             dest="flags",
             default=[],
             nargs="+" if name == "job_labels" else None,
-            help=_HELP.get(name, paths[0]) if name in shown else argparse.SUPPRESS,
+            help=_help_text(name, paths) if name in shown else argparse.SUPPRESS,
         )
 
 
 _HELP = {
+    "autoload_last_checkpoint": "false to start over instead of resuming",
+    "batch_size": "samples of one step over all ranks",
+    "checkpoint_path": "checkpoint to start from or to evaluate",
+    "checkpoint_steps": "steps between checkpoints",
+    "compile_dir": "folder for the output of --compile_only",
+    "data_dir": "folder of the training data; does not set that of the validation data",
+    "device_memory": "memory limit on the GPU, such as 8GiB",
+    "disk": "folder for weights that do not fit in memory",
+    "epochs": "passes over the training data, instead of the lengths in the file",
+    "eval_frequency": "steps between evaluations, or a fraction of the run",
+    "eval_steps": "batches of one evaluation",
+    "host_memory": "memory limit on the host, such as 8GiB",
+    "job_labels": "labels NAME=VALUE of the job, with --submit",
+    "job_priority": "priority p1, p2 or p3 of the job, with --submit",
+    "learning_rate": "highest learning rate; all schedules are scaled by the same factor",
+    "log_steps": "steps between log messages",
     "lr": "the same as --learning_rate",
-    "learning_rate": "the highest learning rate; schedules are scaled to it",
-    "epochs": "trainer.init.loop.num_epochs, instead of the lengths in the file",
-    "num_steps": "number of steps to train now, instead of the lengths in the file",
+    "max_restarts": "restarts of the processes after one of them has died",
     "max_steps": "step at which training ends, instead of the lengths in the file",
-    "data_dir": "trainer.fit.train_dataloader.data_dir (training data only, not a val_dataloader)",
-    "checkpoint_path": "trainer.fit.ckpt_path and trainer.validate.ckpt_path, if the file has them",
+    "micro_batch_size": "samples that are computed together",
+    "model": "name of the model",
+    "model_dir": "folder of the run",
+    "num_csx": "number of compute ranks",
+    "num_memx": "number of store ranks",
+    "num_steps": "steps to train now, instead of the lengths in the file",
+    "seed": "seed of all random numbers",
+    "target_device": "CPU, GPU, or CSX for the best device",
 }
-"""Help texts of the options that do not simply set one key."""
+"""Meanings of the options in `SHORT_NAMES`."""
+
+
+def _help_text(name: str, paths: Sequence[str]) -> str:
+    """Return the meaning of an option, with the keys that it sets."""
+    return _HELP[name] if name in RATES else f"{_HELP[name]} ({', '.join(paths)})"
 
 
 class _Flag(argparse.Action):
