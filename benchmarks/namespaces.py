@@ -8,11 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 
 def available() -> str | None:
@@ -116,14 +119,23 @@ class Hosts:
             launchers: the processes that `start_ranks` returned.
             log: the folder that `start_ranks` wrote to.
             timeout_s: limit of each, in seconds.
+
+        Raises:
+            TimeoutError: if one takes longer; with the outputs of the hosts, and with the stacks of their threads.
         """
         try:
             codes = [launcher.wait(timeout_s) for launcher in launchers]
+        except subprocess.TimeoutExpired as error:
+            for process in _descendants(launchers):
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER it prints its threads
+            time.sleep(2)
+            raise TimeoutError("\n".join([f"after {timeout_s} s:", *_printed(launchers, log)])) from error
         finally:
             for launcher in launchers:
                 if launcher.poll() is None:
                     os.killpg(launcher.pid, signal.SIGKILL)
-        return codes, [(log / f"host{host}.log").read_text() for host in range(len(launchers))]
+        return codes, _printed(launchers, log)
 
     def start_ranks(
         self,
@@ -156,3 +168,17 @@ class Hosts:
                     self.start(host, command, env=environment, stdout=out, stderr=subprocess.STDOUT)
                 )
         return started
+
+
+def _descendants(launchers: Sequence[subprocess.Popen[str]]) -> list[psutil.Process]:
+    """Return the processes that these launchers, and what they have started, have started."""
+    found: list[psutil.Process] = []
+    for launcher in launchers:
+        with contextlib.suppress(psutil.Error):
+            found.extend(psutil.Process(launcher.pid).children(recursive=True))
+    return found
+
+
+def _printed(launchers: Sequence[subprocess.Popen[str]], log: Path) -> list[str]:
+    """Return what each host has printed."""
+    return [(log / f"host{host}.log").read_text() for host in range(len(launchers))]

@@ -9,8 +9,8 @@ import torch
 from headwater.core.errors import StreamError
 from headwater.core.units import MIB
 from headwater.stream import offload as module
-from headwater.stream.activations import without_weights
 from headwater.stream.offload import DiskOffload
+from headwater.stream.saved_tensors import without_weights
 
 ELEMENTS = 64 << 10  # of fp32: a quarter of a MiB
 

@@ -44,10 +44,10 @@ from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.replicas import take_from_first_host
 from headwater.store.store import WeightStore
 from headwater.store.takeover import take_over
-from headwater.stream.activations import apart_from_hooks
 from headwater.stream.engine import Engine, Initial
 from headwater.stream.leaving import give_back, give_state_back
 from headwater.stream.parameters import ParameterAtRest
+from headwater.stream.saved_tensors import apart_from_hooks
 from headwater.stream.transforms import refuse_first_call
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from headwater.core.stage import ParamKey, ParamSpec
 from headwater.plan.alive import has_storage
 from headwater.store.parameters import write_param
 from headwater.store.store import WeightStore
-from headwater.stream.activations import WeightHandle, changed_in_place
 from headwater.stream.at_rest import enter_store, leave_memory
 from headwater.stream.home import Home
 from headwater.stream.leaving import give_back
 from headwater.stream.parameters import ParameterAtRest
+from headwater.stream.saved_tensors import WeightHandle, changed_in_place
 
 
 def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,7 @@ from headwater.core.files import disk_errors
 from headwater.core.threads import single_core_pool
 from headwater.plan.footprint import OFFLOAD_BLOCK_BYTES, OFFLOAD_WINDOW_BYTES, OFFLOAD_WRITERS
 from headwater.store.files import BlockFile
-from headwater.stream.activations import changed_in_place
+from headwater.stream.saved_tensors import changed_in_place
 
 _SMALLEST_BYTES = 64 << 10
 """What is smaller stays: moving it costs more than it frees."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.plan.types import Plan
+from headwater.plan.types import Activations, Plan
 from headwater.store.build import build_store
 from headwater.store.disk import DiskTier, file_sizes
 from headwater.store.files import sums_bytes
@@ -20,6 +20,7 @@ from headwater.store.store import WeightStore
 from headwater.store.tier import ElsewhereTier, Tier
 from headwater.stream.borrowed import BorrowedWeights
 from headwater.stream.device import Device
+from headwater.stream.offload import DiskOffload, HostOffload, Offload
 from headwater.stream.weights import InPlaceWeights, SlabWeights, Weights
 
 
@@ -76,6 +77,15 @@ def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric)
     return SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing)
 
 
+def make_offload(plan: Plan) -> Offload | None:
+    """Return what moves activations out; `None` if the plan keeps them all."""
+    if Activations.OFFLOAD not in plan.activations:
+        return None
+    if plan.device != "cpu":
+        return HostOffload()
+    return DiskOffload(_folder(plan))
+
+
 def _disk_tier(ownership: Ownership, plan: Plan, verify: bool, fabric: Fabric, own_loop: bool) -> Tier:
     """The disk tier of this host: its first rank makes the files, and those that update or read open them.
 
@@ -100,5 +110,5 @@ def _disk_tier(ownership: Ownership, plan: Plan, verify: bool, fabric: Fabric, o
 
 
 def _folder(plan: Plan) -> Path:
-    assert plan.disk is not None, "a plan with a disk tier names a folder"
+    assert plan.disk is not None, "a plan that puts something on disk names a folder"
     return plan.disk

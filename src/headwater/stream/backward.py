@@ -1,0 +1,44 @@
+"""The backward that autograd runs now: whoever starts it, its end is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_NO_TASK = -1
+
+
+class BackwardWatch:
+    """Tells whether autograd runs a backward, and calls back when it ends.
+
+    A user may call `backward` on any tensor, so nothing announces that a backward begins. Whoever first meets
+    it calls `notice`.
+
+    Args:
+        at_end: called once at the end of each backward that was noticed.
+    """
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self._at_end = at_end
+        self._task = _NO_TASK
+
+    @property
+    def is_running(self) -> bool:
+        """True if the calling thread runs a part of a backward."""
+        return torch._C._current_graph_task_id() != _NO_TASK
+
+    def notice(self) -> None:
+        """Let autograd call back at the end of the backward that runs now, if one does."""
+        task = torch._C._current_graph_task_id()
+        if task not in (_NO_TASK, self._task):
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._task = _NO_TASK
+        self._at_end()
+
+    def forget(self) -> None:
+        """Forget a backward that an error ended: autograd does not call back then."""
+        self._task = _NO_TASK

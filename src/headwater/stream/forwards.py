@@ -1,0 +1,116 @@
+"""The forwards that run: of the model, or of any part that the user calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headwater.stream.backward import BackwardWatch
+from headwater.stream.binding import Binder
+from headwater.stream.packing import Packing
+from headwater.stream.saved_tensors import own_checkpoints
+
+
+class Forwards:
+    """Binds the stages of a module while its forward runs.
+
+    The outermost call opens a forward and closes it; a call in backward belongs to that backward, where a
+    checkpoint runs a module again.
+
+    Attributes:
+        are_followed: False while calls of the model are to be left alone.
+
+    Args:
+        binder: binds and unbinds parameters.
+        require: gives the image of a stage, up to date.
+        packing: looks at what autograd saves.
+        backward: tells whether one runs.
+        opened: called when a forward begins outside of a backward.
+        closed: called when it has ended.
+    """
+
+    def __init__(
+        self,
+        binder: Binder,
+        require: Callable[[int], torch.Tensor],
+        packing: Packing,
+        backward: BackwardWatch,
+        opened: Callable[[], None],
+        closed: Callable[[], None],
+    ) -> None:
+        self._binder = binder
+        self._require = require
+        self._packing = packing
+        self._backward = backward
+        self._opened = opened
+        self._closed = closed
+        self._nesting = 0  # calls of modules that run
+        self._depth: Counter[int] = Counter()  # by stage: how many of them use it
+        self.are_followed = True
+
+    @property
+    def are_running(self) -> bool:
+        """True inside of a forward."""
+        return self._nesting > 0
+
+    def enter(self, stages: Sequence[int]) -> None:
+        """Bind the stages of a module whose forward begins."""
+        if not self.are_followed:
+            return
+        if not self._nesting:
+            self._begin()
+        self._nesting += 1
+        self._packing.begin_module()
+        for stage in stages:
+            self._depth[stage] += 1
+            self._packing.stage = stage
+            if self._depth[stage] == 1:
+                self._bind(stage)
+
+    def _begin(self) -> None:
+        if self._backward.is_running:  # it no longer needs what ran again before
+            self._backward.notice()
+            self._binder.unbind_all()
+        else:
+            self._opened()
+            self._packing.begin_forward()
+
+    def look_ahead(self, stages: Sequence[int]) -> None:
+        """Bind stages whose modules will be called next; leaving these modules unbinds them."""
+        if self.are_followed:
+            for stage in stages:
+                self._bind(stage)
+
+    def _bind(self, stage: int) -> None:
+        if not self._binder.is_bound(stage):
+            self._binder.bind(stage, self._require(stage))
+
+    def leave(self, stages: Sequence[int]) -> None:
+        """Unbind the stages of a module whose forward has ended, or failed."""
+        if not self.are_followed:
+            return
+        try:
+            for stage in stages:
+                self._depth[stage] -= 1
+                if self._depth[stage] <= 0:
+                    self._unbind(stage)
+        finally:
+            self._nesting -= 1
+            self._packing.end_module()
+            if not self._nesting and not self._backward.is_running:
+                self._packing.end_forward()
+                self._closed()
+
+    def _unbind(self, stage: int) -> None:
+        if self._backward.is_running and own_checkpoints.are_innermost():
+            self._binder.rest(stage)  # what runs again here saves a frozen parameter as itself
+        else:
+            self._binder.unbind(stage)
+
+    def reset(self) -> None:
+        """Forget the forwards that an error ended."""
+        self._depth.clear()
+        self._nesting = 0
+        self._packing.reset()

@@ -1,0 +1,87 @@
+"""Gradients on their way from autograd to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from headwater.store.store import WeightStore
+from headwater.stream.backward import BackwardWatch
+from headwater.stream.binding import Binder
+from headwater.stream.weights import Weights
+
+_GRAD: Any = torch.Tensor.grad
+
+
+class GradientHooks:
+    """Moves each gradient to the store as soon as autograd has accumulated it.
+
+    Attributes:
+        last_micro_batch: True while no further micro-batch of the step is expected.
+
+    Args:
+        binder: has the parameters.
+        store: receives the gradients, in host memory.
+        weights: has the statistics, which count the bytes.
+        backward: told that a backward runs.
+        share: factor of every gradient; 1 / ranks makes the sum of several ranks a mean.
+    """
+
+    def __init__(
+        self, binder: Binder, store: WeightStore, weights: Weights, backward: BackwardWatch, share: float
+    ) -> None:
+        self._store = store
+        self._weights = weights
+        self._backward = backward
+        self._share = share
+        self.last_micro_batch = True
+        self._handles = [
+            _register_first(param, self._hook(stage, index))
+            for stage, index, param in binder.parameters()
+            if param.requires_grad
+        ]
+
+    def _hook(self, stage: int, index: int) -> Callable[[torch.Tensor], None]:
+        def hook(param: torch.Tensor) -> None:
+            if not hasattr(param, "home"):
+                return  # it has become a plain parameter
+            self._backward.notice()
+            self._give(stage, index, _taken_gradient(param))
+
+        return hook
+
+    def _give(self, stage: int, index: int, gradient: torch.Tensor) -> None:
+        self._weights.statistics.bytes_out += gradient.numel() * gradient.element_size()
+        if self._share != 1.0:
+            gradient *= self._share
+        self._store.add_gradient(stage, index, gradient.to("cpu"), last=self.last_micro_batch)
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register a hook before those of the user, which are to see the sum that the store has then."""
+    earlier = dict(param._post_accumulate_grad_hooks or {})
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
+    hooks = param._post_accumulate_grad_hooks
+    for key, others in earlier.items():
+        del hooks[key]
+        hooks[key] = others
+    return handle
+
+
+def _taken_gradient(param: torch.Tensor) -> torch.Tensor:
+    """Return the gradient that autograd has just accumulated, and leave the parameter without it."""
+    # `param.grad` of a parameter at rest reads the store; here torch's own field is meant.
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _GRAD.__get__(param)
+        _GRAD.__set__(param, None)
+    assert gradient is not None, "the hook runs when a gradient is there"
+    return gradient

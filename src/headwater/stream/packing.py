@@ -1,0 +1,92 @@
+"""When what autograd saves is looked at: around a forward, and inside hooks of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+
+from headwater.plan.types import Activations
+from headwater.stream.binding import Binder
+from headwater.stream.offload import Offload
+from headwater.stream.saved_tensors import WeightHandle, are_weights_kept_out, without_weights
+
+
+class Packing:
+    """Keeps weights out of what autograd saves, and moves activations out of the stages that the plan names.
+
+    Attributes:
+        stage: the stage whose forward runs; its policy decides what happens to an activation.
+
+    Args:
+        binder: tells which tensors are views of weights.
+        stable: True if the weights stay where they are, so that autograd may save them.
+        resolve: gives the weight that a handle stands for.
+        policies: what happens to the activations of each stage.
+        offload: moves activations out; `None` if no stage wants that.
+    """
+
+    def __init__(
+        self,
+        binder: Binder,
+        stable: bool,
+        resolve: Callable[[WeightHandle], torch.Tensor],
+        policies: Sequence[Activations],
+        offload: Offload | None,
+    ) -> None:
+        self._binder = binder
+        self._stable = stable
+        self._resolve = resolve
+        self._policies = policies
+        self._offload = offload
+        self._around_forward = ExitStack()
+        self._around_modules: list[ExitStack] = []
+        self.stage = 0
+
+    @property
+    def _is_needed(self) -> bool:
+        return torch.is_grad_enabled() and (not self._stable or self._offload is not None)
+
+    def _hooks(self) -> AbstractContextManager[None]:
+        return without_weights(self._binder.handle_of, self._resolve, self._move_out)
+
+    def _move_out(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        if self._offload is None or self._policies[self.stage] is not Activations.OFFLOAD:
+            return None
+        return self._offload(tensor)
+
+    def begin_forward(self) -> None:
+        """Look at what autograd saves until `end_forward`."""
+        if self._is_needed:
+            self._around_forward.enter_context(self._hooks())
+
+    def end_forward(self) -> None:
+        """End what `begin_forward` began."""
+        self._around_forward.close()
+
+    def begin_module(self) -> None:
+        """Look at what autograd saves first, where the user has put hooks of their own around a module.
+
+        A checkpoint that runs a module again in backward may also have no hooks there.
+        """
+        around = ExitStack()
+        if self._is_needed and not are_weights_kept_out():
+            around.enter_context(self._hooks())
+        self._around_modules.append(around)
+
+    def end_module(self) -> None:
+        """End what `begin_module` began, unless `reset` has."""
+        if self._around_modules:
+            self._around_modules.pop().close()
+
+    def reset(self) -> None:
+        """End everything, the innermost first."""
+        while self._around_modules:
+            self._around_modules.pop().close()
+        self._around_forward.close()
+
+    def close(self) -> None:
+        """Release the threads and memory of what has moved out."""
+        if self._offload is not None:
+            self._offload.close()
