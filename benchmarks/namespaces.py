@@ -121,7 +121,7 @@ class Hosts:
             timeout_s: limit of each, in seconds.
 
         Raises:
-            TimeoutError: if one takes longer; with the outputs of the hosts, and with the stacks of their threads.
+            TimeoutError: if one takes longer; says what the hosts printed and where their threads were.
         """
         try:
             codes = [launcher.wait(timeout_s) for launcher in launchers]
