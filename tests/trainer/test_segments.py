@@ -45,7 +45,9 @@ def masked_later(folder):
 def test_pairs_for_a_model_of_single_texts_are_refused(make, tmp_path):
     config = make(tmp_path)
     assert one_batch(config, segments=2)["token_type_ids"].max() == 1
-    with pytest.raises(DataError, match=r"(?s)expected values below 1, got 1.*num_segments: 2.*--no-sentence_pairs"):
+    with pytest.raises(
+        DataError, match=r"(?s)expected values below 1, got 1.*num_segments: 2.*--no-sentence_pairs"
+    ):
         one_batch(config, segments=1)
     one_batch(config, segments=0)
 
