@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -15,8 +16,15 @@ import quick_start
 from shared_data import SHARED
 
 _SECRET = tempfile.TemporaryDirectory(prefix="headwater-secret-")
+if "HEADWATER_TEST_CACHE" not in os.environ:  # workers of pytest-xdist share that of the first process
+    _CACHE = tempfile.TemporaryDirectory(prefix="headwater-cache-")
+    os.environ["HEADWATER_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = _CACHE.name
+"""The rates of the machine are measured once for all tests, and not where the user keeps theirs."""
+
 os.environ["HEADWATER_SECRET_FILE"] = f"{_SECRET.name}/ranks.secret"
 """Ranks that tests start have a secret of their own, and leave that of the user alone."""
+
+_MANY_OBJECTS = 100_000
 
 quick_start.install()
 
@@ -34,6 +42,28 @@ def pools_of_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests come first, so that at the end no worker waits for one of them."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave the modules and the collected tests out of what the garbage collector goes through.
+
+    Headwater looks through all objects for tensors and optimizers of the user's, at every first forward. Here
+    nearly all objects belong to thousands of tests and to libraries.
+    """
+    _freeze()
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After a file that has imported much, leave that out, too."""
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last and len(gc.get_objects()) > _MANY_OBJECTS:
+        _freeze()
 
 
 @pytest.hookimpl(wrapper=True)

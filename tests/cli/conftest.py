@@ -12,15 +12,6 @@ from headwater.data.prepare import prepare
 from headwater.data.tokenizer import TrainBPE
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache_home(tmp_path_factory):
-    """Measure the rates of the machine once, and keep them outside of the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder
-
-
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Samples of 16 tokens from a vocabulary of 300."""

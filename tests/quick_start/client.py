@@ -58,19 +58,25 @@ _execv = os.execv
 class Client:
     """The connection of this process with its server.
 
+    Args:
+        environment: what the server has or gets.
+        connection: to the server; without it the server is started for the first process.
+
     Attributes:
         process: the process whose children the server starts; its forks have a copy of this object.
-        socket: to the server.
+        socket: to the server, if it was started.
         session: of the server.
         environment: what libraries have read when the server loaded them.
         limits: of the server.
     """
 
-    def __init__(self, connection: socket.socket, environment: Mapping[str, str]):
+    def __init__(self, environment: Mapping[str, str], connection: socket.socket | None = None):
         self.process = os.getpid()
         self.socket = connection
         self.session = os.getsid(0)
         self.environment = _read_when_loaded(environment)
+        self._of_server = dict(environment)
+        self._server: subprocess.Popen[bytes] | None = None
         self.limits = [resource.getrlimit(kind) for kind in _LIMITS]
         self._lock = threading.Lock()
 
@@ -109,11 +115,22 @@ class Client:
         }
         content = pickle.dumps(request)
         with self._lock:
-            socket.send_fds(self.socket, [len(content).to_bytes(8, "little")], list(files.values()))
-            self.socket.sendall(content)
-            answer = self.socket.recv(8, socket.MSG_WAITALL)
+            self.socket = server = self.socket or self._start_server()
+            socket.send_fds(server, [len(content).to_bytes(8, "little")], list(files.values()))
+            server.sendall(content)
+            answer = server.recv(8, socket.MSG_WAITALL)
         assert len(answer) == 8, "the server of quick starts has ended"
         return int.from_bytes(answer, "little")
+
+    def _start_server(self) -> socket.socket:
+        """Start the server; returns the connection with it."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", str(HERE / "server.py"), str(theirs.fileno())]
+        options = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "env": self._of_server}
+        with real_starts():
+            self._server = subprocess.Popen(command, **options)
+        theirs.close()
+        return ours
 
 
 def _read_when_loaded(environment: Mapping[str, str]) -> dict[str, str]:
@@ -140,14 +157,9 @@ def use(client: Client) -> None:
 
 
 def install() -> None:
-    """Start the server, and use it from now on."""
-    if os.environ.get("HEADWATER_REAL_STARTS") or os.uname().machine not in ("x86_64", "aarch64"):
-        return
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-P", str(HERE / "server.py"), str(theirs.fileno())]
-    subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    theirs.close()
-    use(Client(ours, os.environ))
+    """Use a server from now on; it is started for the first process."""
+    if not os.environ.get("HEADWATER_REAL_STARTS") and os.uname().machine in ("x86_64", "aarch64"):
+        use(Client(os.environ))
 
 
 @contextlib.contextmanager
@@ -221,7 +233,8 @@ def _start_or_spawn(path: bytes, args: Sequence[bytes | str], passfds: Sequence[
 
 def _hand_over(path: str, args: Sequence[str]) -> None:
     """`os.execv`; the server, a child of this process, stays with the program that takes its place."""
-    if _enabled and _client and _client.process == os.getpid() and parse(args) is not None:
+    known = _client is not None and _client.socket is not None and _client.process == os.getpid()
+    if _enabled and known and parse(args) is not None:
         os.set_inheritable(_client.socket.fileno(), True)
         before = os.environ.get("PYTHONPATH", "")
         os.environ[HANDED_OVER] = f"{_client.socket.fileno()}:{before}"
@@ -236,4 +249,4 @@ def take_over(handed_over: str) -> None:
     if not path:
         del os.environ["PYTHONPATH"]
     os.set_inheritable(int(number), False)
-    use(Client(socket.socket(fileno=int(number)), os.environ))
+    use(Client(os.environ, socket.socket(fileno=int(number))))

@@ -97,7 +97,6 @@ def _clone_as_sibling() -> int:
 
 def serve(connection: socket.socket) -> Program:
     """Fork processes until the client ends; returns in each of them what it has to run."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _LIBC.prctl(_PR_SET_NAME, SERVER.encode(), 0, 0, 0)
     os.setpgid(0, 0)  # signals to the group of the client are not for the server
     while True:
@@ -126,6 +125,7 @@ def _become(request: dict[str, Any], files: list[int], connection: socket.socket
         _enter_network(request["program"].network)
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _close_all_but({theirs.fileno()})
         for _ in range(3):
             os.open(os.devnull, os.O_RDWR)
@@ -141,7 +141,7 @@ def _become(request: dict[str, Any], files: list[int], connection: socket.socket
     os.sched_setaffinity(0, request["cores"])
     _LIBC.prctl(_PR_SET_NAME, b"python", 0, 0, 0)
     _set_signals(request["ignored"])
-    use(Client(ours, read))
+    use(Client(read, ours))
     _set_threads(read, request["environment"], len(request["cores"]))
     _set_interpreter(request["program"])
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
@@ -191,7 +191,7 @@ def _set_threads(read: dict[str, str], environment: dict[str, str], cores: int) 
 
     np.random.seed()
     name = "OMP_NUM_THREADS"
-    if environment.get(name) != read.get(name):
+    if name not in environment or environment[name] != read.get(name):
         torch.set_num_threads(int(environment.get(name) or cores))
 
 

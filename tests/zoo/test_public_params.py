@@ -1,21 +1,38 @@
-"""The public Model Zoo's params files are understood, and their models traced at full size."""
+"""The public Model Zoo's params files are understood, and their models traced."""
 
 import pytest
+import yaml
 
 from headwater.config import load_params
 from headwater.plan.trace import trace_step
-from headwater.trainer.zoo_job import zoo_trainable
+from headwater.trainer.zoo_job import meta_model, zoo_trainable
 from shared_data import SHARED
 
 ROOT = SHARED / "public_params"
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.yaml"))
 
+DEPTHS = {"num_hidden_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers"}
+LAYERS = 2
+"""Further layers are like these; `test_shipped_params` traces a model of each family at its depth."""
+
 pytestmark = pytest.mark.skipif(not FILES, reason="the public params files are not here")
 
 
+def fewer_layers(section, prefix):
+    """Yield the overrides that shorten every stack of layers of a model."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from fewer_layers(value, f"{prefix}.{key}")
+        elif key in DEPTHS and value is not None and value > LAYERS:
+            yield f"{prefix}.{key}", LAYERS
+
+
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_is_understood_and_its_model_traced_at_full_size(file):
-    config = load_params(ROOT / file)
+def test_a_file_is_understood_and_its_model_built_at_full_size_and_traced_at_full_width(file):
+    assert sum(weight.numel() for weight in meta_model(load_params(ROOT / file).init.model).parameters()) > 0
+    tree = yaml.safe_load((ROOT / file).read_text())
+    model = tree["trainer"]["init"]["model"] if "trainer" in tree else tree["model"]
+    config = load_params(ROOT / file, dict(fewer_layers(model, "trainer.init.model")))
     trainable = zoo_trainable(config.init, 64 if "nlp" in file else None)
     trace = trace_step(
         trainable.model, trainable.example(1), config.init.precision.precision, loss_function=trainable.loss
