@@ -1,8 +1,8 @@
 """Phrases that a reader has to decode stay out of docstrings, comments, errors, names of tests and pages.
 
-`RULES` lists the phrases with a better form of each. They apply in the folders of `CLEAN`; add a folder when
-it is free of them. `ALLOWED` lists places where a phrase is right. CONTRIBUTING.md has the rules behind this
-list.
+`RULES` lists the phrases with a better form of each. They apply everywhere except in the folders of `LATER`:
+remove a folder there when it is free of the phrases. `ALLOWED` lists places where a phrase is right.
+CONTRIBUTING.md has the rules behind this list.
 """
 
 import ast
@@ -17,13 +17,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CLEAN = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "docs",
-    "benchmarks",
-    "scripts",
-    "tests/docs",
+LATER = (
+    "CHANGELOG.md",
+    "src/headwater/api",
+    "src/headwater/plan",
+    "src/headwater/store",
+    "src/headwater/stream",
+    "tests/api",
+    "tests/api_files",
+    "tests/api_loop",
+    "tests/appliance",
+    "tests/capture",
+    "tests/checkpoint",
+    "tests/conftest.py",
+    "tests/core",
+    "tests/fabric",
+    "tests/plan",
+    "tests/rank_processes.py",
+    "tests/shared_data.py",
+    "tests/slurm_cluster.py",
+    "tests/store",
+    "tests/stream",
+    "tests/trainer",
+    "tests/zoo",
 )
 RULES = {
     r"whoever": "name the rank, thread or caller",
@@ -31,9 +47,9 @@ RULES = {
         "name the rank, thread or caller; a process is 'it'"
     ),
     r"of (?:which|whom)": "two sentences",
-    r"(?:is|are|was|were|be|has|have) none": "'there is no …', 'without …'",
+    r"(?<!there\s)(?:is|are|was|were|be) (?-i:none)": "'there is no …', 'without …'",
     r"one's own": "'the user's', 'separate'",
-    r"of (?:its|their|the user's|his) own": "'separate', 'its'",
+    r"of (?:its|their|his) own(?! [a-z])": "'separate', 'its'",
     r"(?:has|have|had) not got": "'lacks'",
     r"anew": "'again'",
     r"in place of": "'instead of'",
@@ -53,6 +69,8 @@ ALLOWED = {
     ("CONTRIBUTING.md", "so many"),
     ("CONTRIBUTING.md", "anew"),
     ("CONTRIBUTING.md", "as there are"),
+    ("src/headwater/fabric/secret.py", "nobody"),  # no person
+    ("src/headwater/trainer/averages.py", "of which"),  # a question, not a relative clause
 }
 """(file, phrase in lower case): places where the phrase is right."""
 
@@ -144,12 +162,17 @@ def tracked() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("folder", CLEAN)
-def test_no_phrase_that_has_to_be_decoded(folder):
-    names = [name for name in tracked() if name == folder or name.startswith(f"{folder}/")]
-    assert names, f"{folder} has no files"
+def is_checked(name: str) -> bool:
     own = Path(__file__).relative_to(ROOT).as_posix()
-    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in names if name != own}
+    return name != own and not any(name == later or name.startswith(f"{later}/") for later in LATER)
+
+
+@pytest.mark.parametrize("folder", ["", "benchmarks", "docs", "scripts", "src", "tests"])
+def test_no_phrase_that_has_to_be_decoded(folder):
+    names = [name for name in tracked() if is_checked(name)]
+    names = [name for name in names if name.startswith(f"{folder}/") or (not folder and "/" not in name)]
+    assert names, f"{folder} has no files"
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
     found = [fault for name, text in texts.items() for fault in faults(name, text)]
     assert not found, "\n".join(["", *found])
 

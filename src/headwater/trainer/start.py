@@ -42,7 +42,7 @@ class Start:
         Args:
             engine: holds the initial values.
             checkpoints: reads the checkpoint.
-            names: names that a parameter may have in a checkpoint of which only the weights are used.
+            names: names that a parameter may have in a checkpoint from which only the weights are loaded.
             strict: require that the checkpoint has every parameter and no other.
 
         Returns:
