@@ -14,17 +14,17 @@ _SIGNS = {"equal": "=", "refused": "refused", "differs": "**differs**", "failed"
 _HEAD = """\
 # Architectures, compared with plain PyTorch
 
-`python -m benchmarks.architectures --page docs/architectures.md` trains small models of many kinds for three
-steps, plainly and under plans of [`headwater conform`](conform.md), and compares losses, outputs, gradients,
-parameters, buffers and optimizer state bit for bit. The models are written in `benchmarks/architectures`, in
-the manner of the architectures that they are named after; they are not those of timm or diffusers. This page
-is its output with torch {version}.
+`python -m benchmarks.architectures --page docs/architectures.md` trains small models of many architectures
+for three steps, in plain PyTorch and under plans of [`headwater conform`](conform.md). It compares losses,
+outputs, gradients, parameters, buffers and optimizer state bit for bit, and writes this page. The results are
+from torch {version}.
 
-The optimizer is fused AdamW. The Fourier neural operator has AdamW that is not fused, because torch's fused
-AdamW does not take complex parameters.
+The models are in `benchmarks/architectures`. They are small versions of the architectures that they are named
+after, and not those of timm or diffusers. The optimizer is fused AdamW. Only the Fourier neural operator uses
+AdamW without `fused`, because torch's fused AdamW does not support complex parameters.
 
 Of {rows} architectures **{equal} are equal under every plan of the table**. `=` means equal. The classes of
-the transformers library have [their own page](transformers.md).
+the transformers library are on [another page](transformers.md).
 """
 
 

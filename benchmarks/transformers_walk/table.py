@@ -20,11 +20,11 @@ def _lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     equal = [outcome for outcome in built if outcome.equal]
     yield "# The transformers library, class by class"
     yield ""
-    yield "`python -m benchmarks.transformers_walk --page docs/transformers.md` walks the auto-model mappings"
-    yield f"of the transformers library ({transformers.__version__}), builds every class in a tiny random"
-    yield "configuration where that is possible, streams it for three training steps in fp32 with the"
-    yield "fewest slabs, and compares with plain PyTorch: losses, gradient norms and weights, bit for bit."
-    yield "This page is what it wrote."
+    yield "`python -m benchmarks.transformers_walk --page docs/transformers.md` goes through the auto-model"
+    yield f"mappings of the transformers library ({transformers.__version__}). It builds every class in a tiny"
+    yield "random configuration if possible, and trains it for three steps in fp32, in plain PyTorch and"
+    yield "streamed with the fewest slabs. It compares losses, gradient norms and weights bit for bit, and"
+    yield "writes this page."
     yield ""
     yield f"Of {len(outcomes)} classes {len(built)} could be built; **{len(equal)} of these are equal**."
     yield ""
@@ -32,8 +32,8 @@ def _lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield from _named("Not equal", "what happened", (o for o in built if not o.equal))
     yield "## Not built"
     yield ""
-    yield "Mostly sizes that the generic shrinking of a configuration does not get right, or packages that"
-    yield "are not installed: plain PyTorch does not train these either."
+    yield "Plain PyTorch does not train these classes either. Most often the rules that reduce a"
+    yield "configuration find no valid sizes, or a package is not installed."
     yield ""
     yield from _named("", "why", (o for o in outcomes if not o.built))
 
