@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -15,20 +16,28 @@ import pytest
 import quick_start
 from shared_data import SHARED
 
-_SECRET = tempfile.TemporaryDirectory(prefix="headwater-secret-")
-if "HEADWATER_TEST_CACHE" not in os.environ:  # workers of pytest-xdist share that of the first process
-    _CACHE = tempfile.TemporaryDirectory(prefix="headwater-cache-")
-    os.environ["HEADWATER_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = _CACHE.name
-"""The rates of the machine are measured once for all tests, and not where the user keeps theirs."""
+_FOLDERS = [tempfile.mkdtemp(prefix="headwater-secret-")]
+"""Folders of this session."""
 
-os.environ["HEADWATER_SECRET_FILE"] = f"{_SECRET.name}/ranks.secret"
+os.environ["HEADWATER_SECRET_FILE"] = f"{_FOLDERS[0]}/ranks.secret"
 """Ranks that tests start have a secret of their own, and leave that of the user alone."""
+
+if "HEADWATER_TEST_CACHE" not in os.environ:  # workers of pytest-xdist share that of the first process
+    _FOLDERS.append(tempfile.mkdtemp(prefix="headwater-cache-"))
+    os.environ["HEADWATER_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = _FOLDERS[-1]
+"""The rates of the machine are measured once for all tests, and not where the user keeps theirs."""
 
 _MANY_OBJECTS = 100_000
 
 quick_start.install()
 
 _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the folders of this session. Forked ranks do not come here, so they stay while tests run."""
+    for folder in _FOLDERS:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,12 @@ import threading
 import pytest
 from request_fuzz import ask, kind_of, malformed
 
+from headwater.appliance import client
 from headwater.appliance.client import SharedQueue
 from headwater.appliance.database import Database
 from headwater.appliance.embedded import Caller, EmbeddedQueue
 from headwater.appliance.open import prepare
-from headwater.appliance.server import serving, socket_address
+from headwater.appliance.server import Places, serving, socket_address
 from headwater.appliance.types import Submission
 from headwater.core.errors import ConfigError, QueueError
 
@@ -98,6 +99,58 @@ def test_many_connections_at_once_are_answered(served):
     for connection in waiting:
         connection.close()
     assert found == [4] * 20
+
+
+def connect(folder):
+    """A connection on which nothing is asked."""
+    connection = socket.socket(socket.AF_UNIX)
+    with socket_address(folder) as address:
+        connection.connect(address)
+    return connection
+
+
+def refusal_of(connection):
+    """The error that a server sends to a connection that asks nothing."""
+    connection.settimeout(60)
+    with connection, connection.makefile("rb") as file:
+        return json.loads(file.readline())["error"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"per_user": 3}, f"uid {os.geteuid()} has 3 connections to the queue, the most for one user"),
+        ({"most": 3}, "the queue has 3 connections, the most for all users"),
+    ],
+)
+def test_connections_beyond_the_limit_are_refused_at_once(folder, limits, said, monkeypatch, capfd):
+    prepare(folder, shared=True)
+    with serving(folder, Places(**limits)):
+        idle = [connect(folder) for _ in range(3)]
+        error = refusal_of(connect(folder))
+        assert (error["kind"], error["what"]) == ("QueueError", said)
+        assert "close connections that are idle" in error["remedy"]
+        monkeypatch.setattr(client, "_RETRY_FOR_S", 0.0)
+        with pytest.raises(QueueError, match=said):
+            SharedQueue(folder).num_csx()
+        monkeypatch.undo()
+        threads = threading.active_count()
+        more = [connect(folder) for _ in range(20)]
+        assert [refusal_of(each)["what"] for each in more] == [said] * 20
+        assert threading.active_count() == threads
+        asker = threading.Timer(0.2, lambda: [each.close() for each in idle])
+        asker.start()
+        assert SharedQueue(folder).num_csx() == 4, "a client asks again until there is a place"
+        asker.join()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_idle_connections_of_one_user_leave_places_for_others():
+    places = Places(most=5, per_user=3)
+    assert [places.take(1) is None for _ in range(5)] == [True] * 3 + [False] * 2
+    assert [places.take(2) is None for _ in range(3)] == [True, True, False]
+    places.leave(1)
+    assert places.take(3) is None
 
 
 def test_a_job_is_named_by_number_or_prefix(quiet, tmp_path):

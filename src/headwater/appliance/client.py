@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from headwater.appliance.folder import QueueFolder
@@ -58,10 +59,12 @@ class SharedQueue(Queue):
         """
         line = json.dumps({"ask": request, **arguments}).encode() + b"\n"
         end = time.monotonic() + _RETRY_FOR_S
+        reply: Any = None
         while True:
             try:
                 reply = json.loads(self._exchange(line))
-                break
+                if not reply.get("again"):
+                    break
             except (ConnectionRefusedError, FileNotFoundError):
                 pass
             except (OSError, ValueError) as error:
@@ -70,6 +73,8 @@ class SharedQueue(Queue):
                         "the connection broke: the job may or may not have been cancelled",
                         remedy="see `headwater jobs list`, then cancel it again if necessary",
                     ) from error
+            if time.monotonic() > end and reply is not None:
+                break
             if time.monotonic() > end:
                 raise QueueError(
                     "the supervisor of the queue does not answer",
@@ -88,7 +93,8 @@ class SharedQueue(Queue):
                 connection.connect(address)
             except BlockingIOError as error:  # the backlog is full; nothing was sent, so a retry is safe
                 raise ConnectionRefusedError(*error.args) from error
-            connection.sendall(line)
+            with suppress(ConnectionError):  # a connection that is one too many is refused before it is read
+                connection.sendall(line)
             with connection.makefile("rb") as file:
                 return file.readline()
 

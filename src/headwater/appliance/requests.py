@@ -68,9 +68,19 @@ def answer(folder: QueueFolder, caller: Caller, line: bytes) -> dict[str, Any]:
         finally:
             database.close()
     except HeadwaterError as error:
-        texts = {"what": error.what, "where": error.where, "remedy": error.remedy}
-        short = {name: text and text[:_MAX_ERROR_CHARS] for name, text in texts.items()}
-        return {"error": {"kind": type(error).__name__, **short}}
+        return _refusal(error)
+
+
+def busy(why: str, *, where: str) -> dict[str, Any]:
+    """Return the refusal of a connection that is one too many; the client may ask again."""
+    remedy = "close connections that are idle (the queue does so after 10 s), and ask again"
+    return {**_refusal(QueueError(why, where=where, remedy=remedy)), "again": True}
+
+
+def _refusal(error: HeadwaterError) -> dict[str, Any]:
+    texts = {"what": error.what, "where": error.where, "remedy": error.remedy}
+    short = {name: text and text[:_MAX_ERROR_CHARS] for name, text in texts.items()}
+    return {"error": {"kind": type(error).__name__, **short}}
 
 
 def _parse(line: bytes) -> dict[str, Any]:

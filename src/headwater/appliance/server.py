@@ -11,26 +11,33 @@ import socket
 import socketserver
 import struct
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from headwater.appliance.embedded import Caller
 from headwater.appliance.folder import QueueFolder
-from headwater.appliance.requests import MAX_BYTES, answer
+from headwater.appliance.requests import MAX_BYTES, answer, busy
 
 _TIMEOUT_S = 10.0
 _CREDENTIALS = struct.Struct("3i")
 
 
 @contextmanager
-def serving(folder: QueueFolder) -> Iterator[None]:
-    """Answer the requests of other users inside the context, if the queue is shared."""
+def serving(folder: QueueFolder, places: Places | None = None) -> Iterator[None]:
+    """Answer other users for the duration of the context, if the queue is shared.
+
+    Args:
+        folder: of the queue.
+        places: limits the connections; the usual limits if not given.
+    """
     if not folder.shared:
         yield
         return
     with suppress(FileNotFoundError):
         folder.socket.unlink()  # left by a supervisor that was killed
-    with _Server(folder) as server:
+    with _Server(folder, places or Places()) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -50,15 +57,70 @@ def socket_address(folder: QueueFolder) -> Iterator[str]:
         os.close(handle)
 
 
+class Places:
+    """Places for connections that are answered at the same time. Each connection has a thread.
+
+    Args:
+        most: places for all users together.
+        per_user: places for one user, so that idle connections of one user leave places for the others.
+    """
+
+    def __init__(self, most: int = 256, per_user: int = 64) -> None:
+        self._most, self._per_user = most, per_user
+        self._taken: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def take(self, uid: int) -> str | None:
+        """Take a place for a user, or return why there is none."""
+        with self._lock:
+            if self._taken[uid] >= self._per_user:
+                return f"uid {uid} has {self._per_user} connections to the queue, the most for one user"
+            if self._taken.total() >= self._most:
+                return f"the queue has {self._most} connections, the most for all users"
+            self._taken[uid] += 1
+            return None
+
+    def leave(self, uid: int) -> None:
+        """Give a place back."""
+        with self._lock:
+            self._taken[uid] -= 1
+            self._taken += Counter()  # forgets the users without connections
+
+
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, folder: QueueFolder) -> None:
+    def __init__(self, folder: QueueFolder, places: Places) -> None:
         self.folder = folder
+        self._places = places
         with socket_address(folder) as address:
             super().__init__(address, _Handler)
         folder.socket.chmod(0o666)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, or refuse at once if too many connections are open."""
+        uid = caller_of(request).uid
+        why = self._places.take(uid)
+        if why is None:
+            try:
+                super().process_request(request, client_address)
+            except RuntimeError:  # the system has no thread for it
+                self._places.leave(uid)
+                raise
+            return
+        with suppress(OSError):
+            request.setblocking(False)  # the refusal fits into the buffer of a new socket
+            request.sendall(_line(busy(why, where=str(self.folder.path))))
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and give the place back."""
+        uid = caller_of(request).uid
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.leave(uid)
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -68,10 +130,15 @@ class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         with suppress(OSError):  # the client is gone, or too slow
             line = self.rfile.readline(MAX_BYTES + 1)
-            found = answer(self.server.folder, self._caller(), line)
-            self.wfile.write(json.dumps(found).encode() + b"\n")
+            self.wfile.write(_line(answer(self.server.folder, caller_of(self.request), line)))
 
-    def _caller(self) -> Caller:
-        peer = self.request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, uid, gid = _CREDENTIALS.unpack(peer)
-        return Caller(uid, gid)
+
+def caller_of(connection: socket.socket) -> Caller:
+    """Return the user at the other end, as the kernel reports it."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, gid = _CREDENTIALS.unpack(peer)
+    return Caller(uid, gid)
+
+
+def _line(found: object) -> bytes:
+    return json.dumps(found).encode() + b"\n"
