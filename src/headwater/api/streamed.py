@@ -29,7 +29,7 @@ from headwater.api.updaters import Updaters, live_optimizers, state_tensors
 from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_memory
 from headwater.core.buffers import tune_allocator
 from headwater.core.copies import apart
-from headwater.core.empty import initial_values
+from headwater.core.empty import initial_values, settle_lazy_parameters
 from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.precision import Precision
 from headwater.core.seeding import drawing_devices
@@ -44,6 +44,7 @@ from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.replicas import take_from_first_host
 from headwater.store.store import WeightStore
 from headwater.store.takeover import take_over
+from headwater.stream.at_rest import values_of
 from headwater.stream.engine import Engine, Initial
 from headwater.stream.leaving import give_back, give_state_back
 from headwater.stream.parameters import ParameterAtRest
@@ -206,6 +207,8 @@ class StreamedModel:
             only_look: keep the plan if the forward does not change other weights than in the plan's dry run.
         """
         refuse_shared_memory(self.model)
+        # What reads a store is read now: the parameters of this store do not have their values all the time.
+        settle_lazy_parameters(self.model, lambda param: values_of(param) is not None)
         if self.engine is None:
             self.fabric = current()
             if not self._was_planned:  # a dry run that failed may have left such tensors in its traceback

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from headwater.core.lazy import LazyTensor
+
 _VALUES = "_headwater_values"
 """Attribute of an empty parameter that holds its values, usually a lazy tensor."""
 
@@ -71,6 +73,26 @@ def initial_values(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
     known = ((name, param, recorded_values(param)) for name, param in model.named_parameters())
     return {name: reader(param, values) for name, param, values in known if values is not None}
+
+
+def settle_lazy_parameters(model: nn.Module, read_now: Callable[[Tensor], bool]) -> None:
+    """Make every parameter that is a lazy tensor one that is not; the objects stay.
+
+    `nn.Parameter(lazy_tensor)` and `load_state_dict(…, assign=True)` make parameters that are lazy tensors.
+
+    Args:
+        model: the model.
+        read_now: whether a parameter gets its values now; otherwise it becomes an empty one that knows them.
+    """
+    for param in [param for param in model.parameters() if isinstance(param, LazyTensor)]:
+        lazy = LazyTensor(param.read_pieces, param.shape, param.dtype)
+        held = {*vars(lazy), "_is_param"}
+        values = lazy.materialize() if read_now(param) else torch.empty_like(lazy, device="meta")
+        settled = nn.Parameter(values, requires_grad=param.requires_grad)
+        vars(settled).update({name: value for name, value in vars(param).items() if name not in held})
+        torch.utils.swap_tensors(param, settled)
+        if param.is_meta:
+            record_values(param, lazy)
 
 
 def fill_parameters(model: nn.Module, device: torch.device | str = "cpu") -> None:

@@ -129,6 +129,12 @@ class LazyTensor(Tensor):
 
 
 def _refuse_write(written: object) -> None:
+    if tree_any(lambda leaf: isinstance(leaf, LazyTensor) and isinstance(leaf, nn.Parameter), written):
+        raise StreamError(
+            "a parameter whose values are in a file or in the weight store cannot be changed in place",
+            remedy="train it in a compiled model, or make it of a copy, nn.Parameter(tensor.clone()); "
+            "load_state_dict copies without assign=True",
+        )
     if tree_any(lambda leaf: isinstance(leaf, LazyTensor), written):
         raise StreamError(
             "a tensor whose values are in a file or in the weight store cannot be changed in place",
