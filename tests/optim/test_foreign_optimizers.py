@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headwater.optim
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, StreamError
 from headwater.core.stage import ParamSpec
 from headwater.optim import OptimizerSpec, group_options
 from headwater.store.rule import UpdateRule
@@ -103,6 +103,36 @@ class OddState(Plain):
             state["history"] = [1]
 
 
+class Late(Plain):
+    """Begins to average its weights in a later step."""
+
+    begins = 5
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for param, state in self.state.items():
+            if state["steps"] == self.begins:
+                state["average"] = param.clone()
+            elif state["steps"] > self.begins:
+                state["average"].lerp_(param, 0.1)
+
+
+class MuchLater(Late):
+    begins = 40
+
+
+class Growing(Plain):
+    """Keeps all gradients of the last steps."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for param, state in self.state.items():
+            last = state.get("last", param.new_zeros(0, param.numel()))
+            state["last"] = torch.cat([last, param.grad.view(1, -1)])[-4:]
+
+
 class Wrapping(Plain):
     """Needs another optimizer."""
 
@@ -146,6 +176,30 @@ def test_unstreamable_optimizers_are_refused_with_a_remedy(make, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         OptimizerSpec.of(make(params()))
     assert "optimizer = headwater.optim.AdamW(model.parameters(), lr=1e-3)" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Late, r"step 5 keeps 'average' of shape \[3, 4\]"),
+        (Growing, r"step 3 keeps 'last' of shape \[3, 12\]"),
+    ],
+)
+def test_a_state_that_grows_is_refused_before_the_first_step(make, what):
+    with pytest.raises(ConfigError, match=what) as caught:
+        OptimizerSpec.of(make(params()))
+    assert "state.setdefault(name, torch.zeros_like(param))" in caught.value.remedy
+    assert "the plan reserves memory for these tensors alone" in caught.value.remedy
+
+
+def test_a_state_that_grows_after_the_probe_is_refused_in_its_step():
+    rule = UpdateRule(OptimizerSpec.of(MuchLater(params())))
+    value, velocity, scalars = torch.ones(4, 3), {"velocity": torch.empty(4, 3)}, None
+    for _ in range(39):
+        (scalars,) = rule.apply([value], [torch.ones(4, 3)], [velocity], [scalars], {})
+    with pytest.raises(StreamError, match=r"expected 'average' to be absent .* of shape \[4, 3\]") as caught:
+        rule.apply([value], [torch.ones(4, 3)], [velocity], [scalars], {})
+    assert "the plan reserves memory for these tensors alone" in caught.value.remedy
 
 
 def transformers_adafactor(params, lr):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from headwater.core.errors import ConfigError
 from headwater.optim.catalog import refusal
 
 _SHAPES = ((3, 4), (5, 2))
-_GRADIENT_SCALES = (
-    10.0,
-    0.1,
-    1.0,
-)  # the first is large, so that clipping by a global norm changes the result
+_GRADIENT_SCALES = (10.0, 0.1, 1.0)  # large first: clipping by a global norm must change the result
+_STEPS = 12
+"""Steps of the probe. Some optimizers do something else in every fifth or tenth step."""
+
+STATE_REMEDY = (
+    "create every tensor of the state in the first step of a parameter, with its final shape, for example "
+    "state.setdefault(name, torch.zeros_like(param)): the plan reserves memory for these tensors alone"
+)
+"""The remedy for an optimizer whose state grows."""
 
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -37,10 +43,11 @@ def check_streamable(name: str, build: Build) -> None:
     joint, single = build(params), build([torch.nn.Parameter(torch.zeros(_SHAPES[0]))])
     try:
         _train_jointly(joint, params)
-        values, states = _train_singly(single)
+        values, states, shapes = _train_singly(single)
     except Exception as error:
         why = f"the update of a single parameter fails ({type(error).__name__}: {error})"
         raise refusal(name, why) from error
+    _refuse_growth(name, shapes)
     odd = [key for key, value in states[0].items() if not _can_be_saved(value)]
     if odd:
         kind = type(states[0][odd[0]]).__name__
@@ -50,6 +57,24 @@ def check_streamable(name: str, build: Build) -> None:
         raise refusal(name, why)
 
 
+def _refuse_growth(name: str, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+    """Check that a state has all of its tensors after the second step.
+
+    Args:
+        name: of the optimizer.
+        shapes: the tensors of a state after each step.
+    """
+    for step, found in enumerate(shapes, start=1):
+        if step > 2 and found != shapes[1]:
+            new = sorted(found.items() - shapes[1].items())
+            what = ", ".join(f"{key!r} of shape {list(shape)}" for key, shape in new) or "fewer tensors"
+            raise ConfigError(
+                f"{name} cannot be used here: the state of a parameter changes after the second step; "
+                f"step {step} keeps {what}",
+                remedy=STATE_REMEDY,
+            )
+
+
 def _train_jointly(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> None:
     for gradients in _gradients():
         for param, gradient in zip(params, gradients, strict=True):
@@ -57,11 +82,14 @@ def _train_jointly(optimizer: torch.optim.Optimizer, params: list[torch.nn.Param
         optimizer.step()
 
 
-def _train_singly(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-    """Return the trained values, and the optimizer state of each."""
+def _train_singly(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[list[torch.Tensor], list[dict[str, Any]], list[dict[str, tuple[int, ...]]]]:
+    """Return the trained values, the state of each, and the shapes in the first state after each step."""
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     values = _values()
     states: list[dict[str, Any]] = [{} for _ in values]
+    shapes = []
     for gradients in _gradients():
         for index, gradient in enumerate(gradients):
             values[index] = master = values[index].clone()
@@ -72,7 +100,13 @@ def _train_singly(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor],
             master.grad = gradient
             optimizer.step()
             states[index] = _copied(optimizer.state.pop(master, {}))
-    return values, states
+        shapes.append({key: tuple(value.shape) for key, value in tensors_of(states[0]).items()})
+    return values, states, shapes
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state that have a place in the weight store: all but single numbers."""
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +124,5 @@ def _values() -> list[torch.Tensor]:
 
 def _gradients() -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        [torch.randn(shape, generator=generator) * scale for shape in _SHAPES] for scale in _GRADIENT_SCALES
-    ]
+    scales = itertools.islice(itertools.cycle(_GRADIENT_SCALES), _STEPS)
+    return [[torch.randn(shape, generator=generator) * scale for shape in _SHAPES] for scale in scales]

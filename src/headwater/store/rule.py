@@ -11,6 +11,7 @@ import torch
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
+from headwater.optim.probe import STATE_REMEDY, tensors_of
 from headwater.optim.spec import OptimizerSpec, numbers, state_signature
 from headwater.store.layout import StageLayout, StateLayout, StateTensor
 
@@ -119,25 +120,35 @@ class UpdateRule:
         for master, own in zip(masters, states, strict=True):
             master.grad = None
             state = optimizer.state.pop(master, {})
+            self._check_state(state, own)
             for name, value in own.items():
                 if state[name] is not value:
                     value.copy_(state[name])
-            kept = {name: value for name, value in state.items() if name not in own}
-            self._check_scalars(kept, master)
-            after.append(kept)
+            after.append({name: value for name, value in state.items() if name not in own})
         return after
 
-    def _check_scalars(self, kept: Mapping[str, object], master: torch.Tensor) -> None:
-        """Check that what the store keeps once for a whole parameter has no value for each element."""
-        for name, value in kept.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == master.shape:
-                raise StreamError(
-                    f"{self.spec.name} has begun to keep the state {name!r}, a tensor as large as the "
-                    "parameter, which it did not keep in its first two steps",
-                    where="optimizer.step()",
-                    remedy="let the optimizer create its state in the first step of each parameter, and "
-                    "set the options of parameter groups before that step",
-                )
+    def _check_state(self, state: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
+        """Check that a state has the tensors for which the plan has reserved memory.
+
+        Args:
+            state: what the optimizer keeps of a parameter after its step.
+            own: the tensors that the store has for it.
+
+        Raises:
+            StreamError: if a tensor was added or removed, or got another shape.
+        """
+        expected = {name: tuple(value.shape) for name, value in own.items()}
+        found = {name: tuple(value.shape) for name, value in tensors_of(state).items()}
+        if found == expected:
+            return
+        name = next(name for name in (*found, *expected) if found.get(name) != expected.get(name))
+        before, now = _shape_text(expected.get(name)), _shape_text(found.get(name))
+        raise StreamError(
+            f"{self.spec.name} has changed its state: expected {name!r} {before} as in its first two steps, "
+            f"found it {now}",
+            where="optimizer.step()",
+            remedy=f"{STATE_REMEDY}; set the options of parameter groups before that step",
+        )
 
 
 class SeveralRules(UpdateRule):
@@ -172,6 +183,10 @@ def stage_layout(stage: StageSpec, rule: UpdateRule) -> StageLayout:
     """Return where the bytes of a stage lie under an update rule."""
     states = [rule.state_layout(param) for param in stage.params]
     return StageLayout(stage, states, elementwise=rule.elementwise)
+
+
+def _shape_text(shape: tuple[int, ...] | None) -> str:
+    return "to be absent" if shape is None else f"of shape {list(shape)}"
 
 
 def _is_stored(value: object) -> bool:
