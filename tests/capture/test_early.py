@@ -218,7 +218,7 @@ def test_a_wrong_shape_is_told_with_module_line_shapes_and_remedy():
 @pytest.mark.parametrize(
     ("labels", "story"),
     [
-        (TOKENS.int(), "classes or indices as int64 or uint8, and these are int32"),
+        (TOKENS.int(), "classes or indices as int64 or uint8, got int32"),
         (TOKENS.float(), "float32"),
         (TOKENS[:2], r"batch_size \(20\) to match target batch_size \(10\)"),
         (TOKENS[..., None].expand(4, 5, 2), r"batch_size \(20\) to match target batch_size \(40\)"),

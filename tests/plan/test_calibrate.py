@@ -215,7 +215,7 @@ def test_a_measurement_needs_memory_that_is_free(monkeypatch, caplog):
         assert measure_apart("cpu", None, budget=measuring.resident_bytes() + (100 << 20)) is None
         monkeypatch.setattr(measuring, "free_host_bytes", lambda: 50 << 20)
         assert measure_apart("cpu", None) is None
-    assert "50.0 MiB of memory are free" in caplog.text
+    assert "50.0 MiB are free" in caplog.text
 
 
 def test_a_slow_dtype_is_measured_with_small_products(monkeypatch):

@@ -106,4 +106,4 @@ def test_a_forward_takes_less_time_than_a_step():
 def test_the_report_speaks_of_no_gradients():
     console = Console(record=True, width=120, file=io.StringIO())
     console.print(render_plan(plan(True)))
-    assert "nothing is kept for a backward" in console.export_text()
+    assert "nothing is kept for backward" in console.export_text()

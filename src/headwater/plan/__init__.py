@@ -1,1 +1,1 @@
-"""The dry run and the plan: decided before anything is allocated."""
+"""The dry run of a step and the plan of a run, made before anything is allocated."""

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """True if a tensor has one storage for its elements, unlike sparse, nested and wrapped ones."""
-    if is_functorch_wrapped_tensor(tensor):  # of torch.func.grad or vmap, also of one that has ended
+    if is_functorch_wrapped_tensor(tensor):  # of torch.func.grad or vmap, even after they have ended
         return False
     if tensor.is_nested or tensor.layout is not torch.strided or tensor._is_zerotensor():
         return False
@@ -20,7 +20,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the elements of a tensor; of a sparse one those of its indices and values."""
+    """Return the bytes of a tensor's elements; for a sparse tensor, those of its indices and values."""
     if tensor.layout is torch.strided:
         return tensor.numel() * tensor.element_size()
     if tensor.layout is torch.sparse_coo:
@@ -31,17 +31,17 @@ def num_bytes(tensor: torch.Tensor) -> int:
         return sum(map(num_bytes, (tensor.crow_indices(), tensor.col_indices(), tensor.values())))
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return sum(map(num_bytes, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())))
-    return 0  # of a layout that is opaque to Python
+    return 0  # a layout that is opaque to Python
 
 
 class AliveTensors:
-    """The storages that somebody still holds a tensor of, whoever made them.
+    """Storages of tensors that still exist.
 
     Attributes:
-        num_bytes: their bytes.
+        num_bytes: bytes of these storages.
 
     Args:
-        ignored: tensors whose storages do not count.
+        ignored: tensors whose storages are not counted.
     """
 
     def __init__(self, ignored: Iterable[torch.Tensor] = ()) -> None:
@@ -49,7 +49,7 @@ class AliveTensors:
         self._known = {self._key(tensor.untyped_storage()) for tensor in ignored}
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor, if it does not count already, until it is gone."""
+        """Count the storage of a tensor until it is freed, unless it is counted already."""
         if not has_storage(tensor):
             return
         storage = tensor.untyped_storage()

@@ -1,7 +1,7 @@
-"""Which stage leaves a slab: Belady's rule over a schedule that is known and repeats every step.
+"""Cache policy of the slabs: Belady's rule on a known schedule that repeats every step.
 
-A cache that knows the future evicts what is used furthest in it (L. A. Belady, "A study of replacement
-algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966). Plain numbers only: no torch.
+A cache that knows the future evicts the entry that is used furthest in it (L. A. Belady, "A study of
+replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966). Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 NEVER = 1 << 62
-"""Distance to the next use of a stage that the schedule does not hold."""
+"""Distance to the next use of a stage that is not in the schedule."""
 
 
 def slab_capacity(slab_class: Sequence[int], slabs: int) -> dict[int, int]:
-    """Slabs of each size class: at most `slabs`, and no more than the class has stages."""
+    """Return the number of slabs of each size class: at most `slabs`, and not more than its stages."""
     return {key: min(slabs, count) for key, count in Counter(slab_class).items()}
 
 
 class CachePolicy:
-    """Decides evictions and prefetches; the executor does them and tells the policy nothing.
+    """Decides evictions and prefetches. The executor carries them out, and does not report back.
 
-    Positions count uses from the beginning of a step; the schedule repeats, so any integer is a position.
+    A position is a number of uses since the beginning of a step. The schedule repeats, so it may be any
+    integer.
 
     Args:
         schedule: stage at each use of one step.
@@ -43,7 +44,7 @@ class CachePolicy:
             self._positions.setdefault(stage, []).append(position)
 
     def next_use(self, stage: int, position: int) -> int:
-        """Uses from `position` to the next use of `stage` after it (at least 1); `NEVER` if there is none."""
+        """Return how many uses after `position` the next use of `stage` is (at least 1), or `NEVER`."""
         positions = self._positions.get(stage)
         if not positions:
             return NEVER
@@ -54,7 +55,7 @@ class CachePolicy:
         return positions[0] + len(self.schedule) - start
 
     def position_of(self, stage: int, position: int) -> int:
-        """The position of a use of `stage` that comes now, after one at `position` or again in its place."""
+        """Return the position of the current use of `stage`: `position` itself, or the next use after it."""
         is_here = (
             position >= 0 and bool(self.schedule) and self.schedule[position % len(self.schedule)] == stage
         )
@@ -70,17 +71,17 @@ class CachePolicy:
         use_at: int | None = None,
         others: Sequence[int] = (),
     ) -> int | None:
-        """The resident stage to evict so that `stage` can have its slab.
+        """Return the resident stage to evict so that `stage` can have its slab.
 
         Args:
             stage: the stage that needs a slab.
             position: the use that runs now.
             candidates: resident stages that are not pinned; those of other classes are skipped.
             use_at: position of the use it is fetched for, if that is later than `position`.
-            others: positions of ranks that use the same slabs; what one of them uses soon stays.
+            others: positions of other ranks that use the same slabs. Stages that they need soon stay.
 
         Returns:
-            The candidate whose next use is furthest; `None` if there is none, or if all are used
+            The candidate whose next use is furthest; `None` if there are no candidates, or if all are used
             before `use_at`.
         """
         wanted = self.slab_class[stage]
@@ -92,7 +93,7 @@ class CachePolicy:
         return victim if furthest > ahead else None
 
     def upcoming(self, position: int) -> Iterator[tuple[int, int]]:
-        """`(distance, stage)` of every use after `position`, for one round of the schedule."""
+        """Yield `(distance, stage)` of every use after `position`, for one round of the schedule."""
         length = len(self.schedule)
         for distance in range(1, length + 1):
             yield distance, self.schedule[(position + distance) % length]
@@ -105,8 +106,8 @@ class Use:
     Attributes:
         position: position in the schedule.
         stage: the stage used.
-        fetched: whether it had to be fetched.
-        resident: the stages that lie in slabs while it runs.
+        fetched: True if it had to be fetched.
+        resident: the stages in slabs while it runs.
     """
 
     position: int
@@ -116,7 +117,7 @@ class Use:
 
 
 def replay(policy: CachePolicy, rounds: int) -> Iterator[Use]:
-    """Every use of `rounds` steps that begin with empty slabs, each stage fetched when it is used."""
+    """Yield every use of `rounds` steps, from empty slabs on. Each stage is fetched when it is used."""
     resident: set[int] = set()
     filled: Counter[int] = Counter()
     for position in range(rounds * len(policy.schedule)):
@@ -137,7 +138,7 @@ def replay(policy: CachePolicy, rounds: int) -> Iterator[Use]:
 def simulate(
     schedule: Sequence[int], slab_class: Sequence[int], capacity: Mapping[int, int], rounds: int = 2
 ) -> tuple[int, ...]:
-    """Positions at which one step fetches a stage, in the last of `rounds` steps."""
+    """Return the positions at which one step fetches a stage, in the last of `rounds` steps."""
     uses = replay(CachePolicy(schedule, slab_class, capacity), rounds)
     first = (rounds - 1) * len(schedule)
     return tuple(use.position for index, use in enumerate(uses) if index >= first and use.fetched)

@@ -1,4 +1,4 @@
-"""From what there is to what is done with it: `make_plan`."""
+"""Turns budgets and a dry run into a plan: `make_plan`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Fixed", "make_plan"]
 _SLACK_BYTES = 24 * MIB
 
 _FEW_SIZES = 3
-"""So many dry runs are made without asking whether they are needed."""
+"""Up to this number of micro-batch sizes, each gets a dry run without an estimate before."""
 
 
 def make_plan(
@@ -43,25 +43,27 @@ def make_plan(
     ranks: int = 1,
     data_workers: int = 0,
 ) -> Plan:
-    """The plan with the shortest predicted step within every budget.
+    """Return the plan with the shortest predicted step within every budget.
 
     Args:
         trace_for: micro-batch size -> its dry run.
         batch_size: samples of one optimizer step.
         precision: precision of the run.
         optimizer_state_bytes: bytes of optimizer state for each trained parameter (8 for Adam).
-        resources: what the run may take; what is not set is what the machine has free.
+        resources: budgets of the run; one that is not set is what the machine has free.
         device: `cpu` or `cuda`.
-        calibration: rates of the machine; without, plans are compared by nominal rates, and no time is
-            promised.
-        fixed: decisions that are not the planner's.
-        base_bytes: host memory of the interpreter and its libraries; by default what this process takes
+        calibration: rates of the machine. Without them plans are compared by nominal rates, and the plan
+            predicts no time.
+        fixed: decisions that the user has made.
+        base_bytes: host memory of the interpreter and its libraries; by default the memory of this process
             after the first dry run, and `LATE_BYTES`.
-        checkpoints: whether the store is saved while training goes on.
-        share: what of the weight store counts against the budgets.
-        ranks: how many of this host's train together, each on batches of this size; the host's memory is that
-            of all of them.
+        checkpoints: True if the store is saved during training.
+        share: the part of the weight store that counts against the budgets.
+        ranks: number of ranks on this host, each on batches of this size. They share the host's memory.
         data_workers: processes of each rank that read data.
+
+    Returns:
+        The plan, with its prediction.
 
     Raises:
         ConfigError: if decisions contradict each other or the batch size.
@@ -84,7 +86,7 @@ def make_plan(
         worker_bytes=data_workers * WORKER_BYTES,
     )
     check(request)
-    # Memory is measured after the first dry run, which loads most of what a run loads.
+    # Memory is measured after the first dry run, which loads most of the libraries that a run loads.
     request = dataclasses.replace(request, asked_host=resources.host_memory, group=group_memory())
     resources = free_resources(resources, device)
     request = dataclasses.replace(request, budgets=_budgets(resources))
@@ -102,10 +104,10 @@ def make_plan(
 
 
 def _fastest(request: Request) -> Plan | None:
-    """The best plan. Where there are many micro-batch sizes they are compared by estimated dry runs.
+    """Return the best plan. Many micro-batch sizes are compared by estimated dry runs.
 
-    What an estimate has chosen is planned anew with a dry run of that size; should it not fit then, every
-    size gets one.
+    The size that an estimate has chosen gets a real dry run and is planned again. If it does not fit then,
+    every size gets a dry run.
     """
     if len(micro_batch_sizes(request)) <= _FEW_SIZES:
         return best_plan(request)
@@ -117,16 +119,16 @@ def _fastest(request: Request) -> Plan | None:
 
 
 def _budgets(resources: Resources) -> Budgets:
-    """Budgets of `resources`; what does not apply is unlimited."""
+    """Return the budgets of `resources`; a budget that is not set is unlimited."""
     limits = (resources.device_memory, resources.host_memory, resources.disk_bytes)
     return Budgets(*(UNLIMITED if limit is None else limit for limit in limits))
 
 
 def check(request: Request) -> None:
-    """Refuse decisions that contradict each other.
+    """Raise if decisions contradict each other.
 
     Raises:
-        ConfigError: naming the decision.
+        ConfigError: names the decision.
     """
     fixed = request.fixed
     _check_micro_batch_size(request)

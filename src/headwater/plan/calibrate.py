@@ -1,4 +1,4 @@
-"""The rates of this machine: measured once while it is quiet, remembered, and checked in later runs."""
+"""The rates of this machine: measured once while it is quiet, stored, and checked in later runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TOLERANCE = 1.5
 """Quick checks that differ by less than this factor count as equal."""
 
 _IN_THIS_PROCESS: dict[str, Calibration | None] = {}
-"""Rates by machine key: one run measures at most once, also where measuring fails."""
+"""Rates by machine key: a process measures at most once, even if the measurement fails."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ class Known:
     """A measurement of an earlier run.
 
     Attributes:
-        taken_s: when, in seconds since the epoch.
+        measurement: the rates, and the conditions of the measurement.
+        taken_s: time of the measurement, in seconds since the epoch.
     """
 
     measurement: Measurement
@@ -44,22 +45,22 @@ class Known:
 
     @property
     def quiet(self) -> bool:
-        """Whether the machine was left alone meanwhile."""
+        """True if this process had its cores for itself during the measurement."""
         return self.measurement.cpu_share >= QUIET_CPU_SHARE
 
     def is_undoubted(self, now_s: float) -> bool:
-        """Whether it is believed without a look at the machine, which may be busy with other runs' looks."""
+        """True if it is recent enough to be used without measuring the machine again."""
         return 0 <= now_s - self.taken_s < _UNDOUBTED_S
 
     def is_young(self, now_s: float) -> bool:
-        """Whether it may still be believed."""
+        """True if it may be used after a quick check."""
         return 0 <= now_s - self.taken_s < (_QUIET_LIFE_S if self.quiet else _BUSY_LIFE_S)
 
     def holds(self, quick: Timing) -> bool:
-        """Whether it goes with what a quick check found just now.
+        """True if it agrees with the result of a quick check.
 
-        A machine that is busy now says nothing against a measurement that promises more, and a quiet moment
-        is the time to replace one that was taken on a busy machine.
+        On a machine that is busy now, a slow check does not refute the measurement. If the measurement
+        was taken on a busy machine and the machine is quiet now, it should be measured again.
         """
         if quick.quiet and not self.quiet:
             return False
@@ -76,24 +77,25 @@ def calibrate(
     budget: int | None = None,
     most_wall_s: float = MOST_WALL_S,
 ) -> Calibration | None:
-    """Return the rates of this machine, measured in a few seconds or remembered from an earlier run.
+    """Return the rates of this machine, measured in a few seconds or stored by an earlier run.
 
-    What is remembered counts for a month if the machine was quiet when it was taken, else for an hour; and
-    after ten minutes only while a check of a tenth of a second agrees with it. A process measures once.
+    A stored measurement is used for a month if the machine was quiet when it was taken, otherwise for an
+    hour. After ten minutes it is used only if a check of a tenth of a second agrees. A process measures once.
 
     Args:
         device: `cpu` or `cuda`.
-        disk: folder of the disk tier, to be measured too; it need not exist yet.
-        recalibrate: measure even if this machine is known.
-        cache: JSON file of earlier measurements; by default in the user's cache folder.
-        budget: bytes of host memory that this process and the measuring one may hold; `None`: what is free.
-        most_wall_s: seconds after which a measurement is given up.
+        disk: folder of the disk tier, which is measured too; it need not exist yet.
+        recalibrate: measure even if the rates of this machine are stored.
+        cache: JSON file of stored measurements; by default in the user's cache folder.
+        budget: bytes of host memory that this process and the measuring one may hold; `None`: the free
+            memory.
+        most_wall_s: seconds after which a measurement is stopped.
 
     Returns:
-        `None` if the machine could not be measured in time and no earlier rates are known.
+        The rates; `None` if the machine could not be measured in time and no rates are stored.
 
     Raises:
-        ConfigError: if nothing can be written to `disk`.
+        ConfigError: if `disk` cannot be written to.
     """
     folder = None if disk is None else existing_ancestor(disk)
     key = _machine_key(device, folder)
@@ -164,7 +166,7 @@ def _mount_point(folder: Path) -> Path:
 
 
 def _read_cache(cache: Path | None) -> dict[str, Known]:
-    """Earlier measurements; what is damaged, or of a version with other fields, counts as none."""
+    """Return stored measurements. Damaged entries, and those of versions with other fields, are left out."""
     if cache is None:
         return {}
     try:
@@ -188,7 +190,7 @@ def _parse(entry: object) -> Known | None:
 
 
 def _write_cache(cache: Path | None, entries: dict[str, Known]) -> None:
-    """Remember measurements, where there is a place for it: a run does not end for want of a cache."""
+    """Store measurements. A run without a place for the cache continues."""
     if cache is None:
         return
     document = {
@@ -202,8 +204,8 @@ def _write_cache(cache: Path | None, entries: dict[str, Known]) -> None:
         Path(fresh.name).replace(cache)
     except OSError as error:
         logger.warning(
-            "the rates of this machine cannot be remembered: %s: %s; set XDG_CACHE_HOME to a folder that can "
-            "be written to",
+            "the rates of this machine cannot be stored: %s: %s; set XDG_CACHE_HOME to a folder that can be "
+            "written to",
             cache,
             error.strerror,
         )

@@ -1,4 +1,4 @@
-"""What the containers around this process leave it of the memory: limits of control groups, v1 and v2."""
+"""Memory limits of the control groups (v1 and v2) around this process, such as those of containers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Group(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Names of the files of one version that say how much memory a group has, and takes."""
+    """Names of the files of one version that hold the memory limits and the memory use of a group."""
 
     limits: tuple[str, ...]
     used: str
@@ -43,9 +43,9 @@ class Level(NamedTuple):
     """One level of a hierarchy of control groups that limits memory, in bytes.
 
     Attributes:
-        limit: what the processes of the group may take together.
-        used: what they take, without cached files that the kernel gives up first.
-        held: what they take, without any cached file: the kernel gives up all of these first.
+        limit: memory that the processes of the group may take together.
+        used: memory that they take, without the cached files that the kernel frees first.
+        held: memory that they take, without any cached files. The kernel can free all of these.
     """
 
     limit: int
@@ -62,13 +62,13 @@ def memory_room(root: Path = Path("/")) -> int | None:
     """Return the bytes that this process may take before a control group is full; `None` without a limit.
 
     Args:
-        root: where the file system is looked at, for tests.
+        root: root of the file system, for tests.
     """
     return min((level.room for level in memory_levels(root)), default=None)
 
 
 def memory_levels(root: Path = Path("/")) -> list[Level]:
-    """Return the control groups around this process that have a limit of memory."""
+    """Return the control groups around this process that have a memory limit."""
     proc = root / "proc/self"
     try:
         groups = memory_groups((proc / "cgroup").read_text(), (proc / "mountinfo").read_text())
@@ -78,7 +78,7 @@ def memory_levels(root: Path = Path("/")) -> list[Level]:
 
 
 def memory_groups(cgroup: str, mountinfo: str) -> list[Group]:
-    """The groups that limit the memory of a process.
+    """Return the groups that limit the memory of a process.
 
     Args:
         cgroup: text of `/proc/self/cgroup`: lines `number:controllers:path`.
@@ -99,7 +99,7 @@ def memory_groups(cgroup: str, mountinfo: str) -> list[Group]:
 
 
 def _mounts(mountinfo: str) -> Iterator[tuple[int, str, Path]]:
-    """(version, which part of the hierarchy, where) of each mount that limits memory."""
+    """Yield (version, mounted part of the hierarchy, mount point) of each mount that limits memory."""
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
@@ -113,7 +113,7 @@ def _unescaped(path: str) -> str:
 
 
 def _below(mounted: str, path: str) -> PurePosixPath:
-    """`path` relative to what is mounted; a container may see its own group as the root."""
+    """Return `path` relative to the mounted part. A container may see its own group as the root."""
     whole = PurePosixPath(path)
     return whole.relative_to(mounted) if whole.is_relative_to(mounted) else PurePosixPath()
 
@@ -139,7 +139,7 @@ def _inside(root: Path, path: Path) -> Path:
 
 
 def _number(path: Path) -> int | None:
-    """What a file says; `None` where there is none, or it says `max`."""
+    """Return the number in a file; `None` if the file does not exist, or holds `max`."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What `headwater plan` does once it has a plan: print it, and draw it where asked."""
+"""Prints a plan for `headwater plan`, and draws it if requested."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ def describe(
 ) -> None:
     """Print a plan, and draw it as a PNG at `drawing` if that is given.
 
+    Args:
+        plan: the plan.
+        run: length of the run, for the time that it takes.
+        console: where the plan is printed; by default stdout.
+        drawing: path of the PNG.
+
     Raises:
-        ConfigError: if it is to be drawn and matplotlib is not installed.
+        ConfigError: if a drawing is requested, but matplotlib is not installed.
     """
     console = console or Console()
     console.print(render_plan(plan, run))

@@ -1,4 +1,4 @@
-"""Dry runs of many micro-batch sizes from two: what a stage costs grows by as much with every sample."""
+"""Estimated dry runs of any micro-batch size: the cost of a stage grows linearly with the samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COUNTS = [field.name for field in dataclasses.fields(StageCost) if field.name !
 
 
 def estimated_traces(trace_for: TraceFor) -> TraceFor:
-    """Dry runs of any size, from those of one and two samples."""
+    """Return dry runs of any size, extrapolated from those of one and two samples."""
 
     @functools.cache
     def estimate(size: int) -> Trace:

@@ -1,4 +1,4 @@
-"""Bytes of a plan: what lies on the device, in host memory and on disk at the fullest moment of a step."""
+"""Bytes of a plan on the device, in host memory and on disk, at the moment of a step with the most."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, Encoding, encodi
 _STAGING_BUFFERS = 4
 _SNAPSHOT_THREADS = 2
 OFFLOAD_WINDOW_BYTES = 128 * MIB
-"""Activations that may be on their way to the disk at once, and as many on their way back."""
+"""Bytes of activations that may be on their way to the disk at once; as many may be on their way back."""
 OFFLOAD_WRITERS, OFFLOAD_BLOCK_BYTES = 2, 16 * MIB
-"""Threads that write activations, each through a buffer of this size."""
+"""Number of threads that write activations, and the size of the buffer of each."""
 _FP32_BYTES = 4
-# Measured on CPU: how far peaks are above what tensors alone account for, in shares of those.
+# Measured on CPU: memory of the allocator, as a share of the bytes of tensors.
 _ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class StageBytes:
-    """Bytes of one stage, by where they go.
+    """Bytes of one stage, by kind.
 
     Attributes:
-        slab: the weights in wire precision, on the device and in the store alike.
-        state: what the store keeps beside them: the rest of the masters, and optimizer state.
-        gradient: what autograd makes, in wire precision.
-        gradient_sum: what waits for the update where gradients are summed in fp32.
+        slab: the weights in wire precision, on the device and in the store.
+        state: everything else in the store: the rest of the masters, and optimizer state.
+        gradient: gradients as autograd makes them, in wire precision.
+        gradient_sum: gradients that wait for the update, if they are summed in fp32.
         trained: number of trained parameters.
     """
 
@@ -51,7 +51,7 @@ class StageBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a step, as far as activations and gradients go."""
+    """Bytes of activations and gradients at the moment of a step with the most of them."""
 
     activations: int
     gradients: int
@@ -59,7 +59,7 @@ class Peak:
 
     @property
     def allocator(self) -> int:
-        """Bytes that the allocator holds beside them: gaps, and scratch memory of kernels."""
+        """Bytes that the allocator holds in addition: gaps, and scratch memory of kernels."""
         share = _SHARE_OF_KEPT_PAGES if self.keeps_pages else _ALLOCATOR_SHARE
         return int((self.activations + self.gradients) * share)
 
@@ -74,7 +74,7 @@ class Peak:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes by name in each kind of memory; on CPU nothing is on the device."""
+    """Bytes by name in each kind of memory. On CPU the device has none."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -88,9 +88,9 @@ class Footprint:
         trace: the dry run.
         optimizer_state_bytes: bytes of optimizer state for each trained parameter.
         base_bytes: resident host memory of the interpreter and its libraries.
-        checkpoints: whether the store is saved while training goes on.
-        share: what of the store counts.
-        ranks: how many of this host's train together; host memory is that of all of them.
+        checkpoints: True if the store is saved during training.
+        share: the part of the store that counts.
+        ranks: number of ranks on this host. They share the host's memory.
         worker_bytes: host memory of the data workers of one rank.
     """
 
@@ -106,7 +106,7 @@ class Footprint:
         worker_bytes: int = 0,
     ) -> None:
         self.trace = trace
-        self._ranks = ranks - share.store_ranks  # that compute
+        self._ranks = ranks - share.store_ranks  # compute ranks
         self.sums_stay = ranks > 1 or share.sums_stay
         self.stages = tuple(
             _stage_bytes(stage, optimizer_state_bytes, trained=not trace.inference) for stage in trace.stages
@@ -121,7 +121,7 @@ class Footprint:
         self._peaks: dict[object, Peak] = {}
 
     def memory(self, plan: Plan) -> Memory:
-        """Peak bytes of `plan` by where they lie."""
+        """Return the peak bytes of `plan` in each kind of memory."""
         peak = self.peak(plan)
         slabs = 0 if plan.in_place else _pool_bytes(self.slab_sizes, plan.slabs)
         if not plan.shares_slabs:
@@ -140,20 +140,20 @@ class Footprint:
         return Memory(compute, host | {"activations": self._ranks * moved}, disk)
 
     def disk_readers(self, plan: Plan) -> int:
-        """How many ranks read the same weights from the disk, each for itself."""
+        """Return how many ranks each read the same weights from the disk."""
         return 1 if plan.device == "cpu" else self._ranks
 
     def _ranks_beside(self, plan: Plan) -> int:
-        """How many ranks compute in the same memory: an accelerator has one."""
+        """Return how many ranks compute in the same memory. An accelerator has one rank."""
         return self._ranks if plan.device == "cpu" else 1
 
     def _store_bytes(self, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
-        """What the weight store takes of host memory and of disk."""
+        """Return the bytes of the weight store in host memory and on disk."""
         host = {"interpreter": self._base_bytes, "data workers": self._worker_bytes}
         if plan.tier == "memory":
             return host | {"weight store": self.stored_bytes}, {}
         readers, images = self.share.disk_ranks, self.share.images
-        if plan.device != "cpu":  # each rank reads by itself, through page-locked memory
+        if plan.device != "cpu":  # each rank reads for itself, through page-locked memory
             readers = max(readers, self._ranks + self.share.store_ranks)
             images += self._ranks
         staging = readers * self.staging_bytes + images * max(self.slab_sizes)
@@ -163,13 +163,13 @@ class Footprint:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes of the weight store that count."""
+        """Bytes of the counted part of the weight store."""
         state = sum(stage.state for stage in self.stages)
         return int(self.share.wire * sum(self.slab_sizes) + self.share.state * state)
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Buffers through which the disk tier reads and writes, and the updater's two fp32 workspaces."""
+        """Bytes of the buffers of the disk tier, and of the updater's two fp32 workspaces."""
         per_param = max((stage.state / stage.trained for stage in self.stages if stage.trained), default=0)
         piece = max(1, int(PIECE_ELEMENTS * per_param))
         group = -(-GROUP_BYTES // piece) * piece
@@ -178,9 +178,9 @@ class Footprint:
 
     @cached_property
     def snapshot_bytes(self) -> int:
-        """Wire images of the stages that a checkpoint of the disk tier saves at once, each with a piece.
+        """Bytes of the wire images that a checkpoint of the disk tier saves at once, each with a piece.
 
-        One is saved in the background, another may be by the thread that is about to update it.
+        One stage is saved in the background, and another by a thread that is about to update it.
         """
         if not self._checkpoints:
             return 0
@@ -188,21 +188,21 @@ class Footprint:
         return sum(sorted(self.slab_sizes)[-_SNAPSHOT_THREADS:]) + pieces
 
     def held_gradients(self, plan: Plan) -> int:
-        """Bytes of gradients that wait for the update when backward ends."""
+        """Return the bytes of gradients that wait for the update when backward ends."""
         return sum(self.held_gradient(plan, stage) for stage in range(len(self.stages)))
 
     def held_gradient(self, plan: Plan, stage: int) -> int:
-        """The same of one stage."""
+        """Return the bytes of gradients of one stage that wait for the update."""
         held = self.stages[stage]
         return held.gradient if _holds_exact_gradients(plan) else held.gradient_sum
 
     def offloaded_bytes(self, activations: Sequence[Activations]) -> int:
-        """Bytes of activations that one micro-batch moves out."""
+        """Return the bytes of activations that one micro-batch moves out."""
         pairs = zip(self.trace.costs, activations, strict=True)
         return sum(offloaded_bytes(cost, policy) for cost, policy in pairs)
 
     def peak(self, plan: Plan) -> Peak:
-        """Activations and gradients at the fullest moment, in the memory that the compute device uses."""
+        """Return activations and gradients at the moment with the most, in the compute device's memory."""
         key = plan.activations, plan.device, plan.gradient_tier, plan.num_micro_batches
         if key not in self._peaks:
             ranks = self._ranks_beside(plan)
@@ -216,10 +216,10 @@ class Footprint:
         return self._peaks[key]
 
     def _live(self, activations: Sequence[Activations]) -> list[int]:
-        """Bytes of activations alive while each use runs; forward and backward are alike.
+        """Return the bytes of activations alive during each use, for forward and backward.
 
-        What a stage keeps is counted from its last use on: a stage used twice is mostly a tied embedding,
-        whose first use keeps next to nothing.
+        The activations of a stage are counted from its last use on. A stage that is used twice is usually a
+        tied embedding, whose first use keeps almost nothing.
         """
         if self.trace.inference:
             return [self.trace.costs[stage].transient_bytes for stage in self.trace.uses]
@@ -237,15 +237,15 @@ class Footprint:
         return {stage: self.trace.uses.count(stage) for stage in self.last_use}
 
     def _gradients_alive(self, plan: Plan) -> list[int]:
-        """Bytes of gradients in the compute device's memory while the backward of each use runs.
+        """Return the bytes of gradients in the compute device's memory during the backward of each use.
 
-        With one micro-batch the store holds what has been computed; with several it holds all sums, and so it
-        does where ranks share them. An update frees the gradients of a stage when the next forward reaches
-        it, so that forward is the mirror image of backward.
+        With one micro-batch the store holds the gradients that are complete. With several it holds all sums,
+        and so it does if several ranks add to them. An update frees the gradients of a stage when the next
+        forward reaches the stage, so that forward is the mirror image of backward.
         """
         arriving, exact = self._arriving_bytes, _holds_exact_gradients(plan)
         if plan.device != "cpu":
-            return [2 * count for count in arriving]  # and the copy that is on its way out
+            return [2 * count for count in arriving]  # and their copies on the way to the host
         if plan.gradient_tier == "disk":
             summing = self._ranks + self.share.store_ranks
             return [summing * self._passing(position, exact) for position in range(len(self.trace.uses))]
@@ -265,16 +265,16 @@ class Footprint:
         return [self._arriving(position) for position in range(len(self.trace.uses))]
 
     def _arriving(self, position: int) -> int:
-        """Bytes of gradients that autograd has begun and not handed over, in the backward of one use."""
+        """Return the bytes of gradients that autograd has begun but not handed over in one use's backward."""
         total = 0
         for stage, first in self.first_use.items():
             if first <= position <= self.last_use[stage]:
-                second = position == first < self.last_use[stage]  # a summand beside what is there
+                second = position == first < self.last_use[stage]  # a new summand beside the first one
                 total += self.stages[stage].gradient * (2 if second else 1)
         return total
 
     def _passing(self, position: int, exact: bool) -> int:
-        """Bytes of gradients that wait for the rest of theirs, or are summed and written, in one backward."""
+        """Return the bytes of gradients that are incomplete, or are summed and written, in one backward."""
         total = 0
         for stage, first in self.first_use.items():
             if first <= position <= self.last_use[stage]:
@@ -285,12 +285,12 @@ class Footprint:
 
 
 def _holds_exact_gradients(plan: Plan) -> bool:
-    """Whether the store holds the very tensors that autograd made, and not sums in fp32."""
+    """True if the store holds the tensors that autograd made, instead of sums in fp32."""
     return plan.num_micro_batches == 1 and plan.precision.name != "fp16"
 
 
 def recomputable(trace: Trace) -> list[bool]:
-    """Which stages can be recomputed: those that save something, all of it in the module of their own."""
+    """Return for each stage if it can be recomputed: if it saves tensors, all within its own module."""
     elsewhere = {
         stage for site, stages in trace.sites.items() for stage in stages if site != trace.stages[stage].name
     }
@@ -301,11 +301,11 @@ def recomputable(trace: Trace) -> list[bool]:
 
 
 def minimum_slabs(trace: Trace, ranks: int = 1) -> int:
-    """Fewest slabs of a size class that hold all stages bound at once, and one more than a lone stage.
+    """Return the fewest slabs of a size class that hold all stages bound at once; at least two.
 
     Args:
         trace: the dry run.
-        ranks: how many share the slabs; each may be elsewhere in the model.
+        ranks: number of ranks that share the slabs; each may be at another place in the model.
     """
     most = 2
     for site in trace.sites:
@@ -317,7 +317,7 @@ def minimum_slabs(trace: Trace, ranks: int = 1) -> int:
 
 
 def _enclosing(module: str) -> Iterator[str]:
-    """`module` and the modules that contain it, by their qualified names."""
+    """Yield `module` and the modules that contain it, by their qualified names."""
     while module:
         yield module
         module = module.rpartition(".")[0]
@@ -342,28 +342,28 @@ def _kept(cost: StageCost) -> int:
 
 
 def offloaded_bytes(cost: StageCost, policy: Activations) -> int:
-    """Bytes of activations of one stage that a micro-batch moves out."""
+    """Return the bytes of activations of one stage that a micro-batch moves out."""
     return _kept(cost) if policy is Activations.OFFLOAD else 0
 
 
 def _held(cost: StageCost, policy: Activations) -> int:
-    """Bytes that stay in memory from a stage's forward to its backward."""
+    """Return the bytes that stay in memory from a stage's forward to its backward."""
     if policy is Activations.KEEP:
         return _kept(cost)
     return cost.input_bytes if policy is Activations.RECOMPUTE else 0
 
 
 def _moving(moved: int) -> int:
-    """Bytes on their way out or back, and of the writers' buffers, where so much has moved out or will."""
+    """Return the bytes on their way out or back, and of the writers' buffers, for `moved` bytes in all."""
     return min(moved, OFFLOAD_WINDOW_BYTES) + OFFLOAD_WRITERS * min(moved, OFFLOAD_BLOCK_BYTES)
 
 
 def _busy(cost: StageCost, policy: Activations, num_uses: int) -> int:
-    """Bytes alive only while a use runs: temporaries, and gradients of what enters and leaves."""
+    """Return the bytes alive only during a use: temporaries, and gradients of its inputs and outputs."""
     passing = cost.transient_bytes + cost.input_bytes + cost.output_bytes
     if policy is Activations.RECOMPUTE:
         return passing + cost.saved_bytes // num_uses
-    if policy is Activations.OFFLOAD:  # what an operator's backward has brought back
+    if policy is Activations.OFFLOAD:  # the activations that one operator's backward has brought back
         return passing + min(cost.transient_bytes, _kept(cost) // num_uses)
     return passing
 

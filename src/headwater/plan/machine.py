@@ -1,9 +1,9 @@
 """Memory that this process holds, and memory that the machine and its limits leave free.
 
-[Note: one measure of host memory] A plan and a run count the same bytes: what is resident of this process,
-pages of library files included, and what its data workers hold for themselves. `held_bytes` measures it. A
-plan starts from `resident_bytes` after the dry run, which loads most of what a run loads, and adds
-`LATE_BYTES` for what comes later.
+[Note: one measure of host memory] A plan and a run count the same bytes: the resident memory of this process,
+including pages of library files, and the private memory of its data workers. `held_bytes` measures it. A plan
+starts from `resident_bytes` after the dry run, which loads most of what a run loads, and adds `LATE_BYTES`
+for memory that is needed later.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from headwater.plan.cgroups import Level, memory_levels, memory_room
 from headwater.plan.types import Resources
 
 FREE_SHARE = 0.9
-"""Share of the free memory or disk that a plan takes where the user sets no budget."""
+"""Share of the free memory or disk that a plan uses if the user sets no budget."""
 
 LATE_BYTES = 48 * MIB
 """Host memory that a run takes after its plan is made, weights and activations aside: pages of kernels, the
 logs, threads, readers of data, pictures. Measured: see docs/benchmarks.md."""
 
 WORKER_BYTES = 160 * MIB
-"""Host memory that a data worker holds for itself: what `import torch` makes, and its batches."""
+"""Host memory that a data worker holds privately: objects of `import torch`, and its batches."""
 
 
 def resident_bytes() -> int:
-    """Bytes of host memory that this process occupies now."""
+    """Return the bytes of host memory that this process occupies."""
     return int(psutil.Process().memory_info().rss)
 
 
 def held_bytes() -> int:
-    """Bytes of host memory that this process and its data workers hold now; see the note of the module."""
+    """Return the bytes of host memory that this process and its data workers hold; see the module's note."""
     return resident_bytes() + sum(map(_own_bytes, psutil.Process().children()))
 
 
 def _own_bytes(process: psutil.Process) -> int:
-    """Bytes of a process that it does not share with this one: those that are not pages of files."""
+    """Return the private bytes of a process: those that are not pages of files."""
     try:
         memory = process.memory_info()
     except psutil.Error:  # it has ended
@@ -52,10 +52,10 @@ def _own_bytes(process: psutil.Process) -> int:
 
 
 def free_resources(resources: Resources, device: str) -> Resources:
-    """Return `resources` with every budget that was not set filled in from what the machine has free.
+    """Return `resources` with every budget that is not set replaced by what the machine has free.
 
-    A budget of host memory above the limit of a control group is lowered to what the group allows: beyond it
-    the kernel would end the run.
+    A budget of host memory above the limit of a control group is lowered to that of the group, since the
+    kernel would end a run that exceeds it.
     """
     host, gpu, disk = resources.host_memory, resources.device_memory, resources.disk_bytes
     host = free_host_budget() if host is None else min(host, group_memory().budget or host)
@@ -67,10 +67,10 @@ def free_resources(resources: Resources, device: str) -> Resources:
 
 
 def free_host_budget() -> int:
-    """Bytes that this process may hold in all: what it has and most of what is free, within every limit.
+    """Return the bytes that this process may hold in all: its own, and most of the free memory.
 
-    In a control group it is at most `FREE_SHARE` of the limit. Pages of library files count here, though
-    another group may have been charged for them: that errs on the safe side.
+    In a control group that is at most `FREE_SHARE` of the limit. Pages of library files count here, although
+    they may be charged to another group. This errs on the safe side.
     """
     budget = resident_bytes() + int(FREE_SHARE * free_host_bytes())
     return min(budget, group_memory().budget or budget)
@@ -80,7 +80,7 @@ class GroupMemory(NamedTuple):
     """The control groups around this process, and the bytes that the process holds.
 
     Attributes:
-        levels: groups that have a limit of memory.
+        levels: the groups that have a memory limit.
         resident: bytes that this process holds.
     """
 
@@ -89,14 +89,14 @@ class GroupMemory(NamedTuple):
 
     @property
     def budget(self) -> int | None:
-        """Bytes that the processes of a run may hold within these groups; `None`: no limit.
+        """Bytes that the processes of a run may hold within these groups; `None` without a limit.
 
-        Other processes of a group have taken their part already.
+        The memory of other processes in a group is subtracted.
         """
         return min((self._within(level.limit, level.used) for level in self.levels), default=None)
 
     def limit_for(self, num_bytes: int) -> int | None:
-        """Return the limit with which `budget` is `num_bytes`; `None` if it is as large now."""
+        """Return the limit with which `budget` would be `num_bytes`; `None` if `budget` suffices now."""
         short = [level.used for level in self.levels if self._within(level.limit, level.used) < num_bytes]
         if not short:
             return None
@@ -112,15 +112,15 @@ NO_GROUP = GroupMemory((), 0)
 
 
 def group_memory() -> GroupMemory:
-    """Return the limits of the control groups around this process, and what it holds of them."""
+    """Return the control groups around this process, and the memory that it holds."""
     return GroupMemory(tuple(memory_levels()), resident_bytes())
 
 
 def free_host_bytes() -> int:
-    """Bytes of host memory that this process can still take.
+    """Return the bytes of host memory that this process can still take.
 
-    That is what the machine has free, or less: within a container (control groups) or under a limit of its
-    address space (`ulimit -v`).
+    That is the free memory of the machine, or less within a container (control groups) or under a limit of
+    the address space (`ulimit -v`).
     """
     rooms = (psutil.virtual_memory().available, memory_room(), _address_room())
     return min(room for room in rooms if room is not None)
@@ -134,6 +134,6 @@ def _address_room() -> int | None:
 
 
 def existing_ancestor(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that exists."""
+    """Return `folder`, or the nearest folder above it that exists."""
     folder = folder.expanduser().resolve()
     return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,7 +1,7 @@
-"""The measurement of this machine, in a child process that is ended when it takes too long.
+"""Measurement of this machine in a child process, which is killed if it takes too long.
 
-The process takes the memory of the probes with it when it ends. `python -m headwater.plan.measuring DEVICE
-THREADS [FOLDER]` is that process.
+The memory of the probes is freed when that process ends. It is started by `python -m headwater.plan.measuring
+DEVICE THREADS [FOLDER]`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from headwater.plan.probes import Measurement, measure
 from headwater.plan.types import Calibration
 
 MOST_WALL_S, MOST_CPU_S = 20.0, 10
-"""Limits of a measurement: seconds, and seconds of CPU for each thread."""
+"""Limits of a measurement: seconds, and CPU seconds for each thread."""
 
 NEEDED_BYTES = 900 * MIB
-"""Host memory of a measurement, `import torch` included."""
+"""Host memory of a measurement, including `import torch`."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +41,19 @@ def measure_apart(
     Args:
         device: `cpu` or `cuda`.
         folder: an existing folder of the disk tier, if there is one.
-        budget: bytes of host memory that both processes may hold; `None`: what is free.
-        most_wall_s: seconds after which the process is ended.
+        budget: bytes of host memory that both processes may hold; `None`: the free memory.
+        most_wall_s: seconds after which the process is killed.
 
     Raises:
-        ConfigError: if nothing can be written to `folder`.
+        ConfigError: if `folder` cannot be written to.
     """
     free = free_host_bytes() if budget is None else min(free_host_bytes(), budget - resident_bytes())
     if free < NEEDED_BYTES:
         logger.info(
-            "the speed of this machine is not measured: %s of memory are free for that, it takes %s; "
+            "the speed of this machine is not measured: that takes %s of memory, %s are free; "
             "`headwater plan --recalibrate` measures it",
-            format_bytes(max(0, free)),
             format_bytes(NEEDED_BYTES),
+            format_bytes(max(0, free)),
         )
         return None
     command = [sys.executable, "-P", "-m", __name__, device, str(torch.get_num_threads())]
@@ -64,7 +64,7 @@ def measure_apart(
                 command, capture_output=True, timeout=most_wall_s, stdin=subprocess.DEVNULL, check=False
             )
         except subprocess.TimeoutExpired:
-            _explain(f"that was not finished after {most_wall_s:g} s")
+            _explain(f"the measurement was not finished after {most_wall_s:g} s")
             return None
     if done.returncode != 0:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]

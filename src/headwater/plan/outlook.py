@@ -21,7 +21,7 @@ _MEANINGS = {
     "copy": "weights copied within host memory",
     "disk": "reads and writes of the disk tier",
     "link": "transfers between host and device",
-    _OVERLAP: "what runs beside something else, subtracted",
+    _OVERLAP: "time of work that runs beside other work, subtracted",
 }
 
 
@@ -30,8 +30,8 @@ class RunLength:
     """The length of a run.
 
     Attributes:
-        tokens_per_sample: 0 where samples are not made of tokens.
-        steps: steps from now to the end of the run; `None` where that is not known.
+        tokens_per_sample: 0 if samples do not consist of tokens.
+        steps: steps from now to the end of the run; `None` if unknown.
     """
 
     tokens_per_sample: int = 0
@@ -39,7 +39,7 @@ class RunLength:
 
 
 def step_table(prediction: Prediction) -> Table:
-    """The predicted time of a step, by what it is spent on."""
+    """Return a table of the predicted time of a step, by kind of work."""
     table = Table(title="Predicted step", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for justify in ("left", "right", "left"):
         table.add_column("", justify=justify)
@@ -53,7 +53,7 @@ def step_table(prediction: Prediction) -> Table:
 
 
 def outlook(plan: Plan, run: RunLength) -> Iterator[str]:
-    """Yield lines: the rate of training, the time to the end of the run, a warning where that is long."""
+    """Yield lines: the rate of training, the time to the end of the run, and a warning if that is long."""
     step_s = plan.prediction.step_s if plan.prediction is not None else None
     if step_s is None:
         return

@@ -1,4 +1,4 @@
-"""Which parameters make a stage."""
+"""Divides the parameters of a model into stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Unit:
 
     Attributes:
         path: its qualified name; empty for the model itself.
-        direct_only: whether only the parameters it holds directly belong to it, not its children's.
+        direct_only: True if only its own parameters belong to the stage, not those of its children.
     """
 
     path: str
@@ -36,7 +36,7 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The stages of a model, and the module that each belongs to."""
+    """The stages of a model, and the module of each."""
 
     stages: tuple[StageSpec, ...]
     units: tuple[Unit, ...]
@@ -45,14 +45,17 @@ class Partition:
 def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] = ()) -> Partition:
     """Divide a model into stages.
 
-    Children of repeated containers (`nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict` with at least two
-    children that have parameters) make a stage each; what lies beside a container makes its own. A parameter
-    that is shared belongs to the first stage that holds it.
+    Each child of a repeated container (`nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict` with at least two
+    children that have parameters) is a stage. Modules beside a container are stages too. A shared parameter
+    belongs to the first stage that holds it.
 
     Args:
         model: any module; its parameters may be on the meta device.
-        precision: decides what travels.
-        patterns: module names, `*` allowed, that make a stage each; what they leave is divided as always.
+        precision: decides the wire dtype.
+        patterns: names of modules, with `*`, that are a stage each; the other modules are divided as above.
+
+    Returns:
+        The stages.
 
     Raises:
         PlanError: if a pattern matches no module, or the model has no parameters.
@@ -76,7 +79,7 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
             if id(param) not in taken:
                 taken.add(id(param))
                 spec = _spec(param, names[id(param)], precision, id(param) in norm_params)
-                if id(param) in sparse_params:  # updated by rows
+                if id(param) in sparse_params:  # these are updated row by row
                     spec = dataclasses.replace(spec, sparse_gradient=True, strides=None)
                 params.append(spec)
         if params:
@@ -91,7 +94,7 @@ def _named_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[Unit]:
         matches = fnmatch.filter(paths, pattern)
         if not matches:
             raise PlanError(
-                f"no module is called {pattern!r}",
+                f"no module matches {pattern!r}",
                 where="stages",
                 remedy=f"name modules of the model, for example {paths[0] if paths else '(it has none)'}",
             )
@@ -133,7 +136,7 @@ def _holds_container(module: nn.Module, kind: type[nn.Module] | None = None) -> 
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """True if a module has parameters, also empty ones such as those of `nn.Linear(8, 0)`."""
+    """True if a module has parameters, even empty ones such as those of `nn.Linear(8, 0)`."""
     return next(module.parameters(), None) is not None
 
 

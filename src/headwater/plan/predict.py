@@ -1,4 +1,4 @@
-"""What a plan costs: peak bytes of each tier and seconds of a step, from the dry run and the rates alone."""
+"""Predicts peak bytes of each tier and seconds of a step for a plan, from the dry run and the rates."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ NOMINAL = Calibration(
     memory_bytes_per_s=20 * GIB,
     adamw_params_per_s=1e9,
 )
-"""A small machine, by which plans are compared where none was measured."""
+"""Rates of a small machine, by which plans are compared if no rates were measured."""
 
 _NOMINAL_LINK, _NOMINAL_READ, _NOMINAL_WRITE = 12 * GIB, 2 * GIB, 1 * GIB  # bytes/s
 
 USE_OVERHEAD_S = 1e-4
-"""Hooks and bookkeeping each time a stage is used."""
+"""Time of hooks and bookkeeping for each use of a stage."""
 
 ADAMW_BYTES = 28
-"""Moved by the update of an fp32 parameter: weight, gradient and two moments in, weight and moments out."""
+"""Bytes that the update of an fp32 parameter reads (weight, gradient, two moments) and writes."""
 
-_FORWARD_SHARE = 1 / 3  # of the time that is not spent in matrix products
+_FORWARD_SHARE = 1 / 3  # of the time outside of matrix products
 
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """A quantity in the two phases of a step: the first forward, which updates weights, and all the rest."""
+    """A quantity in the two phases of a step: the first forward, which updates weights, and the rest."""
 
     first: float = 0.0
     rest: float = 0.0
@@ -47,7 +47,7 @@ class Phases:
 
 @dataclasses.dataclass(frozen=True)
 class StageSeconds:
-    """What one micro-batch computes in a stage, all uses of it together; recomputation is in the backward."""
+    """Seconds of one micro-batch in a stage, for all its uses. Recomputation counts as backward."""
 
     forward: float
     backward: float
@@ -58,7 +58,7 @@ class Predictor:
 
     Args:
         footprint: the bytes of the trace.
-        calibration: rates of the machine; by default `NOMINAL` ones, for comparing plans.
+        calibration: rates of the machine; `NOMINAL` ones if not given, for comparing plans.
     """
 
     def __init__(self, footprint: Footprint, calibration: Calibration | None = None) -> None:
@@ -75,11 +75,11 @@ class Predictor:
 
     @property
     def adamw_params_per_s(self) -> float:
-        """The rate of updates."""
+        """Number of parameters that are updated per second."""
         return self._rates.adamw_params_per_s
 
     def stage_seconds(self, plan: Plan) -> list[StageSeconds]:
-        """What one micro-batch computes in each stage, `USE_OVERHEAD_S` left out."""
+        """Return the seconds of one micro-batch in each stage, without `USE_OVERHEAD_S`."""
         trace, name = self.footprint.trace, plan.precision.name
         flops_per_s, saved_bytes_per_s = self._rates.flops_per_s(name), self._rates.saved_bytes_per_s(name)
         stages = []
@@ -92,18 +92,18 @@ class Predictor:
         return stages
 
     def update_s(self, stage: StageBytes) -> float:
-        """The update of one stage; 0 where it is not trained."""
+        """Return the seconds of the update of one stage; 0 if it is not trained."""
         moved = 2 * (stage.slab + stage.state) + stage.gradient if stage.trained else 0
         return moved / (self._rates.adamw_params_per_s * ADAMW_BYTES)
 
     def missed(self, plan: Plan) -> tuple[int, ...]:
-        """Positions in the schedule of a micro-batch at which a stage must be fetched into a slab."""
+        """Return the positions in a micro-batch's schedule at which a stage is fetched into a slab."""
         if plan.in_place:
             return ()
         return _missed(self.footprint.trace.schedule, self.footprint.slab_sizes, plan.slabs)
 
     def predict(self, plan: Plan) -> Prediction:
-        """Peak bytes and step time of `plan`, which was made from this predictor's trace."""
+        """Return peak bytes and step time of `plan`, which was made from this predictor's trace."""
         memory = self.footprint.memory(plan)
         parts = self.step_parts(plan)
         return Prediction(
@@ -118,16 +118,16 @@ class Predictor:
         )
 
     def step_parts(self, plan: Plan) -> dict[str, float]:
-        """Seconds of one step by what takes them; `overlap` is negative: what runs behind something else.
+        """Return the seconds of one step by kind of work; `overlap` is negative: work done beside other work.
 
-        The update of a stage and its fetch run before its first forward, so the first forward of a step and
-        the rest of it are bound by different things. What computes goes on beside what moves, but for the
-        first stage's arrival, which nothing hides.
+        The update of a stage and its fetch run before its first forward. So the first forward of a step and
+        the rest of the step have different bottlenecks. Computation overlaps with transfers, except for the
+        fetch of the first stage.
         """
         compute, update, copy = self._compute_s(plan), self._all_updates_s, self._copy_s(plan)
         disk, link = self._disk_s(plan), self._link_s(plan)
         cores, streams = compute, Phases(max(disk.first, link.first), max(disk.rest, link.rest))
-        if plan.device == "cpu":  # update and copies take the cores that compute
+        if plan.device == "cpu":  # updates and copies use the cores that compute
             cores = Phases(compute.first + update + copy.first, compute.rest + copy.rest)
         else:
             streams = Phases(max(streams.first, update), streams.rest)
@@ -139,21 +139,21 @@ class Predictor:
         return parts | {"overlap": step - sum(parts.values())}
 
     def _compute_s(self, plan: Plan) -> Phases:
-        """Forward and backward of all micro-batches."""
+        """Return the seconds of forward and backward of all micro-batches."""
         stages, overhead = self.stage_seconds(plan), USE_OVERHEAD_S * len(self.footprint.trace.uses)
         forward = overhead + sum(stage.forward for stage in stages)
         backward = 0.0 if plan.trace.inference else overhead + sum(stage.backward for stage in stages)
         return Phases(forward, plan.num_micro_batches * (forward + backward) - forward)
 
     def _copy_s(self, plan: Plan) -> Phases:
-        """Weights copied from the memory tier to slabs by the cores that compute."""
+        """Return the seconds of copies from the memory tier to slabs, by the cores that compute."""
         if plan.device != "cpu" or plan.tier == "disk":
             return Phases()
         fetched, rate = self._fetched_bytes(plan), self._rates.memory_bytes_per_s
         return Phases(2 * fetched.first / rate, 2 * fetched.rest / rate)
 
     def _fetched_bytes(self, plan: Plan) -> Phases:
-        """Bytes of weights that enter slabs; an updated stage enters again even if it was there."""
+        """Return the bytes of weights copied to slabs. An updated stage is copied even if it was there."""
         if plan.in_place:
             return Phases()
         schedule, stages = self.footprint.trace.schedule, self.footprint.stages
@@ -166,20 +166,20 @@ class Predictor:
         return Phases(self._updated_slabs + frozen, again + (plan.num_micro_batches - 1) * every)
 
     def _disk_s(self, plan: Plan) -> Phases:
-        """Reads and writes of the disk, which do not run at the same time at full rate."""
+        """Return the seconds of disk transfers. Reads and writes at the same time slow each other down."""
         read, write = Phases(), Phases()
         later = plan.num_micro_batches - 1
         if plan.tier == "disk":
             fetched, share = self._fetched_bytes(plan), self.footprint.share
             state = share.state * self._updated_state
-            if share.images:  # what is updated before it is fetched is read twice
+            if share.images:  # a stage that is updated before its fetch is read twice
                 state += share.state * self._updated_slabs
             readers = self.footprint.disk_readers(plan)
             read = _add(read, readers * fetched.first + state, readers * fetched.rest)
             write = _add(write, self._updated_slabs + share.state * self._updated_state, 0)
         if plan.gradient_tier == "disk":
             held = self.footprint.held_gradients(plan)
-            measured = int(self.footprint.sums_stay)  # sums of ranks are read once more for their norms
+            measured = int(self.footprint.sums_stay)  # sums of several ranks are read again for their norms
             read = _add(read, held, (later + measured) * held)
             write = _add(write, 0, (1 + later) * held)
         if plan.device == "cpu":
@@ -191,7 +191,7 @@ class Predictor:
         )
 
     def _link_s(self, plan: Plan) -> Phases:
-        """Traffic between host and device, which goes both ways at once."""
+        """Return the seconds of transfers between host and device, which go both ways at once."""
         if plan.device == "cpu":
             return Phases()
         count, fetched = plan.num_micro_batches, self._fetched_bytes(plan)

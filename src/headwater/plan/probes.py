@@ -1,4 +1,4 @@
-"""Short runs that show how fast this machine computes and moves bytes, and whether it was busy."""
+"""Short runs that measure how fast this machine computes and moves bytes, and whether it was busy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headwater.core.units import MIB
 from headwater.plan.types import Calibration
 
 QUIET_CPU_SHARE = 0.8
-"""A process that gets this share of its cores has them for itself; beside one busy process it gets half."""
+"""A process with at least this share of its cores has them for itself; beside a busy process it gets half."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MATRIX_SHAPES = ((512, 768, 3072), (256, 768, 8192))
@@ -30,7 +30,7 @@ _QUICK_SHAPE = (256, 768, 3072)
 _BLOCK_SHAPE = (4, 128, 512, 8)  # sequences, their length, width, heads
 _TRIAL_SHAPE = (32, 256, 256)
 _SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE = ((64, 768, 512),), (1, 32, 256, 4)
-"""For a dtype that the processor computes without instructions of its own, such as fp16 on most CPUs."""
+"""For a dtype without instructions in the processor, such as fp16 on most CPUs."""
 _SLOW_S = 1.0
 _COPY_BYTES = 64 * MIB
 _ADAMW_PARAMS = 4 * MIB
@@ -40,11 +40,11 @@ _MOST_ROUNDS, _BUDGET_S = 5, 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Something to time.
+    """A function to time.
 
     Attributes:
-        run: does it once.
-        on_cores: whether it does nothing but compute, on all threads that torch has.
+        run: runs the function once.
+        on_cores: True if it only computes, on all threads of torch.
     """
 
     run: Callable[[], object]
@@ -53,11 +53,11 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What came of timing some probes.
+    """The times of some probes.
 
     Attributes:
         best_s: shortest time of each.
-        cpu_share: CPU time that this process got, as a share of what its threads had got on idle cores.
+        cpu_share: CPU time of this process, as a share of what its threads would get on idle cores.
     """
 
     best_s: Mapping[str, float]
@@ -65,17 +65,17 @@ class Timing:
 
     @property
     def quiet(self) -> bool:
-        """Whether the process had the cores for itself."""
+        """True if the process had its cores for itself."""
         return self.cpu_share >= QUIET_CPU_SHARE
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """The rates of this machine, and under what conditions they were taken.
+    """The rates of this machine, and the conditions of their measurement.
 
     Attributes:
         rates: the rates.
-        quick_s: what `time_quick` found then.
+        quick_s: result of `time_quick` at that time.
         cpu_share: see `Timing`.
     """
 
@@ -93,9 +93,9 @@ class _Sizes:
 
 
 def _sizes(device: str, dtype: torch.dtype) -> _Sizes:
-    """Return small sizes where a trial shows that the usual ones take more than a second."""
+    """Return small sizes if a trial shows that the usual ones take more than a second."""
     trial = _matrix(device, dtype, (_TRIAL_SHAPE,))
-    trial.run()  # the first product of a dtype sets up what computes it
+    trial.run()  # the first product of a dtype includes one-time initialization
     start_s = time.thread_time()
     trial.run()
     factor = sum(map(_flops, _MATRIX_SHAPES)) / _flops(_TRIAL_SHAPE)
@@ -111,8 +111,11 @@ def measure(device: str, folder: Path | None) -> Measurement:
         device: `cpu` or `cuda`.
         folder: an existing folder of the disk tier, if there is one.
 
+    Returns:
+        The rates.
+
     Raises:
-        ConfigError: if nothing can be written to `folder`.
+        ConfigError: if `folder` cannot be written to.
     """
     with ExitStack() as stack:
         disk = {} if folder is None else stack.enter_context(_disk(folder))
@@ -130,16 +133,16 @@ def measure(device: str, folder: Path | None) -> Measurement:
 
 
 def time_quick(device: str) -> Timing:
-    """A tenth of a second that tells whether the machine is as fast as it was."""
+    """Measure for a tenth of a second, to compare the machine's speed with an earlier result."""
     return time_probes({"quick": _quick(device)}, device)
 
 
 def time_probes(probes: Mapping[str, Probe], device: str = "cpu") -> Timing:
-    """Time each probe a few times, in turns: what disturbs for a moment then disturbs no probe for good."""
+    """Time each probe a few times, in turns, so that a short disturbance does not affect all of its runs."""
     best_s = dict.fromkeys(probes, float("inf"))
     wall_s = cpu_s = 0.0
     began_s = time.perf_counter()
-    for turn in range(1 + _MOST_ROUNDS):  # the first is to warm up
+    for turn in range(1 + _MOST_ROUNDS):  # turn 0 warms up
         if turn > 1 and time.perf_counter() - began_s > _BUDGET_S:
             break
         for name, probe in probes.items():
@@ -181,7 +184,7 @@ def _rates(
 
 
 def _flops(shape: tuple[int, int, int]) -> int:
-    """Of a linear layer's three products, forward and backward."""
+    """Return the FLOPs of a linear layer's three products, forward and backward."""
     rows, inner, columns = shape
     return 6 * rows * inner * columns
 
@@ -205,7 +208,7 @@ def _matrix(device: str, dtype: torch.dtype, shapes: Iterable[tuple[int, int, in
 
 
 class _Block:
-    """A transformer block that trains, for what it takes beyond its matrix products."""
+    """A transformer block that trains. It shows the time beyond its matrix products."""
 
     def __init__(self, device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
         self._shape = sequences, length, width, heads = shape
@@ -217,14 +220,14 @@ class _Block:
         self.saved_bytes = self._count_saved()
 
     def train(self) -> None:
-        """One forward and backward."""
+        """Run one forward and backward."""
         device_type = self._batch.device.type
         with torch.autocast(device_type, dtype=self._dtype, enabled=self._dtype != torch.float32):
             output = self._layer(self._batch)
         output.sum().backward()
 
     def _count_saved(self) -> int:
-        """Bytes that autograd keeps of one forward, weights left out."""
+        """Return the bytes that autograd saves in one forward, without weights."""
         saved: dict[int, int] = {param.data_ptr(): 0 for param in self._layer.parameters()}
 
         def count(tensor: Tensor) -> Tensor:
@@ -236,9 +239,9 @@ class _Block:
         return sum(saved.values())
 
     def other_s(self, seconds: float, flops_per_s: float) -> float:
-        """What of `seconds` did not go into matrix products.
+        """Return the part of `seconds` outside of matrix products; at least a twentieth.
 
-        Where products take nearly all of it, the rest is lost in the noise of two measurements.
+        If products take nearly all of the time, the difference of the two measurements is only noise.
         """
         sequences, length, width, _ = self._shape
         flops = 3 * 2 * sequences * length * (12 * width**2 + 2 * length * width)
@@ -265,9 +268,9 @@ def _adamw() -> Probe:
 
 @contextmanager
 def _disk(folder: Path) -> Iterator[dict[str, Probe]]:
-    """`write` and `read` of a file in `folder`, past the page cache where the file system can."""
+    """Yield probes for `write` and `read` of a file in `folder`, past the page cache if possible."""
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:  # without a name: the process may be killed
+        with tempfile.TemporaryFile(dir=folder) as file:  # unnamed, since the process may be killed
             os.posix_fallocate(file.fileno(), 0, _DISK_BYTES)
             direct = _open_direct(f"/proc/self/fd/{file.fileno()}")
             try:
@@ -305,7 +308,7 @@ def _complete(counts: Iterable[int]) -> None:
 
 
 def _open_direct(name: str) -> int:
-    """`name` opened past the page cache, or through it on file systems that know no other way."""
+    """Open `name` past the page cache, or through it on file systems that do not support that."""
     try:
         return os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
     except OSError:

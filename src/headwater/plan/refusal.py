@@ -1,4 +1,4 @@
-"""Why no plan fits, and the settings nearest to what was asked for with which one does."""
+"""The reason why no plan fits, and the nearest settings with which one fits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Setting:
     """A change to a request with which a plan fits.
 
     Attributes:
-        text: what the user writes.
-        request: the request so changed.
+        text: what the user should write.
+        request: the changed request.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Setting:
 
 
 def refusal(request: Request) -> DoesNotFitError:
-    """The error for a request that no plan fits: what binds, how much is needed, and what would fit."""
+    """Return the error for a request without a plan: which budgets are too small, and what would fit."""
     larger = enough(request)
     stories = [_story(request.budgets, setting.request.budgets) for setting in larger]
     texts = [setting.text for setting in (*larger, *other_settings(request))]
@@ -49,7 +49,7 @@ def _story(budgets: Budgets, needed: Budgets) -> str:
 
 
 def enough(request: Request) -> list[Setting]:
-    """The request with as few budgets raised as possible, each no further than a plan needs, in every way."""
+    """Return all ways to raise as few budgets as possible, each as little as possible."""
     needs = _needs(request)
     for count in range(1, len(Budgets._fields) + 1):
         ways = [
@@ -59,7 +59,7 @@ def enough(request: Request) -> list[Setting]:
         ]
         if ways:
             return ways
-    raise AssertionError("without limits every model fits")
+    raise AssertionError("every model fits without limits")
 
 
 def _raised(request: Request, least: dict[str, int]) -> Setting:
@@ -81,7 +81,7 @@ def _host_words(request: Request, need: int) -> list[str]:
 
 
 def other_settings(request: Request) -> Iterator[Setting]:
-    """Changes other than larger budgets, each with which a plan fits."""
+    """Yield changes other than larger budgets; with each of them a plan fits."""
     for name, value in vars(request.fixed).items():
         if value is not None:
             free = _with_fixed(request, name, None)
@@ -94,7 +94,7 @@ def other_settings(request: Request) -> Iterator[Setting]:
 
 
 def _and_disk(with_disk: Request) -> Setting:
-    """A disk tier, with larger budgets where it alone is not enough."""
+    """Return a setting with a disk tier, and with larger budgets if the disk tier is not enough."""
     used = _least(_needs(with_disk), with_disk.budgets, ("disk_bytes",))
     if used is not None:
         return Setting(f"disk to a folder with {_rounded_up(used['disk_bytes'])} free", with_disk)
@@ -103,17 +103,17 @@ def _and_disk(with_disk: Request) -> Setting:
 
 
 def _without_decision(free: Request, name: str, plan: Plan) -> Setting:
-    """The decision `name` taken as the plan takes it, or left to the planner where it is not one value."""
+    """Return a setting with the plan's own value for a decision, or without the decision."""
     if name in ("activations", "num_slabs"):
         return Setting(f"no {name}, so that the plan chooses", free)
     return Setting(f"{name} {getattr(plan, name)}", _with_fixed(free, name, getattr(plan, name)))
 
 
 def _needs(request: Request) -> list[Budgets]:
-    """What the plans take that take least, whatever the budgets.
+    """Return what the smallest plans need, without regard to the budgets.
 
-    A smaller micro-batch has smaller activations, but more than one micro-batch may need wider gradients: so
-    the least is among the smallest micro-batches and the whole batch.
+    A smaller micro-batch has smaller activations, but several micro-batches may need wider gradients. So the
+    smallest plan has either the smallest micro-batch or the whole batch.
     """
     sizes = micro_batch_sizes(request)
     return [
@@ -124,7 +124,7 @@ def _needs(request: Request) -> list[Budgets]:
 
 
 def _least(needs: list[Budgets], budgets: Budgets, names: tuple[str, ...]) -> dict[str, int] | None:
-    """The smallest use of the named budgets where the others are kept; `None` where they cannot be."""
+    """Return the smallest use of the named budgets within the others; `None` if these are too small."""
     limits = budgets._replace(**dict.fromkeys(names, UNLIMITED))
     fitting = [need for need in needs if all(used <= limit for used, limit in zip(need, limits, strict=True))]
     if not fitting:
@@ -142,7 +142,7 @@ def _with_fixed(request: Request, name: str, value: Any) -> Request:
 
 
 def _rounded_up(num_bytes: int) -> str:
-    """A size to write in a params file that is at least `num_bytes`."""
+    """Return a size for a params file that is at least `num_bytes`."""
     unit, name = (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")
     hundredths = ceil(num_bytes / unit * 100)
     while parse_bytes(f"{hundredths / 100:.2f} {name}") < num_bytes:

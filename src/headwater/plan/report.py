@@ -1,4 +1,4 @@
-"""A plan as people read it: tables for a terminal, and a picture."""
+"""Reports of a plan: tables for a terminal, and a picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEGEND = (
     "saved: bytes of activations that its backward needs."
 )
 _MOST_NAMES = 24
-"""Stages that a picture names; more would overlap."""
+"""Maximum number of stages with a name in a picture; more would overlap."""
 _ABSENT, _READY = 0, 1
 _USED = {Activations.KEEP: 2, Activations.RECOMPUTE: 3, Activations.OFFLOAD: 4}
 _PART_COLORS = {
@@ -46,13 +46,13 @@ _PART_COLORS = {
 
 @dataclasses.dataclass(frozen=True)
 class StageGroup:
-    """Consecutive stages that are alike.
+    """Consecutive equal stages.
 
     Attributes:
-        name: their names in one: `blocks.0…11`.
-        count: how many there are.
+        name: their names in one text: `blocks.0…11`.
+        count: number of stages.
         stage: the first of them.
-        cost: what one of them costs.
+        cost: cost of one of them.
         policy: what happens to their activations.
     """
 
@@ -64,7 +64,7 @@ class StageGroup:
 
 
 def group_stages(plan: Plan) -> list[StageGroup]:
-    """The plan's stages in order, runs of equal ones collapsed."""
+    """Return the plan's stages in order; consecutive equal stages are one group."""
     rows = zip(plan.trace.stages, plan.trace.costs, plan.activations, strict=True)
     groups = []
     for (_, cost, policy), members in groupby(rows, key=lambda row: (_shape(row[0]), row[1], row[2])):
@@ -79,7 +79,7 @@ def _shape(stage: StageSpec) -> object:
 
 
 def _joined_name(first: str, last: str) -> str:
-    """`blocks.0` and `blocks.11` as `blocks.0…11`; names that differ in more than a number side by side."""
+    """Return `blocks.0` and `blocks.11` as `blocks.0…11`. If more than one number differs, return both."""
     first = first or "(model)"
     if first == last:
         return first
@@ -93,7 +93,7 @@ def _joined_name(first: str, last: str) -> str:
 
 
 def render_plan(plan: Plan, run: RunLength | None = None) -> RenderableType:
-    """The whole plan: stages, decisions, memory against budgets, and the time of a step and of the run."""
+    """Return the whole plan: stages, decisions, memory against budgets, and the time of step and run."""
     prediction = _prediction(plan)
     parts: list[RenderableType] = [
         _stage_table(plan),
@@ -113,7 +113,7 @@ def render_plan(plan: Plan, run: RunLength | None = None) -> RenderableType:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        # A name that is broken in its middle is not a name that can be searched for.
+        # A name broken into two lines could not be searched for.
         if index == 0:
             table.add_column(column, overflow="ellipsis", no_wrap=True)
         else:
@@ -152,7 +152,7 @@ def _decisions(plan: Plan) -> Iterator[str]:
     where = "read in place" if plan.in_place else f"in {_slab_text(plan)}"
     yield f"weights: {plan.precision.name} on {plan.device}, {where}"
     if plan.trace.inference:
-        yield f"masters: {plan.tier}; nothing is kept for a backward"
+        yield f"masters: {plan.tier}; nothing is kept for backward"
     else:
         state = (
             "whole masters and optimizer state" if plan.masters == "whole" else "masters and optimizer state"
@@ -166,7 +166,7 @@ def _decisions(plan: Plan) -> Iterator[str]:
     if len(owners) < plan.placement.size:
         share = format_count(sum(stage.numel for stage in plan.trace.stages) // len(owners))
         names = f"rank {owners[0]}" if len(owners) == 1 else f"ranks {owners[0]} to {owners[-1]}"
-        yield f"masters are updated by {names}, {share} parameters each, which compute nothing"
+        yield f"masters are updated by {names}, {share} parameters each; these ranks do not compute"
 
 
 def _slab_text(plan: Plan) -> str:
@@ -177,7 +177,7 @@ def _slab_text(plan: Plan) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _MemoryRow:
-    """One memory of a plan; `limit` is `None` where nothing limits it."""
+    """One kind of memory of a plan; `limit` is `None` if it has no limit."""
 
     name: str
     needs: int
@@ -190,7 +190,7 @@ class _MemoryRow:
 
 
 def _memories(plan: Plan) -> Iterator[_MemoryRow]:
-    """The memories that a plan uses."""
+    """Yield the kinds of memory that a plan uses."""
     prediction, budget = _prediction(plan), plan.budget or Resources()
     rows = (
         _MemoryRow("device", prediction.device_bytes, budget.device_memory, prediction.device_parts),
@@ -211,7 +211,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw which stages lie in slabs at each use of a step, and what fills the memories, as a PNG at `path`.
+    """Draw the stages in slabs at each use of a step, and the use of the memories, as a PNG at `path`.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -220,7 +220,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "drawing a plan needs matplotlib",
+            "drawing a plan needs matplotlib, which is not installed",
             remedy="pip install 'headwater[plot]', or leave the drawing out",
         ) from error
     figure = Figure(figsize=(11, 6.5), layout="constrained")
@@ -232,7 +232,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 def _draw_schedule(plan: Plan, axes: Axes) -> None:
-    """Stages over the uses of one micro-batch: gray where weights lie ready, a color where they are used."""
+    """Draw stages over the uses of one micro-batch: gray if weights are ready, colored if they are used."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
@@ -259,7 +259,7 @@ def _draw_schedule(plan: Plan, axes: Axes) -> None:
 
 
 def _draw_memory(plan: Plan, axes: Axes) -> None:
-    """One bar for each memory, of its parts, as shares of its budget."""
+    """Draw one bar for each memory: its parts, as shares of its budget."""
     rows = list(_memories(plan))
     for height, row in enumerate(rows):
         left = 0.0

@@ -1,4 +1,4 @@
-"""The fastest plan within given budgets: a search over tiers, slabs, activations and micro-batch sizes."""
+"""Searches the fastest plan within budgets, over tiers, slabs, activations and micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from headwater.plan.types import (
 )
 
 TraceFor = Callable[[int], Trace]
-"""Micro-batch size -> its dry run; should remember what it has traced."""
+"""Micro-batch size -> its dry run. It should cache its results."""
 
 
 class Budgets(NamedTuple):
-    """Bytes of each kind of memory, by the names under which users set them."""
+    """Bytes of each kind of memory; the fields have the names of the params."""
 
     device_memory: int
     host_memory: int
@@ -43,12 +43,12 @@ class Fixed:
     """Decisions that the user has made; `None` leaves them to the planner.
 
     Attributes:
-        tier: where masters and optimizer state live.
+        tier: where masters and optimizer state are stored.
         num_slabs: slabs of each size class; on CPU this also turns off computing in place.
-        activations: policy of every stage (one that cannot be recomputed is kept instead).
+        activations: policy of every stage (a stage that cannot be recomputed keeps its activations instead).
         micro_batch_size: samples computed at once.
         gradient_tier: where gradients wait for the update.
-        masters: whether the fp32 masters of bf16 weights share memory with them (`split`), or lie apart.
+        masters: `split` if the fp32 masters of bf16 weights share memory with the weights, else `whole`.
     """
 
     tier: Tier | None = None
@@ -61,14 +61,14 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """All that a plan follows from; the fields are those of `make_plan`, with nothing left open.
+    """Everything that a plan depends on. The fields are those of `make_plan`, all with values.
 
     Attributes:
-        budgets: what the run may take.
+        budgets: limits of the run.
         disk: folder of the disk tier, if there is one.
-        slack_bytes: host memory that a remedy asks for beyond what is needed: `base_bytes` differs a little
+        slack_bytes: host memory that a remedy adds to what is needed, since `base_bytes` differs a little
             from one process to the next.
-        asked_host: host memory that the user allows; `None` if the user has not said.
+        asked_host: host memory that the user allows; `None` if the user has set no limit.
         group: control groups around the process; a remedy may need larger ones.
     """
 
@@ -91,25 +91,25 @@ class Request:
     group: GroupMemory = NO_GROUP
 
     def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
-        """Fewest slabs of a size class."""
+        """Return the fewest slabs of a size class."""
         sharers = self.ranks - self.share.store_ranks if shares_slabs(tier, self.device) else 1
         return minimum_slabs(trace, sharers)
 
 
 def best_plan(request: Request) -> Plan | None:
-    """The fastest plan that fits, by nominal rates if none were measured; `None` if there is none."""
+    """Return the fastest plan that fits, by nominal rates if none were measured; `None` if none fits."""
     best: Plan | None = None
     for size in micro_batch_sizes(request):
         for plan in candidates(request, size):
             if fits(plan, request) and (best is None or _rank(plan) < _rank(best)):
                 best = plan
         if best is not None and _unconstrained(best):
-            break  # what is smaller can only be slower
+            break  # smaller micro-batches can only be slower
     return None if best is None else _with_whole_masters(best, request)
 
 
 def _with_whole_masters(plan: Plan, request: Request) -> Plan:
-    """The same plan with masters apart from the weights, where weights are read in place and it fits."""
+    """Return the plan with separate masters, if its weights are read in place and that fits."""
     bf16_in_place = plan.in_place and plan.precision.name == "bf16" and not plan.trace.inference
     if not bf16_in_place or request.fixed.masters == "split":
         return plan
@@ -121,18 +121,18 @@ def _with_whole_masters(plan: Plan, request: Request) -> Plan:
 
 
 def usage(plan: Plan) -> Budgets:
-    """Predicted peaks."""
+    """Return the predicted peaks."""
     prediction = _predicted(plan)
     return Budgets(prediction.device_bytes, prediction.host_bytes, prediction.disk_bytes)
 
 
 def fits(plan: Plan, request: Request) -> bool:
-    """Whether every predicted peak is within its budget."""
+    """True if every predicted peak is within its budget."""
     return all(used <= limit for used, limit in zip(usage(plan), request.budgets, strict=True))
 
 
 def micro_batch_sizes(request: Request) -> list[int]:
-    """Sizes to try, largest first: divisors of the batch size, each at most half of the one before."""
+    """Return the sizes to try, largest first: divisors of the batch size, each at most half of the last."""
     if request.fixed.micro_batch_size is not None:
         return [request.fixed.micro_batch_size]
     sizes = [request.batch_size]
@@ -143,13 +143,13 @@ def micro_batch_sizes(request: Request) -> list[int]:
 
 
 def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterator[Plan]:
-    """Plans with a given micro-batch size, predicted, fitting or not.
+    """Yield predicted plans with a given micro-batch size. They need not fit.
 
     Args:
         request: what to plan for.
         size: the micro-batch size.
-        smallest: give every activation policy with the fewest slabs, in place of what is fast within the
-            budgets: among these are the plans that take least.
+        smallest: yield every activation policy with the fewest slabs, instead of those that are fast within
+            the budgets. The smallest plans are among these.
     """
     trace = request.trace_for(size)
     footprint = _footprint(trace, request)
@@ -179,7 +179,7 @@ def _footprint(trace: Trace, request: Request) -> Footprint:
 
 
 def _frames(request: Request, trace: Trace, size: int) -> Iterator[Plan]:
-    """Plans that differ in their tiers; slabs and activations are still open."""
+    """Yield plans that differ in their tiers. Slabs and activations are not decided yet."""
     tiers: tuple[Tier, ...] = ("memory", "disk") if request.disk else ("memory",)
     keep = (Activations.KEEP,) * len(trace.stages)
     gradient_tiers = (request.fixed.gradient_tier,) if request.fixed.gradient_tier else tiers
@@ -201,7 +201,7 @@ def _frames(request: Request, trace: Trace, size: int) -> Iterator[Plan]:
 
 
 def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
-    """Numbers of slabs to try: in steps of about a tenth, up to a slab for each stage."""
+    """Return the numbers of slabs to try: in steps of about a tenth, up to a slab for each stage."""
     if frame.in_place:
         return (frame.slabs,)
     least = request.minimum_slabs(frame.trace, frame.tier)
@@ -215,17 +215,17 @@ def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
 
 
 class Rung(NamedTuple):
-    """A policy for every stage, and the bytes of activations and gradients at its fullest moment."""
+    """A policy for every stage, and its peak bytes of activations and gradients."""
 
     activations: tuple[Activations, ...]
     peak_bytes: int
 
 
 def activation_ladder(footprint: Footprint, frame: Plan, *, fixed: Activations | None = None) -> list[Rung]:
-    """Policies for all stages, from the fastest to the smallest; each takes less memory than the one before.
+    """Return policies for all stages, from the fastest to the smallest; each needs less memory than the last.
 
-    Stages are recomputed one after the other, those first that free the most bytes for a FLOP. What cannot
-    be recomputed is offloaded next, and at the end everything.
+    Stages are recomputed one after the other, those first that free the most bytes for a FLOP. Stages that
+    cannot be recomputed are offloaded next, and finally all stages.
     """
     ladder: list[Rung] = []
     for activations in _policies(frame) if fixed is None else (_uniform(frame.trace, fixed),):
@@ -242,7 +242,8 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
     if frame.trace.inference:  # nothing is saved
         return
     worth = [stage for stage, can_be in enumerate(recomputable(frame.trace)) if can_be]
-    # Of equal stages the earliest comes first: late ones are whole again at the turn, when memory is fullest.
+    # Among equal stages the earliest comes first: recomputing the last ones frees nothing at the turn from
+    # forward to backward, when memory use is highest.
     for stage in sorted(worth, key=lambda stage: (costs[stage].flops / costs[stage].saved_bytes, stage)):
         policies[stage] = Activations.RECOMPUTE
         yield tuple(policies)
@@ -254,14 +255,14 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
 
 
 def _uniform(trace: Trace, policy: Activations) -> tuple[Activations, ...]:
-    """`policy` for every stage that can follow it."""
+    """Return `policy` for every stage that supports it."""
     if policy is Activations.RECOMPUTE:
         return tuple(policy if can_be else Activations.KEEP for can_be in recomputable(trace))
     return (policy,) * len(trace.stages)
 
 
 def _promising(footprint: Footprint, frame: Plan, ladder: Sequence[Rung], request: Request) -> list[int]:
-    """Rungs of the ladder that can be the best: the first that fits where activations live, and the last."""
+    """Return the rungs of the ladder that may be best: the first one that fits, and the last one."""
     memory = footprint.memory(dataclasses.replace(frame, activations=ladder[0].activations))
     used, limit = memory.device, request.budgets.device_memory
     if request.device == "cpu":
@@ -272,7 +273,7 @@ def _promising(footprint: Footprint, frame: Plan, ladder: Sequence[Rung], reques
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:
-    """Shorter steps are better, then less work in all, then less memory."""
+    """Return a sort key: the shortest step first, then the least work, then the least memory."""
     prediction = _predicted(plan)
     work = sum(seconds for name, seconds in prediction.step_parts.items() if name != "overlap")
     assert prediction.step_s is not None, "candidates are compared by time"
@@ -280,7 +281,7 @@ def _rank(plan: Plan) -> tuple[float, ...]:
 
 
 def _unconstrained(plan: Plan) -> bool:
-    """Whether no budget has cost this plan anything."""
+    """True if no budget has slowed this plan down."""
     kept = set(plan.activations) == {Activations.KEEP}
     return kept and plan.tier == plan.gradient_tier == "memory" and plan.slabs >= len(plan.trace.stages)
 

@@ -1,4 +1,4 @@
-"""Operators that fake tensors cannot run, and what the dry run goes on with instead."""
+"""Operators that fake tensors cannot run, and the results that a dry run uses instead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KNOWN_BYTES = 1 << 20
 """Larger tensors are not computed in a dry run."""
 
 _OVERLAPS = 1
-"""What torch answers of a tensor whose elements share memory: it cannot be written."""
+"""torch's answer for a tensor whose elements share memory: it cannot be written to."""
 
 
 def call_operator(
@@ -35,11 +35,16 @@ def call_operator(
     kwargs: dict[str, Any],
     value: Callable[[torch.Tensor], torch.Tensor | None] = lambda fake: None,
 ) -> Any:
-    """`func(*args, **kwargs)` on fake tensors, also where the result depends on data that they do not have.
+    """Return `func(*args, **kwargs)` on fake tensors, even if the result depends on data that they lack.
 
-    A number read from a tensor is 1, a truth value `False` (most are guards against bad data, or skip
-    something), and of shapes that depend on data the largest is taken: every element is selected. `value`
-    gives the data that there are.
+    A number read from a tensor is 1, and a truth value is `False` (most of them guard against bad data, or
+    skip something). If a shape depends on data, the largest shape is used: every element is selected.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        value: returns the values of a fake tensor, if they are known.
     """
     if func is _GROUPED_MM and args[0].dtype == torch.float32:
         return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
@@ -55,23 +60,23 @@ def call_operator(
 
 
 class Operators:
-    """Runs the operators of a dry run; what follows from known numbers alone is computed as well.
+    """Runs the operators of a dry run, and computes results that depend on known values alone.
 
-    Known are the integers and truth values of the batch (token ids, masks, sizes of images), and what a
-    forward makes of them and of numbers in its code. So the sizes and branches that they decide are those
-    of a real step, and only what weights or floating-point data decide needs a stand-in.
+    Known are the integers and truth values of the batch (token ids, masks, image sizes), and everything that
+    a forward computes from them and from numbers in its code. So sizes and branches that depend on them are
+    those of a real step. Only decisions by weights or floating-point data need a stand-in.
     """
 
     def __init__(self) -> None:
         self._known = _KnownValues()
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> None:
-        """Learn what a fake tensor of integers or truth values holds; of others nothing is kept."""
+        """Keep the value of a fake tensor of integers or truth values; other values are not kept."""
         if not (isinstance(value, FakeTensor) or value.is_floating_point()):
             self._known.add(fake, value)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`func(*args, **kwargs)` on fake tensors."""
+        """Return `func(*args, **kwargs)` on fake tensors."""
         written = changed_by(func, args, kwargs)
         values = self._values(_tensors((args, kwargs))) if _computable(func, written) else None
         if values is None:
@@ -87,7 +92,7 @@ class Operators:
         return self._faked(func, args, kwargs, real, may_skip=not written)
 
     def _values(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None:
-        """What the tensors hold, by identity; `None` if that is not known of each."""
+        """Return the values of the tensors, by identity; `None` if one of them is unknown."""
         values: dict[int, torch.Tensor] = {}
         for tensor in tensors:
             value = self._known.value(tensor)
@@ -129,7 +134,7 @@ class Operators:
 
 @contextmanager
 def python_stand_ins() -> Iterator[None]:
-    """What Python code asks of fake tensors otherwise than by operators, within the context."""
+    """Inside the context, Python code can read values from fake tensors in other ways than by operators."""
     checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)  # it asks whether all values are valid, and raises
     try:
@@ -155,7 +160,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _computable(func: Any, written: list[torch.Tensor]) -> bool:
-    """Whether the operator gives the same each time, and changes nothing that is not fake."""
+    """True if the operator returns the same result each time, and changes only fake tensors."""
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:  # within vmap no other tensors can be made
@@ -164,7 +169,7 @@ def _computable(func: Any, written: list[torch.Tensor]) -> bool:
 
 
 class _KnownValues:
-    """What fake tensors hold, by their storage: views of one fake storage are views of one real tensor."""
+    """Values of fake tensors, by storage: views of one fake storage are views of one real tensor."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
@@ -183,7 +188,7 @@ class _KnownValues:
         self._storages[storage._cdata] = (StorageWeakRef(storage), real)
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What a tensor holds: a view of its known storage; `None` if that is not known."""
+        """Return the values of a tensor, a view of its known storage; `None` if they are unknown."""
         if not _plain(tensor):
             return None
         if not isinstance(tensor, FakeTensor):
@@ -215,7 +220,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _view(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A view of `storage` with the geometry of a fake tensor."""
+    """Return a view of `storage` with shape and strides of a fake tensor."""
     empty = torch.empty(0, dtype=like.dtype)
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
@@ -225,7 +230,7 @@ def _or_ones(value: torch.Tensor | None, fake: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-    """torch (2.13) computes grouped products of fp32 matrices, but its fake operator takes bf16 alone."""
+    """Return the result's shape for fp32. torch 2.13 computes it, but its fake operator accepts bf16 only."""
     product = (left.shape[-2], right.shape[-1])
     if left.dim() != right.dim():  # the groups lie one after the other
         return left.new_empty(product)

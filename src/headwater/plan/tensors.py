@@ -1,4 +1,4 @@
-"""What a dry run computes on: fake tensors, which take no memory, or the model's own."""
+"""Tensors of a dry run: fake tensors, which take no memory, or the model's own."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from headwater.plan.partition import Partition
 from headwater.plan.stand_ins import Operators, python_stand_ins
 
 State = dict[str, torch.Tensor]
-"""Every parameter and buffer of a model by every name it has, parameters in wire precision."""
+"""Every parameter and buffer of a model by each of its names; parameters are in wire precision."""
 
 
 class Tensors(Protocol):
     """The tensors of one dry run."""
 
     def active(self) -> Any:
-        """The context in which the run takes place."""
+        """Return the context of the run."""
 
     def state(self, model: nn.Module, partition: Partition) -> State:
-        """What stands for the parameters and buffers of a model."""
+        """Return the tensors that replace the parameters and buffers of a model."""
 
     def batch(self, batch: Any) -> Any:
-        """What stands for a batch."""
+        """Return the batch that replaces a batch."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator returns."""
+        """Return the result of an operator."""
 
 
 class FakeTensors:
-    """Have shapes and no values, but for integers of the batch, of buffers and of what is made of them."""
+    """Tensors with shapes but without values, except integers of batch and buffers and results from them."""
 
     def __init__(self) -> None:
         self._operators = Operators()
@@ -61,9 +61,9 @@ class FakeTensors:
 
 
 class RealTensors:
-    """Have the values that the model has: for forwards whose course the weights decide.
+    """Tensors with the model's values, for forwards in which weights decide what runs.
 
-    Parameters share memory with the model's, but have gradients of their own.
+    Parameters share memory with the model's, but have separate gradients.
     """
 
     @contextmanager
@@ -88,19 +88,19 @@ class RealTensors:
 
 
 def in_host_memory(model: nn.Module, batch: Any) -> bool:
-    """Whether every tensor of a model and a batch has values that the CPU can read."""
+    """True if the CPU can read the values of every tensor of a model and a batch."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     return all(tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def fake_state(model: nn.Module, partition: Partition) -> State:
-    """Fake parameters and buffers, of which nothing is known; needs a fake mode."""
+    """Return fake parameters and buffers without known values. Needs a fake mode."""
     return _state(model, partition, _fake_param, _empty_like)
 
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Undoes what a forward does to plain attributes of modules: no tensor or hook of a dry run must stay."""
+    """Undo what a forward does to plain attributes of modules: no tensor or hook of a dry run may stay."""
     attributes = [vars(module) for module in model.modules()]
     inside = [value for values in attributes for value in values.values() if isinstance(value, CONTAINERS)]
     before = [(container, items_of(container)) for container in (*attributes, *inside)]

@@ -1,4 +1,4 @@
-"""What the dry run found, what the machine offers, and what the plan decided: plain data."""
+"""Plain data of planning: results of the dry run, resources of the machine, and decisions of the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwater.core.stage import StageSpec
 
 
 class Activations(enum.Enum):
-    """What happens to the tensors that a stage's backward needs from its forward."""
+    """Treatment of the tensors that a stage's backward needs from its forward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -22,16 +22,16 @@ class Activations(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class StageCost:
-    """What one forward of one micro-batch through a stage costs, summed over the stage's uses.
+    """Cost of one forward of one micro-batch through a stage, summed over the stage's uses.
 
     Attributes:
         flops: floating-point operations of the forward (matrix products, attention, convolutions).
-        saved_bytes: bytes that autograd keeps for the backward; weights and stage inputs not counted.
-        input_bytes: bytes of the tensors that enter the stage and are kept where it is recomputed.
+        saved_bytes: bytes that autograd keeps for the backward, without weights and stage inputs.
+        input_bytes: bytes of the tensors that enter the stage, and are kept if it is recomputed.
         output_bytes: bytes of the tensors that leave it.
         transient_bytes: largest bytes of short-lived tensors alive at once within one operator call; in
             inference, largest bytes of all activations alive at once.
-        recomputable: whether the stage has a module of its own whose forward can be run again.
+        recomputable: True if the stage has a separate module whose forward can run again.
         backward_flops: floating-point operations of the backward, recomputation not counted.
     """
 
@@ -54,9 +54,9 @@ class Trace:
         costs: one per stage.
         sites: qualified module name -> stages bound while that module's forward runs.
         micro_batch_size: samples in the traced batch.
-        inference: whether only the forward was run, without gradients.
+        inference: True if only the forward was run, without gradients.
         written: names of the parameters that the forward itself changes.
-        assigned_after_use: those among them that get other memory after autograd has saved the old one.
+        assigned_after_use: those of them that get other memory after autograd has saved the old one.
     """
 
     stages: tuple[StageSpec, ...]
@@ -74,7 +74,7 @@ class Trace:
         return self.uses if self.inference else self.uses + self.uses[::-1]
 
     def with_whole_masters(self) -> Trace:
-        """The same with no master sharing memory with its weight; see `ParamSpec.split_master`."""
+        """Return the trace with masters that share no memory with weights; see `ParamSpec.split_master`."""
         stages = (
             dataclasses.replace(
                 stage, params=tuple(dataclasses.replace(p, split_master=False) for p in stage.params)
@@ -86,13 +86,13 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a run may take. `None` means what the machine has free.
+    """Budgets of a run. `None` means what the machine has free.
 
     Attributes:
         device_memory: bytes on the compute device. On CPU the device's memory is host memory.
-        host_memory: bytes of resident host memory, the interpreter and libraries included.
+        host_memory: bytes of resident host memory, including the interpreter and libraries.
         disk: folder of the disk tier.
-        disk_bytes: bytes it may take there.
+        disk_bytes: bytes that the run may take there.
     """
 
     device_memory: int | None = None
@@ -103,16 +103,17 @@ class Resources:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """How fast one machine computes and moves bytes, each rate the best of a few short runs.
+    """Rates at which one machine computes and moves bytes; each is the best of a few short runs.
 
     Attributes:
-        fp32_flops_per_s: matrix products in fp32 on the compute device; `bf16_…`, `fp16_…` alike.
-        fp32_saved_bytes_per_s: bytes that autograd saves in forward, by the time that forward and backward of
-            a transformer block take beyond its matrix products (norms, activation functions, allocation).
+        fp32_flops_per_s: matrix products in fp32 on the compute device; likewise `bf16_…` and `fp16_…`.
+        fp32_saved_bytes_per_s: bytes that autograd saves in forward, divided by the time of forward and
+            backward of a transformer block outside of its matrix products (norms, activation functions,
+            allocation).
         memory_bytes_per_s: bytes read plus bytes written by a copy within the compute device's memory.
         adamw_params_per_s: parameters that fused AdamW updates in host memory.
         link_bytes_per_s: pinned host memory to the device; `None` on CPU.
-        disk_read_bytes_per_s: from the folder of the disk tier; `None` where no folder was given.
+        disk_read_bytes_per_s: from the folder of the disk tier; `None` if no folder was given.
         disk_write_bytes_per_s: to that folder.
     """
 
@@ -137,7 +138,7 @@ class Calibration:
         }[precision]
 
     def saved_bytes_per_s(self, precision: PrecisionName) -> float:
-        """Saved bytes for each second of training that is not spent in matrix products, in `precision`."""
+        """Bytes saved per second of training time outside of matrix products, in `precision`."""
         return {
             "fp32": self.fp32_saved_bytes_per_s,
             "bf16": self.bf16_saved_bytes_per_s,
@@ -147,16 +148,16 @@ class Calibration:
 
 @dataclasses.dataclass(frozen=True)
 class StoreShare:
-    """What of the weight store counts against one rank's budgets, in shares of the whole.
+    """The part of the weight store that counts against one rank's budgets, in shares of the whole.
 
     Attributes:
-        wire: of the weights as they travel.
-        state: of what the store keeps beside them.
-        gradients: of the sums that wait for the update, where they are not on the compute device.
-        disk_ranks: ranks of this host that read or change what is on its disk, each through its own buffers.
-        images: stages whose weights pass through memory beside the slabs when they are updated, at once.
+        wire: share of the weights in wire precision.
+        state: share of everything else in the store.
+        gradients: share of the sums that wait for the update, if these are not on the compute device.
+        disk_ranks: ranks of this host that read or change data on its disk, each through separate buffers.
+        images: number of stages whose weights are in memory beside the slabs at once, when they are updated.
         store_ranks: ranks of this host that do not compute.
-        sums_stay: whether there are ranks on other hosts, with which sums of gradients are exchanged.
+        sums_stay: True if there are ranks on other hosts, with which sums of gradients are exchanged.
     """
 
     wire: float = 1.0
@@ -173,12 +174,12 @@ WHOLE_STORE = StoreShare()
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-    """Bytes a trained parameter costs in the store, by what they are.
+    """Bytes of a trained parameter in the store, by kind.
 
     Attributes:
-        master: bytes a parameter of the master copy that are not on the wire (0 where they are the same).
-        optimizer: bytes a parameter of optimizer state (8 for Adam in fp32).
-        gradient: bytes a parameter of the gradient that waits for the update.
+        master: bytes per parameter of the master copy that are not on the wire (0 if they are the same).
+        optimizer: bytes per parameter of optimizer state (8 for Adam in fp32).
+        gradient: bytes per parameter of the gradient that waits for the update.
     """
 
     master: int
@@ -188,17 +189,17 @@ class StateBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the plan promises.
+    """Predicted cost of a plan.
 
     Attributes:
-        device_bytes: peak on the compute device (on CPU 0: it is in `host_bytes`).
+        device_bytes: peak on the compute device (0 on CPU, where `host_bytes` includes it).
         host_bytes: peak resident host memory of the process.
-        disk_bytes: bytes the disk tier takes.
+        disk_bytes: bytes of the disk tier.
         step_s: seconds of one optimizer step; `None` without a calibration.
-        host_parts: what makes up `host_bytes`, by name.
-        step_parts: what makes up `step_s`, by name.
-        device_parts: what makes up `device_bytes`, by name.
-        disk_parts: what makes up `disk_bytes`, by name.
+        host_parts: the parts of `host_bytes`, by name.
+        step_parts: the parts of `step_s`, by name.
+        device_parts: the parts of `device_bytes`, by name.
+        disk_parts: the parts of `disk_bytes`, by name.
     """
 
     device_bytes: int
@@ -219,9 +220,9 @@ Masters = Literal["split", "whole"]
 
 
 def shares_slabs(tier: Tier | None, device: str) -> bool:
-    """Whether the ranks of a host have slabs together: where what is on disk is read to where they compute.
+    """True if the ranks of a host share slabs: on CPU, with weights on disk.
 
-    What is in memory each rank copies by itself, and to an accelerator it brings everything by itself.
+    Weights in memory are copied by each rank for itself, and so are weights to an accelerator.
     """
     return tier == "disk" and device == "cpu"
 
@@ -231,20 +232,21 @@ class Plan:
     """Schedule, slabs, tiers, activations and micro-batches, decided before anything is allocated.
 
     Attributes:
-        trace: what it was made from.
+        trace: the dry run that it was made from.
         precision: precision of the run.
         device: `cpu` or `cuda`.
-        tier: where masters and optimizer state live.
-        in_place: weights are read where they lie in the memory tier, without slabs (CPU only).
-        slabs: slabs for each size class of stages, at most; `len(stages)` or more: nothing streams twice.
+        tier: where masters and optimizer state are stored.
+        in_place: True if weights are read in the memory tier, without slabs (CPU only).
+        slabs: maximum number of slabs for each size class; with `len(stages)` or more, no stage is fetched
+            twice in a step.
         activations: policy of each stage.
         micro_batch_size: samples computed at once.
-        num_micro_batches: how many make one optimizer step.
+        num_micro_batches: number of micro-batches in an optimizer step.
         gradient_tier: where gradients wait for the update.
-        prediction: what this costs.
+        prediction: its predicted cost.
         disk: folder of the disk tier.
-        budget: what the run may take; every budget is set that applies.
-        placement: the ranks that do it, each on its part of the batch.
+        budget: limits of the run, with a value for every limit that applies.
+        placement: the ranks of the run; each computes its part of the batch.
     """
 
     trace: Trace
@@ -264,21 +266,21 @@ class Plan:
 
     @property
     def masters(self) -> Masters:
-        """Whether the fp32 masters of bf16 weights share memory with them; see `ParamSpec.split_master`."""
+        """`split` if fp32 masters of bf16 weights share memory with these; see `ParamSpec.split_master`."""
         params = (param for stage in self.trace.stages for param in stage.params)
         return "split" if all(param.split_master for param in params) else "whole"
 
     @property
     def shares_slabs(self) -> bool:
-        """Whether the ranks of a host have slabs together; see `shares_slabs`."""
+        """True if the ranks of a host share slabs; see `shares_slabs`."""
         return shares_slabs(self.tier, self.device)
 
     @property
     def memory_is_ample(self) -> bool:
         """True if every activation is kept and the predicted memory is well below the budget.
 
-        Then an allocator that keeps its pages is worth them. Near the budget it is not: how much it keeps
-        cannot be predicted to a few percent.
+        An allocator that keeps its pages is then faster. Near the budget it must not keep them, since their
+        number cannot be predicted to a few percent.
         """
         limit = None if self.budget is None else self.budget.host_memory
         if limit is not None and self.prediction is not None:

@@ -29,7 +29,7 @@ class ParameterWrites(TorchFunctionMode):
     """Records which parameters a forward writes in place, and which get other memory by `param.data = ...`.
 
     Attributes:
-        units: the stages whose modules run while a parameter is written: they cannot run a second time.
+        units: the stages whose modules run while a parameter is written. They cannot run a second time.
 
     Args:
         params: the parameters of the dry run by name.
@@ -72,7 +72,7 @@ class ParameterWrites(TorchFunctionMode):
 
     @property
     def _assigned(self) -> set[str]:
-        """The parameters that have other memory now."""
+        """The parameters that have other memory now than at the beginning."""
         return {
             name
             for name, param in self._params.items()
@@ -81,27 +81,27 @@ class ParameterWrites(TorchFunctionMode):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The parameters whose values are others after the forward."""
+        """The parameters whose values the forward has changed."""
         return tuple(sorted(self._in_place | self._assigned))
 
     @property
     def assigned_after_use(self) -> tuple[str, ...]:
-        """Return the parameters that were assigned other memory after autograd had saved the old one."""
+        """The parameters that were assigned other memory after autograd had saved the old one."""
         return tuple(sorted(self._assigned & self._saved))
 
 
 def refuse_assignments_after_use(names: Sequence[str]) -> None:
-    """Check that no parameter gets other memory while backward still needs the old one.
+    """Raise if a parameter gets other memory while backward still needs the old one.
 
     Args:
-        names: the parameters that do; see `ParameterWrites.assigned_after_use`.
+        names: these parameters; see `ParameterWrites.assigned_after_use`.
 
     Raises:
-        StreamError: if there are any.
+        StreamError: if `names` is not empty.
     """
     if names:
         raise StreamError(
             f"the forward computes with {names[0]} and assigns {names[0]}.data afterwards",
-            where="backward needs the old values, and the new ones are put in their place",
+            where="backward, which needs the old values",
             remedy="assign it before its use, or between steps",
         )

@@ -1,1 +1,1 @@
-"""What can be known of a training step before it runs: operators, graphs, and what does not go together."""
+"""Analysis of a training step without running it: operators, graphs, and parts that do not fit together."""

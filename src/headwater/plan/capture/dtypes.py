@@ -1,4 +1,4 @@
-"""Dtypes that operators refuse when they compute, but not when they are given shapes alone."""
+"""Dtypes that operators refuse in a real computation, but accept in a dry run on shapes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,16 @@ _INDEX_ARGUMENT = {
 
 
 def dtype_problem(call: OperatorCall) -> str | None:
-    """What is wrong with the dtypes of a call, and what would be right; `None` if nothing is."""
+    """Return what is wrong with the dtypes of a call, and what it takes; `None` if they are right."""
     name, func = call.func._overloadpacket, call.func
     if name in _ONE_DTYPE:
         found = list(dict.fromkeys(arg.dtype for arg in call.args if isinstance(arg, torch.Tensor)))
-        return (
-            f"{func} takes tensors of one dtype, and these are {_listed(found)}" if len(found) > 1 else None
-        )
+        return f"{func} takes tensors of one dtype, got {_listed(found)}" if len(found) > 1 else None
     position, allowed = _INDEX_ARGUMENT.get(name, (0, ()))
     if not allowed or call.args[position].dtype in allowed:
         return None
     given = _listed([call.args[position].dtype])
-    return f"{func} takes classes or indices as {_listed(allowed, ' or ')}, and these are {given}"
+    return f"{func} takes classes or indices as {_listed(allowed, ' or ')}, got {given}"
 
 
 def _listed(dtypes: Sequence[torch.dtype], separator: str = " and ") -> str:

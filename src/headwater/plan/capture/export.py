@@ -1,4 +1,4 @@
-"""One call of a module as a program of `torch.export`, on fake tensors, with the weights as arguments."""
+"""Exports one call of a module by `torch.export`, on fake tensors, with the weights as arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater.core.trees import map_tensors, tensors_in
 from headwater.plan.capture.record import ModuleCall
 
 _LOUD = ("torch.export", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-"""Loggers of torch that tell of what is raised all the same."""
+"""Loggers of torch that print errors which are raised too."""
 
 
 class StageFunction(nn.Module):
@@ -35,7 +35,7 @@ class StageFunction(nn.Module):
         self._names = names
 
     def forward(self, weights: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that the module returns, whatever they lie in."""
+        """Return the tensors in the result of the module, without the containers around them."""
         tensors = iter(inputs)
         args, kwargs = map_tensors(lambda _: next(tensors), (self._call.args, self._call.kwargs))
         state = {name: weights[first] for name, first in self._names.items()}
@@ -43,10 +43,10 @@ class StageFunction(nn.Module):
 
 
 def export_call(module: nn.Module, call: ModuleCall) -> ExportedProgram:
-    """The program of one call of `module`, whose parameters are fake.
+    """Return the program of one call of `module`, whose parameters must be fake.
 
     Raises:
-        Exception: whatever the module's forward raises, and whatever torch.export does.
+        Exception: any error of the module's forward or of torch.export.
     """
     state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     firsts: dict[int, str] = {}
@@ -66,7 +66,7 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _without_state(module: nn.Module) -> Iterator[None]:
-    """Within it no tensor is registered in `module`, so that weights can only be arguments."""
+    """Inside the context no tensor is registered in `module`, so that weights can only be arguments."""
     holders: list[dict[str, object]] = []
     for inner in module.modules():
         holders += [inner._parameters, inner._buffers]  # type: ignore[list-item]
@@ -81,12 +81,12 @@ def _without_state(module: nn.Module) -> Iterator[None]:
 
 
 def serialise(program: ExportedProgram) -> bytes:
-    """The program as a file, which has been read once to see that it can be.
+    """Return the program as the bytes of a file. The file is read once to check it.
 
     Example inputs are left out: they are fake, and would be pickled.
 
     Raises:
-        Exception: whatever torch.export does.
+        Exception: any error of torch.export.
     """
     program.example_inputs = None
     file = io.BytesIO()
@@ -98,7 +98,7 @@ def serialise(program: ExportedProgram) -> bytes:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch from printing what it raises, too."""
+    """Keep torch from printing the errors that it raises."""
     loggers = [logging.getLogger(name) for name in _LOUD]
     before = [logger.disabled for logger in loggers]
     try:

@@ -1,4 +1,4 @@
-"""What a graph cannot hold, or holds in part, and where in the user's code it is."""
+"""Findings: operators that a graph cannot hold, or holds in part, and their places in the user's code."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from headwater.plan.capture.place import Place, module_text
 
 WHOLE_FORWARD = "forward"
-"""In place of an operator, where none is known to be the reason."""
+"""Stands for the operator of a finding if no single operator is the reason."""
 
 _SHOWN_NAMES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that a graph cannot hold, or holds in part; training does not mind.
+    """An operator that a graph cannot hold, or holds in part. Training is not affected.
 
     Attributes:
-        operator: what it is.
-        problem: why.
-        captured: whether there is a graph all the same.
-        place: where it was met first.
+        operator: its name.
+        problem: why a graph cannot hold it.
+        captured: True if there is a graph, which lacks a part.
+        place: the place where it was found first.
         modules: qualified names of all modules that use it in this line; `None`: outside the model.
     """
 
@@ -45,7 +45,7 @@ class Findings:
     """Findings, one for each operator and line.
 
     Args:
-        found: those there are already.
+        found: earlier findings.
     """
 
     def __init__(self, found: Iterable[Finding] = ()) -> None:
@@ -63,7 +63,7 @@ class Findings:
         *,
         captured: bool = True,
     ) -> None:
-        """Note a finding; what was found in the same line before is completed."""
+        """Add a finding. A finding of the same operator in the same line is extended."""
         key = operator, place.file, place.line
         before = self._found.get(key)
         if before is not None:
@@ -72,7 +72,7 @@ class Findings:
         self._found[key] = Finding(operator, problem, captured, place, tuple(dict.fromkeys(modules)))
 
     def add_failure(self, problem: str, place: Place, modules: Iterable[str], *, captured: bool) -> None:
-        """Note what failed in a line; operators that were found there before are the reason."""
+        """Add a failure in a line. If operators were found there before, they are the reason."""
         line = place.file, place.line
         known = [each.operator for each in self if (each.place.file, each.place.line) == line]
         for operator in known or [WHOLE_FORWARD]:
@@ -80,6 +80,6 @@ class Findings:
 
 
 def names_text(names: Sequence[str | None]) -> str:
-    """Names of modules, stages or parameters in one: `blocks.0 … blocks.95`."""
+    """Return names of modules, stages or parameters in one text: `blocks.0 … blocks.95`."""
     shown = [name or "(model)" for name in names]
     return ", ".join(shown) if len(shown) <= _SHOWN_NAMES else f"{shown[0]} … {shown[-1]}"

@@ -1,4 +1,4 @@
-"""The graph of each distinct stage, and why there is none."""
+"""The graph of each distinct stage, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class StageGraph:
     """One graph and the modules that share it.
 
     Attributes:
-        name: of the first of them; with a number where that has another graph too.
+        name: path of the first of them, with a number if that module has several graphs.
         modules: their qualified names.
         stages: indices of the stages whose weights they read.
         kind: their class.
         program: takes a dictionary of weights and buffers by their names in the module, and a list of the
-            tensors among the arguments of the module's forward; gives the tensors in its result.
-        text: the graph as Python, each operator with the module and the line it comes from.
-        serialised: the program as `torch.export.save` writes it; `None` where that fails.
-        mlir: the program as MLIR; `None` where that fails, or torch-mlir is not installed.
+            tensors among the arguments of the module's forward; returns the tensors in its result.
+        text: the graph as Python; each operator has its module and its line in the source.
+        serialised: the program as `torch.export.save` writes it; `None` if that fails.
+        mlir: the program as MLIR; `None` if that fails, or torch-mlir is not installed.
     """
 
     name: str
@@ -54,19 +54,22 @@ class StageGraph:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """The graphs of a step, and what they do not hold."""
+    """The graphs of a step, and what is missing in them."""
 
     graphs: tuple[StageGraph, ...]
     findings: tuple[Finding, ...]
 
 
 def capture_stages(model: nn.Module, record: StepRecord, lowering: Lowering | None = None) -> Captured:
-    """Capture the graph of each module that reads the weights of a stage, equal ones once.
+    """Capture the graph of each module that reads the weights of a stage. Equal graphs are captured once.
 
     Args:
-        model: the model that `record` is of; nothing of it is changed.
+        model: the model of `record`; it is not changed.
         record: its dry run.
-        lowering: gives MLIR.
+        lowering: returns the MLIR of a program.
+
+    Returns:
+        The graphs and the findings.
     """
     capture = _Capture(model, record, lowering)
     with quiet():
@@ -76,7 +79,7 @@ def capture_stages(model: nn.Module, record: StepRecord, lowering: Lowering | No
 
 
 def _with_fake_state(model: nn.Module, record: StepRecord, action: Callable[[], T]) -> T:
-    """What `action` gives while the model has fake weights, in the precision of the run."""
+    """Return the result of `action`, called while the model has fake weights in the precision of the run."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, attributes_restored(model), autocast(record.precision, "cpu"):
         state = {f"model.{name}": tensor for name, tensor in fake_state(model, record.partition).items()}
@@ -85,7 +88,7 @@ def _with_fake_state(model: nn.Module, record: StepRecord, action: Callable[[], 
 
 
 class _Within(nn.Module):
-    """Gives an action the form that `functional_call` wants."""
+    """Calls an action as the forward of a module, as `functional_call` requires."""
 
     def __init__(self, model: nn.Module, action: Callable[[], Any]) -> None:
         super().__init__()
@@ -97,7 +100,7 @@ class _Within(nn.Module):
 
 
 class _Capture:
-    """Captures graphs; a failure is a finding."""
+    """Captures graphs. A failure becomes a finding."""
 
     def __init__(self, model: nn.Module, record: StepRecord, lowering: Lowering | None) -> None:
         self._model = model
@@ -107,7 +110,7 @@ class _Capture:
         self.findings = Findings(record.findings)
 
     def programs(self) -> dict[str, tuple[tuple[str, ...], ExportedProgram]]:
-        """The modules of each graph and its program, by name; the model must have fake weights."""
+        """Return modules and program of each graph, by name. The model must have fake weights."""
         programs: dict[str, tuple[tuple[str, ...], ExportedProgram]] = {}
         for calls in _distinct(self._model, self._record):
             call, modules = calls[0], tuple(call.path for call in calls)
@@ -120,7 +123,7 @@ class _Capture:
         return programs
 
     def graph(self, name: str, modules: tuple[str, ...], program: ExportedProgram) -> StageGraph:
-        """All there is to know of one graph."""
+        """Return a graph with its text and files."""
         mark_places(program, modules[0])
         lowering, readers = self._lowering, self._record.readers
         return StageGraph(
@@ -137,7 +140,7 @@ class _Capture:
     def _attempt(
         self, modules: tuple[str, ...], failure: str, action: Callable[[], T], *, captured: bool = True
     ) -> T | None:
-        """What `action` gives; where it fails or warns, that is a finding."""
+        """Return the result of `action`. If it fails or warns, add a finding."""
         start = _start_of(self._model.get_submodule(modules[0]), modules[0])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -156,7 +159,7 @@ class _Capture:
 
 
 def _distinct(model: nn.Module, record: StepRecord) -> list[list[ModuleCall]]:
-    """Calls in groups of equal ones, in order of first appearance."""
+    """Return the calls in groups of equal ones, in order of first appearance."""
     groups: dict[object, dict[str, ModuleCall]] = {}
     for call in record.calls:
         module = model.get_submodule(call.path)
@@ -175,6 +178,6 @@ def _free_name(path: str, taken: dict[str, Any]) -> str:
 
 
 def _start_of(module: nn.Module, path: str) -> Place:
-    """Where the forward of a module begins, for what has no line of its own."""
+    """Return where the forward of a module begins, for a failure without a line."""
     code = type(module).forward.__code__
     return Place(path, code.co_filename, code.co_firstlineno)

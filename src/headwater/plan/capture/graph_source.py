@@ -1,4 +1,4 @@
-"""A captured graph as Python source: each operator with the module and the line that it comes from."""
+"""A captured graph as Python source: each operator has its module and its line in the user's source."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from headwater.plan.capture.place import NOT_THE_USERS
 
 
 def mark_places(program: ExportedProgram, path: str) -> None:
-    """Let each operator's stack trace be the line that called it, with the module in place of a function.
+    """Replace each operator's stack trace by the line that called it, with the module instead of a function.
 
-    torch shows the innermost line and no module: for a linear layer that is a line of torch.
+    torch would show the innermost line without a module: for a linear layer, a line of torch.
     """
     for graph_module in program.graph_module.modules():
         assert isinstance(graph_module, torch.fx.GraphModule), "graphs hold graphs"
@@ -31,7 +31,7 @@ def _module_of(node: torch.fx.Node, path: str) -> str:
 
 
 def graph_source(program: ExportedProgram) -> str:
-    """The graph as Python: an argument a line, without what has no meaning to a reader."""
+    """Return the graph as Python, with one argument on each line, without details of torch."""
     text = program.graph_module.print_readable(print_output=False)
     text = re.sub(r"\n.*aten\._assert_tensor_metadata\..*", "", text)  # dtypes stand beside each name
     text = re.sub(r";  (\w+ = )+None$", "", text, flags=re.MULTILINE)  # when memory is released
@@ -42,7 +42,7 @@ _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<cod
 
 
 def _shortened(trace: str, module: str) -> str:
-    """The innermost line of a stack trace that is the user's, said to be in `module`."""
+    """Return the innermost line of a stack trace that is the user's, with `module` as its function."""
     frames = list(_FRAME.finditer(trace))
     users = [frame for frame in frames if not frame["file"].startswith(NOT_THE_USERS)]
     if not frames:

@@ -1,4 +1,4 @@
-"""What is wrong where a dry run fails: the error with its place, the shapes, and what to do."""
+"""Errors of a failed dry run: the cause with its place, the shapes, and a remedy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _BACKWARD = torch.Tensor.backward.__code__
 
 
 class RefusedCall(Exception):
-    """A call of an operator that works on shapes alone would fail on real tensors."""
+    """A call of an operator that works on shapes alone, but would fail on real tensors."""
 
 
 def misfit(error: Exception, model: nn.Module, locator: Locator) -> ModelError | None:
-    """`error`, which a dry run of `model` ended with, told with its place; `None` if it is not the user's."""
+    """Return the error of a dry run of `model` with its place; `None` if the user's code did not cause it."""
     frames = list(traceback.walk_tb(error.__traceback__))
     place = locator.find(reversed(frames))
     story = first_sentence(error)
@@ -45,7 +45,7 @@ def _remedy(story: str, place: Place) -> str:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse what no backward can begin with.
+    """Raise if backward cannot begin with `loss`.
 
     Raises:
         ModelError: if `loss` is not one differentiable number.
@@ -55,7 +55,7 @@ def check_loss(loss: Any) -> None:
         raise ModelError(
             f"the loss is a {type(loss).__name__}, not a tensor",
             where=where,
-            remedy="pass loss_function, which gives the loss of a batch as a tensor",
+            remedy="pass loss_function, which returns the loss of a batch as a tensor",
         )
     if loss.numel() != 1:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""MLIR of a captured graph, where torch-mlir is installed."""
+"""MLIR of a captured graph, if torch-mlir is installed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.export import ExportedProgram
 MISSING = "torch-mlir is not installed: no MLIR is written"
 
 Lowering = Callable[[ExportedProgram, str], str]
-"""Gives the MLIR text of a program, in the torch dialect, as a function of a given name."""
+"""Returns the MLIR text of a program, in the torch dialect, as a function with a given name."""
 
 
 def find_lowering() -> Lowering | None:
-    """What lowers graphs to MLIR; `None` where torch-mlir is not installed."""
+    """Return a function that lowers programs to MLIR; `None` if torch-mlir is not installed."""
     try:
         fx = import_module("torch_mlir.fx")
     except ImportError:

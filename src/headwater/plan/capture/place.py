@@ -1,4 +1,4 @@
-"""Where in the user's code something happens: the module whose method runs, and the line."""
+"""Places in the user's code: the module whose method runs, and the line."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Place:
 
 
 def module_text(path: str | None) -> str:
-    """How a module is called in messages."""
+    """Return the name of a module for messages."""
     if path is None:
         return "outside the model"
     return f"module {path}" if path else "the model itself"
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """Dtype and shape: `float32[4, 8]`."""
+    """Return dtype and shape: `float32[4, 8]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -71,7 +71,7 @@ class Locator:
         self._boundary = boundary
 
     def find(self, frames: Iterable[tuple[FrameType, int]]) -> Place | None:
-        """The place that (frame, line number) pairs lead to, innermost first; `None` without a user's."""
+        """Return the place of (frame, line number) pairs, innermost first; `None` without a user's line."""
         user: tuple[str, int] | None = None
         function: str | None = None
         module: tuple[str, FrameType] | None = None
@@ -79,7 +79,7 @@ class Locator:
             code = frame.f_code
             if code is self._boundary:
                 break
-            if code is _APPLY:  # what is of interest is who applies it, and not a line within it
+            if code is _APPLY:  # report the line that applies the function, not a line within it
                 function, user = frame.f_locals["cls"].__qualname__, None
             elif user is None and not code.co_filename.startswith(NOT_THE_USERS):
                 user = code.co_filename, line
@@ -103,5 +103,5 @@ def _argument_texts(frame: FrameType) -> tuple[str, ...]:
 
 
 def first_sentence(message: object) -> str:
-    """What torch says first: it goes on with advice that is not for here."""
+    """Return the first sentence of an error of torch. The rest is advice that does not apply here."""
     return str(message).strip().split("\n")[0].split(". ")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""The dry run of a step, watched: which operators run where, and what no graph can hold."""
+"""A dry run that is recorded: which operators run in which stage, and which of them no graph can hold."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class OperatorTotal:
         forward: calls in the forward.
         backward: calls in the backward.
         flops: floating-point operations.
-        read_bytes: bytes of the tensors that it took; a view reads none.
-        written_bytes: bytes of the tensors that it gave; a view writes none.
+        read_bytes: bytes of the tensors among its arguments; a view reads none.
+        written_bytes: bytes of the tensors that it returns; a view writes none.
     """
 
     forward: int = 0
@@ -56,8 +56,8 @@ class ModuleCall:
 
     Attributes:
         path: its qualified name.
-        args: what it was called with, on fake tensors.
-        kwargs: what it was called with by name.
+        args: its arguments, as fake tensors.
+        kwargs: its keyword arguments.
         digest: equal for calls that run equal operators on equal shapes in equal order.
     """
 
@@ -75,14 +75,14 @@ class StepRecord:
         trace: its dry run.
         partition: the stages, and the modules they belong to.
         precision: precision of the run.
-        readers: the outermost modules that hold no stage beside their own -> the stages whose weights they
+        readers: the outermost modules that contain no stage except their own -> the stages whose weights they
             read.
-        calls: their calls, in order.
+        calls: calls of these modules, in order.
         operators: totals by operator, one dictionary for each stage.
-        findings: what graphs cannot hold.
+        findings: operators that graphs cannot hold.
         unused: trainable parameters that get no gradient.
-        batch: the tensors of the batch, in words.
-        warnings: what torch warned of.
+        batch: dtypes and shapes of the tensors of the batch, as text.
+        warnings: warnings of torch.
     """
 
     trace: Trace
@@ -104,16 +104,19 @@ def record_step(
     *,
     loss_function: LossFunction = call_model,
 ) -> StepRecord:
-    """Run forward, loss and backward of one micro-batch on fake tensors and note what happens.
+    """Run forward, loss and backward of one micro-batch on fake tensors, and record the operators.
 
     Args:
-        model: parameters and buffers may be on the meta device; nothing of it is changed.
-        batch: tensors (real, fake or meta; only their shapes and dtypes matter) in any nesting.
+        model: parameters and buffers may be on the meta device; it is not changed.
+        batch: tensors in any nesting (real, fake or meta; only shapes and dtypes matter).
         precision: precision of the run; fp32 if not given.
-        loss_function: gives the scalar loss.
+        loss_function: returns the scalar loss.
+
+    Returns:
+        The record.
 
     Raises:
-        ModelError: if model, loss and batch do not go together.
+        ModelError: if model, loss and batch do not fit together.
         PlanError: if the model has no parameters.
     """
     precision = precision or Precision()
@@ -153,7 +156,7 @@ def record_step(
 
 
 def _readers(trace: Trace, partition: Partition, called: set[str]) -> dict[str, tuple[int, ...]]:
-    """The outermost called modules that hold no stage beside their own, with the stages that they read."""
+    """Return the outermost called modules that contain no stage except their own, with the stages read."""
     units = [unit.path for unit in partition.units]
     single = {path for path in called if not any(_is_inside(unit, path) for unit in units)}
     readers = {}
@@ -169,7 +172,7 @@ def _is_inside(path: str, outer: str) -> bool:
 
 
 class _Recorder:
-    """Notes what a dry run does; `loss` and `observe` are what `trace_step` takes."""
+    """Records a dry run; `loss` and `observe` are arguments of `trace_step`."""
 
     def __init__(self, model: nn.Module, partition: Partition, loss_function: LossFunction) -> None:
         self._model = model
@@ -182,7 +185,7 @@ class _Recorder:
         self.findings = Findings()
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The loss of the batch, by the user's function."""
+        """Return the loss of the batch from the user's function."""
         self._params = dict(model.named_parameters())
         with self._watching_modules():
             loss = self._loss_function(model, batch)
@@ -191,7 +194,7 @@ class _Recorder:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Trainable parameters that the backward gave no gradient."""
+        """Trainable parameters without a gradient after the backward."""
         return tuple(n for n, param in self._params.items() if param.requires_grad and param.grad is None)
 
     @contextmanager
@@ -214,7 +217,7 @@ class _Recorder:
         return hook
 
     def observe(self, call: OperatorCall) -> None:
-        """Note one operator; those that only ask for a device or a size compute nothing."""
+        """Record one operator. Operators that only return a device or a size compute nothing."""
         if call.func.namespace == "prim":
             return
         name = str(call.func._overloadpacket)
@@ -244,12 +247,12 @@ class _Recorder:
 
 
 class _Digest:
-    """A fingerprint of the operators of a call: which, on which shapes, and whose results they take."""
+    """A fingerprint of the operators of a call, with their shapes and the results that they use."""
 
     def __init__(self, inputs: list[torch.Tensor]) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
         self._seen: dict[int, int] = {}
-        self._keep_alive: list[torch.Tensor] = []  # an identity must not be used again
+        self._keep_alive: list[torch.Tensor] = []  # so that another tensor does not get the same identity
         self._hash.update(repr([self._text(tensor) for tensor in inputs]).encode())
 
     def add(self, call: OperatorCall) -> None:
@@ -267,7 +270,7 @@ class _Digest:
 
 
 def _has_dynamic_shape(call: OperatorCall) -> bool:
-    """Whether the shape of the result depends on data: indexing has such a shape with masks alone."""
+    """True if the shape of the result depends on data. For indexing, only masks have that effect."""
     if call.func is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in call.args[1] if index is not None)
     return torch.Tag.dynamic_output_shape in call.func.tags

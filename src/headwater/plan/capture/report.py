@@ -1,4 +1,4 @@
-"""What a watched dry run found, as people and programs read it: text, tables and plain data."""
+"""The results of a recorded dry run as text, tables and plain data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class StageReport:
 
     Attributes:
         stages: their names.
-        graphs: names of the graphs; none where a stage has no module of its own or cannot be captured.
-        parameters: how many they have together.
+        graphs: names of the graphs; empty if a stage has no separate module or cannot be captured.
+        parameters: number of their parameters together.
         saved_bytes: bytes that autograd keeps for their backward.
         operators: totals by operator.
     """
@@ -38,7 +38,7 @@ class StageReport:
 
 
 def report_stages(record: StepRecord, captured: Captured) -> list[StageReport]:
-    """The stages of a model in order of first appearance, those with the same graphs together."""
+    """Return the stages of a model in order of first appearance, grouped by their graphs."""
     groups: dict[object, tuple[tuple[str, ...], list[int]]] = {}
     for stage in record.trace.stages:
         graphs = tuple(graph.name for graph in captured.graphs if stage.index in graph.stages)
@@ -62,7 +62,7 @@ def _stage_report(record: StepRecord, graphs: tuple[str, ...], indices: Sequence
 
 
 def graph_text(graph: StageGraph, record: StepRecord) -> str:
-    """A graph as Python, with a comment that says what it is of."""
+    """Return a graph as Python, with a comment that names its modules."""
     count = f"{len(graph.modules)} modules: " if len(graph.modules) > 1 else ""
     autocast = f", within autocast to {record.precision.name}" if record.precision.mixed else ""
     size = record.trace.micro_batch_size
@@ -74,7 +74,7 @@ def graph_text(graph: StageGraph, record: StepRecord) -> str:
 
 
 def stage_table(reports: Sequence[StageReport], micro_batch_size: int) -> Table:
-    """Parameters, operators, FLOPs and bytes of each kind of stage."""
+    """Return a table of parameters, operators, FLOPs and bytes of each kind of stage."""
     title = f"Forward and backward of a micro-batch of {micro_batch_size}"
     table = _table(title, "stages", "×", "params", "ops", "FLOP", "read", "written", "saved")
     for report in reports:
@@ -99,7 +99,7 @@ def _figures(report: StageReport) -> Iterator[str]:
 
 
 def operator_table(report: StageReport) -> Table:
-    """The operators of one kind of stage, those that compute or move most first."""
+    """Return a table of the operators of one kind of stage, those with most FLOPs and bytes first."""
     title = f"{names_text(report.stages)}: operators"
     table = _table(title, "operator", "forward", "backward", "FLOP", "read", "written")
     for name, total in sorted(report.operators.items(), key=lambda item: _weight(item[1])):
@@ -126,7 +126,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def as_data(record: StepRecord, captured: Captured) -> dict[str, Any]:
-    """Everything as JSON can hold it."""
+    """Return everything as data that JSON can hold."""
     return {
         "precision": record.precision.name,
         "micro_batch_size": record.trace.micro_batch_size,

@@ -1,4 +1,4 @@
-"""How much state an optimizer keeps, found on fake tensors."""
+"""Size of an optimizer's state, found on fake tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from headwater.store.rule import UpdateRule
 
 
 def optimizer_state_bytes(optimizer: OptimizerSpec, params: Iterable[ParamSpec]) -> int:
-    """Bytes of state that `optimizer` keeps for `params` in the weight store.
+    """Return the bytes of state that `optimizer` keeps for `params` in the weight store.
 
     Raises:
-        ConfigError: if the optimizer does not take its arguments.
+        ConfigError: if the optimizer does not accept its arguments.
     """
     rule, total = UpdateRule(optimizer.with_numbers()), 0
     with FakeTensorMode(), _StandIns():  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ def optimizer_state_bytes(optimizer: OptimizerSpec, params: Iterable[ParamSpec])
 
 
 class _StandIns(TorchDispatchMode):
-    """Goes on with a number where an optimizer asks a fake tensor for one, its step count for example."""
+    """Returns a number if an optimizer reads one from a fake tensor, such as its step count."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

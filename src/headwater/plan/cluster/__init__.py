@@ -1,1 +1,1 @@
-"""Predicts the steps of many ranks on machines that one has not got."""
+"""Cluster simulator: predicts the steps of many ranks on any machines, from their rates."""

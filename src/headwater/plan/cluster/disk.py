@@ -1,4 +1,4 @@
-"""A disk as a resource: it reads or writes, one after the other."""
+"""A disk as a resource, which serves reads and writes one after the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DiskQueue:
     Args:
         timeline: of the step.
         place: the host.
-        disk: its rates; `None` where there is none, and nothing is read or written.
+        disk: its rates; `None` if the host has no disk, and nothing is read or written.
     """
 
     def __init__(self, timeline: Timeline, place: str, disk: Disk | None) -> None:
@@ -25,15 +25,15 @@ class DiskQueue:
     def read(
         self, name: str, stage: int, num_bytes: float, after: Sequence[int], kind: Kind = Kind.DISK
     ) -> int:
-        """Read; returns the task."""
-        assert self._disk is not None, "what reads has a disk"
+        """Add a read; return the number of its task."""
+        assert self._disk is not None, "only a host with a disk reads from it"
         seconds = num_bytes / self._disk.read_bytes_per_s
         return self._timeline.add(kind, name, stage, seconds, (self._resource,), after, num_bytes)
 
     def write(
         self, name: str, stage: int, num_bytes: float, after: Sequence[int], kind: Kind = Kind.DISK
     ) -> int:
-        """Write; returns the task."""
-        assert self._disk is not None, "what writes has a disk"
+        """Add a write; return the number of its task."""
+        assert self._disk is not None, "only a host with a disk writes to it"
         seconds = num_bytes / self._disk.write_bytes_per_s
         return self._timeline.add(kind, name, stage, seconds, (self._resource,), after, num_bytes)

@@ -1,4 +1,4 @@
-"""Pictures of simulated runs: how the speed grows with the number of CSXs, and one step on its resources."""
+"""Pictures of simulated runs: speed by the number of CSXs, and one step on its resources."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _COLORS = {
 }
 _MOST_RANKS_SHOWN = 4
 _MOST_BARS = 3000
-"""Bars that a row is drawn with: what is closer together is drawn as one."""
+"""Maximum number of bars in a row: bars that are closer together are drawn as one."""
 
 
 def draw_scaling(points: Sequence[Point], title: str, scaling: Scaling, path: Path) -> None:
-    """Draw samples a second with the scaling efficiency, and the parts of a step, as a PNG at `path`.
+    """Draw samples per second with the scaling efficiency, and the parts of a step, as a PNG at `path`.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -46,7 +46,7 @@ def draw_scaling(points: Sequence[Point], title: str, scaling: Scaling, path: Pa
 
 
 def draw_timeline(point: Point, title: str, path: Path) -> None:
-    """Draw what each resource of one host, and of the store's, does in a step, as a PNG at `path`.
+    """Draw the tasks of each resource of one host and of the store in a step, as a PNG at `path`.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -75,7 +75,7 @@ def draw_timeline(point: Point, title: str, path: Path) -> None:
 
 def _hosts_text(point: Point) -> str:
     hosts = point.placement.hosts
-    return "one host" if hosts == 1 else f"{hosts} hosts, of which one is shown"
+    return "one host" if hosts == 1 else f"{hosts} hosts (one is shown)"
 
 
 def _figure(width: float, height: float) -> Any:
@@ -83,8 +83,8 @@ def _figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "drawing a simulation needs matplotlib",
-            remedy="pip install 'headwater[plot]', or leave --out away",
+            "drawing a simulation needs matplotlib, which is not installed",
+            remedy="pip install 'headwater[plot]', or omit --out",
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -118,7 +118,7 @@ def _draw_parts(points: Sequence[Point], axes: Axes) -> None:
         axes.bar(range(len(points)), shares, bottom=bottoms, color=_COLORS[name], width=0.8)
         bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
     axes.set_xticks(range(len(points)), [str(point.num_csx) for point in points])
-    axes.set(title="what a rank spends a step on", xlabel="CSXs", ylim=(0, 1), xlim=(-0.6, len(points) - 0.4))
+    axes.set(title="time of a rank in a step", xlabel="CSXs", ylim=(0, 1), xlim=(-0.6, len(points) - 0.4))
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     _legend(axes, names)
 
@@ -131,7 +131,7 @@ def _legend(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _rows(point: Point) -> Iterator[int]:
-    """The resources to draw: of many ranks the first and the last."""
+    """Yield the resources to draw. If there are many ranks, only the first ones and the last are drawn."""
     ranks = point.placement.ranks
     shown = {*range(min(ranks, _MOST_RANKS_SHOWN - 1)), ranks - 1}
     for number, (_, name) in enumerate(point.step.timeline.resources):
@@ -141,7 +141,7 @@ def _rows(point: Point) -> Iterator[int]:
 
 
 def _bars(timeline: Timeline, tasks: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
-    """Beginnings and lengths of the bars of a row, by color."""
+    """Return beginning and length of the bars of a row, by color."""
     gap = timeline.end_s / _MOST_BARS
     bars: dict[str, list[tuple[float, float]]] = {}
     for color, group in groupby((timeline.tasks[task] for task in tasks), key=_color):

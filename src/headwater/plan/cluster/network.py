@@ -1,7 +1,7 @@
-"""What travels between hosts, and how long it keeps their links busy.
+"""Transfers between hosts, and how long they occupy the links.
 
-All hosts do the same at the same time, so one of them stands for all. The exchange is that of the engine
-(`headwater.fabric.link`): each host sends every other what is for it, straight, and all do so at once.
+All hosts do the same at the same time, so one of them is simulated. The exchange is that of the engine
+(`headwater.fabric.link`): each host sends directly to every other host, all at once.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from headwater.plan.cluster.timeline import Kind, Timeline
 from headwater.plan.cluster.types import Network, Placement
 
 PIECE_BYTES = 8 << 20
-"""What a switch passes on at once, at most."""
+"""The largest piece that a switch forwards at once."""
 MOST_PIECES = 16
-"""Pieces of a stage that are simulated, at most; larger ones show the same to within a sixteenth."""
+"""Maximum number of simulated pieces of a stage. More would change the result by less than a sixteenth."""
 
 
 class Links(abc.ABC):
-    """What carries weights to the hosts that compute, and gradients back.
+    """Links that carry weights to the compute hosts, and gradients back.
 
     Attributes:
-        out: how a host that computes sends.
-        into: how it receives.
+        out: the resource with which a compute host sends.
+        into: the resource with which it receives.
     """
 
     out: int
@@ -38,16 +38,16 @@ class Links(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        """Send the weights of a stage to all hosts; returns the task with whose end they are there."""
+        """Send the weights of a stage to all hosts; return the task at whose end they have arrived."""
 
     @abc.abstractmethod
     def reduce(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        """Send the gradients of a stage to their owners; returns the task with whose end they are there."""
+        """Send the gradients of a stage to their owners; return the task at whose end they have arrived."""
 
     @property
     @abc.abstractmethod
     def agreement_s(self) -> float:
-        """Until all hosts know a number of each, as the norm of the gradients."""
+        """Seconds until all hosts know a number of every host, such as the norm of the gradients."""
 
     def _seconds(self, num_bytes: float) -> float:
         return num_bytes / self._network.bytes_per_s
@@ -57,7 +57,7 @@ class Links(abc.ABC):
 
 
 class Peers(Links):
-    """Every host owns a share: it gets the others' gradients for that, and sends them its weights."""
+    """Every compute host owns a share: it receives gradients for its share, and sends the updated weights."""
 
     def __init__(self, timeline: Timeline, network: Network, hosts: int) -> None:
         super().__init__(timeline, network)
@@ -81,7 +81,7 @@ class Peers(Links):
 
 
 class Dedicated(Links):
-    """Hosts of the weight store own the shares; switches only pass on what they get."""
+    """The hosts of the weight store own the shares. Switches only forward."""
 
     def __init__(self, timeline: Timeline, network: Network, placement: Placement) -> None:
         super().__init__(timeline, network)
@@ -99,7 +99,7 @@ class Dedicated(Links):
     def _exchange(
         self, kind: Kind, name: str, stage: int, num_bytes: int, links: tuple[int, int], after: Sequence[int]
     ) -> int:
-        """A host moves the whole stage, an owner its share of it with every host."""
+        """Add the transfer of a stage: all of it for a compute host, its share to every host for an owner."""
         both = [
             self._timeline.add(kind, name, stage, self._seconds(moved), (link,), after, moved)
             for link, moved in zip(links, (float(num_bytes), self._each * num_bytes), strict=True)
@@ -138,7 +138,7 @@ class Switches(Links):
     def _pass(
         self, kind: Kind, name: str, stage: int, num_bytes: int, path: list[int], after: Sequence[int]
     ) -> int:
-        """From link to link, piece by piece; the owners' links carry a share each."""
+        """Send piece by piece from link to link. The links of the owners carry a share each."""
         pieces = max(1, min(ceil(num_bytes / PIECE_BYTES), MOST_PIECES))
         piece, last = num_bytes / pieces, -1
         for _ in range(pieces):
@@ -155,14 +155,14 @@ class Switches(Links):
 
 
 def connect(timeline: Timeline, placement: Placement) -> Links | None:
-    """The links of a run; `None` where nothing travels."""
+    """Return the links of a run; `None` if nothing is sent between hosts."""
     network = placement.cluster.network
     if placement.cluster.store is None:
         if placement.hosts == 1:
             return None
         assert network is not None, "several hosts have a network"
         return Peers(timeline, network, placement.hosts)
-    assert network is not None, "a weight store elsewhere has a network"
+    assert network is not None, "a cluster with a separate weight store has a network"
     if network.fan_out is None:
         return Dedicated(timeline, network, placement)
     return Switches(timeline, network, placement)

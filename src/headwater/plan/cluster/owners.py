@@ -1,4 +1,4 @@
-"""Those who own shares of masters and optimizer state: they update, and have all hosts get the weights."""
+"""Owners of masters and optimizer state: they update their shares, and send all hosts the new weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from headwater.plan.types import Plan, Tier
 
 
 class Owners:
-    """What one host owns, of all that compute or of those of the store.
+    """The shares of one host: a compute host, or a host of the weight store.
 
     Args:
         timeline: of the step.
         plan: of one rank.
         predictor: of the plan's trace.
         placement: where the ranks are.
-        network: what connects the hosts, if anything does.
-        cores: of each rank, where ranks compute on cores.
-        memory: that of a host that computes.
+        network: the links between hosts; `None` if nothing is sent.
+        cores: resource of each rank that computes on cores.
+        memory: resource of a compute host's memory.
         disk: its disk.
     """
 
@@ -54,10 +54,10 @@ class Owners:
             self._slowness = predictor.adamw_params_per_s / store.memory.adamw_params_per_s
         self._on_disk = tier == "disk"
         self.need_slabs = self._on_disk and network is None
-        """Whether updated weights have no place but a slab."""
+        """True if updated weights must be put in a slab, as they are nowhere else in memory."""
 
     def update(self, stage: int, after: Sequence[int]) -> int:
-        """Update a stage and let every host have it; the task with whose end that is done, or -1."""
+        """Update a stage and send it to every host; return the task at whose end that is done, or -1."""
         held = self._predictor.footprint.stages[stage]
         if not held.trained:
             return -1
@@ -82,7 +82,7 @@ class Owners:
         return self._host_disk.write("weights written", stage, others, [arrived])
 
     def _compute(self, stage: int, after: Sequence[int]) -> list[int]:
-        """Where cores compute, each rank updates its part of what the host owns."""
+        """Add the update. On cores, each rank updates its part of the host's shares."""
         seconds = (
             self._part * self._slowness * self._predictor.update_s(self._predictor.footprint.stages[stage])
         )
@@ -93,7 +93,7 @@ class Owners:
         ]
 
     def keep(self, stage: int, micro_batch: int, after: Sequence[int]) -> int:
-        """Let the sum of the gradients of a stage wait on disk, with that of earlier micro-batches."""
+        """Add the gradients of a micro-batch to the sums of a stage on disk; return the task."""
         held, before = self._predictor.footprint.held_gradient(self._plan, stage), list(after)
         if micro_batch > 0:
             before = [self._host_disk.read("gradients", stage, held, before)]
@@ -101,17 +101,17 @@ class Owners:
 
 
 def store_tier(footprint: Footprint, placement: Placement) -> Tier:
-    """Where the hosts of the store keep what they own.
+    """Return where the hosts of the weight store keep their shares.
 
     Args:
         footprint: of the whole model.
-        placement: of a cluster with such hosts.
+        placement: of a cluster with a separate weight store.
 
     Raises:
-        DoesNotFitError: if it fits neither in their memory nor on their disks.
+        DoesNotFitError: if they fit neither in the memory nor on the disks of these hosts.
     """
     store = placement.cluster.store
-    assert store is not None, "somebody owns the shares"
+    assert store is not None, "the cluster has a separate weight store"
     needed = sum(stage.stored for stage in footprint.stages) / store.count
     if needed <= store.memory.size_bytes:
         return "memory"

@@ -1,4 +1,4 @@
-"""What the time of a rank goes into."""
+"""The time of a rank in a step, by kind of work."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable
 from headwater.plan.cluster.timeline import Kind, Timeline
 
 IDLE = "idle"
-"""Time in which a rank waits for another to compute."""
+"""Time in which a rank waits for another rank to compute."""
 
 PARTS = (*(kind.value for kind in Kind), IDLE)
 
 
 def rank_parts(timeline: Timeline, rank: int) -> dict[str, float]:
-    """Seconds of the step by what they go into; together they are the whole step.
+    """Return the seconds of a step by kind of work. Their sum is the whole step.
 
-    What a rank does itself counts as that. While it waits, what counts is what it waits for: the chain of
-    tasks that led to its next one, each begun when the one before it ended.
+    The time of a rank's own tasks counts by their kind. While the rank waits, the chain of tasks that led to
+    its next task counts. Each task of the chain began when the one before it ended.
 
     Args:
-        timeline: a step.
-        rank: the resource that computes.
+        timeline: of a step.
+        rank: the resource of the rank.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     done_s = 0.0
@@ -34,7 +34,7 @@ def rank_parts(timeline: Timeline, rank: int) -> dict[str, float]:
 
 
 def mean_parts(timeline: Timeline, ranks: Iterable[int]) -> dict[str, float]:
-    """The same, of an average rank."""
+    """Return the same for an average rank."""
     every = [rank_parts(timeline, rank) for rank in ranks]
     return {name: sum(parts[name] for parts in every) / len(every) for name in PARTS}
 
@@ -42,7 +42,7 @@ def mean_parts(timeline: Timeline, ranks: Iterable[int]) -> dict[str, float]:
 def _add_waiting(
     timeline: Timeline, task: int, start_s: float, end_s: float, parts: dict[str, float]
 ) -> None:
-    """Divide the time from `start_s` to `end_s` among `task` and those that led to it."""
+    """Divide the time from `start_s` to `end_s` among `task` and the tasks that led to it."""
     while task >= 0 and end_s > start_s:
         cause = timeline.tasks[task]
         if cause.start_s < end_s:

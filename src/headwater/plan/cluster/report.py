@@ -1,4 +1,4 @@
-"""Simulated steps as people and programs read them: a table, JSON, and a trace for viewers of traces."""
+"""Reports of simulated steps: a table, JSON, and a trace for trace viewers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from headwater.plan.cluster.timeline import Timeline
 from headwater.plan.cluster.types import Cluster, Scaling
 
 _SMALLEST_SHARE = 5e-4
-"""A part that is less than this of every step is not shown."""
+"""Parts with less than this share of every step are not shown."""
 
 
 def shown_parts(points: Sequence[Point]) -> list[str]:
-    """The parts of a step that are worth a column."""
+    """Return the parts of a step that are shown."""
     return [
         name
         for name in PARTS
@@ -28,10 +28,10 @@ def shown_parts(points: Sequence[Point]) -> list[str]:
 
 
 def render_scaling(points: Sequence[Point], cluster: Cluster, scaling: Scaling) -> RenderableType:
-    """How fast each number of CSXs is, and what its ranks spend their time on."""
+    """Return tables of the speed of each number of CSXs, and of the time of their ranks."""
     batch = f"a batch of {points[0].batch_size}" if scaling == "strong" else "the same batch for each"
     title = f"{cluster.name}, {scaling} scaling: {batch}"
-    spent = "seconds of a step, by what a rank spends them on"
+    spent = "time of a rank in a step, seconds"
     return Group(
         f"[bold]{title}[/bold]", _speed_table(points), "", f"[bold]{spent}[/bold]", _parts_table(points)
     )
@@ -72,13 +72,13 @@ def _table(*columns: str) -> Table:
 def scaling_document(
     points: Sequence[Point], refused: Mapping[int, str], cluster: Cluster, scaling: Scaling
 ) -> dict[str, Any]:
-    """Everything of the table and more, for JSON. Bytes, seconds, samples.
+    """Return the content of the tables, and more, as data for JSON, in bytes, seconds and samples.
 
     Args:
         points: the steps.
-        refused: why other numbers of CSXs have none.
+        refused: why other numbers of CSXs have no step.
         cluster: the machines.
-        scaling: what was held constant.
+        scaling: what is constant, the batch size of a step or that of a CSX.
     """
     return {
         "cluster": cluster.name,
@@ -115,7 +115,7 @@ def _point_document(point: Point, first: Point) -> dict[str, Any]:
 
 
 def chrome_trace(point: Point) -> dict[str, Any]:
-    """A step in the Trace Event Format, which chrome://tracing and Perfetto show (times in microseconds)."""
+    """Return a step in the Trace Event Format of chrome://tracing and Perfetto (times in microseconds)."""
     stages = [stage.name or "(model)" for stage in point.plan.trace.stages]
     return {
         "traceEvents": [*_names(point.step.timeline), *_events(point.step.timeline, stages)],

@@ -1,4 +1,4 @@
-"""From a number of CSXs to a plan for each of them and the step that follows from it."""
+"""Plans and simulates the step of one number of CSXs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _DISK = Path("disk")
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one step trains, however many ranks do it.
+    """The work of one step, for any number of ranks.
 
     Attributes:
-        trace_for: dry runs by the number of samples.
+        trace_for: number of samples -> its dry run.
         precision: precision of the run.
         optimizer_state_bytes: bytes of optimizer state for each trained parameter.
-        fixed: decisions that are not the planner's.
-        device_memory: bytes of an accelerator that a rank may take; all where `None`.
+        fixed: decisions that the user has made.
+        device_memory: bytes of an accelerator that a rank may use; `None`: all of them.
     """
 
     trace_for: TraceFor
@@ -43,14 +43,14 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A step of so many ranks.
+    """A simulated step of one number of CSXs.
 
     Attributes:
-        placement: where they are.
-        batch_size: samples that all of them compute together.
-        plan: of each.
-        step: what happens.
-        parts: seconds of the step of an average rank, by what they go into.
+        placement: where the ranks are.
+        batch_size: samples of all ranks together.
+        plan: of each rank.
+        step: the simulated step.
+        parts: seconds of the step of an average rank, by kind of work.
     """
 
     placement: Placement
@@ -69,12 +69,15 @@ class Point:
 
 
 def simulate_point(work: Work, placement: Placement, batch_size: int) -> Point:
-    """Plan for one rank of a placement, and replay the step of all of them.
+    """Make a plan for one rank of a placement, and simulate the step of all of them.
 
     Args:
-        work: what is trained.
+        work: the work of the step.
         placement: where the ranks are.
-        batch_size: samples of a step of all of them, a multiple of their number.
+        batch_size: samples of a step of all ranks, a multiple of their number.
+
+    Returns:
+        The simulated step.
 
     Raises:
         ConfigError: if decisions contradict each other or the batch size.
@@ -105,7 +108,7 @@ def simulate_point(work: Work, placement: Placement, batch_size: int) -> Point:
 
 
 def _resources(work: Work, placement: Placement) -> Resources:
-    """One rank's part of its host."""
+    """Return one rank's part of its host."""
     host, accelerator = placement.cluster.host, placement.cluster.host.accelerator
     device_memory = None
     if accelerator is not None:
@@ -120,5 +123,5 @@ def _resources(work: Work, placement: Placement) -> Resources:
 
 
 def efficiency(first: Point, point: Point) -> float:
-    """Samples a second of each device, against those of each in the smallest of the simulated runs."""
+    """Return the samples per second of each device, relative to the smallest of the simulated runs."""
     return (point.samples_per_s / first.samples_per_s) / (point.placement.devices / first.placement.devices)

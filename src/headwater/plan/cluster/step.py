@@ -1,7 +1,7 @@
 """One optimizer step of all ranks, from commit to commit: the plan's schedule on the cluster's resources.
 
-The ranks of one host are simulated, and that host's memory, disk and links; the other hosts do the same at
-the same time. At a commit nothing is under way, so that every step is like the one that is simulated.
+One host is simulated, with its ranks, memory, disk and links. The other hosts do the same at the same time.
+At a commit nothing is in progress, so every step is like the simulated one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headwater.plan.predict import USE_OVERHEAD_S, Predictor
 from headwater.plan.types import Plan
 
 UPDATES_AHEAD = 4
-"""Uses by which updates and broadcasts are ahead of the computation, at most."""
+"""How many uses updates and broadcasts may be ahead of the computation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Step:
     """A simulated step.
 
     Attributes:
-        timeline: everything that happens.
-        ranks: what computes, by rank of a host.
-        step_s: how long it takes.
+        timeline: all tasks.
+        ranks: resource of each rank of a host.
+        step_s: its duration.
     """
 
     timeline: Timeline
@@ -40,12 +40,15 @@ class Step:
 
 
 def simulate_step(plan: Plan, predictor: Predictor, placement: Placement) -> Step:
-    """Replay one step.
+    """Simulate one step.
 
     Args:
         plan: of one rank, made for its part of the batch.
         predictor: of the plan's trace, with the rates of one rank.
         placement: where the ranks are.
+
+    Returns:
+        The step.
     """
     replayed = _Replay(plan, predictor, placement)
     replayed.run()
@@ -54,7 +57,7 @@ def simulate_step(plan: Plan, predictor: Predictor, placement: Placement) -> Ste
 
 
 class _Replay:
-    """Gives the tasks of a step to the resources, in the order in which the engine does."""
+    """Adds the tasks of a step to the resources, in the order in which the engine starts them."""
 
     def __init__(self, plan: Plan, predictor: Predictor, placement: Placement) -> None:
         self.timeline = timeline = Timeline()
@@ -81,18 +84,18 @@ class _Replay:
         self._schedule = self._trace.schedule
         self._missed = set(predictor.missed(plan))
         self._freed_by = _freed_by(plan) if self._missed else {}
-        # What has been given so far
+        # State of the simulation:
         self._used: list[list[int]] = []  # tasks of every use, by rank
-        self._fetches: deque[int] = deque()  # uses whose weights are not on their way yet
-        self._arrived: dict[int, list[list[int]]] = {}  # by use: what each rank waits for
+        self._fetches: deque[int] = deque()  # uses whose fetch has not begun
+        self._arrived: dict[int, list[list[int]]] = {}  # by use: tasks that each rank waits for
         self._whole: dict[int, int] = {}  # by stage: the task after which the host has its updated weights
-        self._read: list[list[int]] = [[] for _ in self.ranks]  # reads in place of the last use
-        self._moved_out: dict[tuple[int, int], int] = {}  # by stage and rank: activations that have left
+        self._read: list[list[int]] = [[] for _ in self.ranks]  # by rank: the last use's reads in place
+        self._moved_out: dict[tuple[int, int], int] = {}  # by stage and rank: activations moved out
         self._turn: dict[int, int] = {}  # by stage: the last addition to its gradients
         self._reduced: list[int] = []
 
     def run(self) -> None:
-        """Give every task of the step."""
+        """Add every task of the step."""
         total = self._plan.num_micro_batches * len(self._schedule)
         for use in range(total + UPDATES_AHEAD):
             if use < total:
@@ -105,7 +108,7 @@ class _Replay:
     # weights in
 
     def _supply(self, use: int) -> None:
-        """Update a stage before its first use, where that needs no slab, and let its fetch be next."""
+        """Update a stage before its first use, unless that needs a slab, and queue its fetch."""
         stage = self._schedule[use % len(self._schedule)]
         if self._is_first(use) and not self._owners.need_slabs:
             self._whole[stage] = self._owners.update(stage, after=[])
@@ -116,7 +119,7 @@ class _Replay:
         return use < self._num_forward and self._footprint.first_use[self._schedule[use]] == use
 
     def _fetch_what_can_be(self) -> None:
-        """Fetch in the order of uses, as slabs become free."""
+        """Begin fetches in the order of uses, as slabs become free."""
         while self._fetches:
             use = self._fetches[0]
             before = self._use_that_frees(use)
@@ -129,12 +132,12 @@ class _Replay:
             self._arrived[use] = self._fetch(use, freed)
 
     def _use_that_frees(self, use: int) -> int | None:
-        """The last use of the stage whose slab this one gets; `None` if that was in the step before."""
+        """Return the last use of the stage whose slab this use gets; `None` if it was a step earlier."""
         distance = self._freed_by.get(use % len(self._schedule))
         return None if distance is None or distance > use else use - distance
 
     def _fetch(self, use: int, freed: list[list[int]]) -> list[list[int]]:
-        """Bring the weights of a use to every rank; what each has to wait for."""
+        """Bring the weights of a use to every rank; return the tasks that each rank waits for."""
         stage = self._schedule[use % len(self._schedule)]
         slab = self._footprint.stages[stage].slab
         everywhere = [task for tasks in freed for task in tasks]
@@ -162,14 +165,14 @@ class _Replay:
         return [self._upload(stage, rank, [*whole, *f]) for rank, f in enumerate(freed)]
 
     def _copy(self, stage: int, rank: int, after: list[int]) -> int:
-        """From the weight store in memory to a slab in memory, by the cores that compute."""
+        """Copy a stage from the weight store in memory to a slab, by the cores that compute."""
         moved = 2 * self._footprint.stages[stage].slab
         seconds = moved / self._host.memory.bytes_per_s
         held = (self.ranks[rank], self._memory)
         return self.timeline.add(Kind.BROADCAST, "weights to slab", stage, seconds, held, after, moved)
 
     def _upload(self, stage: int, rank: int, after: list[int]) -> list[int]:
-        """From memory over the link of an accelerator."""
+        """Copy a stage from memory to an accelerator."""
         slab = self._footprint.stages[stage].slab
         over_link = self._over_link(Kind.BROADCAST, "weights", stage, slab, self._links_in[rank], after)
         return [over_link, self._memory_task(Kind.BROADCAST, "weights read", stage, slab, after)]
@@ -177,12 +180,12 @@ class _Replay:
     # use
 
     def _use(self, use: int) -> None:
-        """Compute one use on every rank, and pass on the gradients that are complete with it."""
+        """Compute one use on every rank, and send the gradients that it completes."""
         self._fetch_what_can_be()
         position = use % len(self._schedule)
         stage, forward = self._schedule[position], position < self._num_forward
         place = position if forward else 2 * self._num_forward - 1 - position
-        # Of a stage that is used twice the last use does the work: a tied embedding, mostly, and its head.
+        # For a stage that is used twice the last use does the work: usually a tied embedding and its head.
         works = place == self._footprint.last_use[stage]
         whole = self._seconds[stage].forward if forward else self._seconds[stage].backward
         seconds = USE_OVERHEAD_S + (whole if works else 0.0)
@@ -203,7 +206,7 @@ class _Replay:
             self._gradients(use // len(self._schedule), stage, tasks)
 
     def _read_in_place(self, stage: int, rank: int, arrived: list[int]) -> list[int]:
-        """Ranks of a host read the same weights where they lie; the memory serves one after the other."""
+        """Add the reads of weights in place. The ranks of a host share the rate of its memory."""
         if self._plan.device != "cpu" or not self._trace.costs[stage].flops:
             return []
         before = [self._used[-1][rank]] if self._used else []
@@ -213,7 +216,7 @@ class _Replay:
     # gradients out
 
     def _gradients(self, micro_batch: int, stage: int, computed: list[int]) -> None:
-        """The gradients of a micro-batch: added up by the ranks in turns, then sent to their owners."""
+        """Add the gradients of a micro-batch: each rank adds its own, then the sum is sent to the owners."""
         held = self._footprint.stages[stage]
         if not held.trained:
             return
@@ -270,7 +273,7 @@ class _Replay:
         return self._links_out[rank] if self._links_out else self._network_way().out
 
     def _network_way(self) -> Links:
-        assert self._network is not None, "an accelerator without a link has a network"
+        assert self._network is not None, "an accelerator without a link is on the network"
         return self._network
 
     # moving bytes
@@ -294,7 +297,7 @@ class _Replay:
 
 
 def _freed_by(plan: Plan) -> dict[int, int]:
-    """How many uses before each position of a micro-batch the stage was used whose slab is free for it."""
+    """Return for each position how many uses earlier the stage was used whose slab it takes."""
     schedule = plan.trace.schedule
     sizes = [stage.slab_bytes for stage in plan.trace.stages]
     policy = CachePolicy(schedule, sizes, slab_capacity(sizes, plan.slabs))

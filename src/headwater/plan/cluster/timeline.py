@@ -1,9 +1,8 @@
-"""Resources that serve tasks one after the other, and when each task runs.
+"""Resources that execute tasks one after the other, and the times of the tasks.
 
-Every resource serves in the order in which tasks are given to it, as a stream of a GPU, a process group or a
-thread does. A task begins as soon as what it waits for has ended and its resources have served everything
-before it. All times follow from that by maxima and sums alone, so that nothing ends earlier because something
-else takes longer.
+Every resource executes tasks in the order in which they are added, like a GPU stream, a process group or a
+thread. A task begins when its dependencies have ended and its resources have finished all earlier tasks. All
+times are computed by maxima and sums alone. So a task that takes longer never makes another one end earlier.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Kind(enum.Enum):
-    """What a task is for."""
+    """The purpose of a task."""
 
     COMPUTE = "compute"
     BROADCAST = "broadcast"
@@ -26,17 +25,17 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """Something that has its time.
+    """A task and its times.
 
     Attributes:
-        kind: what it is for.
+        kind: its purpose.
         name: what it does, for people.
-        stage: index of the stage; -1 where it is of none.
+        stage: index of the stage; -1 if it belongs to no stage.
         start_s: seconds from the beginning of the step.
-        end_s: likewise.
-        resources: what it holds all that time.
-        num_bytes: that cross each of its resources, where they carry bytes.
-        bound_by: the task whose end it began with; -1 where it began with the step.
+        end_s: seconds from the beginning of the step.
+        resources: the resources that it occupies.
+        num_bytes: bytes that cross each of its resources, if these carry bytes.
+        bound_by: the task at whose end it began; -1 if it began with the step.
     """
 
     kind: Kind
@@ -50,7 +49,7 @@ class Task:
 
 
 class Timeline:
-    """Tasks in the order in which they were given, and the resources that serve them."""
+    """Tasks in the order in which they were added, and the resources that execute them."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -58,7 +57,7 @@ class Timeline:
         self._last: list[int] = []
 
     def resource(self, place: str, name: str) -> int:
-        """A new resource, by the machine it belongs to and its name there."""
+        """Add a resource of a machine; return its number."""
         self.resources.append((place, name))
         self._last.append(-1)
         return len(self.resources) - 1
@@ -73,16 +72,16 @@ class Timeline:
         after: Iterable[int] = (),
         num_bytes: float = 0.0,
     ) -> int:
-        """Give a task to its resources; returns its number.
+        """Add a task to its resources; return its number.
 
         Args:
-            kind: what it is for.
+            kind: its purpose.
             name: what it does.
             stage: index of the stage, or -1.
-            seconds: how long it takes.
-            resources: what it holds; without any it only waits.
-            after: tasks that must have ended.
-            num_bytes: that cross each of its resources.
+            seconds: its duration.
+            resources: the resources that it occupies; without any it only waits.
+            after: tasks that must have ended before it.
+            num_bytes: bytes that cross each of its resources.
         """
         tasks, last = self.tasks, self._last
         start, bound_by = 0.0, -1
@@ -101,18 +100,18 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """When everything has ended."""
+        """The time at which all tasks have ended."""
         return max((task.end_s for task in self.tasks), default=0.0)
 
     @property
     def last(self) -> int:
-        """The task that ends last; -1 where there is none."""
+        """The task that ends last; -1 without tasks."""
         return max(range(len(self.tasks)), key=lambda number: self.tasks[number].end_s, default=-1)
 
     def of(self, resource: int) -> list[int]:
-        """The tasks of a resource, in order."""
+        """Return the tasks of a resource, in order."""
         return [number for number, task in enumerate(self.tasks) if resource in task.resources]
 
     def bytes_over(self, resource: int) -> float:
-        """Bytes that cross a resource."""
+        """Return the bytes that cross a resource."""
         return sum(self.tasks[number].num_bytes for number in self.of(resource))

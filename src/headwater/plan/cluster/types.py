@@ -1,4 +1,4 @@
-"""What a cluster consists of: hosts that are alike, what connects them, and hosts of the weight store."""
+"""Parts of a cluster: equal compute hosts, the network between them, and hosts of the weight store."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Scaling = Literal["strong", "weak"]
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory that holds shares of the weight store, and how fast it is.
+    """Memory that holds shares of the weight store, with its rates.
 
     Attributes:
-        size_bytes: bytes that a run may take.
-        bytes_per_s: bytes read plus bytes written.
-        adamw_params_per_s: parameters that fused AdamW updates there.
+        size_bytes: bytes that a run may use.
+        bytes_per_s: bytes read plus bytes written per second.
+        adamw_params_per_s: parameters that fused AdamW updates there per second.
     """
 
     size_bytes: int
@@ -28,7 +28,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """A disk of a host, which reads or writes."""
+    """A disk of a host. It does not read and write at the same time."""
 
     size_bytes: int
     read_bytes_per_s: float
@@ -37,11 +37,11 @@ class Disk:
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """What a rank computes on, if not on cores of its host.
+    """A device on which a rank computes, if not on cores of its host.
 
     Attributes:
         memory_bytes: its memory.
-        link_bytes_per_s: from and to the memory of the host, each way; `None` where it hangs on the network
+        link_bytes_per_s: rate from and to the memory of the host, each way; `None` if it is on the network
             instead, and weights stream to it from the store at each use.
     """
 
@@ -51,15 +51,15 @@ class Accelerator:
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """One of the hosts that compute.
+    """One of the compute hosts.
 
     Attributes:
-        ranks: most compute ranks; one for each accelerator where there are any.
-        memory: its memory, which all ranks see.
-        flops_per_s: matrix products by precision, of all cores together or of one accelerator.
-        saved_bytes_per_s: as in `Calibration`, likewise.
-        accelerator: `None` where the cores compute.
-        disk: `None` where there is none for the disk tier.
+        ranks: maximum number of compute ranks; with accelerators, one for each.
+        memory: its memory, which all ranks share.
+        flops_per_s: matrix products by precision, for all cores together or for one accelerator.
+        saved_bytes_per_s: as in `Calibration`, for all cores together or for one accelerator.
+        accelerator: `None` if the cores compute.
+        disk: `None` if it has no disk for the disk tier.
     """
 
     ranks: int
@@ -72,13 +72,13 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What connects hosts: each has one link, which sends and receives at this rate at once.
+    """The network between hosts. Each host has one link, which sends and receives at this rate at once.
 
     Attributes:
-        bytes_per_s: of a link, each way.
+        bytes_per_s: rate of a link, each way.
         latency_s: of a message from host to host, or to the next switch.
-        fan_out: switches with so many links downwards copy what they broadcast and sum what they reduce;
-            `None` where they only pass it on.
+        fan_out: number of links of a switch downwards; such switches copy broadcasts and sum reductions.
+            `None` if switches only forward.
     """
 
     bytes_per_s: float
@@ -88,7 +88,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class StoreHosts:
-    """Hosts that own the masters and update them, and do not compute."""
+    """Hosts that own the masters and update them, but do not compute."""
 
     count: int
     memory: Memory
@@ -100,11 +100,11 @@ class Cluster:
     """A cluster.
 
     Attributes:
-        name: what to call it.
-        hosts: how many hosts compute, at most.
-        host: each of them.
+        name: of the cluster.
+        hosts: maximum number of compute hosts.
+        host: description of each of them.
         network: `None` for a single host.
-        store: `None` where the hosts that compute own the masters, each its share.
+        store: `None` if the compute hosts own the masters, each its share.
     """
 
     name: str
@@ -115,18 +115,18 @@ class Cluster:
 
     @property
     def most_csx(self) -> int:
-        """Compute ranks of the whole cluster."""
+        """Maximum number of compute ranks."""
         return self.hosts * self.host.ranks
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a run are.
+    """Hosts and ranks of a run on a cluster.
 
     Attributes:
         cluster: the machines.
-        hosts: how many of them compute.
-        ranks: compute ranks of each.
+        hosts: number of compute hosts.
+        ranks: compute ranks of each host.
     """
 
     cluster: Cluster
@@ -139,7 +139,7 @@ class Placement:
 
     @property
     def owners(self) -> int:
-        """How many hosts share masters and optimizer state."""
+        """Number of hosts among which masters and optimizer state are divided."""
         return self.hosts if self.cluster.store is None else self.cluster.store.count
 
     @property
@@ -149,18 +149,18 @@ class Placement:
 
     @property
     def devices(self) -> int:
-        """What computes: accelerators, or hosts, all of whose cores compute for however many ranks."""
+        """Number of accelerators, or of hosts if cores compute: all cores of a host compute for its ranks."""
         return self.hosts if self.cluster.host.accelerator is None else self.num_csx
 
     @property
     def streams_from_store(self) -> bool:
-        """Whether weights come over the network at each use, and no host keeps them."""
+        """True if weights come over the network at each use, and compute hosts do not store them."""
         accelerator = self.cluster.host.accelerator
         return accelerator is not None and accelerator.link_bytes_per_s is None
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Of the way weights come to an accelerator."""
+        """Rate at which weights come to an accelerator."""
         host, network = self.cluster.host, self.cluster.network
         if host.accelerator is None:
             return None
@@ -171,14 +171,14 @@ class Placement:
 
     @property
     def share(self) -> StoreShare:
-        """What of the weight store counts against the part of a host's memory that is one rank's."""
+        """The part of the weight store that counts against one rank's share of a host's memory."""
         here = 0.0 if self.streams_from_store else 1.0 / self.ranks
         state = 0.0 if self.cluster.store is not None else 1.0 / self.num_csx
         return StoreShare(wire=here, state=state, gradients=here)
 
     @property
     def rates(self) -> Calibration:
-        """Of one rank: ranks that compute on cores have a part of them each, memory and disk are shared."""
+        """The rates of one rank. Ranks on cores have a part of the cores each, and share memory and disk."""
         host = self.cluster.host
         part = 1.0 if host.accelerator is not None else 1.0 / self.ranks
         flops = {f"{name}_flops_per_s": rate * part for name, rate in host.flops_per_s.items()}
@@ -195,10 +195,10 @@ class Placement:
 
 
 def place(cluster: Cluster, num_csx: int) -> Placement:
-    """On as few hosts as hold them, the same number on each.
+    """Return a placement on as few hosts as possible, with the same number of ranks on each.
 
     Raises:
-        ConfigError: if the cluster has not so many, or they cannot be divided evenly.
+        ConfigError: if the cluster has too few ranks, or they cannot be divided evenly.
     """
     if num_csx > cluster.most_csx:
         raise ConfigError(
