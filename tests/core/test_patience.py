@@ -5,7 +5,7 @@ import time
 from headwater.core.patience import noticed
 
 
-def test_long_work_is_named_with_what_it_does_now():
+def test_a_notice_names_the_current_activity():
     said = []
     with noticed("planning", silence_s=0.001, interval_s=0.001, say=said.append) as activity:
         while not said:

@@ -37,7 +37,7 @@ def written(tmp_path_factory):
     return path, file.chunks
 
 
-def test_library_reads_what_is_written(written):
+def test_the_library_reads_our_files(written):
     loaded = safetensors.torch.load_file(written[0])
     assert loaded.keys() == TENSORS.keys()
     for name, value in TENSORS.items():
@@ -45,7 +45,7 @@ def test_library_reads_what_is_written(written):
         assert torch.equal(loaded[name], value), name
 
 
-def test_reads_what_the_library_writes(tmp_path):
+def test_files_of_the_library_are_read(tmp_path):
     path = tmp_path / "x.safetensors"
     safetensors.torch.save_file(
         {**TENSORS, **{str(dtype): torch.ones(3).to(dtype) for dtype in DTYPE_CODES}}, path

@@ -33,7 +33,7 @@ def test_parse(text, count):
     "text",
     ["", "GiB", "8 XB", "-1GiB", "8 GiB please", "1e9", True, None, -1, -0.5, float("inf"), float("nan")],
 )
-def test_what_is_no_size(text):
+def test_invalid_sizes_are_refused(text):
     with pytest.raises(ConfigError, match="is not a size in bytes") as caught:
         parse_bytes(text)
     assert "8GiB" in caught.value.remedy
@@ -84,5 +84,5 @@ def test_format_duration(seconds, text):
 @settings(deadline=None)
 @given(st.integers(0, 2**49))
 @example(1152)
-def test_what_is_printed_reads_as_nearly_the_same(count):
+def test_a_formatted_size_parses_to_nearly_the_same(count):
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.0051, abs=1)

@@ -15,7 +15,7 @@ def spread(x):
     return torch.pdist(x).log().mean() + x.std(0).square().sum()
 
 
-def test_the_mean_over_ranks_of_gradients_is_that_of_the_whole():
+def test_gradients_averaged_over_ranks_are_those_of_the_whole_batch():
     whole = BATCH.clone().requires_grad_()
     expected = spread(whole)
     expected.backward()
@@ -28,14 +28,14 @@ def test_the_mean_over_ranks_of_gradients_is_that_of_the_whole():
     assert_close(torch.cat([part.grad for part in parts]), whole.grad)
 
 
-def test_rows_are_those_that_the_others_see_to_the_bit():
+def test_all_ranks_get_bit_identical_rows():
     parts = BATCH.bfloat16().chunk(3)
     for rank, part in enumerate(parts):
         with part_of_batch(lambda own: list(parts), rank):
             assert torch.equal(rows(part.clone().requires_grad_()), BATCH.bfloat16())
 
 
-def test_totals_have_no_gradient_and_alone_a_part_is_the_whole():
+def test_totals_have_no_gradient_and_one_rank_has_the_whole_batch():
     own = BATCH.clone().requires_grad_()
     with part_of_batch(lambda own: [own, 2 * own], 0):
         assert_close(total(own), 3 * BATCH)

@@ -15,7 +15,7 @@ from headwater.core.errors import RankError
 TIMEOUT_S = 3.0
 
 
-def test_who_waits_for_what_another_host_sends_hears_which_host_is_missing():
+def test_a_timeout_names_the_host_that_is_missing():
     """The ranks of the first host wait already when their leader asks the other host, which says nothing."""
     missed = multiprocessing.get_context("fork").Event()
 

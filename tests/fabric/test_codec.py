@@ -50,7 +50,7 @@ SAMPLE = Sample(3, Path("/a"), (Activations.KEEP,), {(0, 1): torch.arange(6.0).r
         (Resources(disk=Path("x")), Resources | None),
     ],
 )
-def test_what_is_sent_comes_back(value, kind):
+def test_decode_inverts_encode(value, kind):
     assert decode(encode(value, kind), kind) == value
 
 
@@ -126,7 +126,7 @@ def raw(plain, *blobs, sizes=None):
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_what_is_not_of_the_kind_is_refused(message, kind):
+def test_a_message_of_another_kind_is_refused(message, kind):
     with pytest.raises(RankError, match="expected a message with"):
         decode(message, kind)
 
@@ -158,7 +158,7 @@ def test_random_bytes_and_damaged_messages_give_a_value_of_the_kind_or_a_refusal
 
 
 @pytest.mark.parametrize("kind", [Plan, Start])
-def test_what_ranks_agree_on_has_only_fields_that_can_be_sent(kind):
+def test_types_of_agree_can_be_encoded(kind):
     waiting, seen = [kind], []
     while waiting:
         kind = waiting.pop()

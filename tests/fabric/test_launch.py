@@ -80,7 +80,7 @@ def test_an_error_is_not_started_again(rank, raises, tmp_path):
     assert len((tmp_path / f"starts_{rank}").read_text()) == 1
 
 
-def test_what_the_system_does_not_start_is_said(monkeypatch):
+def test_an_error_of_the_system_at_start_is_raised(monkeypatch):
     def refuse(*args, **options):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -89,7 +89,7 @@ def test_what_the_system_does_not_start_is_said(monkeypatch):
         launch(TWO, ["-c", ""], where="here", max_restarts=3)
 
 
-def test_ranks_whose_launcher_is_killed_before_they_know_it_end(tmp_path):
+def test_ranks_end_if_their_launcher_was_killed_early(tmp_path):
     rank = f"""
 import pathlib, os, time
 pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
@@ -115,7 +115,7 @@ launch(Placement(1, 1), ["-c", {rank!r}], where="here")
     assert len(gone) == 2 and not alive
 
 
-def test_a_program_that_a_rank_has_started_is_no_rank(monkeypatch):
+def test_a_program_started_by_a_rank_is_not_a_rank(monkeypatch):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         names = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": "nowhere"}
         for name, value in {**names, "HEADWATER_PARENT": str(other.pid), "OMP_NUM_THREADS": "1"}.items():

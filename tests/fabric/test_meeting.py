@@ -50,7 +50,7 @@ def rank(monkeypatch, unused_port):
     ],
     ids=["others", "the first", "its name"],
 )
-def test_who_waits_says_for_what_and_then_gives_up(rank, unused_port, capfd, number, environment, told):
+def test_a_waiting_rank_prints_the_reason_and_times_out(rank, unused_port, capfd, number, environment, told):
     rank(number, **environment)
     told = told.format(port=unused_port)
     with pytest.raises(RankError, match=r"rendezvous failed: timed out after \d s; ") as caught:
@@ -69,7 +69,7 @@ def hears_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-def test_who_waits_can_be_interrupted(rank, hears_interrupts):
+def test_a_waiting_rank_can_be_interrupted(rank, hears_interrupts):
     rank(0)
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()

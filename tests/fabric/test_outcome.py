@@ -25,7 +25,7 @@ def test_an_error_comes_before_those_that_miss_its_rank_whatever_the_clocks_of_t
         exit_code([failure(0, 1, early), failure(1, None, time_s=9.0)])
 
 
-def test_what_the_launcher_has_ended_comes_last():
+def test_ranks_that_the_launcher_ended_are_not_the_cause():
     ended = failure(0, -signal.SIGTERM)
     with pytest.raises(RankError, match="rank 1 is gone"):
         exit_code([ended, failure(2, 1, {**MISSED, "time_s": 3.0})])
@@ -45,7 +45,7 @@ def test_a_rank_that_the_launcher_had_to_kill_is_not_the_cause(capsys):
         exit_code([failure(1, -signal.SIGKILL, DATA, was_killed=True), failure(0, 1, MISSED)])
 
 
-def test_who_has_asked_to_stop_is_not_told_which_rank_stopped_first_but_what_went_wrong():
+def test_after_a_signal_only_a_real_failure_is_reported():
     stopped = failure(0, -signal.SIGTERM)
     missed = failure(1, 1, {**MISSED, "time_s": 3.0})
     assert exit_code([missed, stopped], passed_on=[signal.SIGTERM]) == 143
@@ -61,7 +61,7 @@ def test_the_first_of_two_errors_is_the_cause():
         ])  # fmt: skip
 
 
-def test_what_has_been_said_is_not_said_again(capsys):
+def test_an_error_that_a_rank_printed_is_not_printed_again(capsys):
     assert exit_code([failure(0, 130)]) == 130
     assert exit_code([failure(0, 1)]) == 1  # rank 0 has printed why
     with pytest.raises(RankError, match=r"rank 3 \(process 103\) ended with exit code 1"):

@@ -26,7 +26,7 @@ def test_a_task_is_a_rank_and_all_tasks_of_a_step_agree_where_the_first_listens(
     assert slurm.as_rank({**TASK, "MASTER_PORT": "29500"})["MASTER_PORT"] == "29500"
 
 
-def test_who_is_no_task_is_left_alone():
+def test_processes_that_are_not_slurm_tasks():
     assert not slurm.is_task({})
     assert not slurm.is_task({**TASK, "SLURM_STEP_NUM_TASKS": "1"})
     assert not slurm.is_task({**TASK, "RANK": "0"})  # torchrun under srun

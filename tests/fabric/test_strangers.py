@@ -191,7 +191,7 @@ def test_ranks_with_other_secrets_do_not_meet(monkeypatch):
     assert "HEADWATER_SECRET_FILE" in str(caught.value)
 
 
-def test_the_first_rank_says_whom_it_has_sent_away(monkeypatch):
+def test_rank_0_reports_a_refused_connection(monkeypatch):
     port = free_port()
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
@@ -246,7 +246,7 @@ def test_a_rank_that_is_too_busy_to_answer_is_asked_again(monkeypatch):
         board.close()
 
 
-def test_a_rank_that_is_gone_is_missed_at_once():
+def test_a_connection_to_an_ended_rank_fails_at_once():
     # The board listens first, so that the system cannot give it the port that becomes free.
     board = Switchboard(1, b"s" * 32, listen_at("127.0.0.1", 0, 8))
     with listen_at("127.0.0.1", 0, 8) as gone:
@@ -280,7 +280,7 @@ def pair():
         yield lambda: [opened.enter_context(each) for each in socket.socketpair()]
 
 
-def test_what_both_ends_of_a_handshake_know(pair):
+def test_both_ends_of_a_handshake_have_matching_keys(pair):
     ours, theirs = pair()
     known = []
     thread = threading.Thread(target=lambda: known.append(examine(theirs, b"s" * 32, 0, 5)))

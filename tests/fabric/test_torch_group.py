@@ -67,7 +67,7 @@ def collect(fabric):
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # its names, since torch 2.13
-def test_collectives_give_what_they_say():
+def test_collectives_return_the_documented_results():
     ranks = run_ranks(collect, count=3)
     every = torch.stack([values(rank) for rank in range(3)])
     for rank, found in enumerate(ranks):
@@ -94,7 +94,7 @@ def test_collectives_give_what_they_say():
         assert found.get("some", 2.0) == 2.0
 
 
-def test_what_cannot_be_is_refused_and_does_not_wait():
+def test_invalid_collectives_are_refused_without_waiting():
     def ask(fabric):
         with pytest.raises(RankError, match=r"expected a tensor of shape \[2\] and torch.float32"):
             dist.all_gather([torch.empty(2)] * 2, torch.empty(2 + fabric.rank))

@@ -49,7 +49,7 @@ def test_more_slabs_never_fetch_more(schedule, slabs):
 
 
 @given(schedules, st.integers(1, 4))
-def test_slabs_are_never_overfilled_and_hold_what_is_used(schedule, slabs):
+def test_slabs_are_never_overfilled_and_hold_the_used_stage(schedule, slabs):
     for use in replay(CachePolicy(schedule, *one_class(slabs)), 3):
         assert use.stage in use.resident
         assert len(use.resident) <= slabs
@@ -74,7 +74,7 @@ def test_victim_is_the_furthest_of_the_same_class():
     assert policy.choose_victim(2, 2, [2]) is None
 
 
-def test_prefetch_does_not_evict_what_is_used_before_it():
+def test_prefetch_does_not_evict_a_stage_that_is_used_earlier():
     policy = CachePolicy([0, 1, 2, 3, 3, 2, 1, 0], [0] * 4, {0: 2})
     # While 3 runs backward (position 4), 2 comes at 5, before 1 at 6: it must stay.
     assert policy.choose_victim(1, 4, [2], use_at=6) is None
@@ -85,7 +85,7 @@ def test_prefetch_does_not_evict_what_is_used_before_it():
 
 
 @pytest.mark.parametrize(("slabs", "fetches"), [(2, 8), (3, 6), (5, 2), (6, 0)])
-def test_forward_and_backward_refetch_what_has_no_slab(slabs, fetches):
+def test_stages_without_a_slab_are_fetched_again(slabs, fetches):
     forward = tuple(range(6))
     assert len(simulate(forward + forward[::-1], [7] * 6, {7: slabs})) == fetches
 

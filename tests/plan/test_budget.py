@@ -55,7 +55,7 @@ def with_fixed(plan):
 
 @settings(deadline=None, max_examples=150)
 @given(requests)
-def test_a_plan_is_within_every_budget_and_obeys_what_is_fixed(request):
+def test_a_plan_is_within_every_budget_and_keeps_fixed_decisions(request):
     plan = best_plan(request)
     assume(plan is not None)
     assert fits(plan, request)
@@ -78,7 +78,7 @@ def test_more_memory_never_gives_a_slower_plan(request, name, more):
 
 @settings(deadline=None, max_examples=150)
 @given(requests)
-def test_what_a_refusal_suggests_fits(request):
+def test_the_settings_that_a_refusal_suggests_fit(request):
     assume(best_plan(request) is None)
     for setting in (*enough(request), *other_settings(request)):
         assert best_plan(setting.request) is not None, setting.text
@@ -117,7 +117,7 @@ def test_without_a_calibration_no_time_is_promised():
     assert measured.prediction.step_s == pytest.approx(sum(measured.prediction.step_parts.values()))
 
 
-def test_budgets_that_are_not_set_are_what_the_machine_has_free(tmp_path):
+def test_the_default_of_a_budget_is_the_free_memory(tmp_path):
     plan = make_plan(gpt(), resources=Resources(disk=tmp_path / "tier"), **ARGUMENTS)
     assert plan.budget.host_memory > 100 * MIB
     assert plan.budget.disk_bytes > 0
@@ -143,7 +143,7 @@ def test_stages_are_recomputed_one_by_one_as_memory_gets_short():
     assert recomputed == sorted(set(recomputed))
 
 
-def test_refusal_names_the_binding_budget_and_what_would_fit():
+def test_a_refusal_names_the_exceeded_budget_and_settings_that_fit():
     small = Resources(device_memory=MIB, host_memory=GIB)
     fixed = Fixed(micro_batch_size=4, activations=Activations.KEEP)
     shape = gpt(layers=12, hidden=128, length=128)

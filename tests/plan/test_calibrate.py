@@ -77,7 +77,7 @@ def test_a_known_machine_is_not_measured_again(tmp_path, machine):
     assert calibrate(disk=tmp_path / "not" / "yet", cache=tmp_path / "cache.json") == first
 
 
-def test_what_was_measured_just_now_is_not_doubted(tmp_path, machine):
+def test_a_recent_measurement_is_used_without_a_check(tmp_path, machine):
     machine.measurements = [taken(1.0, cpu_share=BUSY), taken(9.0)]
     for wait_s, rate in ((0, 1.0), (500, 1.0), (200, 9.0)):
         machine.now_s += wait_s
@@ -85,7 +85,7 @@ def test_what_was_measured_just_now_is_not_doubted(tmp_path, machine):
 
 
 @pytest.mark.parametrize("days", [31, -1])
-def test_what_is_too_old_or_from_the_future_is_measured_anew(tmp_path, machine, days):
+def test_an_old_or_future_measurement_is_repeated(tmp_path, machine, days):
     machine.measurements = [taken(1.0), taken(9.0)]
     calibrate(cache=tmp_path / "cache.json")
     machine.now_s += days * DAY_S
@@ -107,7 +107,7 @@ BUSY, QUIET = 0.5, 1.0
         (BUSY, 0.02, QUIET, False),  # a quiet moment for a better one
     ],
 )
-def test_what_a_quick_check_says(then, now_s, now, holds):
+def test_a_measurement_against_a_quick_check(then, now_s, now, holds):
     known = Known(taken(quick_s=0.02, cpu_share=then), taken_s=0.0)
     assert known.holds(Timing({"quick": now_s}, now)) == holds
 
@@ -136,7 +136,7 @@ def test_a_busy_measurement_does_not_replace_a_quiet_one(tmp_path, machine):
     "damage",
     ["", "{", "[]", '{"machine": {"fp32_flops_per_s": 1.0}}', '{"machine": {"rates": {}, "quick_s": 1.0}}'],
 )
-def test_a_damaged_or_old_cache_is_measured_anew(tmp_path, machine, damage):
+def test_with_a_damaged_or_old_cache_the_machine_is_measured(tmp_path, machine, damage):
     cache = tmp_path / "cache.json"
     cache.write_text(damage)
     machine.measurements = [taken(2.0)]
@@ -197,7 +197,7 @@ def test_old_rates_count_where_a_measurement_fails(tmp_path, machine):
     assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
 
 
-def test_another_process_measures_what_this_one_would(tmp_path):
+def test_measurements_in_another_process_equal_those_in_this_one(tmp_path):
     rates = dataclasses.asdict(measure_apart("cpu", tmp_path, most_wall_s=300).rates)
     assert rates["disk_read_bytes_per_s"] > 1e6
     assert not list(tmp_path.iterdir())

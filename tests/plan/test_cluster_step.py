@@ -43,7 +43,7 @@ def fixed(**decisions):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [SMALL, SMALL | {"tied": False, "layers": 2}], ids=["tied", "untied"])
-def test_one_csx_that_computes_in_place_takes_what_the_plan_predicts(precision, shape):
+def test_one_csx_in_place_takes_the_predicted_time(precision, shape):
     one = point(BOXES, 1, BATCH, shape, precision=Precision(precision), **fixed())
     assert one.plan.in_place
     assert one.step.step_s == pytest.approx(one.plan.prediction.step_s, rel=1e-3)
@@ -60,7 +60,7 @@ def test_one_csx_that_computes_in_place_takes_what_the_plan_predicts(precision, 
     ],
     ids=["slabs", "disk", "gradients on disk", "accelerator and slabs", "accelerator"],
 )
-def test_one_csx_that_streams_takes_nearly_what_the_plan_predicts(cluster, decisions, tolerance):
+def test_one_streaming_csx_takes_about_the_predicted_time(cluster, decisions, tolerance):
     shape = SMALL | {"layers": 24}
     one = point(cluster, 1, BATCH, shape, **fixed(**decisions))
     assert one.step.step_s == pytest.approx(one.plan.prediction.step_s, rel=tolerance)
@@ -96,7 +96,7 @@ def moved(simulated):
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 16])
-def test_a_host_sends_and_gets_what_it_does_not_own_of_weights_and_gradients(hosts):
+def test_a_host_exchanges_the_weights_and_gradients_of_other_owners(hosts):
     over = moved(point(BOXES, 2 * hosts, 16 * hosts, **fixed()))
     expected = 2 * WEIGHTS * (hosts - 1) / hosts
     assert over == pytest.approx({"host network out": expected, "host network in": expected})
@@ -115,7 +115,7 @@ def test_accelerators_fetch_weights_once_for_each_pass_where_few_fit_and_send_ev
         assert over[f"host link {rank} out"] == pytest.approx(micro_batches * WEIGHTS)
 
 
-def test_hosts_of_a_store_share_what_all_send_and_get():
+def test_store_hosts_divide_the_traffic():
     over = moved(point(SERVERS_AND_STORE, 32, 128, **fixed()))
     hosts, owners = 8, SERVERS_AND_STORE.store.count
     for way in ("in", "out"):
@@ -206,7 +206,7 @@ def test_ranks_fill_hosts():
     assert refused.value.remedy == "write 2 or 4"
 
 
-def test_more_hosts_hold_what_one_cannot():
+def test_a_model_too_large_for_one_host_fits_on_several():
     small = dataclasses.replace(CORES.memory, size_bytes=3 * GB)
     cluster = with_host(BOXES, memory=small, disk=None)
     shape = SMALL | {"layers": 24}  # 208 M parameters: 0.4 GB of weights, 2 GB of masters and state

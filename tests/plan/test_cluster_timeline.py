@@ -61,7 +61,7 @@ def test_nothing_is_used_twice_at_once_and_nothing_begins_too_early(tasks):
 
 
 @given(jobs(), st.data())
-def test_what_takes_longer_lets_nothing_end_earlier(tasks, data):
+def test_a_longer_task_never_makes_another_end_earlier(tasks, data):
     slow = data.draw(st.integers(0, len(tasks) - 1))
     kind, seconds, *rest = tasks[slow]
     slower = [*tasks[:slow], (kind, seconds + data.draw(SECONDS), *rest), *tasks[slow + 1 :]]
@@ -78,7 +78,7 @@ def test_parts_are_the_whole_step(tasks):
     assert sum(parts.values()) == pytest.approx(timeline.end_s)
 
 
-def test_waiting_counts_as_what_is_waited_for():
+def test_waiting_counts_as_the_work_that_is_waited_for():
     timeline = Timeline()
     rank, other, link = (timeline.resource("host", name) for name in ("rank 0", "rank 1", "link"))
     slow = timeline.add(Kind.COMPUTE, "forward", 0, 3.0, [other])

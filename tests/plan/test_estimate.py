@@ -50,7 +50,7 @@ def plan(traces, memory):
 
 
 @pytest.mark.parametrize("size", [1, 2, 6, 64])
-def test_an_estimate_is_what_a_dry_run_finds(size):
+def test_an_estimate_equals_a_dry_run(size):
     traces = Traces()
     estimate, made = estimated_traces(traces)(size), traces(size)
     assert estimate.micro_batch_size == made.micro_batch_size

@@ -50,7 +50,7 @@ def v1(folder, limit, used, inactive=0):
     }
 
 
-def test_v2_counts_the_limit_less_what_is_taken_but_not_the_cache(tree):
+def test_v2_room_is_the_limit_minus_use_without_the_cache(tree):
     root = tree("0::/job", [V2_MOUNT.format(root="/")], v2("job", 8 * GIB, 3 * GIB, inactive=GIB))
     assert memory_room(root) == 6 * GIB
 
@@ -88,7 +88,7 @@ def test_a_group_beyond_its_limit_leaves_nothing(tree):
 
 
 @pytest.mark.parametrize("files", [{}, v2("job", "max", GIB)])
-def test_without_a_limit_there_is_none(tree, files):
+def test_room_is_none_without_a_limit(tree, files):
     assert memory_room(tree("0::/job", [V2_MOUNT.format(root="/")], files)) is None
 
 

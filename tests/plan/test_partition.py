@@ -22,7 +22,7 @@ def names(model, *patterns):
     return [stage.name for stage in find_stages(model, FP32, patterns).stages]
 
 
-def test_blocks_and_what_lies_beside_them():
+def test_blocks_and_modules_beside_them_are_stages():
     assert names(gpt2()) == [
         "transformer.wte",
         "transformer.wpe",

@@ -58,7 +58,7 @@ def test_stages_are_used_once_and_nothing_is_saved():
     assert not any(cost.saved_bytes or cost.backward_flops for cost in evaluated.costs)
 
 
-def test_what_is_alive_at_once_is_counted():
+def test_activations_alive_at_once_are_counted():
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()

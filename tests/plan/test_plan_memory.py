@@ -28,7 +28,7 @@ def plan_within(host_memory, shape=None, **changes):
     return make_plan(shape or gpt(layers=2, hidden=64), **(arguments | changes))
 
 
-def test_what_the_dry_run_loads_counts(monkeypatch):
+def test_memory_loaded_by_the_dry_run_counts(monkeypatch):
     resident, trace_for = [100 * MIB], gpt(layers=2, hidden=64)
 
     def traced(size):
@@ -97,5 +97,5 @@ def test_pools_keep_nothing_where_pages_are_returned(monkeypatch):
     assert pool.idle_bytes == 0
 
 
-def test_what_a_run_holds_is_at_least_what_this_process_holds():
+def test_held_bytes_are_at_least_the_resident_bytes():
     assert held_bytes() >= resident_bytes() > 0

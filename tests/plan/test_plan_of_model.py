@@ -67,7 +67,7 @@ def test_large_models_are_planned_on_a_laptop(shape, billions):
 
 
 @pytest.mark.parametrize("policy", list(Activations))
-def test_policies_save_what_they_are_for(policy):
+def test_activation_policies_save_memory(policy):
     trace_for = traces(256, layers=8, width=128, heads=4, vocabulary=256)
     resources = Resources(host_memory=4 * GIB, disk=Path("tier"), disk_bytes=GIB)
     fixed = Fixed(activations=policy, micro_batch_size=128)

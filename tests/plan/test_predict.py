@@ -56,7 +56,7 @@ def numel(trace):
     ("precision", "state", "bytes_per_param"),
     [("fp32", 8, 12), ("bf16", 8, 12), ("fp16", 8, 14), ("bf16", 4, 8), ("fp32", 0, 4)],
 )
-def test_the_store_takes_what_masters_wire_copies_and_state_take(precision, state, bytes_per_param):
+def test_store_bytes_are_masters_wire_copies_and_state(precision, state, bytes_per_param):
     plan = make(gpt_trace(precision=precision), in_place=True, precision=Precision(precision))
     prediction = predict(plan, state=state)
     assert prediction.host_parts["weight store"] == bytes_per_param * numel(plan.trace)
@@ -133,7 +133,7 @@ def test_stages_bound_together_need_slabs_together():
     assert minimum_slabs(nested) == 4
 
 
-def test_only_what_one_module_saves_can_be_recomputed():
+def test_only_tensors_saved_within_one_module_can_be_recomputed():
     # The tied embedding is read by the head too: running the embedding again frees nothing of the head's.
     trace = gpt_trace(layers=2)
     costs = tuple(dataclasses.replace(cost, recomputable=True) for cost in trace.costs)

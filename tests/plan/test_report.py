@@ -49,13 +49,13 @@ def test_equal_stages_are_one_row(streamed):
     assert [(group.name, group.count) for group in groups] == [("embedding", 1), ("blocks.0…11", 12)]
 
 
-def test_what_is_printed(streamed):
+def test_the_printed_plan(streamed):
     text = printed(streamed)
     for word in ("blocks.0…11", "100 MiB", "disk", "weight store", "step", "overlap", "4 samples"):
         assert word in text
 
 
-def test_times_have_units_and_the_overlap_says_what_it_is(streamed):
+def test_times_have_units_and_the_overlap_is_explained(streamed):
     slow = dataclasses.replace(
         streamed.prediction, step_s=9.9e4, step_parts={"compute": 1e5, "overlap": -1e3}
     )
@@ -107,13 +107,13 @@ def test_drawing_is_a_picture(tmp_path, device):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_drawing_without_matplotlib_says_what_to_install(streamed, tmp_path, monkeypatch):
+def test_drawing_without_matplotlib_names_the_package_to_install(streamed, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="headwater\\[plot\\]"):
         draw_plan(streamed, tmp_path / "plan.png")
 
 
-def test_ranks_and_who_updates_are_shown():
+def test_the_report_names_the_ranks_that_update():
     text = printed(dataclasses.replace(plan_for(GIB), placement=Placement(2, 2)))
     assert "batch: 8 = 2 CSXs × 1 × 4 samples" in text
     assert "masters are updated by ranks 2 to 3, 4.79 M parameters each" in text

@@ -49,7 +49,7 @@ def test_history_is_exact(tmp_path):
     assert train["loss"] == loss and validate["kind"] == "validate"
 
 
-def test_history_forgets_what_a_killed_run_did_after_its_checkpoint(tmp_path):
+def test_history_drops_steps_after_the_last_checkpoint_of_a_killed_run(tmp_path):
     path = tmp_path / "h.jsonl"
     run(History(path), step(1), step(2), step(3, 9.0))
     with path.open("a") as file:
@@ -91,7 +91,7 @@ def test_tensorboard_reads_the_scalars(tmp_path):
     assert events.Scalars("train/tokens_per_s")[0].value == 2000.0
 
 
-def test_progress_is_lines_where_there_is_no_terminal():
+def test_progress_is_printed_as_lines_without_a_terminal():
     console = Console(file=io.StringIO(), width=200)
     run(ProgressBar(console, log_steps=2), *map(step, range(1, 4)), end=3)
     lines = console.file.getvalue().splitlines()

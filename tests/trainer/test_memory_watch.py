@@ -42,7 +42,7 @@ def test_a_run_beyond_its_budget_says_so_once(monkeypatch, caplog):
     assert caplog.text.count("its budget is 1.00 GiB") == 1
 
 
-def test_what_is_short_follows_the_limit():
+def test_the_threshold_of_short_memory_depends_on_the_limit():
     assert Room(free=15 * MIB, limit=100 * MIB).is_short
     assert not Room(free=17 * MIB, limit=100 * MIB).is_short
     assert Room(free=200 * MIB, limit=64 * GIB).is_short

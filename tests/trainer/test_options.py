@@ -69,7 +69,7 @@ def test_one_rate_for_all_needs_no_names(tmp_path):
         ([{"LinearLR": RATE}, {"ConstantLR": {"learning_rate": 0.5}}], "SequentialLR"),
     ],
 )
-def test_what_cannot_be_is_refused(schedulers, message, tmp_path):
+def test_invalid_schedules_are_refused(schedulers, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         options_by_name(job(tmp_path, schedulers=schedulers))
 
