@@ -1,4 +1,4 @@
-"""Input pipelines: text to HDF5, HDF5 to batches."""
+"""Input pipelines: preparation of HDF5 files from texts and records, and batches from these files."""
 
 from __future__ import annotations
 

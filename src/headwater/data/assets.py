@@ -8,5 +8,5 @@ _TEXT = Path(__file__).resolve().parents[1] / "assets" / "text"
 
 
 def sample_text() -> Path:
-    """Return the path of a gzipped public-domain novel (1 MB uncompressed): input for a first run offline."""
+    """Return the path of a gzipped public-domain novel (1 MB of text), the input of a first run."""
     return _TEXT / "great_expectations.txt.gz"

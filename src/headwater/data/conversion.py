@@ -126,7 +126,7 @@ def _next_tokens(fields: Fields) -> Fields:
     counted = labels != _IGNORED
     if (labels == tokens)[counted].all():
         labels = np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], _IGNORED)], axis=1)
-        mask = np.ones_like(tokens)  # after the shift a masked position may have a label that counts
+        mask = np.ones_like(tokens)  # after the shift, a masked position may have a label that counts
         counted = labels != _IGNORED
     return {
         "input_ids": tokens,

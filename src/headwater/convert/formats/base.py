@@ -275,7 +275,7 @@ _FUNCTIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-"""Our names of nonlinearities, by their names."""
+"""Our name of each nonlinearity, by the library's name."""
 
 _GATED = {
     "silu": "swiglu",
@@ -284,7 +284,7 @@ _GATED = {
     "gelu_new": "geglu_new",
     "relu": "reglu",
 }
-"""Our names of gated nonlinearities, by their names of the gate's function."""
+"""Our name of each gated nonlinearity, by the library's name of the gate's function."""
 
 
 def function(hf: Mapping[str, Any], key: str, default: str, *, gated: bool = False) -> str:

@@ -307,7 +307,7 @@ _TOWERS = {
     "question_encoder": ("q_encoder", "questions", _tower("DPRQuestionEncoder")),
     "ctx_encoder": ("ctx_encoder", "contexts", _tower("DPRContextEncoder")),
 }
-"""The encoders of DPR, by their names: key of the model section, name of our module, format of its config."""
+"""The encoders of DPR, by the library's names: key of the model section, our module, format of the config."""
 
 
 def _towers_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def _rules(config: DecoderConfig) -> tuple[Rule, ...]:
 
 
 _ONLY = {"position_embedding_type": "alibi", "activation_function": "swiglu"}
-"""Values that a config must have. If the key is missing, its value is a different one."""
+"""Values that a config must have; the default of a missing key is another value."""
 
 
 def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
