@@ -181,7 +181,7 @@ def test_another_user_cannot_change_a_job(submit, queue):
         "        print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, job.name], capture_output=True, text=True, cwd="/")
-    assert done.stdout.count("Slurm refuses") == 2 and job.name in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("where: Slurm's ") == 2 and job.name in done.stdout, done.stdout + done.stderr
     assert queue.show(job.name).phase in (Phase.QUEUED, Phase.RUNNING) and queue.show(job.name).labels == {}
 
 
