@@ -73,7 +73,7 @@ def test_sections_for_the_users_functions_are_optional(tmp_path, section):
 def test_missing_required_sections_are_errors(tmp_path, section):
     path = tmp_path / "params.yaml"
     path.write_text(without(section))
-    with pytest.raises(ConfigError, match=f"no section '{section}'"):
+    with pytest.raises(ConfigError, match=f"section '{section}' is missing"):
         load_user_params(path)
 
 
@@ -92,7 +92,7 @@ def test_params_may_extend_others(tmp_path):
         ("max_steps", "max_stesp", ["unknown key 'max_stesp'", "write 'max_steps'", "line "]),
         ("weight_decay", "weight_deacy", ["weight_deacy"]),
         ("max_steps: 6", "max_steps: many", ["expected max_steps to be an integer"]),
-        ("optimizer:", "optimiser:", ["no section 'optimizer'"]),
+        ("optimizer:", "optimiser:", ["section 'optimizer' is missing"]),
         ("eval_input:", "evaluation:", ["unknown key 'evaluation'"]),
         ("model:\n  widths: [24, 24, 24]\n  dropout: 0.1", "model: 3", ["expected a mapping", "model"]),
     ],
