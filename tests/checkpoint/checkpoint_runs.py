@@ -17,8 +17,9 @@ from headwater.store.memory import MemoryTier
 from headwater.store.ownership import Ownership
 from headwater.store.pieces import PieceState
 from headwater.store.rule import UpdateRule
-from headwater.store.store import Update, WeightStore
+from headwater.store.store import WeightStore
 from headwater.store.tier import Tier
+from headwater.store.update import Update
 
 ADAMW = OptimizerSpec("AdamW", {"lr": 0.01, "weight_decay": 0.1})
 MOMENTUM = OptimizerSpec("SGD", {"lr": 0.1, "momentum": 0.9})
@@ -77,7 +78,7 @@ def _initialize(store: WeightStore, stage: StageSpec) -> None:
         for state in piece.states.values():
             state.fill_(float("nan"))  # what an optimizer has never written must not matter
 
-    store.write(stage.index, fill)
+    store.parameters.write(stage.index, fill)
 
 
 def _random(key: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -102,7 +103,7 @@ def train(store: WeightStore, step: int, *, used: Iterable[int] | None = None) -
 
 def fetch_stage(store: WeightStore, stage: int) -> None:
     """What the executor does before it uses a stage."""
-    store.fetch(stage, aligned_empty(store.layouts[stage].wire_bytes))
+    store.fetch(stage, aligned_empty(store.tier.layouts[stage].wire_bytes))
 
 
 def contents(store: WeightStore) -> dict[str, torch.Tensor | dict[str, object] | None]:
@@ -110,16 +111,16 @@ def contents(store: WeightStore) -> dict[str, torch.Tensor | dict[str, object] |
     found: dict[str, torch.Tensor | dict[str, object] | None] = {}
     for stage in store.stages:
         runs: dict[str, list[torch.Tensor]] = {}
-        for piece in store.read(stage.index):
+        for piece in store.parameters.read(stage.index):
             name = stage.params[piece.param].name
             runs.setdefault(name, []).append(piece.master.clone())
-            if store.scalars(stage.index)[piece.param] is not None:
+            if store.scalars.of(stage.index)[piece.param] is not None:
                 for state, values in piece.states.items():
                     runs.setdefault(f"{name}/{state}", []).append(values.clone().view(-1))
         found |= {name: torch.cat(parts) for name, parts in runs.items()}
         found |= {
             f"{spec.name}/scalars": scalars
-            for spec, scalars in zip(stage.params, store.scalars(stage.index), strict=True)
+            for spec, scalars in zip(stage.params, store.scalars.of(stage.index), strict=True)
         }
     return found
 

@@ -21,7 +21,7 @@ from headwater.core.precision import Precision
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import Trace, trace_step
 from headwater.plan.types import Activations, Plan
-from headwater.store.store import Update
+from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.callback import FitStart, StepEnd
 from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints

@@ -14,10 +14,9 @@ from headwater.core.precision import Precision
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan
-from headwater.store.parameters import read_param, write_param
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_load import SavedCheckpoint
-from headwater.store.store import Update
+from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager
 
@@ -73,9 +72,9 @@ def test_a_weight_that_is_replaced_meanwhile_is_saved_as_it_was(tmp_path):
     """As a mask or a moving average replaces it, between two updates."""
     store = trained(None, 2)
     snapshot = Snapshot(store, tmp_path / "c", 2)
-    write_param(store, (1, 0), torch.zeros(store.stages[1].params[0].shape))
+    store.parameters.write_param((1, 0), torch.zeros(store.stages[1].params[0].shape))
     assert_is_step(snapshot.run(), 2)
-    assert not read_param(store, (1, 0)).any()
+    assert not store.parameters.read_param((1, 0)).any()
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
@@ -100,7 +99,7 @@ def test_update_waits_for_the_stage_being_saved(tmp_path, monkeypatch, pieces_re
     train(store, 1)  # an update of the snapshot's own step is pending
     snapshot = Snapshot(store, tmp_path / "c", 2)
     begun, go_on = threading.Event(), threading.Event()
-    read = store.read
+    read = store.parameters.read
 
     def slow_read(stage, **options):
         pieces = read(stage, **options)
@@ -110,7 +109,7 @@ def test_update_waits_for_the_stage_being_saved(tmp_path, monkeypatch, pieces_re
             assert go_on.wait(30)
         yield from pieces
 
-    monkeypatch.setattr(store, "read", slow_read)
+    monkeypatch.setattr(store.parameters, "read", slow_read)
     writer = threading.Thread(target=snapshot.run)
     writer.start()
     assert begun.wait(30)

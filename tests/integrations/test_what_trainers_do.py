@@ -81,7 +81,7 @@ def test_the_first_forward_is_in_a_closure(plan, tmp_path):
     (losses, model), (expected, plain) = run(place_of(plan, tmp_path)), run(place_of(None, tmp_path))
     assert losses == expected
     assert_same_tensors(model.state_dict(), plain.state_dict())
-    assert streamed(model).engine.store.num_commits == 4  # the first step also reached the store
+    assert streamed(model).engine.store.ledger.num_commits == 4  # the first step also reached the store
 
 
 @every_plan

@@ -164,14 +164,14 @@ def test_many_threads_may_use_a_store_at_once(make_tier, tmp_path):
 
     store = build_store(stages, rule, tier, on_disk=make_tier is DiskTier)
     for stage in range(6):
-        store.write(stage, lambda piece: piece.master.zero_())
+        store.parameters.write(stage, lambda piece: piece.master.zero_())
     wrong = []
 
     def reader(expected):
         for stage in range(6):
-            slab = aligned_empty(store.layouts[stage].wire_bytes)
+            slab = aligned_empty(store.tier.layouts[stage].wire_bytes)
             store.fetch(stage, slab)
-            pieces = [piece.master.clone() for piece in store.read(stage)]
+            pieces = [piece.master.clone() for piece in store.parameters.read(stage)]
             if not all(bool((p == expected).all()) for p in [*pieces, stages[stage].views(slab)[0]]):
                 wrong.append(stage)
 

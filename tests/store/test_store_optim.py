@@ -49,7 +49,7 @@ class Pair:
         self.spec = spec
         self.store = build_store(stages, UpdateRule(spec), make_tier, gradients=gradients)
         for stage in range(len(SHAPES)):
-            self.store.write(stage, lambda piece, stage=stage: self._fill(stage, piece))
+            self.store.parameters.write(stage, lambda piece, stage=stage: self._fill(stage, piece))
         self.optimizer = spec.build(self.params)
         self.gradients = torch.Generator().manual_seed(1)
 
@@ -79,12 +79,12 @@ class Pair:
         self.optimizer.step()
 
     def fetch(self):
-        for stage, layout in enumerate(self.store.layouts):
+        for stage, layout in enumerate(self.store.tier.layouts):
             self.store.fetch(stage, aligned_empty(layout.wire_bytes))
 
     def assert_same(self):
         for stage in range(len(SHAPES)):
-            for piece in self.store.read(stage):
+            for piece in self.store.parameters.read(stage):
                 assert torch.equal(piece.master, self._flat(stage, piece))
                 self._assert_same_states(stage, piece)
 
@@ -140,7 +140,7 @@ def test_parameters_without_a_gradient_are_left_alone(tmp_path):
 def test_wire_image_is_the_master_rounded(tmp_path):
     pair = Pair("disk", tmp_path, ADAMW, torch.bfloat16)
     pair.step(0)
-    slab = aligned_empty(pair.store.layouts[0].wire_bytes)
+    slab = aligned_empty(pair.store.tier.layouts[0].wire_bytes)
     pair.store.fetch(0, slab)
     wire = pair.store.stages[0].views(slab)[0]
     exact = pair.params[0].detach()
@@ -153,7 +153,7 @@ def test_wire_image_is_the_master_rounded(tmp_path):
 def test_a_gradient_that_is_not_finite_leaves_no_trace(value, tmp_path):
     pair = Pair("memory", tmp_path, ADAMW)
     pair.step(0)
-    before = [piece.master.clone() for piece in pair.store.read(1)]
+    before = [piece.master.clone() for piece in pair.store.parameters.read(1)]
     for skip in (False, True):
         pair.store.begin_step()
         pair.store.add_gradient(1, 1, torch.full((8, 8), value), last=True)
@@ -164,7 +164,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(value, tmp_path):
         else:
             with pytest.raises(NonFiniteError, match=r"step 7(.|\n)*'stage_1' first"):
                 pair.store.commit(update)
-    after = [piece.master for piece in pair.store.read(1)]
+    after = [piece.master for piece in pair.store.parameters.read(1)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     pair.step(1)
     pair.assert_same()
@@ -192,7 +192,9 @@ def test_micro_batches_are_summed_and_late_ones_may_miss_a_stage(tmp_path):
     pair.store.end_micro_batch()
     committed = pair.store.commit(Update(0, {"lr": 1.0}))
     assert committed.gradient_norm == pytest.approx((30000 * 9 + 64 * 16) ** 0.5, rel=1e-6)
-    masters = {(s, piece.param): piece.master.clone() for s in (0, 1) for piece in pair.store.read(s)}
+    masters = {
+        (s, piece.param): piece.master.clone() for s in (0, 1) for piece in pair.store.parameters.read(s)
+    }
     assert torch.equal(masters[0, 0], expected[0].view(-1) - 3)
     assert torch.equal(masters[1, 1], expected[3].view(-1) - 4)
 
@@ -205,7 +207,7 @@ def test_loss_scale_is_taken_out(tmp_path):
         pair.store.end_micro_batch()
         norm = pair.store.commit(Update(0, {"lr": 0.5}, max_norm=1.0, loss_scale=scale)).gradient_norm
         assert norm == pytest.approx(91**0.5)
-    values = [[piece.master.clone() for piece in pair.store.read(0)] for pair in (scaled, plain)]
+    values = [[piece.master.clone() for piece in pair.store.parameters.read(0)] for pair in (scaled, plain)]
     torch.testing.assert_close(*values, rtol=1e-6, atol=0)
 
 
@@ -216,13 +218,13 @@ def test_clip_by_value(tmp_path):
     pair.store.add_gradient(0, 1, torch.tensor([-9.0, -0.5, -0.1, 0.0, 0.1, 0.5, 9.0]), last=True)
     pair.store.end_micro_batch()
     pair.store.commit(Update(0, {"lr": 1.0}, max_value=0.5))
-    after = next(piece.master for piece in pair.store.read(0) if piece.param == 1)
+    after = next(piece.master for piece in pair.store.parameters.read(0) if piece.param == 1)
     assert torch.equal(after, before - torch.tensor([-0.5, -0.5, -0.1, 0.0, 0.1, 0.5, 0.5]))
 
 
 def test_masters_may_be_written_at_any_time(tmp_path):
     pair = Pair("disk", tmp_path, ADAMW)
     pair.step(0)
-    pair.store.write(0, lambda piece: piece.master.fill_(2.0))
-    assert all(bool((piece.master == 2).all()) for piece in pair.store.read(0))
+    pair.store.parameters.write(0, lambda piece: piece.master.fill_(2.0))
+    assert all(bool((piece.master == 2).all()) for piece in pair.store.parameters.read(0))
     pair.store.close()

@@ -33,7 +33,7 @@ def make_store(folder, *, verify):
     )
     store = build_store(STAGES, rule, make_tier, on_disk=True, gradients=gradients)
     for stage in range(len(STAGES)):
-        store.write(stage, lambda piece: piece.master.fill_(1.0))
+        store.parameters.write(stage, lambda piece: piece.master.fill_(1.0))
     return store
 
 
@@ -58,7 +58,7 @@ def test_what_nobody_changed_passes(tmp_path):
     for _ in range(3):
         train(store)
         store.flush()
-    assert all(piece.master[0] < 1 for stage in range(2) for piece in store.read(stage))
+    assert all(piece.master[0] < 1 for stage in range(2) for piece in store.parameters.read(stage))
     store.close()
 
 

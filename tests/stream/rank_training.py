@@ -119,7 +119,7 @@ def wire(engine):
         (spec.name, value.clone())
         for stage in engine.store.stages
         for spec, value in zip(
-            stage.params, stage.views(engine.store.resident_wire(stage.index)), strict=True
+            stage.params, stage.views(engine.store.tier.resident_wire(stage.index)), strict=True
         )
     ]
 

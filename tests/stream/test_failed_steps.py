@@ -125,7 +125,7 @@ def test_non_finite_loss_names_step_and_first_stage(setting, tmp_path):
     job = regression(lambda: nn.Sequential(*(Block() for _ in range(5))), 4, WIDTH)
     with make_engine(job, setting, tmp_path) as engine:
         with torch.no_grad():
-            engine.store.write(3, lambda piece: piece.master.fill_(float("inf")))
+            engine.store.parameters.write(3, lambda piece: piece.master.fill_(float("inf")))
         with pytest.raises(NonFiniteError) as caught:
             engine.train_step(job.batches(0), job.update(31))
     assert "step 31" in str(caught.value)

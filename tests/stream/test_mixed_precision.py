@@ -68,7 +68,7 @@ def test_updates_smaller_than_bf16_can_hold_add_up(tmp_path):
     optimizer = OptimizerSpec("SGD", {"lr": 1.0})
     job = regression(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, 4, optimizer=optimizer)
     with make_engine(job, Setting("disk", precision=BF16), tmp_path) as engine:
-        engine.store.write(0, lambda piece: piece.master.fill_(1.0))
+        engine.store.parameters.write(0, lambda piece: piece.master.fill_(1.0))
         for step in range(10):
             engine.store.begin_step()
             engine.store.add_gradient(0, 0, torch.full((4, 4), 1e-4), last=True)

@@ -107,7 +107,7 @@ def trained(engine):
         assert (Beside.slabs >= len(classes)) == engine.fabric.computes
     weights = []
     for stage in engine.store.stages if engine.fabric.computes else ():
-        image = aligned_empty(engine.store.layouts[stage.index].wire_bytes)
+        image = aligned_empty(engine.store.tier.layouts[stage.index].wire_bytes)
         engine.store.fetch(stage.index, image)
         names = [spec.name for spec in stage.params]
         weights += [(name, value.clone()) for name, value in zip(names, stage.views(image), strict=True)]

@@ -75,7 +75,7 @@ def descend(fabric):
     """One step of descent with two gradients of the same micro-batch."""
     rule = UpdateRule(OptimizerSpec("SGD", {"lr": 1.0}))
     store = build_store([STAGE], rule, lambda own: MemoryTier(own.layouts, fabric=fabric), fabric=fabric)
-    store.write(0, lambda piece: piece.master.zero_())
+    store.parameters.write(0, lambda piece: piece.master.zero_())
     store.begin_step()
     for value in (1.0, 10.0):
         store.add_gradient(0, 0, torch.full((8,), value * (fabric.rank + 1)), last=True)
@@ -83,7 +83,7 @@ def descend(fabric):
     norm = store.commit(Update(1, {"lr": 1.0})).gradient_norm
     store.flush()
     fabric.barrier("the others")
-    return norm, store.resident_wire(0)[:32].view(torch.float32).tolist()
+    return norm, store.tier.resident_wire(0)[:32].view(torch.float32).tolist()
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

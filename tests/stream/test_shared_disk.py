@@ -20,7 +20,7 @@ def fetched(engine):
     engine.store.flush()
     weights = []
     for stage in engine.store.stages if engine.fabric.local_rank == 0 else ():
-        image = aligned_empty(engine.store.layouts[stage.index].wire_bytes)
+        image = aligned_empty(engine.store.tier.layouts[stage.index].wire_bytes)
         engine.store.fetch(stage.index, image)
         specs = [spec.name for spec in stage.params]
         weights += [(name, value.clone()) for name, value in zip(specs, stage.views(image), strict=True)]

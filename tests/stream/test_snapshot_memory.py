@@ -54,7 +54,7 @@ with make_engine(job, setting, folder / "tier", initial=zeros) as engine:
     trained = status("VmHWM") - before
     parts = Footprint(engine.plan.trace, optimizer_state_bytes=8, base_bytes=0).memory(engine.plan).host
     at_rest = status("VmRSS")
-    readers = [engine.store.read(stage) for stage in (0, 1)]  # as two threads do that save at once
+    readers = [engine.store.parameters.read(stage) for stage in (0, 1)]  # as two threads do that save at once
     pieces = [next(reader) for reader in readers]
     held = status("VmRSS") - at_rest
 print(json.dumps({"trained": trained, "held": held, "parts": parts}))

@@ -11,7 +11,6 @@ from harness import FP32, SEED, Job
 from rank_training import Net, loss_of, plan_of, tokens
 from tests.rank_processes import run_ranks
 
-from headwater.store.parameters import read_param
 from headwater.store.snapshot import Snapshot, SnapshotElsewhere
 from headwater.stream.engine import Engine
 from headwater.trainer.pretrained import checkpoint_weights
@@ -30,7 +29,7 @@ def train(fabric, plan, folder, slow, steps):
     ) as engine:
         engine.train_step(work.batches(0), work.update(0))
         engine.store.flush()
-        engine.store.share_scalars()
+        engine.store.scalars.share()
         if fabric.computes:
             engine.evaluate(tokens(99, 0))  # slabs are filled: what comes next need not fetch
         leads, store = fabric.rank == 0, engine.store
@@ -46,7 +45,7 @@ def train(fabric, plan, folder, slow, steps):
             engine.train_step(work.batches(step), work.update(step))
             if fabric.computes and fabric.num_hosts == 1:  # as moving averages do
                 for stage in store.stages:
-                    read_param(store, (stage.index, 0))
+                    store.parameters.read_param((stage.index, 0))
         saving.join()
         engine.store.flush()
         fabric.barrier("the end")

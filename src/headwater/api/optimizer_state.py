@@ -27,7 +27,6 @@ from headwater.core.errors import CheckpointError, StreamError
 from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
 from headwater.store.layout import StateLayout
-from headwater.store.parameters import read_param, write_param
 from headwater.store.rule import Scalars
 from headwater.stream.at_rest import LAYOUT, AtRest, is_metadata, on_values, stand_in
 from headwater.stream.home import Home
@@ -57,7 +56,7 @@ def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
     home = param.home
     home.store.flush_stage(home.stage)
     owners[home.store].share_scalars()
-    scalars = home.store.scalars(home.stage)[home.index]
+    scalars = home.store.scalars.of(home.stage)[home.index]
     return scalars if scalars or _layouts(home) else None  # SGD without momentum has no state
 
 
@@ -118,14 +117,14 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
             remedy="load it after the model's first forward, or build the model within backend.device",
         )
     for name, value in tensors.items():
-        write_param(home.store, home.key, value.detach(), name)
+        home.store.parameters.write_param(home.key, value.detach(), name)
     set_scalars(home, {k: v for k, v in state.items() if k not in tensors})
 
 
 def set_scalars(home: Home, value: Scalars | None) -> None:
-    scalars = list(home.store.scalars(home.stage))
+    scalars = list(home.store.scalars.of(home.stage))
     scalars[home.index] = value
-    home.store.set_scalars(home.stage, scalars)
+    home.store.scalars.replace(home.stage, scalars)
 
 
 # tensors of a state
@@ -144,10 +143,10 @@ class _MomentHome:
 
     def read(self) -> torch.Tensor:
         with torch.inference_mode(False):
-            return read_param(self.home.store, self.home.key, self.name).to(self.home.device)
+            return self.home.store.parameters.read_param(self.home.key, self.name).to(self.home.device)
 
     def write(self, value: torch.Tensor) -> None:
-        write_param(self.home.store, self.home.key, value.detach(), self.name)
+        self.home.store.parameters.write_param(self.home.key, value.detach(), self.name)
 
 
 class _Moment:
@@ -329,7 +328,7 @@ class ParamState(_Dictionary):
         if layout is not None or name in scalars:
             _Moment.keep(optimizer, param, name)
         if layout is not None:
-            write_param(param.home.store, param.home.key, value.detach(), name)
+            param.home.store.parameters.write_param(param.home.key, value.detach(), name)
         else:
             set_scalars(param.home, {**scalars, name: value})
 

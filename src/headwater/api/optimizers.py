@@ -176,7 +176,7 @@ def _commit(optimizer: Optimizer) -> None:
         store = model.engine.store
         _check_kinds(optimizer, store, parts)
         update = Update(
-            store.num_commits + 1,
+            store.ledger.num_commits + 1,
             {},
             max_norm=_options.max_norm,
             max_value=_options.max_value,

@@ -15,7 +15,6 @@ from headwater.core.errors import ConfigError
 from headwater.optim.catalog import is_elementwise, optimizers
 from headwater.sparsity.schedules import Cadence, Constant, Cosine, Cubic, Exponential, Linear, Power, Value
 from headwater.sparsity.sparsifier import Algorithm, Sparsifier, Sparsity
-from headwater.store.parameters import read_param, write_param
 from headwater.store.pruning import clear_state
 from headwater.stream.parameters import ParameterAtRest
 
@@ -229,7 +228,7 @@ class _Parameters:
         """A copy of the weight, fp32 on the CPU."""
         param = self._parameters[name]
         if isinstance(param, ParameterAtRest):
-            return read_param(param.home.store, param.home.key)
+            return param.home.store.parameters.read_param(param.home.key)
         return param.detach().float().cpu().clone()
 
     def prune(self, name: str, mask: Tensor, kept: Tensor) -> None:
@@ -243,7 +242,7 @@ class _Parameters:
         if self._remember and name not in self.before:
             self.before[name] = self.read(name)
         if isinstance(param, ParameterAtRest):
-            write_param(param.home.store, param.home.key, weight)
+            param.home.store.parameters.write_param(param.home.key, weight)
         else:
             with torch.no_grad():
                 param.copy_(weight)

@@ -329,7 +329,7 @@ class StreamedModel:
         """Move weights and optimizer state from the engine `before` into `engine` and removed parameters."""
         if self.fabric.size > 1:
             before.store.flush()
-            before.store.share_scalars()
+            before.store.scalars.share()
         take_over(engine.store, before.store, old_names)
         kept = set(old_names.values())
         for key, param in before.parameters():
@@ -397,7 +397,7 @@ class StreamedModel:
         self.share_scalars()
         updaters, began = self._updaters.renamed({name: name for name in names.values()}), set()
         for key, _ in self.engine.parameters():
-            spec, scalars = store.spec(key), store.scalars(key[0])[key[1]]
+            spec, scalars = store.spec(key), store.scalars.of(key[0])[key[1]]
             if spec.name not in changed:
                 continue
             if scalars is not None and (scalars or store.rule.state_layout(spec)):
@@ -461,7 +461,7 @@ class StreamedModel:
         self._updaters = updaters
         store = self.engine.store
         for stage in store.stages:
-            scalars = store.scalars(stage.index)
+            scalars = store.scalars.of(stage.index)
             for index, param in enumerate(stage.params):
                 if param.name in fresh:
                     scalars[index] = None
@@ -505,7 +505,7 @@ class StreamedModel:
             StreamError: if this one asks alone, and does not have them.
         """
         store = None if self.engine is None else self.engine.store
-        if store is None or self.fabric.size == 1 or store.num_commits == self._scalars_shared:
+        if store is None or self.fabric.size == 1 or store.ledger.num_commits == self._scalars_shared:
             return
         if current().size == 1:
             raise StreamError(
@@ -513,8 +513,8 @@ class StreamedModel:
                 where="step closure",
                 remedy="ask for it in a checkpoint_closure, or in the loop",
             )
-        store.share_scalars()
-        self._scalars_shared = store.num_commits
+        store.scalars.share()
+        self._scalars_shared = store.ledger.num_commits
 
     def abort_step(self) -> None:
         if self.engine is None:

@@ -1,64 +1,149 @@
-"""Whole values of single parameters, out of a store and into it."""
+"""The values of parameters and of optimizer state, read and written stage by stage or whole."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Generator
 from contextlib import closing
+from typing import final
 
 import torch
 
 from headwater.core.errors import StoreError
-from headwater.core.stage import ParamKey
-from headwater.store.pieces import PieceState
-from headwater.store.store import WeightStore
+from headwater.core.stage import ParamKey, ParamSpec
+from headwater.store.gradients.port import GradientSink
+from headwater.store.ownership import Ownership
+from headwater.store.pieces import Pieces, PieceState
+from headwater.store.rule import UpdateRule
+from headwater.store.stages import StageAccess
+from headwater.store.tier import Tier
 
 
-def read_param(store: WeightStore, key: ParamKey, state: str | None = None) -> torch.Tensor:
-    """A copy of a parameter's master, or of one of its optimizer state tensors, up to date.
+@final
+class Parameters:
+    """The masters and optimizer state of a store, as they are with all committed updates applied.
+
+    Attributes:
+        pieces: the pieces of stages, for a caller that holds a stage.
 
     Args:
-        store: that has it.
-        key: the parameter.
-        state: name of the state tensor; the master if not given.
-
-    Raises:
-        StoreError: if this rank does not reach all of it.
+        rule: how parameters are updated.
+        tier: where the bytes lie.
+        ownership: which rank updates which pieces.
+        access: to the stages.
+        gradients: dropped for a stage that is replaced.
     """
-    stage, param = key
-    shape, dtype = _shape_and_dtype(store, key, state)
-    out, filled = torch.empty(shape, dtype=dtype), 0
-    with closing(store.read(stage, with_states=state is not None, params={param})) as pieces:
-        for piece in pieces:
-            value = piece.master if state is None else piece.states[state]
-            out.view(-1)[piece.start : piece.start + value.numel()].copy_(value.view(-1))
-            filled += value.numel()
-    if filled < out.numel():
-        raise StoreError(
-            f"{store.spec(key).name} is read by rank {store.fabric.rank}, and other ranks have it",
-            remedy="save a checkpoint, and read it there",
-        )
-    is_like_it = state is None or out.shape == store.spec(key).shape
-    return store.spec(key).like_the_parameter(out) if is_like_it else out
 
+    def __init__(
+        self,
+        rule: UpdateRule,
+        tier: Tier,
+        ownership: Ownership,
+        access: StageAccess,
+        gradients: GradientSink,
+    ) -> None:
+        self.pieces = Pieces(rule, tier, ownership)
+        self._rule = rule
+        self._tier = tier
+        self._ownership = ownership
+        self._access = access
+        self._gradients = gradients
 
-def write_param(store: WeightStore, key: ParamKey, value: torch.Tensor, state: str | None = None) -> None:
-    """Replace a parameter's master, or one of its optimizer state tensors, by a tensor of its shape."""
-    stage, param = key
-    shape, _ = _shape_and_dtype(store, key, state)
-    flat = value.reshape(shape).reshape(-1)
+    def spec(self, key: ParamKey) -> ParamSpec:
+        """Return the shape, dtype and name of a parameter."""
+        return self._tier.layouts[key[0]].stage.params[key[1]]
 
-    def replace(piece: PieceState) -> None:
-        target = piece.master if state is None else piece.states[state].view(-1)
-        target.copy_(flat[piece.start : piece.start + target.numel()])
+    def read(
+        self,
+        stage: int,
+        *,
+        with_states: bool = True,
+        up_to: int | None = None,
+        params: Collection[int] | None = None,
+        mine: bool = False,
+    ) -> Generator[PieceState, None, None]:
+        """Yield every piece of a stage that this rank reaches, up to date.
 
-    store.change(stage, {param}, replace)
+        A piece is valid until the next one. The stage is held until the generator ends or is closed.
 
+        Args:
+            stage: the stage.
+            with_states: read the optimizer state too.
+            up_to: leave an update for later if it was committed after this number.
+            params: only these parameters, by index.
+            mine: only the pieces that this rank updates.
+        """
+        if self._ownership.updates(stage) if mine else self._tier.is_here:
+            with self._access.reading(stage, up_to) as image:
+                yield from self.pieces.read(stage, image, with_states=with_states, params=params, mine=mine)
 
-def _shape_and_dtype(
-    store: WeightStore, key: ParamKey, state: str | None
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """Of a parameter's master, or of one of its optimizer state tensors."""
-    spec = store.spec(key)
-    if state is None:
-        return spec.shape, spec.dtype
-    layout = store.rule.state_layout(spec)[state]
-    return spec.shape if layout.shape is None else layout.shape, layout.dtype
+    def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
+        """Replace a stage. All ranks call it at once.
+
+        Args:
+            stage: the stage.
+            fill: called with every piece that this rank updates; writes its `master` and `states`.
+        """
+        with self._access.replacing(stage) as image:
+            for param in range(len(self._tier.layouts[stage].stage.params)):
+                self._gradients.drop((stage, param))
+            self._gradients.take(stage)  # those that a commit has taken
+            self.pieces.write(stage, image, fill)
+
+    def change(self, stage: int, params: Collection[int], change: Callable[[PieceState], None]) -> None:
+        """Change parameters of a stage in place. All ranks call it at once.
+
+        Args:
+            stage: the stage.
+            params: the parameters, by index.
+            change: called with every piece that this rank updates, up to date; changes `master` and `states`.
+        """
+        with self._access.changing(stage) as image:
+            if image is not None:
+                self.pieces.change(stage, image, params, change)
+
+    def read_param(self, key: ParamKey, state: str | None = None) -> torch.Tensor:
+        """Return a copy of a parameter's master, or of one of its optimizer state tensors, up to date.
+
+        Args:
+            key: the parameter.
+            state: name of the state tensor; the master if not given.
+
+        Raises:
+            StoreError: if this rank does not reach all of it.
+        """
+        stage, param = key
+        spec = self.spec(key)
+        shape, dtype = self._shape_and_dtype(key, state)
+        out, filled = torch.empty(shape, dtype=dtype), 0
+        with closing(self.read(stage, with_states=state is not None, params={param})) as pieces:
+            for piece in pieces:
+                value = piece.master if state is None else piece.states[state]
+                out.view(-1)[piece.start : piece.start + value.numel()].copy_(value.view(-1))
+                filled += value.numel()
+        if filled < out.numel():
+            raise StoreError(
+                f"{spec.name} is read by rank {self._ownership.rank}, and other ranks have it",
+                remedy="save a checkpoint, and read it there",
+            )
+        is_like_it = state is None or out.shape == spec.shape
+        return spec.like_the_parameter(out) if is_like_it else out
+
+    def write_param(self, key: ParamKey, value: torch.Tensor, state: str | None = None) -> None:
+        """Replace a parameter's master, or one of its optimizer state tensors, by a tensor of its shape."""
+        stage, param = key
+        shape, _ = self._shape_and_dtype(key, state)
+        flat = value.reshape(shape).reshape(-1)
+
+        def replace(piece: PieceState) -> None:
+            target = piece.master if state is None else piece.states[state].view(-1)
+            target.copy_(flat[piece.start : piece.start + target.numel()])
+
+        self.change(stage, {param}, replace)
+
+    def _shape_and_dtype(self, key: ParamKey, state: str | None) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype of a parameter's master, or of one of its optimizer state tensors."""
+        spec = self.spec(key)
+        if state is None:
+            return spec.shape, spec.dtype
+        layout = self._rule.state_layout(spec)[state]
+        return spec.shape if layout.shape is None else layout.shape, layout.dtype

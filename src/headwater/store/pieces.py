@@ -13,7 +13,7 @@ from headwater.store.masters import read_master, write_master
 from headwater.store.ownership import Ownership
 from headwater.store.rule import UpdateRule
 from headwater.store.tier import Tier
-from headwater.store.update import Workspaces
+from headwater.store.updater import Workspaces
 
 
 @dataclasses.dataclass

@@ -26,12 +26,12 @@ def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Map
         piece.master.mul_(_run(masks, piece))
         _clear(piece, kept)
 
-    store.change(stage, masks.keys(), zero)
+    store.parameters.change(stage, masks.keys(), zero)
 
 
 def clear_state(store: WeightStore, stage: int, kept: Mapping[int, Tensor]) -> None:
     """Set optimizer state to zero where `kept` is false; see `prune`."""
-    store.change(stage, kept.keys(), lambda piece: _clear(piece, kept))
+    store.parameters.change(stage, kept.keys(), lambda piece: _clear(piece, kept))
 
 
 def _clear(piece: PieceState, kept: Mapping[int, Tensor]) -> None:

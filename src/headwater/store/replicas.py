@@ -35,7 +35,7 @@ def take_from_first_host(store: WeightStore, fabric: Fabric) -> None:
 
 def _take_stage(store: WeightStore, stage: int, link: Link) -> bool:
     """Take all bytes of a stage, and write them back; whether some were different."""
-    layout, tier = store.layouts[stage], store.tier
+    layout, tier = store.tier.layouts[stage], store.tier
     buffer = None if tier.resident_wire(stage) is not None else aligned_empty(layout.wire_bytes)
     with tier.wire(stage, buffer, write=True) as image:
         differ = [_send_where_different(link, image)]

@@ -66,10 +66,10 @@ class Snapshot:
         self._store = store
         self._partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
         self._step = step
-        self._up_to = store.num_commits
+        self._up_to = store.ledger.num_commits
         self._saved: dict[int, StageEntry] = {}
         self._failure: HeadwaterError | None = None
-        self._no_hook = store.before_update
+        self._no_hook = store.access.before_update
         self._received = _receive_pieces(store)
         with self._nothing_left_on_failure():
             with disk_errors(self._partial):
@@ -79,7 +79,7 @@ class Snapshot:
             self._extras.append(self._write_buffers(buffers or {}))
             self._weights = [self._weights_file(stage) for stage in store.stages]
             self._optimizer = [self._optimizer_file(stage) for stage in store.stages]
-        store.before_update = self._save_first
+        store.access.before_update = self._save_first
 
     @contextmanager
     def _nothing_left_on_failure(self) -> Iterator[None]:
@@ -128,26 +128,26 @@ class Snapshot:
         Raises:
             HeadwaterError: if it fails, or another stage has failed on another thread.
         """
-        with self._store.exclusive(stage), torch.no_grad():
+        with self._store.access.locks.exclusive(stage), torch.no_grad():
             if self._failure is not None:
                 raise self._failure
             if stage not in self._saved:
-                if self._store.snapshot_link is not None and stage > 0:
+                if self._store.snapshots.link is not None and stage > 0:
                     self.save_stage(stage - 1)  # other hosts send one after the other
                 self._saved[stage] = self._write_stage(self._store.stages[stage])
-                self._store.snapshots.post(stage, self._up_to + 1)
+                self._store.snapshots.saved.post(stage, self._up_to + 1)
 
     def _write_stage(self, stage: StageSpec) -> StageEntry:
         store, weights, optimizer = self._store, self._weights[stage.index], self._optimizer[stage.index]
-        with weights, optimizer, closing(store.read(stage.index, up_to=self._up_to)) as here:
+        with weights, optimizer, closing(store.parameters.read(stage.index, up_to=self._up_to)) as here:
             for piece in itertools.chain(here, self._pieces_of_others(stage.index)):
                 param = stage.params[piece.param]
                 weights.write(param.name, piece.start, piece.master)
-                updated = store.scalars(stage.index)[piece.param] is not None
+                updated = store.scalars.of(stage.index)[piece.param] is not None
                 for name, values in piece.states.items():
                     known = values if updated else torch.zeros_like(values)  # no update has written it yet
                     optimizer.write(state_name(param.name, name), piece.start, known)
-        entries = map(self._param_entry, stage.params, store.scalars(stage.index))
+        entries = map(self._param_entry, stage.params, store.scalars.of(stage.index))
         return StageEntry(stage.name, weights.path.name, optimizer.path.name, list(entries))
 
     def _pieces_of_others(self, stage: int) -> Iterator[PieceState]:
@@ -173,11 +173,11 @@ class Snapshot:
                 self._write_extra(MANIFEST_FILE, self._manifest().to_json())
                 publish(self._partial, self.folder)
         finally:
-            self._store.before_update = self._no_hook
+            self._store.access.before_update = self._no_hook
             for _ in self._received:  # whatever came of it, nobody need wait any more
                 pass
             for stage in self._store.stages:
-                self._store.snapshots.post(stage.index, self._up_to + 1)
+                self._store.snapshots.saved.post(stage.index, self._up_to + 1)
         return self.folder
 
     def _manifest(self) -> Manifest:
@@ -192,11 +192,11 @@ class Snapshot:
 
 def _receive_pieces(store: WeightStore) -> Iterator[PieceState]:
     """What other hosts send of each stage, one after the other; see `SnapshotElsewhere`."""
-    link = store.snapshot_link
+    link = store.snapshots.link
     if link is not None:
         for stage in store.stages:
             for host, piece in store.ownership.elsewhere(stage.index):
-                state = store.pieces.empty(stage.index, piece)
+                state = store.parameters.pieces.empty(stage.index, piece)
                 for tensor in (state.master, *state.states.values()):
                     link.receive(tensor, host)
                 yield state
@@ -213,40 +213,40 @@ class SnapshotElsewhere:
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
-        self._up_to = store.num_commits
+        self._up_to = store.ledger.num_commits
         self._sent = 0  # stages
-        store.before_update = self._before_update
+        store.access.before_update = self._before_update
 
     def _before_update(self, stage: int, commit: int) -> None:
         if commit <= self._up_to:
             return
-        if self._store.snapshot_link is not None:
+        if self._store.snapshots.link is not None:
             self._send(stage)
         else:
             name = self._store.stages[stage].name
-            self._store.snapshots.wait(stage, self._up_to + 1, f"rank 0 to save stage {name!r}")
+            self._store.snapshots.saved.wait(stage, self._up_to + 1, f"rank 0 to save stage {name!r}")
 
     def run(self) -> None:
         """Send what this host has, if this rank is to; on any thread."""
-        if self._store.snapshot_link is not None:
+        if self._store.snapshots.link is not None:
             for stage in self._store.stages:
                 self._send(stage.index)
 
     def _send(self, stage: int) -> None:
         """Send a stage, unless that has been done; those before it come first."""
-        link = self._store.snapshot_link
+        link = self._store.snapshots.link
         assert link is not None, "leaders send"
-        with self._store.exclusive(stage), torch.no_grad():
+        with self._store.access.locks.exclusive(stage), torch.no_grad():
             if stage < self._sent:
                 return
             if stage > 0:
                 self._send(stage - 1)
-            with closing(self._store.read(stage, up_to=self._up_to)) as pieces:
+            with closing(self._store.parameters.read(stage, up_to=self._up_to)) as pieces:
                 for piece in pieces:
                     for tensor in (piece.master, *piece.states.values()):
                         link.send(tensor.contiguous(), 0)
             self._sent = stage + 1
-            self._store.snapshots.post(stage, self._up_to + 1)
+            self._store.snapshots.saved.post(stage, self._up_to + 1)
 
 
 def state_entries(rule: UpdateRule, param: ParamSpec) -> dict[str, TensorEntry]:

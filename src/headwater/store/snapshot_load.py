@@ -349,7 +349,7 @@ def _fill_stage(store: WeightStore, stage: StageSpec, weights: _Weights, states:
     absent = {index for index, spec in enumerate(stage.params) if spec.name not in weights}
     kept: dict[tuple[int, int], torch.Tensor] = {}
     if absent:
-        pieces = store.read(stage.index, with_states=False)
+        pieces = store.parameters.read(stage.index, with_states=False)
         kept = {(p.param, p.start): p.master.clone() for p in pieces if p.param in absent}
 
     def fill(piece: PieceState) -> None:
@@ -365,6 +365,6 @@ def _fill_stage(store: WeightStore, stage: StageSpec, weights: _Weights, states:
             else:
                 values.zero_()
 
-    store.write(stage.index, fill)
+    store.parameters.write(stage.index, fill)
     scalars = [states[spec.name].scalars if spec.name in states else None for spec in stage.params]
-    store.set_scalars(stage.index, scalars)
+    store.scalars.replace(stage.index, scalars)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from headwater.core.stage import ParamKey
 from headwater.store.named import keys_by_name
-from headwater.store.parameters import read_param, write_param
 from headwater.store.store import WeightStore
 
 
@@ -37,9 +36,9 @@ def _take_over_param(store: WeightStore, key: ParamKey, before: WeightStore, the
     layout = store.rule.state_layout(store.spec(key))
     if layout == before.rule.state_layout(before.spec(there)):
         for name in layout:
-            write_param(store, key, read_param(before, there, name), name)
-        scalars = store.scalars(key[0])
-        scalars[key[1]] = before.scalars(there[0])[there[1]]
+            store.parameters.write_param(key, before.parameters.read_param(there, name), name)
+        scalars = store.scalars.of(key[0])
+        scalars[key[1]] = before.scalars.of(there[0])[there[1]]
     gradient = before.gradients.borrow(there)
     if gradient is not None:
         store.set_gradient(*key, gradient)

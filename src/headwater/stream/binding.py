@@ -12,7 +12,6 @@ from torch import nn
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.plan.alive import has_storage
-from headwater.store.parameters import write_param
 from headwater.store.store import WeightStore
 from headwater.stream.at_rest import enter_store, leave_memory
 from headwater.stream.home import Home
@@ -266,7 +265,7 @@ class Binder:
                 where=f"stage {self._stages[stage].name!r}",
                 remedy="change it between steps, and in mixed precision always",
             )
-        write_param(self._store, (stage, index), value)
+        self._store.parameters.write_param((stage, index), value)
 
     def _versions(self, stage: int) -> list[int]:
         """Return how often each parameter has been changed in place."""

@@ -24,7 +24,6 @@ from headwater.plan.trace import LossFunction, autocast, call_model
 from headwater.plan.types import Plan
 from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.named import keys_by_name
-from headwater.store.parameters import read_param
 from headwater.store.pieces import PieceState
 from headwater.store.rule import UpdateRule
 from headwater.store.update import Update
@@ -148,7 +147,7 @@ class Engine:
             flat = values[piece.param].reshape(-1)
             piece.master.copy_(flat[piece.start : piece.start + piece.master.numel()])
 
-        self.store.write(stage, fill)
+        self.store.parameters.write(stage, fill)
 
     def train_step(
         self,
@@ -295,7 +294,9 @@ class Engine:
     def _masters_of(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
         params = self.store.stages[stage].params
         masters = [torch.empty(spec.shape, dtype=spec.dtype) for spec in params]
-        for piece in self.store.read(stage, with_states=False):  # to its end: it holds the stage meanwhile
+        for piece in self.store.parameters.read(
+            stage, with_states=False
+        ):  # to its end: it holds the stage meanwhile
             flat = masters[piece.param].view(-1)
             flat[piece.start : piece.start + piece.master.numel()].copy_(piece.master)
         yield from zip([spec.name for spec in params], masters, strict=True)
@@ -319,7 +320,7 @@ class Engine:
 
     def master(self, name: str) -> torch.Tensor:
         """Return the master of a parameter, up to date."""
-        return read_param(self.store, keys_by_name(self.store.stages)[name])
+        return self.store.parameters.read_param(keys_by_name(self.store.stages)[name])
 
     def detach(self) -> None:
         """Leave the model, whose parameters then hold NaN; the store stays, and what moved out for graphs."""

@@ -136,7 +136,7 @@ class Executor:
             Statistics, which grow during the step.
         """
         self.reset()
-        self._store.use()
+        self._store.ledger.note_all_used()
         self._forwards_expected = num_micro_batches
         self._weights.statistics = StreamStatistics()
         if num_micro_batches:

@@ -9,7 +9,6 @@ from contextlib import closing
 import torch
 
 from headwater.core.stage import ParamKey, ParamSpec, dense_strides
-from headwater.store.parameters import read_param, write_param
 from headwater.store.store import WeightStore
 
 
@@ -48,11 +47,13 @@ class Home:
     def read(self) -> torch.Tensor:
         """A copy of the master, fit to be trained with wherever it is made."""
         with torch.inference_mode(False):
-            return read_param(self.store, self.key).to(self.device)
+            return self.store.parameters.read_param(self.key).to(self.device)
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The master in pieces, each valid until the next is asked for."""
-        with closing(self.store.read(self.stage, with_states=False, params={self.index})) as pieces:
+        with closing(
+            self.store.parameters.read(self.stage, with_states=False, params={self.index})
+        ) as pieces:
             for piece in pieces:
                 yield piece.master
 
@@ -70,7 +71,7 @@ class Home:
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the master by a tensor of its shape."""
-        write_param(self.store, self.key, value.detach())
+        self.store.parameters.write_param(self.key, value.detach())
 
     @property
     def gradient_is_spent(self) -> bool:

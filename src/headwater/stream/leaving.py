@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from headwater.core.stage import ParamKey
-from headwater.store.parameters import read_param
 from headwater.store.store import WeightStore
 from headwater.stream.at_rest import leave_store
 
@@ -23,7 +22,7 @@ def give_back(
         optimizer: the optimizer that updates the parameter; its state is left alone if not given.
     """
     device = param.device
-    param.data = read_param(store, key).to(device)
+    param.data = store.parameters.read_param(key).to(device)
     leave_store(param)
     gradient = store.gradients.borrow(key)
     if gradient is not None:
@@ -44,10 +43,11 @@ def give_state_back(
         optimizer: the optimizer that has updated the parameter until now.
     """
     store.flush_stage(key[0])
-    scalars, device = store.scalars(key[0])[key[1]], param.device
+    scalars, device = store.scalars.of(key[0])[key[1]], param.device
     if scalars is not None:
         tensors = {
-            name: read_param(store, key, name).to(device) for name in store.rule.state_layout(store.spec(key))
+            name: store.parameters.read_param(key, name).to(device)
+            for name in store.rule.state_layout(store.spec(key))
         }
         receive = getattr(optimizer.state, "receive", optimizer.state.__setitem__)
         receive(param, {**scalars, **tensors})

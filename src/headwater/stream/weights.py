@@ -105,7 +105,7 @@ class InPlaceWeights(Weights):
     def require(self, stage: int) -> torch.Tensor:
         self.statistics.hits += 1
         self._store.fetch(stage)
-        image = self._store.resident_wire(stage)
+        image = self._store.tier.resident_wire(stage)
         assert image is not None, "only a tier in memory can be read in place"
         return image
 
@@ -145,7 +145,7 @@ class SlabWeights(Weights):
         self._directory = SlabDirectory(fabric, len(self._pool.slabs))
         self.stable = self._pool.holds_all
         largest = max(stage.slab_bytes for stage in stages)
-        disk = store.resident_wire(stages[0].index) is None
+        disk = store.tier.resident_wire(stages[0].index) is None
         self._staging = aligned_empty(largest) if disk and not device.reads_host else None
         self._unlock = device.page_lock([] if self._staging is None else [self._staging])
         self._resident: dict[int, Slab] = {}
@@ -279,7 +279,7 @@ class SlabWeights(Weights):
             self._load,
             slab.index,
             Want(stage, slab.version),
-            self._store.num_commits,
+            self._store.ledger.num_commits,
             self._device.compute_mark(),
         )
 

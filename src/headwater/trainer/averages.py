@@ -63,7 +63,7 @@ class MovingAverages:
             run = slice(piece.start, piece.start + piece.master.numel())
             piece.master.mul_(kept).add_(followed[piece.param][run], alpha=1 - kept)
 
-        self._store.change(stage, followers.keys(), follow)
+        self._store.parameters.change(stage, followers.keys(), follow)
 
 
 @dataclasses.dataclass(frozen=True)

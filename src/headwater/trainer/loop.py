@@ -241,7 +241,7 @@ class Trainer:
         if self._engine.fabric.size > 1:
             self._checkpoints.wait()
             self._engine.store.flush()
-            self._engine.store.share_scalars()
+            self._engine.store.scalars.share()
         if not self.leads:
             self._checkpoints.save_elsewhere(self._engine.store)
             self._saved_step = self.state.step
@@ -268,6 +268,6 @@ def weight_norm(engine: Engine) -> float:
     store.flush()
     if engine.fabric.local_rank == 0:  # one rank for each host: a host keeps a part of the masters
         for stage in store.stages:
-            for piece in store.read(stage.index, with_states=False):
+            for piece in store.parameters.read(stage.index, with_states=False):
                 square += float(torch.linalg.vector_norm(piece.master, dtype=torch.float64)) ** 2
     return math.sqrt(sum(engine.fabric.gather(square)))

@@ -138,6 +138,19 @@ class EditableGradients(GradientSink):
         """Forget what was remembered."""
 
 
+def editable(gradients: GradientSink) -> EditableGradients:
+    """Return gradients that a user's loop may edit.
+
+    Raises:
+        StreamError: if they are those of several ranks in `train_step`.
+    """
+    if not isinstance(gradients, EditableGradients):
+        raise StreamError(
+            "gradients of several ranks cannot be looked at or changed", remedy="use one rank: num_csx 1"
+        )
+    return gradients
+
+
 def consumed_error(name: str) -> StreamError:
     """Return the error for a gradient that is used after a step has consumed it."""
     return StreamError(

@@ -1,0 +1,63 @@
+"""The locks of stages, and which stages are torn: a change of them began and did not end. Pure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+from headwater.core.errors import HeadwaterError, StoreError
+
+
+@final
+class StageLocks:
+    """One lock per stage, which a thread may take several times.
+
+    Args:
+        names: of the stages, for errors.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._locks = [threading.RLock() for _ in names]
+        self._torn: dict[int, str] = {}  # torn stages, and why
+
+    @contextmanager
+    def exclusive(self, stage: int) -> Iterator[None]:
+        """Hold the lock of a stage in the context, even if the stage is torn."""
+        with self._locks[stage]:
+            yield
+
+    @contextmanager
+    def whole(self, stage: int) -> Iterator[None]:
+        """Hold the lock of a stage in the context.
+
+        Raises:
+            StoreError: if the stage is torn: a part of an update is applied, and a part is lost.
+        """
+        with self._locks[stage]:
+            if stage in self._torn:
+                raise StoreError(
+                    f"an update of stage {self._names[stage]!r} failed halfway: {self._torn[stage]}",
+                    remedy="resume from the last checkpoint",
+                )
+            yield
+
+    @contextmanager
+    def changing(self, stage: int) -> Iterator[None]:
+        """Mark a stage as torn for the duration of the context, and for good if the context raises.
+
+        The caller holds the lock.
+        """
+        self._torn[stage] = "it was interrupted"  # before the change, in case that a signal ends the thread
+        try:
+            yield
+        except HeadwaterError as error:
+            self._torn[stage] = error.what
+            raise
+        self._torn.pop(stage, None)
+
+    def mend(self, stage: int) -> None:
+        """Mark a stage as whole, because all of it is replaced. The caller holds the lock."""
+        self._torn.pop(stage, None)

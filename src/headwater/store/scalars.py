@@ -1,0 +1,53 @@
+"""Optimizer scalars: the small part of the optimizer state, kept in the memory of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from headwater.core.stage import ParamKey, StageSpec
+from headwater.fabric.fabric import Fabric
+from headwater.store.ownership import Ownership
+from headwater.store.rule import Scalars
+
+_SCALARS_BY_KEY = dict[ParamKey, dict[str, torch.Tensor | bool | int | float | str | None] | None]
+"""The type of the messages in which ranks exchange scalars."""
+
+
+@final
+class OptimizerScalars:
+    """Step counts and the like, of each parameter. A rank knows those of the parameters that it updates.
+
+    Args:
+        stages: the stages.
+        ownership: which rank updates which pieces.
+        fabric: the ranks.
+    """
+
+    def __init__(self, stages: Sequence[StageSpec], ownership: Ownership, fabric: Fabric) -> None:
+        self._stages = stages
+        self._ownership = ownership
+        self._fabric = fabric
+        self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
+
+    def of(self, stage: int) -> list[Scalars | None]:
+        """Return the scalars of each parameter of a stage, as its last applied update has left them."""
+        return self._scalars[stage]
+
+    def replace(self, stage: int, scalars: list[Scalars | None]) -> None:
+        """Replace the scalars of each parameter of a stage."""
+        self._scalars[stage] = scalars
+
+    def share(self) -> None:
+        """Copy all scalars to all ranks. They call it at once, when all updates are applied."""
+        mine = {
+            (stage.index, index): self._scalars[stage.index][index]
+            for stage in self._stages
+            for index in range(len(stage.params))
+            if self._ownership.is_first_of_mine(stage.index, index)
+        }
+        for scalars in self._fabric.gather_objects(mine, _SCALARS_BY_KEY):
+            for (stage, param), value in scalars.items():
+                self._scalars[stage][param] = value

@@ -1,0 +1,68 @@
+"""The update of one stage: its gradients, its bytes and its optimizer scalars brought together."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from headwater.store.gradients.port import GradientSink
+from headwater.store.ownership import Ownership
+from headwater.store.rule import UpdateRule
+from headwater.store.scalars import OptimizerScalars
+from headwater.store.tier import Tier
+from headwater.store.update import Pending
+from headwater.store.updater import Updater
+
+
+@final
+class StageUpdate:
+    """The update of this rank's pieces of a stage. Called by `StageAccess`, which holds the stage.
+
+    Args:
+        rule: how parameters are updated.
+        tier: where the bytes lie.
+        ownership: which rank updates which pieces.
+        gradients: the sums that updates use.
+        scalars: of the optimizer.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        tier: Tier,
+        ownership: Ownership,
+        gradients: GradientSink,
+        scalars: OptimizerScalars,
+    ) -> None:
+        self._updater = Updater(rule)
+        self._tier = tier
+        self._ownership = ownership
+        self._gradients = gradients
+        self._scalars = scalars
+
+    def apply(self, stage: int, pending: Pending, buffer: torch.Tensor | None) -> None:
+        """Apply an update to a stage.
+
+        Args:
+            stage: the stage.
+            pending: the update of each parameter.
+            buffer: page-aligned memory for the wire image; it holds this host's part of the new image
+                afterwards. Not used where the image is resident.
+        """
+        gradients = self._gradients.take(stage)
+        assert gradients is not None, f"an update of stage {stage} was committed without gradients"
+        own = self._ownership.own_bytes(stage)
+        with self._tier.wire(stage, buffer, write=True, part=own) as image:
+            groups = self._tier.groups(stage, self._ownership.own_groups(stage), write=True)
+            scalars = self._updater.apply(
+                self._tier.layouts[stage].stage,
+                image,
+                groups,
+                gradients,
+                self._scalars.of(stage),
+                pending,
+                lambda piece: self._ownership.is_mine(stage, piece),
+            )
+            self._scalars.replace(stage, scalars)
+        self._gradients.put_back(stage, gradients)  # those of parameters that the commit did not name

@@ -1,0 +1,225 @@
+"""Access to the stages, one at a time: alone, whole, and with all committed updates applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import final
+
+import torch
+
+from headwater.core.buffers import aligned_empty
+from headwater.fabric.fabric import Fabric
+from headwater.store.ledger import Ledger
+from headwater.store.locks import StageLocks
+from headwater.store.ownership import Ownership
+from headwater.store.propagation import Propagation
+from headwater.store.stage_update import StageUpdate
+from headwater.store.tier import Tier
+from headwater.store.update import Part
+
+
+@final
+class StageAccess:
+    """Access to one stage at a time. Any thread may call it, and blocks while another one has the stage.
+
+    Attributes:
+        locks: of the stages.
+        before_update: called with (stage, number of the commit) just before that update changes the stage, or
+            `Parameters.change` does, by the thread that holds the stage. Snapshots set it.
+
+    Args:
+        fabric: the ranks.
+        tier: where the bytes lie.
+        ownership: which rank updates which pieces.
+        ledger: the updates that wait for their stages.
+        update: applies one of them.
+    """
+
+    def __init__(
+        self, fabric: Fabric, tier: Tier, ownership: Ownership, ledger: Ledger, update: StageUpdate
+    ) -> None:
+        self._fabric = fabric
+        self._tier = tier
+        self._ownership = ownership
+        self._ledger = ledger
+        self._stage_update = update
+        self._propagation = Propagation(fabric, ownership, tier)
+        self.locks = StageLocks([layout.stage.name for layout in tier.layouts])
+        self.before_update: Callable[[int, int], None] = lambda stage, number: None
+        self._versions = [0] * len(tier.layouts)
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="headwater-update")
+
+    def version(self, stage: int) -> int:
+        """Return a number that grows whenever a later `fetch` of a stage returns another image."""
+        return self._versions[stage]
+
+    # a stage, up to date
+
+    def fetch(self, stage: int, into: torch.Tensor | None, up_to: int | None) -> None:
+        """Apply the due update of a stage, and copy its wire image; see `WeightStore.fetch`."""
+        self._wait_for_owners(stage, up_to)
+        with self.locks.whole(stage):
+            resident = self._tier.resident_wire(stage)
+            if not self._catch_up(stage, into, up_to) and resident is None:
+                assert into is not None, "the disk tier needs memory to read a stage into"
+                self._tier.read_wire(stage, into)
+            if resident is not None and into is not None:
+                count = self._tier.layouts[stage].stage.slab_bytes
+                into[:count].copy_(resident[:count], non_blocking=True)
+
+    def flush(self, stage: int) -> None:
+        """Apply the due update of a stage."""
+        self._wait_for_owners(stage)
+        with self.locks.whole(stage):
+            self._catch_up(stage, None)
+
+    @contextmanager
+    def reading(self, stage: int, up_to: int | None) -> Iterator[torch.Tensor]:
+        """Hold a stage, up to date, in the context, and return its wire image, on disk this host's part.
+
+        Args:
+            stage: the stage.
+            up_to: leave an update for later if it was committed after this number.
+        """
+        if up_to is None:  # a snapshot, which names a number, holds the stage already
+            self._wait_for_owners(stage)
+        with self.locks.whole(stage):
+            buffer = self._buffer(stage)
+            self._catch_up(stage, buffer, up_to)
+            with self._tier.wire(stage, buffer, write=False, part=self._ownership.own_bytes(stage)) as image:
+                yield image
+
+    @contextmanager
+    def changing(self, stage: int) -> Iterator[torch.Tensor | None]:
+        """Hold a stage, up to date, in the context, and return its wire image, to change it in place.
+
+        All ranks call it at once. The image is `None` on a rank that updates nothing of the stage.
+        """
+        self._fabric.neighbours.barrier("a stage to be changed")  # others may still read the old values
+        self._wait_for_owners(stage)
+        updates = self._ownership.updates(stage)
+        with self.locks.whole(stage):
+            buffer = self._buffer(stage) if updates else None
+            self._catch_up(stage, buffer)
+            self.before_update(stage, self._ledger.num_commits + 1)
+            if updates:
+                own = self._ownership.own_bytes(stage)
+                with (
+                    self.locks.changing(stage),
+                    self._tier.wire(stage, buffer, write=True, part=own) as image,
+                ):
+                    yield image
+            else:
+                yield None
+        # Outside of the lock: others may wait for updates of this rank before they come here, and those
+        # updates for the lock.
+        self._propagation.written(stage)
+        self._versions[stage] += 1  # at last: a rank that sees the new version may fetch at once
+
+    @contextmanager
+    def replacing(self, stage: int) -> Iterator[torch.Tensor]:
+        """Hold a stage in the context, and return memory for its new wire image. All ranks call it at once.
+
+        Updates that wait for the stage are dropped, and it is whole afterwards, even if it was torn.
+        """
+        with self.locks.exclusive(stage):
+            self.locks.mend(stage)
+            self._ledger.forget(stage)
+            self._versions[stage] += 1
+            resident = self._tier.resident_wire(stage)
+            buffer = self._buffer(stage)
+            image = resident if buffer is None else buffer
+            assert image is not None, "a stage without a buffer is resident"
+            yield image
+            if resident is None and self._ownership.updates(stage):
+                self._tier.write_wire(stage, image, self._ownership.own_bytes(stage))
+            self._propagation.written(stage)
+
+    # commits
+
+    def commit(self, by_stage: Mapping[int, Mapping[int, Part]]) -> None:
+        """Queue the parts of a commit for their stages."""
+        number = self._ledger.num_commits
+        for stage, parts in by_stage.items():
+            self._queue(stage, parts)
+        stages = sorted(by_stage)
+        self._propagation.committed(stages, number)
+        if self._fabric.num_hosts > 1 or not self._fabric.computes:
+            # Other ranks wait for these updates. An error is raised when the stage is used.
+            for stage in stages:
+                self._ahead.submit(self._catch_up_ahead, stage)
+
+    def _queue(self, stage: int, parts: Mapping[int, Part]) -> None:
+        """Queue the parts of a commit for a stage, here or on the ranks that update it."""
+        if self._ownership.updates(stage):
+            self._ledger.add(stage, parts)
+        else:
+            self._propagation.skipped(stage, self._ledger.num_commits)
+        self._versions[stage] += 1  # at last: a thread that sees the new version may fetch at once
+
+    def undo(self, last: int) -> None:
+        """Drop updates that wait for their stage and were committed after number `last`."""
+        for stage in self._ledger.stages:
+            with self.locks.exclusive(stage):
+                undone = self._ledger.undo(stage, last)
+            if undone is not None:  # other ranks may wait for this update, which will not come
+                self._propagation.updated(stage, undone)
+
+    def catch_up_all(self) -> None:
+        """Apply all updates that wait for stages of which this rank owns a part; others may wait for them."""
+        for stage in self._ledger.stages:
+            self._catch_up_ahead(stage)
+
+    def _catch_up_ahead(self, stage: int) -> None:
+        with torch.no_grad(), self.locks.whole(stage):
+            if stage in self._ledger:
+                self._update(stage, self._buffer(stage))
+
+    def _catch_up(self, stage: int, buffer: torch.Tensor | None, up_to: int | None = None) -> bool:
+        """Apply the due update of a stage, here and on all ranks. The caller holds the stage.
+
+        Args:
+            stage: the stage.
+            buffer: for the wire image; made if not given and needed.
+            up_to: leave an update for later if it was committed after this number.
+
+        Returns:
+            True if the whole new wire image is in `buffer`, where it is not resident.
+        """
+        updated = self._ledger.due(stage, up_to) is not None
+        if updated:
+            self._update(stage, self._buffer(stage) if buffer is None else buffer)
+        self._propagation.wait(stage, up_to)
+        return updated and self._fabric.num_hosts == 1
+
+    def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
+        pending = self._ledger.due(stage)
+        assert pending is not None, f"no update waits for stage {stage}"
+        self.before_update(stage, pending.number)
+        if self._fabric.num_hosts > 1:
+            self._propagation.wait(stage)  # other hosts may still be receiving the update before this one
+        with self.locks.changing(stage):
+            self._ledger.apply(stage)
+            self._stage_update.apply(stage, pending, buffer)
+            self._propagation.updated(stage, pending.number)
+
+    def _wait_for_owners(self, stage: int, up_to: int | None = None) -> None:
+        """Block until the owners of a stage have updated it, if this rank owns nothing of it.
+
+        Called without the lock: an owner may wait for a snapshot, which this rank saves under the lock.
+        """
+        if not self._ownership.updates(stage):
+            self._ledger.note_used(self._propagation.wait(stage, up_to))
+
+    def _buffer(self, stage: int) -> torch.Tensor | None:
+        """Return memory for a wire image, or `None` if the image is resident."""
+        if self._tier.resident_wire(stage) is not None:
+            return None
+        return aligned_empty(self._tier.layouts[stage].wire_bytes)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._ahead.shutdown(wait=True, cancel_futures=True)
+        self._propagation.close()

@@ -1,0 +1,201 @@
+"""Applying updates to the pieces of a stage, a few pieces at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.store.gradients.port import Gradients
+from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, encoding_of
+from headwater.store.masters import read_master, write_master
+from headwater.store.rule import Scalars, UpdateRule, needs_plain_kernel
+from headwater.store.sparse import rows_of
+from headwater.store.update import Pending
+
+
+@final
+class Workspaces(threading.local):
+    """Scratch memory of a thread, kept between uses."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, numel: int) -> torch.Tensor:
+        """Return an uninitialised fp32 tensor of `numel` elements: the same memory for the same name."""
+        tensor = self._tensors.get(name)
+        if tensor is None or tensor.numel() < numel:
+            tensor = self._tensors[name] = torch.empty(numel, dtype=torch.float32)
+        return tensor[:numel]
+
+
+@final
+class Updater:
+    """The application of updates, in the calling thread, with the cores that torch uses in it.
+
+    Args:
+        rule: how a piece is updated.
+    """
+
+    def __init__(self, rule: UpdateRule) -> None:
+        self._rule = rule
+        self._workspaces = Workspaces()
+
+    def apply(
+        self,
+        stage: StageSpec,
+        image: torch.Tensor,
+        groups: Iterable[tuple[Group, torch.Tensor]],
+        gradients: Gradients,
+        scalars: list[Scalars | None],
+        pending: Pending,
+        is_mine: Callable[[Piece], bool],
+    ) -> list[Scalars | None]:
+        """Update the pieces of a stage that this rank owns.
+
+        Args:
+            stage: the stage.
+            image: its wire image; changed in place.
+            groups: its groups with their bytes; changed in place.
+            gradients: one per parameter; each is set to `None` when its parameter is updated.
+            scalars: the optimizer scalars of each parameter.
+            pending: the update of each parameter.
+            is_mine: true for the pieces that this rank updates.
+
+        Returns:
+            The new scalars. Every piece of a parameter starts from the same old ones.
+        """
+        wires = stage.flat_views(image)
+        after = list(scalars)
+        for group, rest in groups:
+            changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
+            for batch in _batches([piece for piece in changed if is_mine(piece)]):
+                loaded = self._load(stage, batch, wires, rest, gradients, pending)
+                for piece, new in self._update(loaded, scalars):
+                    after[piece.param] = new
+            for piece in changed:
+                if piece.stop == stage.params[piece.param].numel:
+                    gradients[piece.param] = None
+        return after
+
+    def _load(
+        self,
+        stage: StageSpec,
+        batch: Sequence[Piece],
+        wires: Sequence[torch.Tensor],
+        rest: torch.Tensor,
+        gradients: Gradients,
+        pending: Pending,
+    ) -> list[_Loaded]:
+        """Return pieces with their masters and gradients, ready for the optimizer."""
+        sizes = [piece.stop - piece.start for piece in batch]
+        spaces = [self._workspaces.get(name, sum(sizes)).split(sizes) for name in ("master", "gradient")]
+        loaded = []
+        for piece, master_space, gradient_space in zip(batch, *spaces, strict=True):
+            spec, part = stage.params[piece.param], pending.parts[piece.param]
+            gradient = gradients[piece.param]
+            assert gradient is not None, "only parameters with a gradient are updated"
+            encoding, fields = encoding_of(spec), piece.views(rest)
+            wire = wires[piece.param][piece.start : piece.stop]
+            master = read_master(encoding, wire, fields, master_space)
+            own = part.prepared(_part_of(gradient, spec, piece), master.dtype, gradient_space)
+            flat_master = master
+            states = {name: fields[name] for name in self._rule.state_layout(spec)}
+            if gradient.is_sparse:
+                rows = (-1, *spec.shape[1:])
+                master, states = master.view(rows), {k: v.view(rows) for k, v in states.items()}
+            elif self._rule.elementwise:
+                states = {name: state.view(-1) for name, state in states.items()}
+            else:
+                master, own = spec.arranged(master), spec.arranged(own)
+                states = {
+                    name: spec.arranged(state.view(-1)) if state.shape == spec.shape else state
+                    for name, state in states.items()
+                }
+            rule = self._rule.of(spec.name)
+            options = dict(rule.spec.options(spec.name, spec.shape, part.update.options_of(spec.name)))
+            loaded.append(
+                _Loaded(piece, rule, options, encoding, wire, fields, flat_master, master, own, states)
+            )
+        return loaded
+
+    def _update(
+        self, loaded: Sequence[_Loaded], scalars: Sequence[Scalars | None]
+    ) -> Iterator[tuple[Piece, Scalars]]:
+        """Update pieces, and yield each with its new scalars.
+
+        Pieces with equal options share one call of the optimizer, because a call for one small parameter
+        takes as long as a call for many.
+        """
+        todo = list(loaded)
+        while todo:
+            first = todo[0]
+            alike = [each for each in todo if each.is_like(first)]
+            todo = [each for each in todo if each not in alike]
+            new = first.rule.apply(
+                [each.master for each in alike],
+                [each.gradient for each in alike],
+                [each.states for each in alike],
+                [scalars[each.piece.param] for each in alike],
+                first.options,
+            )
+            for each, its_scalars in zip(alike, new, strict=True):
+                write_master(each.encoding, each.flat_master, each.wire, each.fields)
+                yield each.piece, its_scalars
+
+
+@dataclasses.dataclass(eq=False)
+class _Loaded:
+    """A piece while it is updated.
+
+    Attributes:
+        piece: its place.
+        rule: its optimizer.
+        options: arguments of the optimizer.
+        encoding: how its master is stored.
+        wire: its wire values, 1-D.
+        fields: its tensors beside the wire image.
+        flat_master: its values, 1-D in the order of memory.
+        master: the same values in the shape that the optimizer expects.
+        gradient: in that shape.
+        states: in that shape.
+    """
+
+    piece: Piece
+    rule: UpdateRule
+    options: dict[str, Any]
+    encoding: Encoding
+    wire: torch.Tensor
+    fields: Mapping[str, torch.Tensor]
+    flat_master: torch.Tensor
+    master: torch.Tensor
+    gradient: torch.Tensor
+    states: dict[str, torch.Tensor]
+
+    def is_like(self, other: _Loaded) -> bool:
+        """True if one call of the optimizer can update both."""
+        kernel = needs_plain_kernel(self.gradient) == needs_plain_kernel(other.gradient)
+        return kernel and self.rule is other.rule and self.options == other.options
+
+
+def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Tensor:
+    """Return the gradient of a piece: 1-D, or the rows of the piece where it is sparse."""
+    if not gradient.is_sparse:
+        return spec.in_memory_order(gradient)[piece.start : piece.stop]
+    return rows_of(gradient, piece.start // spec.row_numel, piece.stop // spec.row_numel)
+
+
+def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Yield runs of pieces, each of at least `PIECE_ELEMENTS` elements but for the last."""
+    batch: list[Piece] = []
+    for piece in pieces:
+        batch.append(piece)
+        if sum(each.stop - each.start for each in batch) >= PIECE_ELEMENTS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

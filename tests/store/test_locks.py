@@ -1,0 +1,49 @@
+"""The locks of stages, and stages that are torn."""
+
+import threading
+
+import pytest
+
+from headwater.core.errors import DiskFullError, StoreError
+from headwater.store.locks import StageLocks
+
+
+def test_a_change_that_fails_leaves_the_stage_torn_until_it_is_replaced():
+    locks = StageLocks(["first", "second"])
+    with pytest.raises(DiskFullError), locks.whole(0), locks.changing(0):
+        raise DiskFullError("no room")
+    with pytest.raises(StoreError, match="'first' failed halfway: no room"), locks.whole(0):
+        pass
+    with locks.whole(1):
+        pass
+    with locks.exclusive(0):
+        locks.mend(0)
+    with locks.whole(0):
+        pass
+
+
+def test_a_change_that_is_interrupted_leaves_the_stage_torn():
+    locks = StageLocks(["first"])
+    with pytest.raises(KeyboardInterrupt), locks.whole(0), locks.changing(0):
+        raise KeyboardInterrupt
+    with pytest.raises(StoreError, match="it was interrupted"), locks.whole(0):
+        pass
+
+
+def test_another_thread_waits_for_the_stage_and_not_for_another_one():
+    locks, order = StageLocks(["first", "second"]), []
+
+    def other():
+        with locks.whole(1):
+            order.append("second")
+        with locks.whole(0):
+            order.append("first")
+
+    with locks.exclusive(0), locks.whole(0):  # a thread may take a lock several times
+        thread = threading.Thread(target=other)
+        thread.start()
+        while not order:
+            pass
+        order.append("held")
+    thread.join()
+    assert order == ["second", "held", "first"]
