@@ -16,7 +16,7 @@ from headwater.api.machine import NO_UPDATES, optimizer_state_bytes
 from headwater.core.errors import ConfigError
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import OptimizerSpec, group_options, state_signature
-from headwater.store.rule import SeveralRules, UpdateRule
+from headwater.store.rule import SeveralRules, UpdateRule, UpdateRules
 
 installed_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = (
     weakref.WeakKeyDictionary()
@@ -172,7 +172,7 @@ class Updaters:
         return {name: entry.spec for name, entry in self._entries.items()}
 
     @property
-    def rule(self) -> UpdateRule:
+    def rule(self) -> UpdateRules:
         """The update rule for a store of these parameters."""
         if not self._entries:
             return UpdateRule(NO_UPDATES)

@@ -8,14 +8,14 @@ from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.store.gradients import GradientOptions, make_gradients
 from headwater.store.ownership import Ownership
-from headwater.store.rule import UpdateRule, stage_layout
+from headwater.store.rule import UpdateRules, stage_layout
 from headwater.store.store import WeightStore
 from headwater.store.tier import Tier
 
 
 def build_store(
     stages: Sequence[StageSpec],
-    rule: UpdateRule,
+    rule: UpdateRules,
     make_tier: Callable[[Ownership], Tier],
     *,
     on_disk: bool = False,

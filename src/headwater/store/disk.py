@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import final
 
 import torch
 
@@ -22,23 +23,24 @@ _IO_THREADS = 3
 _WIRE_BLOCK_BYTES = 16 << 20
 
 
+@final
 class DiskTier(Tier):
     """A file without a name for each stage: the wire image, then the rest.
 
     Host memory: `staging_bytes`, whatever the size of the model; a wire image is read into its slab.
 
     Attributes:
-        origins: where other ranks of the host open the files.
+        origins: the paths at which other ranks of the host open the files.
 
     Args:
         layouts: one per stage.
-        folder: where the files go; created if missing.
+        folder: where the files are created; created itself if missing.
         direct: bypass the page cache.
         verify: compare what is read with checksums of what was written.
-        kept: the groups of each stage that this host keeps, which follow each other; all if not given.
+        kept: the groups of each stage that this host keeps, in one run; all groups if not given.
         sums: memory for the checksums of each file; see `open_files`.
         origins: of the files, if another rank of the host has made them.
-        write_behind: let what was written reach the file when `groups` has ended; otherwise it has by then.
+        write_behind: let writes of `groups` continue after its end; otherwise they have ended by then.
 
     Raises:
         DiskFullError: if the files do not fit.
@@ -61,7 +63,7 @@ class DiskTier(Tier):
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         kept = [layout.groups for layout in layouts] if kept is None else kept
-        self._rest_at = [  # of the stage's rest in its file; what lies before is on other hosts
+        self._rest_at = [  # offset of the stage's groups in its file; groups before the first are elsewhere
             layout.wire_bytes - (groups[0].offset if groups else 0)
             for layout, groups in zip(layouts, kept, strict=True)
         ]
@@ -93,13 +95,13 @@ class DiskTier(Tier):
     def _all_blocks(
         self, transfer: Callable[[int, torch.Tensor], None], image: torch.Tensor, part: slice
     ) -> None:
-        """Whole blocks, always the same ones: all that have something of the part."""
+        """Read or write all blocks that overlap a part. Blocks are always whole, because checksums are."""
         first, stop, _ = part.indices(image.numel())
         before = first % _WIRE_BLOCK_BYTES if first < stop else 0
         starts = range(first - before, stop, _WIRE_BLOCK_BYTES)
         blocks = {start: image[start : start + _WIRE_BLOCK_BYTES] for start in starts}
 
-        def one(start: int) -> None:  # a worker keeps its last arguments a while: no view among them
+        def one(start: int) -> None:  # no view is an argument, since a worker keeps its last arguments
             transfer(start, blocks.pop(start))
 
         futures = [self._threads.submit(one, start) for start in starts]
@@ -127,14 +129,17 @@ class DiskTier(Tier):
                 self._end(stage, group, buffer, write)
             if not self.writes_behind:
                 self._settle(stage)
-        finally:  # the caller failed or stopped early: nothing of what is left is written
+        finally:  # the caller failed or stopped early: the remaining groups are not written
             for _, buffer, reading in waiting:
                 if reading is not None:
                     reading.exception()
                 self._staging.put(buffer)
 
     def _free_buffer(self, *, wait: bool) -> torch.Tensor | None:
-        """A buffer of which who waits has none; so however many wait, one of them goes on."""
+        """Return a free staging buffer, or `None` if all are in use and `wait` is false.
+
+        A caller waits only while it holds no buffer. So the callers cannot wait for each other forever.
+        """
         try:
             return self._staging.get(block=wait)
         except queue.Empty:
@@ -159,11 +164,12 @@ class DiskTier(Tier):
         self._writes[stage].append(writing)
 
     def _settle(self, stage: int) -> None:
+        """Block until all writes to a stage have ended. Raises the error of a write, each time."""
         writes = self._writes[stage]
         while writes:
             writing = writes.popleft()
             if writing.exception() is not None:
-                writes.appendleft(writing)  # it stays: the file is not what it should be
+                writes.appendleft(writing)  # the error stays, because the file stays wrong
             writing.result()
 
     def settle(self) -> None:
@@ -179,7 +185,7 @@ class DiskTier(Tier):
 def file_sizes(
     layouts: Sequence[StageLayout], folder: Path, kept: Sequence[Sequence[Group]]
 ) -> dict[Path, int]:
-    """Bytes of the file of each stage, which holds its wire image and these groups."""
+    """Return the bytes of the file of each stage, which holds its wire image and these groups."""
     return {
         folder / f"stage_{index:04d}.bin": layout.wire_bytes + sum(group.num_bytes for group in groups)
         for index, (layout, groups) in enumerate(zip(layouts, kept, strict=True))
@@ -187,10 +193,10 @@ def file_sizes(
 
 
 def largest_group_bytes(layouts: Sequence[StageLayout]) -> int:
-    """Bytes of the largest group of any stage."""
+    """Return the bytes of the largest group of any stage."""
     return max((group.num_bytes for layout in layouts for group in layout.groups), default=0)
 
 
 def staging_bytes(layouts: Sequence[StageLayout]) -> int:
-    """Host memory that a disk tier of these layouts takes, whatever the size of the model."""
+    """Return the host memory that a disk tier takes, which does not depend on the size of the model."""
     return _STAGING_BUFFERS * largest_group_bytes(layouts)

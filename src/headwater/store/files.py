@@ -18,13 +18,13 @@ from headwater.core.scratch import open_unnamed
 
 
 class Checksums:
-    """CRC-32 of every block of a file, to compare what is read with what was written.
+    """The CRC-32 of every block of a file, to compare what is read with what was written.
 
     Args:
         path: the file, for errors.
         contents: what it holds, for errors.
-        sums: for each page of the file 8 bytes of memory, at first 0, of which few are touched: those of the
-            pages with which blocks begin. Processes that share the file share it too.
+        sums: memory for checksums, zero at first: 8 bytes for each page of the file. Only the entries of the
+            first pages of blocks are touched. Processes that share the file share this memory.
     """
 
     def __init__(self, path: Path, contents: str, sums: torch.Tensor) -> None:
@@ -37,10 +37,10 @@ class Checksums:
         self._sums[offset // PAGE_BYTES] = zlib.crc32(block) + 1
 
     def check(self, offset: int, block: memoryview) -> None:
-        """Compare a block that has been read; blocks are read as they were written, or were never written.
+        """Compare a block that has been read. It was written as the same block, or never.
 
         Raises:
-            CorruptError: if it is not what was written.
+            CorruptError: if it differs from what was written.
         """
         written = self._sums[offset // PAGE_BYTES]
         if written and zlib.crc32(block) + 1 != written:
@@ -55,18 +55,18 @@ class Checksums:
 class BlockFile:
     """A scratch file of fixed size. Offsets, lengths and buffers are multiples of the page size.
 
-    It has no name: two runs cannot meet in one file, nobody else can take its place, and whatever ends the
-    process, nothing is left behind. See [Note: shared scratch folders].
+    It has no name: two runs cannot use the same file, nobody else can replace it, and nothing is left behind
+    however the process ends. See [Note: shared scratch folders].
 
     Attributes:
-        origin: where another process of this user and machine opens it, as long as this one has it open.
+        origin: the path at which another process of this user opens it, while this process has it open.
 
     Args:
-        path: what errors call it; it is created in this folder.
-        num_bytes: its size; the space is reserved at once, so that a full disk shows now and not hours later.
+        path: its name in errors; it is created in this folder.
+        num_bytes: its size. The space is reserved at once, so that a full disk is an error now.
         direct: bypass the page cache (O_DIRECT); ignored where the file system refuses it.
         checksums: compare what is read with what was written.
-        origin: of the file that another process has created; then it is opened, and not created.
+        origin: of a file that another process has created; then it is opened, not created.
 
     Raises:
         DiskFullError: if there is no room.
@@ -127,7 +127,7 @@ class BlockFile:
             self._checksums.note(offset, view)
 
     def leave_cache(self) -> None:
-        """Let what was written be on the disk, and no longer in the page cache."""
+        """Write all data to the disk, and release its page cache."""
         with disk_errors(self.path):
             os.fdatasync(self._fd)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -149,14 +149,14 @@ def open_files(
     sums: Sequence[torch.Tensor] | None = None,
     origins: Sequence[Path] | None = None,
 ) -> list[BlockFile]:
-    """A file for each path; if one cannot be made, none is kept.
+    """Open a file for each path. If one cannot be opened, none is kept.
 
     Args:
         sizes: bytes of each file.
         direct: bypass the page cache.
-        contents: what each file holds, if what is read is to be compared with what was written.
-        sums: memory for the checksums of that, which processes share that share the files; see `sums_bytes`.
-        origins: of the files, where another process has created them.
+        contents: what each file holds, for errors; given to compare what is read with checksums.
+        sums: memory for the checksums, shared by the processes that share the files; see `sums_bytes`.
+        origins: of files that another process has created.
 
     Raises:
         DiskFullError: if there is no room for all of them.
@@ -176,7 +176,7 @@ def open_files(
 
 
 def sums_bytes(num_bytes: int) -> int:
-    """Bytes of the checksums of a file of so many bytes."""
+    """Return the bytes of the checksums of a file of `num_bytes`."""
     return 8 * -(-num_bytes // PAGE_BYTES)
 
 

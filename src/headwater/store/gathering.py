@@ -14,13 +14,13 @@ from headwater.store.store import WeightStore
 
 
 class Gathering:
-    """Brings masters to every rank of a host that wants them, whoever updates them and wherever they are.
+    """Masters of any parameters, brought to all ranks of a host.
 
-    Whoever updates a piece puts it into memory that the ranks of its host share. The leaders of hosts send
-    each other what is wanted elsewhere. All ranks make the same calls at once.
+    The rank that updates a piece copies it to memory that the ranks of its host share. The leaders of hosts
+    send each other the elements that other hosts need. All ranks make the same calls at once.
 
     Args:
-        store: has the masters.
+        store: holds the masters.
     """
 
     def __init__(self, store: WeightStore) -> None:
@@ -31,21 +31,21 @@ class Gathering:
 
     @functools.cached_property
     def _link(self) -> Link | None:
-        """By which hosts send; made when they first do."""
+        """The connection between hosts; made at the first use."""
         return self._store.fabric.connect("masters")
 
     def bring(self, keys: Sequence[ParamKey], to: Sequence[ParamKey] | None = None) -> list[torch.Tensor]:
-        """Masters, up to date, each as one run of elements in memory that ranks share; not to be changed.
+        """Return masters, up to date, in memory that ranks share; not to be changed.
 
         Args:
             keys: the parameters.
-            to: for each of them one of as many elements: a host gets what it updates of that one, and may get
-                more. All elements if not given.
+            to: for each of them a parameter with as many elements: a host gets at least the elements that it
+                updates of that one. All elements if not given.
 
         Returns:
             A 1-D tensor for each of `keys`, valid until the next call.
         """
-        self._here.barrier("masters to be brought")  # others may still read those of before
+        self._here.barrier("masters to be brought")  # others may still read the memory that is reused
         masters = self._allocate(dict.fromkeys(keys))
         for stage in sorted({stage for stage, _ in keys}):
             wanted = {param for other, param in keys if other == stage}
@@ -60,7 +60,7 @@ class Gathering:
         return [masters[key] for key in keys]
 
     def release(self) -> None:
-        """Give back the memory; on all ranks at once."""
+        """Release the memory. All ranks call it at once."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _allocate(self, keys: dict[ParamKey, None]) -> dict[ParamKey, torch.Tensor]:
@@ -76,7 +76,7 @@ class Gathering:
         return masters
 
     def _exchange(self, master: torch.Tensor, key: ParamKey, to: ParamKey | None) -> None:
-        """Send other hosts what they want of what this one has, and receive what it wants."""
+        """Send other hosts the elements that they need, and receive those that this host needs."""
         if self._link is None:
             return
         hosts, own = range(self._link.num_hosts), self._link.host
@@ -87,6 +87,6 @@ class Gathering:
 
 
 def _common(master: torch.Tensor, there: range, wanted: range) -> torch.Tensor:
-    """The bytes of the elements that are in both runs."""
+    """Return the bytes of the elements that are in both runs."""
     start = max(there.start, wanted.start)
     return master[start : max(start, min(there.stop, wanted.stop))].view(torch.uint8)

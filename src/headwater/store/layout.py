@@ -1,4 +1,4 @@
-"""Where each byte of a stage lies: the wire image, and beside it what else masters and optimizer need."""
+"""The layout of a stage's bytes: its wire image, and beside it the rest of masters and optimizer state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP_BYTES = 16 << 20
 
 
 class Encoding(enum.Enum):
-    """How an fp32 master relates to what travels."""
+    """The ways in which an fp32 master is stored beside the wire value."""
 
     SAME = "same"  # the wire image is the master
     SPLIT = "split"  # bf16 on the wire is the upper half of the master; the lower half is in the rest
@@ -28,7 +28,7 @@ class Encoding(enum.Enum):
 
 
 def encoding_of(param: ParamSpec) -> Encoding:
-    """How the master of `param` is kept."""
+    """Return how the master of a parameter is stored."""
     if param.wire_dtype == param.dtype:
         return Encoding.SAME
     if param.split_master and (param.wire_dtype, param.dtype) == (torch.bfloat16, torch.float32):
@@ -61,7 +61,7 @@ class Field:
     offset: int
 
     def view(self, rest: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of the group's bytes."""
+        """Return the tensor as a view of the group's bytes."""
         count = _numel(self.shape) * self.dtype.itemsize
         return rest[self.offset : self.offset + count].view(self.dtype).view(self.shape)
 
@@ -74,7 +74,7 @@ class Piece:
         param: index of the parameter in its stage.
         start: first element.
         stop: one past the last element.
-        fields: what the rest holds for it.
+        fields: its tensors beside the wire image.
     """
 
     param: int
@@ -83,6 +83,7 @@ class Piece:
     fields: tuple[Field, ...]
 
     def views(self, rest: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors of the piece by name, as views of the group's bytes."""
         return {field.name: field.view(rest) for field in self.fields}
 
 
@@ -121,6 +122,7 @@ class StageLayout:
 
     @cached_property
     def rest_bytes(self) -> int:
+        """Bytes of all groups."""
         return self.groups[-1].offset + self.groups[-1].num_bytes if self.groups else 0
 
 
@@ -151,7 +153,7 @@ def _field_shapes(
 
 @dataclasses.dataclass(frozen=True)
 class _Extent:
-    """A piece that has no place yet."""
+    """A piece before it is placed."""
 
     param: int
     start: int
@@ -159,7 +161,7 @@ class _Extent:
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
     def place(self, offset: int) -> tuple[Piece, int]:
-        """The piece with its fields from `offset` on, and the offset after them."""
+        """Return the piece with its fields placed from `offset` on, and the offset after them."""
         fields = []
         for name, (dtype, shape) in self.shapes.items():
             fields.append(Field(name, dtype, shape, offset))
@@ -168,6 +170,7 @@ class _Extent:
 
 
 def _pack(extents: list[_Extent]) -> tuple[Group, ...]:
+    """Return groups of at least `GROUP_BYTES` but for the last one, with pieces in their order."""
     groups: list[Group] = []
     pieces: list[Piece] = []
     used = start = 0

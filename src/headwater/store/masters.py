@@ -1,4 +1,4 @@
-"""Masters in fewer bytes: an fp32 number as a bf16 wire value and what is missing from it.
+"""Masters in fewer bytes: an fp32 number as a bf16 wire value and a 16-bit remainder.
 
 Read as integers, an fp32 master is `(high << 16) + low` with `low` its lower sixteen bits as a signed number.
 Then `high` is the master rounded to the nearest bf16 (ties away from zero), so the wire copy costs nothing
@@ -14,11 +14,11 @@ import torch
 from headwater.store.layout import MASTER_FIELD, Encoding
 
 _CHUNK_ELEMENTS = 1 << 18
-"""Elements joined or split at once: they stay in a core's own cache from pass to pass."""
+"""Elements joined or split at once: few enough to stay in a core's cache from pass to pass."""
 
 
 def join_halves(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor) -> None:
-    """`out` (fp32) from a bf16 wire value and the lower half (int16), all 1-D."""
+    """Write to `out` (fp32) the masters of bf16 wire values and lower halves (int16), all 1-D."""
     scratch = torch.empty(min(out.numel(), _CHUNK_ELEMENTS), dtype=torch.int32)
     for upper, lower, whole in _chunks(high, low, out):
         whole.copy_(upper)  # as bits: the upper half, shifted to its place
@@ -27,7 +27,7 @@ def join_halves(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
-    """The inverse of `join_halves`; the contents of `master` are lost."""
+    """Write wire values and lower halves from masters, which are overwritten: undoes `join_halves`."""
     for upper, lower, whole in _chunks(high, low, master):
         bits = whole.view(torch.int32)
         lower.copy_(bits)
@@ -36,7 +36,7 @@ def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
 
 
 def round_to_wire(master: torch.Tensor, wire: torch.Tensor) -> None:
-    """`wire` from a master that lies apart: in bf16 the value that `split_halves` gives, ties and all."""
+    """Write wire values from masters that lie apart, rounded to bf16 exactly as `split_halves` rounds."""
     if (master.dtype, wire.dtype) != (torch.float32, torch.bfloat16):
         wire.copy_(master)
         return
@@ -53,13 +53,13 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 def read_master(
     encoding: Encoding, wire: torch.Tensor, rest: Mapping[str, torch.Tensor], scratch: torch.Tensor
 ) -> torch.Tensor:
-    """The fp32 master of a piece: a view where there is one, else written to `scratch` (1-D, long enough).
+    """Return the fp32 master of a piece: a view of it, or a copy in `scratch` if it is split.
 
     Args:
-        encoding: how it is kept.
+        encoding: how it is stored.
         wire: the piece's wire values, 1-D.
         rest: the piece's fields.
-        scratch: fp32 workspace.
+        scratch: fp32 workspace, 1-D, at least as long as the piece.
     """
     if encoding is Encoding.SAME:
         return wire
@@ -74,7 +74,7 @@ def read_master(
 def write_master(
     encoding: Encoding, master: torch.Tensor, wire: torch.Tensor, rest: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put a master back where `read_master` found it; `master` may be overwritten on the way."""
+    """Write a master back to where `read_master` found it. `master` may be overwritten."""
     if encoding is Encoding.SPLIT:
         split_halves(master, wire, rest[MASTER_FIELD[encoding]].view(-1))
     elif encoding is Encoding.COPY:

@@ -1,8 +1,9 @@
-"""The memory tier: every stage in host memory, changed where it lies."""
+"""The memory tier: every stage in host memory, changed in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import final
 
 import torch
 
@@ -11,13 +12,14 @@ from headwater.store.layout import Group, StageLayout
 from headwater.store.tier import WHOLE, Tier
 
 
+@final
 class MemoryTier(Tier):
-    """One wire image and one rest per stage.
+    """A tier in host memory: per stage one wire image, and one block for all its groups.
 
     Args:
         layouts: one per stage.
         fabric: the ranks that share the memory.
-        page_lock: keeps the pages of the wire images where they are until what it returns is called.
+        page_lock: locks the pages of the wire images; returns a function that unlocks them.
     """
 
     is_shared = True

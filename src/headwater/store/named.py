@@ -8,5 +8,5 @@ from headwater.core.stage import ParamKey, StageSpec
 
 
 def keys_by_name(stages: Sequence[StageSpec]) -> dict[str, ParamKey]:
-    """Every parameter of the stages."""
+    """Return the key of every parameter of the stages by its name."""
     return {param.name: (stage.index, index) for stage in stages for index, param in enumerate(stage.params)}

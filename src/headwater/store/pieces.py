@@ -1,4 +1,4 @@
-"""The pieces of a stage, as checkpoints read and write them."""
+"""The pieces of stages, as checkpoints and other readers and writers of parameters see them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.layout import Encoding, Piece, encoding_of
 from headwater.store.masters import read_master, write_master
 from headwater.store.ownership import Ownership
-from headwater.store.rule import UpdateRule
+from headwater.store.rule import UpdateRules
 from headwater.store.tier import Tier
 from headwater.store.updater import Workspaces
 
 
 @dataclasses.dataclass
 class PieceState:
-    """A piece of a parameter as a reader or writer of checkpoints sees it.
+    """A piece of a parameter, as a reader or writer sees it.
 
     Attributes:
         param: index of the parameter in its stage.
@@ -52,15 +52,15 @@ def _arranged(spec: ParamSpec, state: torch.Tensor) -> torch.Tensor:
 
 
 class Pieces:
-    """The pieces that a tier keeps. Whoever uses them has the stage to himself, up to date.
+    """The pieces that a tier keeps. The caller holds the stage, with all updates applied.
 
     Args:
-        rule: how they are updated; it says which states there are.
-        tier: keeps them.
+        rule: how they are updated, which decides the optimizer state.
+        tier: where they lie.
         ownership: which rank updates which of them.
     """
 
-    def __init__(self, rule: UpdateRule, tier: Tier, ownership: Ownership) -> None:
+    def __init__(self, rule: UpdateRules, tier: Tier, ownership: Ownership) -> None:
         self._layouts = tier.layouts
         self._rule = rule
         self._tier = tier
@@ -76,12 +76,12 @@ class Pieces:
         params: Collection[int] | None,
         mine: bool = False,
     ) -> Iterator[PieceState]:
-        """Every piece that this rank reaches; valid until the next one is asked for.
+        """Yield every piece that this rank reaches; each is valid until the next one.
 
         Args:
-            stage: which stage.
+            stage: the stage.
             image: its wire image.
-            with_states: whether the optimizer state is wanted too.
+            with_states: read the optimizer state too.
             params: only these parameters, by index.
             mine: only the pieces that this rank updates.
         """
@@ -108,7 +108,7 @@ class Pieces:
         return PieceState(piece.param, piece.start, master, states)
 
     def write(self, stage: int, image: torch.Tensor, fill: Callable[[PieceState], None]) -> None:
-        """Replace all that this rank updates; `fill` writes the `master` and `states` of each piece."""
+        """Replace all pieces that this rank updates; `fill` writes the `master` and `states` of each."""
         groups = self._ownership.own_groups(stage)
         wires = self._stage(stage).flat_views(image)
         for group, rest in self._tier.groups(stage, groups, read=False, write=True):
@@ -119,13 +119,13 @@ class Pieces:
     def change(
         self, stage: int, image: torch.Tensor, params: Collection[int], change: Callable[[PieceState], None]
     ) -> None:
-        """Let `change` change all that this rank updates of some parameters, in place.
+        """Change all pieces of some parameters that this rank updates, in place.
 
         Args:
-            stage: which stage.
+            stage: the stage.
             image: its wire image.
             params: indices of the parameters.
-            change: called with each piece.
+            change: called with each piece; changes its `master` and `states`.
         """
         wires = self._stage(stage).flat_views(image)
         groups = self._ownership.own_groups(stage, params)
@@ -144,7 +144,7 @@ class Pieces:
         *,
         keep: bool = False,
     ) -> None:
-        """Let `fill` write a piece; with `keep` it finds the master that is there."""
+        """Write a piece by `fill`, which with `keep` finds the present master in it."""
         spec = self._stage(stage).params[piece.param]
         encoding, fields = encoding_of(spec), piece.views(rest)
         flat_wire = wire[piece.start : piece.stop]
@@ -165,7 +165,7 @@ class Pieces:
         write_master(encoding, master, flat_wire, fields)
 
     def empty(self, stage: int, piece: Piece) -> PieceState:
-        """Memory for what another host has of a piece."""
+        """Return memory for a piece that another host sends."""
         spec = self._stage(stage).params[piece.param]
         names = self._rule.state_layout(spec)
         states = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in piece.fields if f.name in names}

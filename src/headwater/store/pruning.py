@@ -1,4 +1,4 @@
-"""Elements of weights and of optimizer state set to zero, wherever they are."""
+"""Pruning: weights and optimizer state set to zero by masks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from headwater.store.store import WeightStore
 
 
 def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Mapping[int, Tensor]) -> None:
-    """Set weights to zero where their masks are false, and optimizer state where `kept` is.
+    """Set weights to zero where their masks are false, and optimizer state where `kept` is false.
 
-    Of several ranks all ask for it, and each does it with what it updates.
+    All ranks call it at once, and each changes the pieces that it updates.
 
     Args:
-        store: has them.
-        stage: of the weights.
-        masks: of each parameter, by index; bool, of its shape.
-        kept: likewise, of the same parameters.
+        store: holds them.
+        stage: their stage.
+        masks: bool, in the shape of each parameter, by index.
+        kept: likewise, for the same parameters.
     """
 
     def zero(piece: PieceState) -> None:
@@ -40,5 +40,5 @@ def _clear(piece: PieceState, kept: Mapping[int, Tensor]) -> None:
 
 
 def _run(masks: Mapping[int, Tensor], piece: PieceState) -> Tensor:
-    """What a mask says of the elements of a piece."""
+    """Return the mask of the elements of a piece."""
     return masks[piece.param].reshape(-1)[piece.start : piece.start + piece.master.numel()]

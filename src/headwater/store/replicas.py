@@ -1,4 +1,4 @@
-"""Stores of several hosts that each have all weights: made equal at the start."""
+"""Replicas: stores of several hosts that each hold all weights, made equal at the start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_from_first_host(store: WeightStore, fabric: Fabric) -> None:
-    """Let every host have the masters and the optimizer state of the first. All ranks ask for it at once.
+    """Copy the masters and the optimizer state of the first host to all others. All ranks call it at once.
 
     Args:
         store: of this host, just filled.
@@ -34,7 +34,7 @@ def take_from_first_host(store: WeightStore, fabric: Fabric) -> None:
 
 
 def _take_stage(store: WeightStore, stage: int, link: Link) -> bool:
-    """Take all bytes of a stage, and write them back; whether some were different."""
+    """Receive all bytes of a stage. Return true if some of them were different."""
     layout, tier = store.tier.layouts[stage], store.tier
     buffer = None if tier.resident_wire(stage) is not None else aligned_empty(layout.wire_bytes)
     with tier.wire(stage, buffer, write=True) as image:
@@ -45,7 +45,7 @@ def _take_stage(store: WeightStore, stage: int, link: Link) -> bool:
 
 
 def _send_where_different(link: Link, image: torch.Tensor) -> bool:
-    """Send bytes from the first host to the others unless all have the same; whether some had others."""
+    """Send bytes from the first host to the others unless all are equal. Return true if they were not."""
     digest = hashlib.blake2b(image.numpy().data, digest_size=8).digest()
     if len(link.gather(torch.frombuffer(bytearray(digest), dtype=torch.int64)).unique()) == 1:
         return False

@@ -1,10 +1,11 @@
-"""The update rule: a `torch.optim` optimizer applied to whatever piece of a parameter is at hand."""
+"""Update rules: optimizers of `torch.optim` that are applied to pieces of parameters."""
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -16,7 +17,7 @@ from headwater.optim.spec import OptimizerSpec, numbers, state_signature
 from headwater.store.layout import StageLayout, StateLayout, StateTensor
 
 Scalars = dict[str, Any]
-"""The part of a parameter's optimizer state that is not worth a place on disk: step counts and the like."""
+"""The small part of a parameter's optimizer state, such as step counts. It stays in memory."""
 
 _PROBE_ELEMENTS = 8
 _PLAIN_KERNEL = {"fused": False, "foreach": False}
@@ -27,11 +28,32 @@ def needs_plain_kernel(gradient: torch.Tensor) -> bool:
     return gradient.is_sparse or gradient.is_complex()
 
 
-class UpdateRule:
-    """Runs one optimizer class on tensors that are passed in, and keeps no state of its own.
+class UpdateRules(abc.ABC):
+    """The update rule of each parameter of a model.
+
+    Attributes:
+        spec: the optimizer; the first one, if there are several.
+        elementwise: true if every optimizer updates each element by itself, so that pieces may be updated.
+    """
+
+    spec: OptimizerSpec
+    elementwise: bool
+
+    @abc.abstractmethod
+    def of(self, name: str) -> UpdateRule:
+        """Return the rule of the parameter called `name`, which is updated."""
+
+    @abc.abstractmethod
+    def state_layout(self, param: ParamSpec) -> StateLayout:
+        """Return the state tensors that the optimizer keeps for a parameter."""
+
+
+@final
+class UpdateRule(UpdateRules):
+    """One optimizer class, run on tensors that are passed in. The rule keeps no optimizer state.
 
     Args:
-        spec: which optimizer, with its arguments.
+        spec: the optimizer, with its arguments.
         options: arguments of the parameter group that differ from the spec's and decide which state is kept.
     """
 
@@ -43,11 +65,9 @@ class UpdateRule:
         self._threads = threading.local()  # an optimizer object serves one thread at a time
 
     def of(self, name: str) -> UpdateRule:
-        """The rule of the parameter called `name`."""
         return self
 
     def state_layout(self, param: ParamSpec) -> StateLayout:
-        """State tensors that the optimizer keeps for `param`, found by running it."""
         if not param.requires_grad:
             return {}
         shape = (_PROBE_ELEMENTS,) if self.elementwise else param.shape
@@ -57,6 +77,7 @@ class UpdateRule:
         return self._layouts[key]
 
     def _probe(self, shape: tuple[int, ...], dtype: torch.dtype, sparse: bool) -> StateLayout:
+        """Return the state tensors of a parameter, found in two steps of the optimizer on a small one."""
         probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
         optimizer = self.spec.build([probe], to_compile=False)
         group = optimizer.param_groups[0]
@@ -76,7 +97,7 @@ class UpdateRule:
         }
 
     def _of_this_thread(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-        """An optimizer object, and what its parameter groups hold by default."""
+        """Return an optimizer object of this thread, and the default options of its parameter groups."""
         if not hasattr(self._threads, "optimizer"):
             start = [torch.nn.Parameter(torch.zeros(1, 1))]
             optimizer = self._threads.optimizer = self.spec.build(start, to_compile=False)
@@ -95,10 +116,10 @@ class UpdateRule:
 
         Args:
             masters: values; whole parameters, or any runs of them where the rule is elementwise.
-            gradients: of the same shapes and dtypes; all for plain kernels, or none.
-            states: of each its tensors by `state_layout`; what they hold before the first update is ignored.
-            scalars: of each what its last update returned; `None` before the first.
-            options: optimizer arguments that differ from the spec's, the current `lr` among them.
+            gradients: of the same shapes and dtypes; either all or none need plain kernels.
+            states: the tensors of `state_layout` of each; their values before the first update are ignored.
+            scalars: the scalars of each, from its last update; `None` before the first.
+            options: optimizer arguments that differ from the spec's, such as the current `lr`.
 
         Returns:
             The new scalars of each.
@@ -115,7 +136,7 @@ class UpdateRule:
             if old is not None:
                 optimizer.state[master] = {**own, **{k: _clone(v) for k, v in old.items()}}
         optimizer.step()
-        optimizer.param_groups = []  # a view of a slab must not be kept
+        optimizer.param_groups = []  # it would keep views of slabs, which must be free for other stages
         after = []
         for master, own in zip(masters, states, strict=True):
             master.grad = None
@@ -151,8 +172,9 @@ class UpdateRule:
         )
 
 
-class SeveralRules(UpdateRule):
-    """Parameters by name go to optimizers of their own; one that none of them has is not updated.
+@final
+class SeveralRules(UpdateRules):
+    """Several optimizers, each for some parameters by name. A parameter without an optimizer is not updated.
 
     Args:
         specs: name of a parameter -> its optimizer; equal ones are the same object. At least one.
@@ -162,7 +184,7 @@ class SeveralRules(UpdateRule):
     def __init__(
         self, specs: Mapping[str, OptimizerSpec], options: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        super().__init__(next(iter(specs.values())))
+        self.spec = next(iter(specs.values()))
         rules: dict[tuple[int, object], UpdateRule] = {}
         self._rules: dict[str, UpdateRule] = {}
         for name, spec in specs.items():
@@ -179,7 +201,7 @@ class SeveralRules(UpdateRule):
         return {} if rule is None else rule.state_layout(param)
 
 
-def stage_layout(stage: StageSpec, rule: UpdateRule) -> StageLayout:
+def stage_layout(stage: StageSpec, rule: UpdateRules) -> StageLayout:
     """Return where the bytes of a stage lie under an update rule."""
     states = [rule.state_layout(param) for param in stage.params]
     return StageLayout(stage, states, elementwise=rule.elementwise)

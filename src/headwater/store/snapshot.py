@@ -1,4 +1,4 @@
-"""Checkpoints written stage by stage while training goes on, each stage as it was when that began."""
+"""Snapshots: checkpoints written stage by stage during training, each stage as it was at the start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater.core.files import PARTIAL_SUFFIX, CheckedFile, disk_errors, sync_
 from headwater.core.safetensors import DTYPE_CODES, DTYPES, TensorFileWriter
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.pieces import PieceState
-from headwater.store.rule import Scalars, UpdateRule
+from headwater.store.rule import Scalars, UpdateRules
 from headwater.store.snapshot_manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -32,20 +32,20 @@ BUFFERS_FILE = "weights_buffers.safetensors"
 """The model's buffers; with the stages' weights files it is the whole model."""
 
 REPLACED_SUFFIX = ".replaced"
-"""Of a checkpoint that gives way to another of the same step."""
+"""Suffix of a checkpoint that another one of the same step replaces."""
 
 
 class Snapshot:
     """The store as it is now, written to a folder by `run`, on any thread.
 
-    From its making on, an update that comes later saves the stage first if that has not happened yet, on the
-    thread that updates ("copy on write"); so training may go on at once. A stage is saved once, under its
-    lock. An error on a training thread is kept for `run` to raise, and training goes on.
+    Training may continue at once: an update that is committed later first saves the stage that it changes, if
+    the stage is not saved yet, on the thread that updates ("copy on write"). A stage is saved once, under its
+    lock. An error on a training thread does not stop training; `run` raises it.
 
     Args:
-        store: what is saved; one snapshot of it at a time.
+        store: the store; it has one snapshot at a time.
         folder: the checkpoint; it appears under this name when it is complete.
-        step: training steps behind it.
+        step: training steps before it.
         buffers: tensors of the model that are not parameters; written at once.
         extras: further files, by name; written at once.
 
@@ -83,6 +83,7 @@ class Snapshot:
 
     @contextmanager
     def _nothing_left_on_failure(self) -> Iterator[None]:
+        """Remove the partial checkpoint if the context raises."""
         try:
             yield
         except BaseException:  # KeyboardInterrupt too must not leave half a checkpoint; raised again below
@@ -114,7 +115,7 @@ class Snapshot:
         return TensorFileWriter(self._partial / f"optimizer_{stage.index:04d}.safetensors", tensors)
 
     def _save_first(self, stage: int, commit: int) -> None:
-        """The store's `before_update`: called under the stage's lock."""
+        """Save a stage before an update changes it. `StageAccess` calls it, and holds the stage."""
         if commit <= self._up_to:
             return
         try:
@@ -123,7 +124,7 @@ class Snapshot:
             self._failure = self._failure or error
 
     def save_stage(self, stage: int) -> None:
-        """Save one stage, unless that has been done.
+        """Save one stage, unless it is saved.
 
         Raises:
             HeadwaterError: if it fails, or another stage has failed on another thread.
@@ -133,7 +134,7 @@ class Snapshot:
                 raise self._failure
             if stage not in self._saved:
                 if self._store.snapshots.link is not None and stage > 0:
-                    self.save_stage(stage - 1)  # other hosts send one after the other
+                    self.save_stage(stage - 1)  # other hosts send their stages in order
                 self._saved[stage] = self._write_stage(self._store.stages[stage])
                 self._store.snapshots.saved.post(stage, self._up_to + 1)
 
@@ -145,7 +146,7 @@ class Snapshot:
                 weights.write(param.name, piece.start, piece.master)
                 updated = store.scalars.of(stage.index)[piece.param] is not None
                 for name, values in piece.states.items():
-                    known = values if updated else torch.zeros_like(values)  # no update has written it yet
+                    known = values if updated else torch.zeros_like(values)  # not written before an update
                     optimizer.write(state_name(param.name, name), piece.start, known)
         entries = map(self._param_entry, stage.params, store.scalars.of(stage.index))
         return StageEntry(stage.name, weights.path.name, optimizer.path.name, list(entries))
@@ -174,7 +175,7 @@ class Snapshot:
                 publish(self._partial, self.folder)
         finally:
             self._store.access.before_update = self._no_hook
-            for _ in self._received:  # whatever came of it, nobody need wait any more
+            for _ in self._received:  # also after an error, because other hosts wait until all is received
                 pass
             for stage in self._store.stages:
                 self._store.snapshots.saved.post(stage.index, self._up_to + 1)
@@ -191,7 +192,7 @@ class Snapshot:
 
 
 def _receive_pieces(store: WeightStore) -> Iterator[PieceState]:
-    """What other hosts send of each stage, one after the other; see `SnapshotElsewhere`."""
+    """Yield the pieces that other hosts send, stage after stage; see `SnapshotElsewhere`."""
     link = store.snapshots.link
     if link is not None:
         for stage in store.stages:
@@ -203,18 +204,18 @@ def _receive_pieces(store: WeightStore) -> Iterator[PieceState]:
 
 
 class SnapshotElsewhere:
-    """A snapshot that rank 0 takes: this rank updates no stage before it is saved.
+    """A snapshot that rank 0 takes. This rank updates no stage before rank 0 has saved it.
 
-    Where this rank leads another host than rank 0's, it sends what its host has: it saves a stage by that.
+    The leader of another host sends its host's pieces of a stage to rank 0; sending a stage saves it.
 
     Args:
-        store: what is saved.
+        store: the store.
     """
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._up_to = store.ledger.num_commits
-        self._sent = 0  # stages
+        self._sent = 0  # how many stages were sent
         store.access.before_update = self._before_update
 
     def _before_update(self, stage: int, commit: int) -> None:
@@ -227,13 +228,13 @@ class SnapshotElsewhere:
             self._store.snapshots.saved.wait(stage, self._up_to + 1, f"rank 0 to save stage {name!r}")
 
     def run(self) -> None:
-        """Send what this host has, if this rank is to; on any thread."""
+        """Send the pieces of this host, if this rank leads another host than rank 0's; on any thread."""
         if self._store.snapshots.link is not None:
             for stage in self._store.stages:
                 self._send(stage.index)
 
     def _send(self, stage: int) -> None:
-        """Send a stage, unless that has been done; those before it come first."""
+        """Send a stage, unless it is sent; stages before it are sent first."""
         link = self._store.snapshots.link
         assert link is not None, "leaders send"
         with self._store.access.locks.exclusive(stage), torch.no_grad():
@@ -249,8 +250,8 @@ class SnapshotElsewhere:
             self._store.snapshots.saved.post(stage, self._up_to + 1)
 
 
-def state_entries(rule: UpdateRule, param: ParamSpec) -> dict[str, TensorEntry]:
-    """Dtype and shape of each optimizer state tensor of a whole parameter."""
+def state_entries(rule: UpdateRules, param: ParamSpec) -> dict[str, TensorEntry]:
+    """Return dtype and shape of each optimizer state tensor of a whole parameter."""
     return {
         name: TensorEntry(DTYPE_CODES[state.dtype], param.shape if state.shape is None else state.shape)
         for name, state in rule.state_layout(param).items()
@@ -258,14 +259,14 @@ def state_entries(rule: UpdateRule, param: ParamSpec) -> dict[str, TensorEntry]:
 
 
 def state_name(param: str, state: str) -> str:
-    """Name of an optimizer state tensor in its file."""
+    """Return the name of an optimizer state tensor in its file."""
     return f"{param}/{state}"
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Give a complete checkpoint its name; one of the same name gives way.
+    """Rename a complete checkpoint to its final name, and remove an older one of that name.
 
-    Killed at any instant it leaves at least one of the two, under a name that `recover` knows.
+    If the process is killed at any instant, at least one of the two is left; `recover` knows its name.
     """
     replaced = folder.with_name(folder.name + REPLACED_SUFFIX)
     with disk_errors(folder):
@@ -279,7 +280,7 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def recover(model_dir: Path) -> None:
-    """Remove what a killed process left in `model_dir`: checkpoints and files that were not complete."""
+    """Remove the incomplete checkpoints and files that a killed process has left in `model_dir`."""
     with disk_errors(model_dir):
         for replaced in model_dir.glob(f"*{REPLACED_SUFFIX}"):
             folder = replaced.with_name(replaced.name.removesuffix(REPLACED_SUFFIX))
@@ -292,7 +293,7 @@ def recover(model_dir: Path) -> None:
 
 
 def retire(folder: Path) -> None:
-    """Delete a checkpoint; at no instant is there half of it under its name."""
+    """Delete a checkpoint. It is renamed first, so that half of it never has its name."""
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_errors(folder):
         remove(partial)

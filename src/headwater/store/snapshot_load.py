@@ -1,4 +1,4 @@
-"""Weights and optimizer state brought back into a store, from a checkpoint or from any safetensors files."""
+"""Loading of weights and optimizer state into a store, from a checkpoint or from safetensors files."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Buffers = Mapping[str, torch.Tensor]
 """Tensors of the model that are not parameters, by name; they are overwritten in place."""
 
 Names = Callable[[str], Sequence[str]]
-"""Names under which a parameter may be found in files, the best first, by its name in the model.
+"""Returns the names of a parameter in files, the best first, from its name in the model.
 
-With `MAY_BE_MISSING` last it need not be there, and keeps its value then.
+With `MAY_BE_MISSING` last the parameter may be missing, and then keeps its value.
 """
 
 _VERIFY_THREADS = 4
@@ -119,16 +119,16 @@ class SavedCheckpoint:
         return [*stages, self.tensors(BUFFERS_FILE)]
 
     def restore(self, store: WeightStore, buffers: Buffers | None = None, *, strict: bool = True) -> None:
-        """Bring back weights and optimizer state, to the same bits.
+        """Load weights and optimizer state, to the same bits.
 
         Args:
-            store: what is filled.
+            store: the store to fill.
             buffers: tensors of the model that are not parameters, overwritten in place.
-            strict: whether every parameter must be there and no other; one that is not keeps its value.
+            strict: refuse missing and unknown parameters; otherwise a missing one keeps its value.
 
         Raises:
             CheckpointError: if model or optimizer are not those of the checkpoint; nothing is changed then.
-            CorruptError: if bytes are damaged; the store is not to be used then.
+            CorruptError: if bytes are damaged; then the store must not be used.
         """
         buffers = buffers or {}
         weights = _Weights(self.weights(), store, buffers, exact=True, strict=strict)
@@ -198,18 +198,18 @@ def load_weights(
     strict: bool = True,
     names: Names = lambda name: (name,),
 ) -> None:
-    """Fill a store with weights from safetensors files; the optimizer starts anew.
+    """Fill a store with weights from safetensors files. The optimizer starts without state.
 
     Args:
-        store: what is filled.
+        store: the store to fill.
         source: a checkpoint, a folder of safetensors files, a file, or several.
         buffers: tensors of the model that are not parameters, overwritten in place.
-        strict: whether every parameter must be there and no other; one that is not keeps its value.
-        names: what a parameter may be called in the files.
+        strict: refuse missing and unknown parameters; otherwise a missing one keeps its value.
+        names: returns the names of a parameter in the files.
 
     Raises:
         CheckpointError: if a parameter is missing, unknown, or of another shape; nothing is changed then.
-        CorruptError: if bytes are damaged; the store is not to be used then.
+        CorruptError: if bytes are damaged; then the store must not be used.
     """
     buffers = buffers or {}
     weights = _Weights(_weight_files(source), store, buffers, exact=False, strict=strict, names=names)
@@ -248,11 +248,11 @@ class _Weights:
 
     Args:
         files: the files.
-        store: what they are for.
+        store: the store that they fill.
         buffers: tensors beside the store's parameters.
-        exact: whether dtypes must be those of the store.
-        strict: whether every parameter and buffer must be there, and nothing else.
-        names: what a parameter may be called in the files.
+        exact: require the dtypes of the store.
+        strict: refuse missing and unknown parameters and buffers.
+        names: returns the names of a parameter in the files.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class _Weights:
         return self._files[saved].read(saved, start, count)
 
     def _match(self, wanted: Iterable[ParamSpec]) -> dict[str, str]:
-        """Name in the files by name in the model, of what is there."""
+        """Return the name in the files by the name in the model, for parameters that the files hold."""
         found = {spec.name: [n for n in self._candidates(spec) if n in self._files] for spec in wanted}
         return {name: names[0] for name, names in found.items() if names}
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, written last, so that only a complete checkpoint has one."""
+"""The manifest of a checkpoint. It is written last, so that only a complete checkpoint has one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMAT_VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """Dtype, as safetensors names it, and shape of a tensor."""
+    """The dtype, as safetensors names it, and the shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class ParamEntry:
         dtype: of its master.
         shape: its shape.
         states: optimizer state tensors, by name.
-        scalars: the rest of its optimizer state; `None` if it was never updated.
+        scalars: its optimizer scalars; `None` if it was never updated.
     """
 
     name: str
@@ -60,7 +60,7 @@ class StageEntry:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """Size and checksums of a file; the chunks cover all of it, in order."""
+    """The size and checksums of a file. The chunks cover all of it, in order."""
 
     num_bytes: int
     chunks: list[Chunk]
@@ -68,10 +68,10 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
-        step: training steps behind it.
+        step: training steps before it.
         optimizer: class name of the optimizer.
         stages: its parameters, by stage.
         files: every file but the manifest itself, by name.
@@ -89,10 +89,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
         return sum(file.num_bytes for file in self.files.values())
 
     def to_json(self) -> bytes:
-        """The manifest file's content; the inverse of `read_manifest`."""
+        """Return the content of the manifest file; the inverse of `read_manifest`."""
         content = dataclasses.asdict(self)
         document = {
             "format_version": FORMAT_VERSION,
@@ -103,11 +104,11 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`.
+    """Return the manifest of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: if there is none, or a newer version wrote it.
-        CorruptError: if it is not what was written.
+        CheckpointError: if it is missing, or a newer version wrote it.
+        CorruptError: if it is damaged.
     """
     path = folder / MANIFEST_FILE
     if path.exists() and not path.is_file():
@@ -173,7 +174,7 @@ def _damaged(path: Path, why: str) -> CorruptError:
 
 
 def encode_scalars(scalars: Scalars | None) -> dict[str, Any] | None:
-    """Optimizer scalars as JSON, exactly: numbers as they are, tensors with their dtype."""
+    """Return optimizer scalars as exact JSON values: numbers as they are, tensors with their dtype."""
     return None if scalars is None else {name: _encode(name, value) for name, value in scalars.items()}
 
 
@@ -186,7 +187,7 @@ def _encode(name: str, value: object) -> object:
 
 
 def decode_scalars(scalars: Mapping[str, Any] | None) -> Scalars | None:
-    """The inverse of `encode_scalars`.
+    """Return optimizer scalars from JSON values; the inverse of `encode_scalars`.
 
     Raises:
         KeyError, TypeError, ValueError: if the values were not written by `encode_scalars`.

@@ -8,7 +8,7 @@ import torch
 
 from headwater.store.gradients.port import GradientSink
 from headwater.store.ownership import Ownership
-from headwater.store.rule import UpdateRule
+from headwater.store.rule import UpdateRules
 from headwater.store.scalars import OptimizerScalars
 from headwater.store.tier import Tier
 from headwater.store.update import Pending
@@ -29,7 +29,7 @@ class StageUpdate:
 
     def __init__(
         self,
-        rule: UpdateRule,
+        rule: UpdateRules,
         tier: Tier,
         ownership: Ownership,
         gradients: GradientSink,

@@ -168,7 +168,7 @@ class StageAccess:
                 self._propagation.updated(stage, undone)
 
     def catch_up_all(self) -> None:
-        """Apply all updates that wait for stages of which this rank owns a part; others may wait for them."""
+        """Apply all waiting updates of stages that this rank updates; other ranks may wait for them."""
         for stage in self._ledger.stages:
             self._catch_up_ahead(stage)
 

@@ -9,14 +9,14 @@ from typing import final
 import torch
 
 from headwater.core.errors import NonFiniteError
-from headwater.core.stage import ParamKey, ParamSpec
+from headwater.core.stage import ParamKey, ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE, Board, Fabric
 from headwater.fabric.link import Link
 from headwater.store.gradients.port import GradientSink, editable
 from headwater.store.ledger import Ledger
 from headwater.store.ownership import Ownership
 from headwater.store.parameters import Parameters
-from headwater.store.rule import UpdateRule
+from headwater.store.rule import UpdateRules
 from headwater.store.scalars import OptimizerScalars
 from headwater.store.sparse import check_kind
 from headwater.store.stage_update import StageUpdate
@@ -85,7 +85,7 @@ class WeightStore:
 
     def __init__(
         self,
-        rule: UpdateRule,
+        rule: UpdateRules,
         tier: Tier,
         ownership: Ownership,
         gradients: GradientSink,
@@ -188,7 +188,12 @@ class WeightStore:
         keys = [key for key in self._order if key in present and (parts is None or key in parts)]
         norm = self.gradients.norm(keys) / update.loss_scale
         if not bool(norm.isfinite()):
-            self._drop_step(keys, update)
+            error = _not_finite(self.stages, self.gradients.status.first_bad, update)
+            for key in keys:
+                self.gradients.drop(key)
+            self.gradients.status.first_bad = None
+            if not update.skip_non_finite:
+                raise error
             return Committed(float(norm), applied=False)
         self.ledger.num_commits += 1
         factor = update.factor(norm)
@@ -201,20 +206,6 @@ class WeightStore:
             self.ledger.take_gradient((stage, param))
         self.access.commit(by_stage)
         return Committed(float(norm), applied=True, params=keys)
-
-    def _drop_step(self, keys: Collection[ParamKey], update: Update) -> None:
-        """Drop the gradients of a step that is not finite. Raises unless the step asks to be skipped."""
-        first = self.gradients.status.first_bad
-        for key in keys:
-            self.gradients.drop(key)
-        self.gradients.status.first_bad = None
-        if not update.skip_non_finite:
-            raise NonFiniteError(
-                f"the gradient of step {update.step} is not finite",
-                where=f"stage {self.stages[first].name!r} first in backward" if first is not None else None,
-                remedy="lower the learning rate, clip gradients, or look at the data of this step; "
-                "the step was not applied",
-            )
 
     # steps that may have to be undone
 
@@ -247,3 +238,12 @@ class WeightStore:
         self.access.close()
         self.gradients.close()
         self.tier.close()
+
+
+def _not_finite(stages: Sequence[StageSpec], first: int | None, update: Update) -> NonFiniteError:
+    return NonFiniteError(
+        f"the gradient of step {update.step} is not finite",
+        where=f"stage {stages[first].name!r} first in backward" if first is not None else None,
+        remedy="lower the learning rate, clip gradients, or look at the data of this step; "
+        "the step was not applied",
+    )

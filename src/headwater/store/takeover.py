@@ -1,4 +1,4 @@
-"""A store that takes the place of another, as the model or its plan has changed in the middle of training."""
+"""The replacement of a store by another one, after the model or its plan has changed during training."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headwater.store.store import WeightStore
 
 
 def take_over(store: WeightStore, before: WeightStore, old_names: Mapping[str, str]) -> None:
-    """Copy optimizer state and gradients of the parameters that were in the store before.
+    """Copy optimizer state and gradients of parameters from the store that was used before.
 
-    A transaction that is under way goes on; commits that it has made cannot be undone any more.
+    An open transaction continues in the new store; commits that it has made cannot be undone any more.
 
     Args:
-        store: has their weights already.
+        store: the new store, which already holds the weights.
         before: the store that it replaces.
-        old_names: name in `store` -> name in `before`, of the parameters that are in both.
+        old_names: name in `store` -> name in `before`, for the parameters that are in both.
     """
     theirs = keys_by_name(before.stages)
     pairs = {

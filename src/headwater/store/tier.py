@@ -1,10 +1,11 @@
-"""What a tier of the weight store is."""
+"""The port of tiers: the memory or the files in which a weight store keeps its stages."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import final
 
 import torch
 
@@ -16,13 +17,13 @@ WHOLE = slice(0, None)
 
 
 class Tier(abc.ABC):
-    """Keeps the bytes of every stage. One thread at a time works on a stage; the store sees to that.
+    """The place of the bytes of every stage. The store ensures that one thread at a time works on a stage.
 
     Attributes:
-        is_shared: whether every rank of the host reaches all bytes and changes its share of each stage;
-            otherwise one rank changes what the host has of a stage.
-        is_here: whether this rank reaches them.
-        writes_behind: whether other ranks read what was written only after `settle`.
+        is_shared: true if every rank of the host reaches all bytes and changes its pieces of each stage;
+            otherwise one rank changes all pieces of a stage that the host keeps.
+        is_here: true if this rank reaches the bytes.
+        writes_behind: true if other ranks can read what was written only after `settle`.
     """
 
     is_shared = False
@@ -34,19 +35,19 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def resident_wire(self, stage: int) -> torch.Tensor | None:
-        """The wire image where it lies in host memory; `None` if it has to be read."""
+        """Return the wire image in host memory, valid after a fetch; `None` if it has to be read."""
 
     @contextmanager
     def wire(
         self, stage: int, buffer: torch.Tensor | None = None, *, write: bool, part: slice = WHOLE
     ) -> Iterator[torch.Tensor]:
-        """The wire image of a stage as host memory, for as long as the context is open.
+        """Return the wire image of a stage in host memory, in a context.
 
         Args:
-            stage: which stage.
-            buffer: page-aligned host memory to read it into, where it has to be read.
-            write: whether it is changed and must be put back.
-            part: the bytes that are wanted, and changed.
+            stage: the stage.
+            buffer: page-aligned host memory for the image, if it has to be read.
+            write: write it back at the end of the context, because it is changed.
+            part: the bytes that are needed, and changed.
         """
         resident = self.resident_wire(stage)
         if resident is not None:
@@ -61,36 +62,37 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
-        """Copy a part of the wire image, or a little more of it, to its place in page-aligned host memory."""
+        """Copy a part of the wire image to its place in page-aligned memory. Whole blocks are copied."""
 
     @abc.abstractmethod
     def write_wire(self, stage: int, image: torch.Tensor, part: slice = WHOLE) -> None:
-        """Replace a part of the wire image, or as much as `read_wire` gives, by what is there in `image`."""
+        """Replace a part of the wire image by that part of `image`, in whole blocks as `read_wire`."""
 
     @abc.abstractmethod
     def groups(
         self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
     ) -> Iterator[tuple[Group, torch.Tensor]]:
-        """Each of these groups with its bytes, which stay valid until the next one is asked for.
+        """Yield each of these groups with its bytes, which are valid until the next group.
 
         Args:
-            stage: which stage.
-            groups: of those that this host keeps.
-            read: whether the bytes are wanted, or will be written whole.
-            write: whether the bytes are changed and must be put back.
+            stage: the stage.
+            groups: some of those that this host keeps.
+            read: read the bytes; false if all of them will be written.
+            write: write the bytes back, because they are changed.
         """
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Wait until everything that was written is where it belongs."""
+        """Block until all that was written is in its place."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back memory, threads and files."""
+        """Release memory, threads and files."""
 
 
+@final
 class ElsewhereTier(Tier):
-    """What other ranks of the host keep, as one sees it that neither reads nor updates it."""
+    """A tier that other ranks of the host keep. This rank neither reads nor updates it."""
 
     is_here = False
 

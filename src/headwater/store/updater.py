@@ -13,7 +13,7 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.gradients.port import Gradients
 from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, encoding_of
 from headwater.store.masters import read_master, write_master
-from headwater.store.rule import Scalars, UpdateRule, needs_plain_kernel
+from headwater.store.rule import Scalars, UpdateRule, UpdateRules, needs_plain_kernel
 from headwater.store.sparse import rows_of
 from headwater.store.update import Pending
 
@@ -41,7 +41,7 @@ class Updater:
         rule: how a piece is updated.
     """
 
-    def __init__(self, rule: UpdateRule) -> None:
+    def __init__(self, rule: UpdateRules) -> None:
         self._rule = rule
         self._workspaces = Workspaces()
 

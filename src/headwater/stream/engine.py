@@ -25,7 +25,7 @@ from headwater.plan.types import Plan
 from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.named import keys_by_name
 from headwater.store.pieces import PieceState
-from headwater.store.rule import UpdateRule
+from headwater.store.rule import UpdateRule, UpdateRules
 from headwater.store.update import Update
 from headwater.stream.binding import Binder
 from headwater.stream.buffers import Buffers
@@ -89,7 +89,7 @@ class Engine:
         self,
         model: nn.Module,
         plan: Plan,
-        optimizer: OptimizerSpec | UpdateRule,
+        optimizer: OptimizerSpec | UpdateRules,
         *,
         initial: Initial | None = None,
         seed: int | None = None,
@@ -113,7 +113,7 @@ class Engine:
         if compile_blocks:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
-        rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
+        rule = optimizer if isinstance(optimizer, UpdateRules) else UpdateRule(optimizer)
         self.store = make_store(plan, rule, self._device, order, verify_disk, fabric, own_loop)
         weights = make_weights(plan, self.store, self._device, fabric)
         self._binder = Binder(

@@ -15,7 +15,7 @@ from headwater.store.files import sums_bytes
 from headwater.store.gradients import GradientOptions
 from headwater.store.memory import MemoryTier
 from headwater.store.ownership import Ownership
-from headwater.store.rule import UpdateRule
+from headwater.store.rule import UpdateRules
 from headwater.store.store import WeightStore
 from headwater.store.tier import ElsewhereTier, Tier
 from headwater.stream.borrowed import BorrowedWeights
@@ -26,7 +26,7 @@ from headwater.stream.weights import InPlaceWeights, SlabWeights, Weights
 
 def make_store(
     plan: Plan,
-    rule: UpdateRule,
+    rule: UpdateRules,
     device: Device,
     order: list[tuple[int, int]],
     verify_disk: bool,

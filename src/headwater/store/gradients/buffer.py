@@ -30,11 +30,11 @@ class GradientBuffer(abc.ABC):
 
     @abc.abstractmethod
     def take(self, stage: int) -> Gradients | None:
-        """Return the gradients of a stage and hold them no longer. `None` if there are none."""
+        """Return the gradients of a stage and hold them no longer. `None` if nothing is held."""
 
     @abc.abstractmethod
     def look(self, stage: int) -> Gradients:
-        """Return the gradients of a stage, which stay held. An empty list if there are none."""
+        """Return the gradients of a stage, which stay held. An empty list if nothing is held."""
 
     @abc.abstractmethod
     def drop(self, stage: int, param: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import final
 
@@ -14,11 +15,19 @@ from headwater.store.gradients.ranks import RankGradients
 from headwater.store.gradients.stage_exchange import StageExchange
 
 
+class Phase(enum.Enum):
+    """The phase of a step on several hosts. Each names what the sums of a host contain."""
+
+    ADDING = "adding"  # gradients of this host; nothing is sent
+    SENDING = "sending"  # the last micro-batch: each stage is sent as soon as its sums are complete
+    SUMMED = "summed"  # gradients of all hosts, for the elements that this host updates
+
+
 @final
 class HostGradients(GradientSink):
     """The gradients of ranks on several hosts: those of a host's ranks, and an exchange between the hosts.
 
-    The exchange begins with the last micro-batch and goes on beside the backward. Second gradients of that
+    The exchange begins with the last micro-batch and runs beside its backward. Second gradients of that
     micro-batch may come after the sums were sent. They are rare, and are sent in another, slower way.
 
     Args:
@@ -34,14 +43,13 @@ class HostGradients(GradientSink):
         self._ranks = ranks
         self._fabric = fabric
         self._exchange = exchange
-        self._is_last = False  # true from the first gradient of the last micro-batch until `complete`
-        self._summed = -1  # the step whose sums are those of all hosts
+        self._phase = Phase.ADDING
         self._second: dict[ParamKey, torch.Tensor] = {}  # second gradients of the last micro-batch
         self._multiplied: set[ParamKey] = set()  # sums that were multiplied since they were measured
 
     def add(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> bool:
-        if last and not self._is_last:
-            self._is_last = True
+        if last and self._phase is not Phase.SENDING:
+            self._phase = Phase.SENDING
             self._exchange.start(self._ranks.step, self._ranks.sums.turns.micro_batch)
         return self._ranks.add(key, gradient, last=last)
 
@@ -49,13 +57,12 @@ class HostGradients(GradientSink):
         self._ranks.drain()
 
     def end_micro_batch(self) -> None:
-        self._second.update(self._ranks.sums.end_micro_batch(add_second=not self._is_last))
+        self._second.update(self._ranks.sums.end_micro_batch(add_second=self._phase is not Phase.SENDING))
 
     def complete(self) -> None:
         self._ranks.wait_for_sums()
-        if self._summed != self._ranks.step:
+        if self._phase is not Phase.SUMMED:
             self._sum_all()
-            self._summed = self._ranks.step
         else:
             # Other ranks of this host may still multiply the sums that its leader measures.
             self._fabric.neighbours.barrier("gradients of this host to be multiplied")
@@ -67,11 +74,11 @@ class HostGradients(GradientSink):
 
     def _sum_all(self) -> None:
         """Block until every host has the sums of what it updates."""
-        if not self._is_last:  # this rank had no gradient in the last micro-batch, which has ended
+        if self._phase is Phase.ADDING:  # this rank had no gradient in the last micro-batch, which has ended
             self._exchange.start(self._ranks.step, self._ranks.sums.turns.micro_batch - 1)
-        self._is_last = False
         self._exchange.finish(self._ranks.step)
         self._add_second()
+        self._phase = Phase.SUMMED
 
     def _add_second(self) -> None:
         """Send second gradients of the last micro-batch to all hosts, and add them in the ranks' order."""
@@ -98,6 +105,7 @@ class HostGradients(GradientSink):
 
     def discard(self) -> None:
         self._ranks.discard()
+        self._phase = Phase.ADDING
         self._second.clear()
         self._multiplied.clear()
 

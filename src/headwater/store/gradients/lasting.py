@@ -18,7 +18,9 @@ from headwater.store.gradients.storage import GradientStorage
 
 @final
 class LastingSums:
-    """The sums of ranks, each of which lasts until it is given up, and the copies that replace some of them.
+    """The sums of ranks in a user's loop, and the copies that replace some of them.
+
+    Each sum lasts, over steps, until it is given up.
 
     Reading a sum makes a copy of it, which replaces the sum from then on. All ranks must make the same
     changes to their copies. Before more is added to the sum, the first rank of the host puts its copy back.
@@ -81,7 +83,7 @@ class LastingSums:
         return self.shared.whole(key) if copy is None else copy
 
     def lend(self, key: ParamKey) -> torch.Tensor | None:
-        """Return a copy that replaces a sum and may be changed in place, or `None` if there is no sum."""
+        """Return a copy that replaces a sum and may be changed in place, or `None` without a sum."""
         if key not in self._copies:
             if key not in self.shared.slots or not self.has(key):
                 return None

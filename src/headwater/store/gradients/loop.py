@@ -116,7 +116,7 @@ class LoopGradients(EditableGradients):
         self._before = {key: self._sums.value(key).clone() for key in self.status.remembered}
 
     def restore(self, taken: Collection[ParamKey], waiting: Collection[ParamKey]) -> None:
-        # All ranks have given up the step at the same place, so they pass the rest of their turns alike.
+        # All ranks have given up the step at the same place, so all of them pass the rest of their turns.
         if self._sums.shared.turns.has_begun:
             self.end_micro_batch()
         self.status.present = self._sums.find()

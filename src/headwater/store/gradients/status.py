@@ -12,7 +12,7 @@ from headwater.core.stage import ParamKey
 
 @final
 class GradientStatus:
-    """What is known of the sums of a model's gradients. It holds no gradient.
+    """The status of the sums of a model's gradients. It holds no gradient.
 
     Attributes:
         present: parameters with a sum that no commit has taken.
