@@ -114,7 +114,7 @@ class SavedCheckpoint:
             self.read(name)
 
     def weights(self) -> list[TensorFile]:
-        """The files that are the model."""
+        """Return the files of the weights and buffers."""
         stages = [self.tensors(stage.weights_file) for stage in self.manifest.stages]
         return [*stages, self.tensors(BUFFERS_FILE)]
 
@@ -283,7 +283,7 @@ class _Weights:
         return name in self._saved_names
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """A run of elements of a parameter or buffer, 1-D."""
+        """Return a run of elements of a parameter or buffer, 1-D."""
         saved = self._saved_names[name]
         return self._files[saved].read(saved, start, count)
 

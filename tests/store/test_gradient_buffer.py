@@ -1,0 +1,53 @@
+"""Buffers of gradients in memory and on disk: the same answers."""
+
+import pytest
+import torch
+
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.store.gradients.buffer import DiskBuffer, MemoryBuffer
+
+STAGES = [
+    StageSpec(0, "stage0", tuple(
+        ParamSpec(f"stage0.{name}", (3, 2), torch.float32, torch.float32) for name in "ab"
+    ))
+]  # fmt: skip
+
+
+@pytest.fixture(params=["memory", "disk"])
+def buffer(request, tmp_path):
+    made = MemoryBuffer() if request.param == "memory" else DiskBuffer(STAGES, tmp_path, lambda wire: wire)
+    yield made
+    made.close()
+
+
+def test_gradients_are_held_until_they_are_taken(buffer):
+    buffer.put(0, [torch.ones(3, 2), None])
+    assert torch.equal(buffer.look(0)[0], torch.ones(3, 2)) and buffer.look(0)[1] is None
+    assert torch.equal(buffer.take(0)[0], torch.ones(3, 2))
+    assert buffer.take(0) is None and buffer.look(0) == []
+
+
+def test_a_dropped_gradient_is_not_held(buffer):
+    buffer.put(0, [torch.ones(3, 2), torch.zeros(3, 2)])
+    buffer.drop(0, 0)
+    assert buffer.look(0)[0] is None
+    buffer.drop(0, 1)
+    assert buffer.take(0) is None
+
+
+def test_saved_gradients_are_held_again(buffer):
+    buffer.put(0, [torch.ones(3, 2), None])
+    buffer.keep(0)
+    buffer.take(0)
+    buffer.put(0, [None, torch.zeros(3, 2)])
+    buffer.restore(0)
+    first, second = buffer.look(0)
+    assert torch.equal(first, torch.ones(3, 2)) and second is None
+    buffer.forget()
+
+
+def test_a_sparse_gradient_keeps_its_entries(buffer):
+    sparse = torch.ones(3, 2).to_sparse(1)
+    buffer.put(0, [sparse, None])
+    (found, _) = buffer.take(0)
+    assert found.is_sparse and torch.equal(found.to_dense(), torch.ones(3, 2))

@@ -1,0 +1,28 @@
+"""Norms of gradients against those of torch."""
+
+import pytest
+import torch
+
+from headwater.store.gradients.norms import global_norm, gradient_norm
+from headwater.store.layout import PIECE_ELEMENTS
+
+
+def test_the_global_norm_has_the_bits_of_torch():
+    gradients = [torch.randn(5, 7), torch.randn(3), torch.randn(2, 2, 2)]
+    found = global_norm([gradient_norm(gradient) for gradient in gradients])
+    assert torch.equal(found, torch.nn.utils.get_total_norm(gradients))
+    assert torch.equal(global_norm([]), torch.zeros(()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrow_gradient_of_several_pieces_is_measured_in_fp32(dtype):
+    gradient = torch.full((PIECE_ELEMENTS + 5,), 300.0, dtype=dtype)  # the square is infinite in fp16
+    found = gradient_norm(gradient)
+    expected = gradient.double().norm().item()
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(expected, rel=0.01)
+
+
+def test_entries_of_a_sparse_gradient_for_the_same_row_are_added_first():
+    indices, values = torch.tensor([[1, 1]]), torch.tensor([[1.0], [2.0]])
+    sparse = torch.sparse_coo_tensor(indices, values, (3, 1), check_invariants=True)
+    assert gradient_norm(sparse).item() == 3.0
