@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from headwater.core.buffers import return_pages
-from headwater.core.errors import HeadwaterError, NonFiniteError, StreamError
-from headwater.core.seeding import derive_seed
+from headwater.core.errors import StreamError
 from headwater.core.stage import ParamKey, ParamSpec
-from headwater.core.whole_batch import part_of_batch
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.trace import LossFunction, autocast, call_model
+from headwater.plan.trace import LossFunction, call_model
 from headwater.plan.types import Plan
 from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.named import keys_by_name
@@ -31,37 +25,14 @@ from headwater.stream.binding import Binder
 from headwater.stream.buffers import Buffers
 from headwater.stream.compilation import compile_stages
 from headwater.stream.device import make_device
-from headwater.stream.diagnosis import first_non_finite_stage
 from headwater.stream.executor import Executor
 from headwater.stream.matmul import FastMatmul
+from headwater.stream.micro_batch import MicroBatches
+from headwater.stream.step import StepReport, TrainStep
 from headwater.stream.storage import make_store, make_weights
-from headwater.stream.weights import StreamStatistics
 
 Initial = Callable[[ParamSpec], torch.Tensor]
 """Gives the initial value of a parameter."""
-
-
-_IN_LOSS = "in the loss itself"
-"""Where a loss stops being finite if no stage did; of a whole batch another rank may know better."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StepReport:
-    """What one training step did.
-
-    Attributes:
-        loss: mean loss of the micro-batches.
-        gradient_norm: global 2-norm before clipping.
-        applied: `False` if the step was skipped because its gradient was not finite.
-        statistics: what it streamed.
-        step_s: seconds it took.
-    """
-
-    loss: float
-    gradient_norm: float
-    applied: bool
-    statistics: StreamStatistics
-    step_s: float
 
 
 class Engine:
@@ -104,12 +75,7 @@ class Engine:
         self.fabric = fabric
         self.model = model
         self.plan = plan
-        self._seed = seed
-        self._loss_function = loss_function
         self._device = make_device(plan.device if fabric.computes else "cpu")
-        self._matmul: Callable[[], AbstractContextManager[object]] = nullcontext
-        if fast_matmul and plan.device == "cpu":
-            self._matmul = FastMatmul
         if compile_blocks:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
@@ -130,7 +96,17 @@ class Engine:
         self.buffers = Buffers(model, self._device.torch_device)
         share = 1 / fabric.size if own_loop else 1.0
         self.executor = Executor(model, plan, self.store, self._binder, weights, share)
-        self._asks_for_whole = False  # the model, of all ranks
+        self._micro_batches = MicroBatches(
+            model,
+            plan,
+            self.executor,
+            fabric,
+            self._device.torch_device,
+            loss_function=loss_function,
+            seed=seed,
+            matmul=FastMatmul if fast_matmul and plan.device == "cpu" else nullcontext,
+        )
+        self._step = TrainStep(self.store, self.executor, self.buffers, self._micro_batches, fabric)
         self._detached = False
         return_pages()  # initial values took more memory than a step may
 
@@ -170,136 +146,29 @@ class Engine:
             NonFiniteError: if a loss or gradient is not finite, unless `update` says to skip such steps; the
                 step leaves no trace.
         """
-        start = time.perf_counter()
-        self.store.begin_step()
-        statistics = self.executor.begin(len(micro_batches))
-        with self.buffers.transaction() as undo:
-            loss, refused = self._micro_batches(micro_batches, update, shares)
-            losses = self.fabric.gather(loss)
-            if not (update.skip_non_finite or all(map(math.isfinite, losses))):
-                every = self.fabric.gather_objects(refused, HeadwaterError | None)
-                errors = [error for error in every if error is not None]
-                raise next((e for e in errors if e.where != _IN_LOSS), errors[0])
-            amend(update)
-            committed = self.store.commit(update)
-            if not committed.applied:
-                undo()
-        return StepReport(
-            loss=sum(losses) / self.fabric.num_csx,
-            gradient_norm=committed.gradient_norm,
-            applied=committed.applied,
-            statistics=statistics,
-            step_s=time.perf_counter() - start,
-        )
-
-    def _micro_batches(
-        self, micro_batches: Sequence[Any], update: Update, shares: Sequence[float] | None
-    ) -> tuple[float, NonFiniteError | None]:
-        """Forward and backward of all on this rank.
-
-        Returns:
-            The mean of their losses. NaN, and the error, if one is not finite and may not be: the other ranks
-            must hear of it where they listen, so this one goes on with them to there.
-        """
-        total, count = 0.0, len(micro_batches)
-        refused: NonFiniteError | None = None
-        for index, batch in enumerate(micro_batches):
-            share = None if shares is None else shares[index]
-            if refused is None:
-                try:
-                    with self._matmul():
-                        loss = self._micro_batch(batch, update, index, count, share)
-                except NonFiniteError as error:
-                    if self.fabric.size == 1:
-                        raise
-                    refused = error
-                else:
-                    total += loss if share is None else loss * share * count * self.fabric.num_csx
-                    continue  # its backward has ended it for the store
-            elif self._asks_for_whole:  # the other ranks do
-                with torch.no_grad(), self._of_part(), self._matmul():
-                    self._forward(batch, update.step, index)
-            self.store.end_micro_batch()
-        return (total / count if refused is None else math.nan), refused
-
-    def _micro_batch(self, batch: Any, update: Update, index: int, count: int, share: float | None) -> float:
-        """Forward and backward of one micro-batch of `count` on this rank; gives its loss, a store rank 0."""
-        if not self.fabric.computes:
-            self.store.end_micro_batch()
-            return 0.0
-        with self._of_part():
-            loss = self._forward(batch, update.step, index)
-        value = self._checked(loss, batch, update, index)
-        if update.loss_scale != 1.0:
-            loss = loss * update.loss_scale
-        parts = count * self.fabric.num_csx
-        if share is not None:
-            loss = loss * share
-        elif parts > 1:
-            loss = loss / parts
-        with self._of_part():
-            self.executor.backward(loss, last=index == count - 1)
-        return value
-
-    def _of_part(self) -> AbstractContextManager[None]:
-        """Surrounds what this rank computes of a batch; see [Note: the whole batch]."""
-        if self.fabric.num_csx == 1:
-            return nullcontext()
-        return part_of_batch(self._gather_parts, self.fabric.rank)
-
-    def _gather_parts(self, own: torch.Tensor) -> list[torch.Tensor]:
-        self._asks_for_whole = True
-        return self.fabric.gather_tensors(own)
-
-    def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
-        if self._seed is not None:
-            number = self.fabric.rank * self.plan.num_micro_batches + index
-            torch.manual_seed(derive_seed(self._seed, "micro_batch", step, number))
-        with autocast(self.plan.precision, self.plan.device):
-            return self._loss_function(self.model, self._to_device(batch))
-
-    def _checked(self, loss: torch.Tensor, batch: Any, update: Update, index: int) -> float:
-        value = loss.item()
-        if not torch.isfinite(loss) and not update.skip_non_finite:
-            stages = self.plan.trace.stages
-            with torch.no_grad():
-                first = first_non_finite_stage(
-                    self.model, stages, lambda: self._forward(batch, update.step, index)
-                )
-            raise NonFiniteError(
-                f"the loss of step {update.step} is {value}",
-                where=f"stage {first!r} first" if first else _IN_LOSS,
-                remedy="lower the learning rate, clip gradients, or look at the data of this step; "
-                "the step was not applied",
-            )
-        return value
+        return self._step.run(micro_batches, update, amend, shares)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of a batch, without gradients; train or eval mode is the caller's business."""
         with self.inference():
-            return self._loss_function(self.model, self._to_device(batch))
+            return self._micro_batches.loss(batch)
 
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Within it the model computes without gradients; its forward may be called in any way."""
         self.executor.begin()
-        with torch.no_grad(), self._matmul(), autocast(self.plan.precision, self.plan.device):
+        with torch.no_grad(), self._micro_batches.matmul(), self._micro_batches.precision():
             yield
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 master) of every parameter, up to date, a stage at a time; aliases are left out."""
         for stage in self.store.stages:
-            yield from self._masters_of(stage.index)
-
-    def _masters_of(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-        params = self.store.stages[stage].params
-        masters = [torch.empty(spec.shape, dtype=spec.dtype) for spec in params]
-        for piece in self.store.parameters.read(
-            stage, with_states=False
-        ):  # to its end: it holds the stage meanwhile
-            flat = masters[piece.param].view(-1)
-            flat[piece.start : piece.start + piece.master.numel()].copy_(piece.master)
-        yield from zip([spec.name for spec in params], masters, strict=True)
+            masters = [torch.empty(spec.shape, dtype=spec.dtype) for spec in stage.params]
+            # Read to the end before anything is handed out: reading holds the stage.
+            for piece in self.store.parameters.read(stage.index, with_states=False):
+                flat = masters[piece.param].view(-1)
+                flat[piece.start : piece.start + piece.master.numel()].copy_(piece.master)
+            yield from zip([spec.name for spec in stage.params], masters, strict=True)
 
     @property
     def departed(self) -> dict[ParamKey, nn.Parameter]:
@@ -314,9 +183,6 @@ class Engine:
         """Yield every parameter with its place in the store, whatever the model has become."""
         for stage, index, param in self._binder.parameters():
             yield (stage, index), param
-
-    def _to_device(self, batch: Any) -> Any:
-        return tree_map_only(torch.Tensor, lambda t: t.to(self._device.torch_device), batch)
 
     def master(self, name: str) -> torch.Tensor:
         """Return the master of a parameter, up to date."""

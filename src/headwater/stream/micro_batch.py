@@ -1,0 +1,145 @@
+"""Forward and backward of one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from headwater.core.errors import NonFiniteError
+from headwater.core.seeding import derive_seed
+from headwater.core.whole_batch import part_of_batch
+from headwater.fabric.fabric import Fabric
+from headwater.plan.trace import LossFunction, autocast
+from headwater.plan.types import Plan
+from headwater.store.update import Update
+from headwater.stream.diagnosis import first_non_finite_stage
+from headwater.stream.executor import Executor
+
+IN_LOSS = "in the loss itself"
+"""Where a loss stops being finite if no stage did; of a whole batch another rank may know better."""
+
+
+class MicroBatches:
+    """Computes losses of a model on this rank.
+
+    Attributes:
+        matmul: makes the context in which matrices are multiplied.
+
+    Args:
+        model: the model.
+        plan: gives the precision and the device.
+        executor: runs backward.
+        fabric: the ranks; each computes a part of every micro-batch.
+        device: where the model computes.
+        loss_function: computes the loss of a batch.
+        seed: seeds the generator of random numbers for each micro-batch; `None` leaves the generator alone.
+        matmul: makes the context in which matrices are multiplied.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        executor: Executor,
+        fabric: Fabric,
+        device: torch.device,
+        *,
+        loss_function: LossFunction,
+        seed: int | None,
+        matmul: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._executor = executor
+        self._fabric = fabric
+        self._device = device
+        self._loss_function = loss_function
+        self._seed = seed
+        self.matmul = matmul
+        self._asks_for_whole = False  # the model asks for tensors of the whole batch, of all ranks
+
+    def train(self, batch: Any, update: Update, index: int, count: int, share: float | None) -> float:
+        """Run forward and backward of a micro-batch; gradients go to the store.
+
+        Args:
+            batch: what the loss function takes.
+            update: the step.
+            index: number of the micro-batch in the step.
+            count: micro-batches of the step on each rank.
+            share: weight of the loss in that of the step; 1 / (micro-batches of all ranks) if None.
+
+        Returns:
+            The loss.
+
+        Raises:
+            NonFiniteError: if the loss is not finite, unless `update` skips such steps.
+        """
+        with self.matmul():
+            with self._part():
+                loss = self._forward(batch, update.step, index)
+            value = self._checked(loss, batch, update, index)
+            if update.loss_scale != 1.0:
+                loss = loss * update.loss_scale
+            parts = count * self._fabric.num_csx
+            if share is not None:
+                loss = loss * share
+            elif parts > 1:
+                loss = loss / parts
+            with self._part():
+                self._executor.backward(loss, last=index == count - 1)
+        return value
+
+    def take_part(self, batch: Any, update: Update, index: int) -> None:
+        """Compute what the other ranks ask for of the whole batch, after this rank has refused the step."""
+        if self._asks_for_whole:
+            with torch.no_grad(), self._part(), self.matmul():
+                self._forward(batch, update.step, index)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, computed in the contexts of the caller."""
+        return self._loss_function(self._model, self._on_device(batch))
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Make the context that casts as the plan's precision says."""
+        return autocast(self._plan.precision, self._plan.device)
+
+    def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
+        if self._seed is not None:
+            number = self._fabric.rank * self._plan.num_micro_batches + index
+            torch.manual_seed(derive_seed(self._seed, "micro_batch", step, number))
+        with self.precision():
+            return self.loss(batch)
+
+    def _checked(self, loss: torch.Tensor, batch: Any, update: Update, index: int) -> float:
+        value = loss.item()
+        if torch.isfinite(loss) or update.skip_non_finite:
+            return value
+        stages = self._plan.trace.stages
+        with torch.no_grad():
+            first = first_non_finite_stage(
+                self._model, stages, lambda: self._forward(batch, update.step, index)
+            )
+        raise NonFiniteError(
+            f"the loss of step {update.step} is {value}",
+            where=f"stage {first!r} first" if first else IN_LOSS,
+            remedy="lower the learning rate, clip gradients, or look at the data of this step; "
+            "the step was not applied",
+        )
+
+    def _part(self) -> AbstractContextManager[None]:
+        """Make the context of what this rank computes of a batch; see [Note: the whole batch]."""
+        if self._fabric.num_csx == 1:
+            return nullcontext()
+        return part_of_batch(self._gather_parts, self._fabric.rank)
+
+    def _gather_parts(self, own: torch.Tensor) -> list[torch.Tensor]:
+        self._asks_for_whole = True
+        return self._fabric.gather_tensors(own)
+
+    def _on_device(self, batch: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)

@@ -1,0 +1,136 @@
+"""One training step, from the batches to the commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headwater.core.errors import HeadwaterError, NonFiniteError
+from headwater.fabric.fabric import Fabric
+from headwater.store.store import WeightStore
+from headwater.store.update import Update
+from headwater.stream.buffers import Buffers
+from headwater.stream.executor import Executor
+from headwater.stream.micro_batch import IN_LOSS, MicroBatches
+from headwater.stream.weights import StreamStatistics
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What one training step did.
+
+    Attributes:
+        loss: mean loss of the micro-batches.
+        gradient_norm: global 2-norm before clipping.
+        applied: False if the step was skipped because its gradient was not finite.
+        statistics: what it streamed.
+        step_s: seconds it took.
+    """
+
+    loss: float
+    gradient_norm: float
+    applied: bool
+    statistics: StreamStatistics
+    step_s: float
+
+
+class TrainStep:
+    """Runs training steps on this rank; all ranks run the same steps.
+
+    Args:
+        store: sums the gradients and commits the update.
+        executor: streams the weights.
+        buffers: the model's buffers, which a step that fails must not change.
+        micro_batches: computes the losses.
+        fabric: the ranks.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        executor: Executor,
+        buffers: Buffers,
+        micro_batches: MicroBatches,
+        fabric: Fabric,
+    ) -> None:
+        self._store = store
+        self._executor = executor
+        self._buffers = buffers
+        self._micro_batches = micro_batches
+        self._fabric = fabric
+
+    def run(
+        self,
+        batches: Sequence[Any],
+        update: Update,
+        amend: Callable[[Update], None],
+        shares: Sequence[float] | None,
+    ) -> StepReport:
+        """Run one step; see `Engine.train_step`."""
+        start = time.perf_counter()
+        self._store.begin_step()
+        statistics = self._executor.begin(len(batches))
+        with self._buffers.transaction() as undo:
+            loss, refusal = self._accumulate(batches, update, shares)
+            losses = self._agree(loss, refusal, update)
+            amend(update)
+            committed = self._store.commit(update)
+            if not committed.applied:
+                undo()
+        return StepReport(
+            loss=sum(losses) / self._fabric.num_csx,
+            gradient_norm=committed.gradient_norm,
+            applied=committed.applied,
+            statistics=statistics,
+            step_s=time.perf_counter() - start,
+        )
+
+    def _accumulate(
+        self, batches: Sequence[Any], update: Update, shares: Sequence[float] | None
+    ) -> tuple[float, NonFiniteError | None]:
+        """Run forward and backward of every micro-batch on this rank.
+
+        A rank whose loss is not finite cannot raise at once: the other ranks would wait for it. It computes
+        no more gradients, goes through the step with them, and `_agree` raises its error on all ranks.
+
+        Returns:
+            The mean loss and None, or NaN and the error.
+        """
+        total, count = 0.0, len(batches)
+        refusal: NonFiniteError | None = None
+        for index, batch in enumerate(batches):
+            share = None if shares is None else shares[index]
+            if not self._fabric.computes:
+                self._store.end_micro_batch()
+                continue
+            if refusal is None:
+                try:
+                    loss = self._micro_batches.train(batch, update, index, count, share)
+                except NonFiniteError as error:
+                    if self._fabric.size == 1:
+                        raise
+                    refusal = error
+                else:  # the end of its backward has told the store
+                    total += loss if share is None else loss * share * count * self._fabric.num_csx
+                    continue
+            else:
+                self._micro_batches.take_part(batch, update, index)
+            self._store.end_micro_batch()
+        return (total / count if refusal is None else math.nan), refusal
+
+    def _agree(self, loss: float, refusal: NonFiniteError | None, update: Update) -> list[float]:
+        """Return the losses of all ranks.
+
+        Raises:
+            NonFiniteError: on every rank the same, if one of them refuses its loss.
+        """
+        losses = self._fabric.gather(loss)
+        if not (update.skip_non_finite or all(map(math.isfinite, losses))):
+            refusals = self._fabric.gather_objects(refusal, HeadwaterError | None)
+            errors = [error for error in refusals if error is not None]
+            # A rank that knows a stage says more than one that knows only its own part of the loss.
+            raise next((error for error in errors if error.where != IN_LOSS), errors[0])
+        return losses
