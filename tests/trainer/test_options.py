@@ -65,7 +65,7 @@ def test_one_rate_for_all_needs_no_names(tmp_path):
     ("schedulers", "message"),
     [
         ([{"ConstantLR": {"learning_rate": 0.5, "param_group_tags": "wide"}}], "no schedule sets"),
-        ([{"ConstantLR": {"learning_rate": 0.5, "param_group_tags": "wild"}}], "no such tag"),
+        ([{"ConstantLR": {"learning_rate": 0.5, "param_group_tags": "wild"}}], "unknown tag"),
         ([{"LinearLR": RATE}, {"ConstantLR": {"learning_rate": 0.5}}], "SequentialLR"),
     ],
 )
