@@ -71,7 +71,7 @@ class Places:
         self._lock = threading.Lock()
 
     def take(self, uid: int) -> str | None:
-        """Take a place for a user, or return why there is none."""
+        """Take a place for a user and return `None`, or return the reason if all places are taken."""
         with self._lock:
             if self._taken[uid] >= self._per_user:
                 return f"uid {uid} has {self._per_user} connections to the queue, the most for one user"
@@ -81,10 +81,10 @@ class Places:
             return None
 
     def leave(self, uid: int) -> None:
-        """Give a place back."""
+        """Release a place of a user."""
         with self._lock:
             self._taken[uid] -= 1
-            self._taken += Counter()  # forgets the users without connections
+            self._taken += Counter()  # drops users without connections
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -115,7 +115,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and give the place back."""
+        """Answer the request, then release its place."""
         uid = caller_of(request).uid
         try:
             super().process_request_thread(request, client_address)
