@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
 from headwater.store.gradients.exchange import Exchange, divide
-from headwater.store.gradients.storage import MemoryStorage, SumSizes
+from headwater.store.gradients.sizes import SumSizes
+from headwater.store.gradients.storage import MemoryStorage
 
 STAGES = [StageSpec(0, "s", (ParamSpec("w", (6,), torch.float32, torch.bfloat16),))]
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.gradients.loop import LoopGradients
-from headwater.store.gradients.storage import DiskStorage, MemoryStorage, SumSizes
+from headwater.store.gradients.sizes import SumSizes
+from headwater.store.gradients.storage import DiskStorage, MemoryStorage
 
 SIZE = 3
 STAGES = [

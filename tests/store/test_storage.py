@@ -9,7 +9,8 @@ from headwater.core.buffers import PAGE_BYTES
 from headwater.core.errors import CorruptError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
-from headwater.store.gradients.storage import DiskStorage, MemoryStorage, SumSizes, clear
+from headwater.store.gradients.sizes import SumSizes
+from headwater.store.gradients.storage import DiskStorage, MemoryStorage, clear
 
 SHAPES = [[(70, 50), (3,)], [(2048,), (1, 1), (33, 100)]]
 STAGES = [
@@ -61,3 +62,12 @@ def test_a_byte_that_changes_on_disk_is_found(both):
         opened.write(b"x")
     with pytest.raises(CorruptError, match="gradients of stage 'stage0'"):
         disk.read((0, 0))
+
+
+def test_sizes_are_those_of_trainable_parameters_and_of_the_stage_with_the_most_gradients():
+    frozen = ParamSpec("frozen", (9,), torch.float32, torch.float32, requires_grad=False)
+    stages = [*STAGES, StageSpec(2, "stage2", (frozen,))]
+    sizes = SumSizes(stages, torch.float32)
+    assert set(sizes.dtypes) == set(KEYS)
+    assert sizes.numel((1, 2)) == 3300 and sizes.num_bytes((1, 2)) == 13200
+    assert sizes.largest_gradient_bytes == 2 * (2048 + 1 + 3300)  # as they arrive, in bf16

@@ -25,8 +25,9 @@ from headwater.store.gradients.local import LocalGradients
 from headwater.store.gradients.loop import LoopGradients
 from headwater.store.gradients.port import GradientSink
 from headwater.store.gradients.ranks import RankGradients
+from headwater.store.gradients.sizes import SumSizes
 from headwater.store.gradients.stage_exchange import HostRun, StageExchange
-from headwater.store.gradients.storage import DiskStorage, GradientStorage, MemoryStorage, SumSizes
+from headwater.store.gradients.storage import DiskStorage, GradientStorage, MemoryStorage
 
 
 @dataclasses.dataclass(frozen=True)

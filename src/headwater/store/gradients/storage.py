@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,45 +15,10 @@ from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_up
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Fabric
 from headwater.store.files import BlockFile, open_files, sums_bytes
+from headwater.store.gradients.sizes import SumSizes
 
 _BLOCK_BYTES = 4 << 20
 _ALIGNMENT_BYTES = 64
-
-
-@final
-class SumSizes:
-    """The sizes of all sums: one for each trainable parameter, flat.
-
-    Attributes:
-        dtypes: of the sums.
-        largest_gradient_bytes: the most that one stage's gradients of a micro-batch take.
-
-    Args:
-        stages: the stages.
-        dtype: of the sums; `None` for the dtype in which the gradient arrives.
-    """
-
-    def __init__(self, stages: Sequence[StageSpec], dtype: torch.dtype | None) -> None:
-        specs = {
-            (stage.index, index): param
-            for stage in stages
-            for index, param in enumerate(stage.params)
-            if param.requires_grad
-        }
-        self._numel = {key: spec.numel for key, spec in specs.items()}
-        self.dtypes = {key: dtype or spec.wire_dtype for key, spec in specs.items()}
-        arriving = Counter[int]()
-        for (stage_index, _), spec in specs.items():
-            arriving[stage_index] += spec.numel * spec.wire_dtype.itemsize
-        self.largest_gradient_bytes = max(arriving.values(), default=0)
-
-    def numel(self, key: ParamKey) -> int:
-        """Return the elements of a sum."""
-        return self._numel[key]
-
-    def num_bytes(self, key: ParamKey) -> int:
-        """Return the bytes of a sum."""
-        return self._numel[key] * self.dtypes[key].itemsize
 
 
 class GradientStorage(abc.ABC):
