@@ -16,6 +16,7 @@ from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
 from headwater.plan.types import Activations
+from headwater.store.ledger import Ledger
 from headwater.stream.borrowed import BorrowedWeights
 from headwater.stream.device import CpuDevice
 from headwater.stream.weights import SlabWeights
@@ -64,7 +65,7 @@ class Numbers:
 
     def __init__(self, rank, failing=None):
         self.versions = [1] * len(STAGES)
-        self.num_commits = 0
+        self.tier, self.ledger = self, Ledger()
         self._random = random.Random(rank)
         self._failing = failing
 
