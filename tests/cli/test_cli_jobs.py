@@ -215,6 +215,7 @@ def test_job_options_without_submit_get_a_notice(headwater, params):
     assert code == 0 and "note: job_priority has no effect without --submit" in err
 
 
+@pytest.mark.real_start
 def test_listing_jobs_does_not_import_torch(queue_dir):
     program = (
         "import sys\n"
