@@ -266,3 +266,23 @@ def test_moment_of_another_shape_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"(?s)\[2, 2\].*\[6, 6\]"):
         train(model, optimizer, 1)
     place.release()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.NAdam])
+def test_numbers_of_a_loaded_state_get_the_dtype_of_their_parameter(kind, dtype, tmp_path):
+    """As torch does it, except for `step`."""
+
+    def script(place):
+        torch.manual_seed(0)
+        model = place.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(dtype))
+        optimizer = kind(model.parameters(), lr=0.05, foreach=False)
+        for _ in range(3):
+            model(torch.ones(2, 4, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        states = optimizer.state_dict()["state"].values()
+        return model, [shown(state) for state in states]
+
+    check(script, "memory", tmp_path)

@@ -312,8 +312,22 @@ def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     _expect(optimizer, state_dict)
     for number, param in zip(saved, params, strict=False):
         if is_served(param, optimizer):
-            present.load(param, state.pop(number, None))
+            loaded = state.pop(number, None)
+            present.load(param, loaded and _with_dtypes(param, loaded, number, state_dict["param_groups"]))
     return {**state_dict, "state": state}
+
+
+def _with_dtypes(
+    param: ParameterAtRest, state: Mapping[str, Any], number: int, groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a state that is being loaded with its numbers in the dtypes that torch gives them."""
+
+    def converted(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() > 0:
+            return value
+        return Optimizer._process_value_according_to_param_policy(param, value, number, groups, name)
+
+    return {name: converted(name, value) for name, value in state.items()}
 
 
 def _expect(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
