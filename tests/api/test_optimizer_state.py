@@ -286,3 +286,64 @@ def test_numbers_of_a_loaded_state_get_the_dtype_of_their_parameter(kind, dtype,
         return model, [shown(state) for state in states]
 
     check(script, "memory", tmp_path)
+
+
+class Scaled(nn.Module):
+    """Has a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x * self.scale
+
+
+def train_scaled(model, optimizer, steps):
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@plans
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
+def test_state_of_a_parameter_without_dimensions_is_stored_and_loaded(kind, plan, tmp_path):
+    def script(place):
+        torch.manual_seed(0)
+        model = place.compile(Scaled())
+        optimizer = kind(model.parameters(), lr=0.1, fused=True)
+        losses = train_scaled(model, optimizer, 2)
+        saved = copy.deepcopy(optimizer.state_dict())
+        losses += train_scaled(model, optimizer, 1)
+        optimizer.load_state_dict(saved)
+        losses += train_scaled(model, optimizer, 2)
+        return losses, model, shown(optimizer.state[model.scale])
+
+    check(script, plan, tmp_path)
+
+
+@plans
+@pytest.mark.parametrize("back", [False, True])
+def test_state_that_an_optimizer_makes_at_once_is_kept_for_frozen_parameters(back, plan, tmp_path):
+    """Adagrad makes the state of each parameter in its constructor."""
+
+    def script(place):
+        torch.manual_seed(0)
+        model = place.compile(Scaled())
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        model.layers[0].requires_grad_(False)
+        losses = train_scaled(model, optimizer, 2)
+        model.layers[0].requires_grad_(back)
+        losses += train_scaled(model, optimizer, 2)
+        states = optimizer.state_dict()["state"].values()
+        return losses, model, [shown(state) for state in states]
+
+    check(script, plan, tmp_path)

@@ -96,8 +96,8 @@ def test_a_tensor_of_a_weight_that_a_warning_names_is_no_fault():
 
 def test_a_process_that_ends_or_hangs_costs_one_case(monkeypatch):
     def case(seed, case, *, shrinks, begin):
-        begin(Part(case, "disk", (), ""))
-        if case == 2:
+        begin(Part(case, "plain" if case == 3 else "disk", (), ""))
+        if case in (2, 3):
             os.kill(os.getpid(), signal.SIGKILL)
         if case == 4:
             time.sleep(100)
@@ -107,6 +107,7 @@ def test_a_process_that_ends_or_hangs_costs_one_case(monkeypatch):
     outcomes = run_campaign(7, 6, workers=2, limit_s=3.0)
     assert [outcome.case for outcome in outcomes] == list(range(6))
     crashed = {outcome.case: outcome.findings[0].reason for outcome in outcomes if outcome.faults()}
+    assert outcomes[3].findings[0].verdict is Verdict.CRASHED_PLAIN
     assert crashed == {2: "the process ended with signal 9", 4: "took more than 3 s"}
 
 

@@ -95,7 +95,11 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
         CheckpointError: if it is that of another optimizer or of another shape, or has no values.
     """
     layouts = _layouts(home)
-    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    tensors = {
+        name: value  # a parameter without dimensions has such tensors too
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and (value.dim() > 0 or name in layouts)
+    }
     if tensors.keys() != layouts.keys():
         raise CheckpointError(
             f"the optimizer state has {sorted(tensors)}, and this optimizer keeps {sorted(layouts)}",
@@ -515,6 +519,8 @@ class OptimizerState(_Dictionary):
         for param in [] if optimizer is None else params_of(optimizer):
             self._stepped.setdefault(id(param), param)
         for param in [key for key in self._own if isinstance(key, ParameterAtRest)]:
+            if not param.home.spec.requires_grad:
+                continue  # a store keeps states of trained parameters alone
             state = self._own[param]
             own = state.own() if isinstance(state, ParamState) else dict(state)
             if own:

@@ -14,6 +14,9 @@ from headwater.conform.grammar.program import Program
 from headwater.conform.grammar.shrink import shrink
 from headwater.conform.grammar.standalone import standalone
 
+PLAIN = "plain"
+"""The part of a case that no engine takes part in."""
+
 _MOST_DRAWS = 50
 
 
@@ -72,6 +75,9 @@ class Part:
 
     def crashed(self, reason: str) -> Outcome:
         """Return the outcome of the case if this part ended the process."""
+        if self.plan == PLAIN:
+            crash = Finding(Verdict.CRASHED_PLAIN, self.plan, reason, reason)
+            return Outcome(self.case, (crash,), self.features)
         finding = Finding(Verdict.CRASHED, self.plan, reason, reason)
         return Outcome(self.case, (finding,), self.features, (self.features,), (self.script,))
 
@@ -114,7 +120,7 @@ def _draw_usable(seed: int, case: int, begin: Listener) -> tuple[Program, Ran]:
     """Return the first program of a case that plain PyTorch trains, and its plain run."""
     for attempt in range(_MOST_DRAWS):
         program = draw(seed, case, attempt)
-        begin(Part(case, "plain", program.features(), program.source()))
+        begin(Part(case, PLAIN, program.features(), program.source()))
         plain = usable(program)
         if plain is not None:
             return program, plain

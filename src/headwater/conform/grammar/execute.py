@@ -27,7 +27,7 @@ class Ran:
 
     Attributes:
         shown: the values that it showed.
-        warning: that tensors do not follow their weights; empty if there was none.
+        warning: the message that tensors do not follow their weights; empty without such a warning.
     """
 
     shown: list[Shown]

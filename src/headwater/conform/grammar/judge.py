@@ -25,6 +25,7 @@ class Verdict(enum.StrEnum):
     DIFFERS = "differs"
     FAILED = "failed"
     CRASHED = "crashed"
+    CRASHED_PLAIN = "crashed in plain PyTorch"
 
 
 BAD = frozenset({Verdict.DIFFERS, Verdict.FAILED, Verdict.CRASHED})

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from headwater.conform.grammar.case import Outcome, Part, run_case
+from headwater.conform.grammar.case import PLAIN, Outcome, Part, run_case
 from headwater.conform.isolated import PRELOADED
 
 _START_S = 60.0
@@ -115,7 +115,7 @@ def _ended(worker: _Worker) -> Iterator[Outcome]:
     worker.process.join()
     if worker.cases:
         case = worker.cases.popleft()
-        part = worker.part or Part(case, "plain", (), "")
+        part = worker.part or Part(case, PLAIN, (), "")
         yield part.crashed(str(worker.end))
 
 
