@@ -75,7 +75,7 @@ def loss_and_gradients(place):
     return loss, [parameter.grad for parameter in model.parameters()]
 
 
-@some_plan
+@pytest.mark.parametrize("plan", ["memory", "disk", "recompute", "recompute on disk"])
 def test_a_stage_within_vmap(plan, tmp_path):
     check(loss_and_gradients, plan, tmp_path)
 

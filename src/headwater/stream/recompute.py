@@ -17,7 +17,7 @@ from headwater.core.copies import apart
 from headwater.core.effects import effects_undone, functions_of
 from headwater.core.uncompiled import uncompiled
 from headwater.stream.saved_tensors import own_checkpoints
-from headwater.stream.transforms import in_derivative
+from headwater.stream.transforms import in_transform
 
 
 class RecomputedForwards:
@@ -83,7 +83,7 @@ def _recompute_forward(
         if not is_wrapped:  # a forward that the user has set calls this one
             return forward(*args, **kwargs)
         others = list(map(id, module.parameters())) != own  # lent by `functional_call`: gone in backward
-        kept = own_checkpoints.is_in_another() or in_derivative()  # torch.func refuses checkpoints
+        kept = own_checkpoints.is_in_another() or in_transform()  # its tensors are gone in backward
         kept = kept or parametrize._cache_enabled > 0  # the cache is gone when the forward runs again
         if others or kept or not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)

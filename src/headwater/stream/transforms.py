@@ -10,9 +10,14 @@ from headwater.core.errors import StreamError
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
+def in_transform() -> bool:
+    """True inside any transform of `torch.func`, `vmap` among them: its tensors do not outlive it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def in_derivative() -> bool:
     """True inside `torch.func.grad`, `vjp`, `jvp` and what is made of them; False inside `vmap` alone."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if not in_transform():
         return False
     return any(interpreter.key() in _DERIVATIVES for interpreter in get_interpreter_stack() or ())
 
