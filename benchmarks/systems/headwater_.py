@@ -22,7 +22,7 @@ from headwater.plan.budget import Fixed, make_plan
 from headwater.plan.calibrate import calibrate
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan, Resources, Trace
-from headwater.store.store import Update
+from headwater.store.update import Update
 from headwater.stream.engine import Engine
 
 
