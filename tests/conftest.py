@@ -27,7 +27,7 @@ if "HEADWATER_TEST_CACHE" not in os.environ:  # workers of pytest-xdist share th
     os.environ["HEADWATER_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = _FOLDERS[-1]
 """The rates of the machine are measured once for all tests, and not where the user keeps theirs."""
 
-_MANY_OBJECTS = 100_000
+_MANY_OBJECTS = 30_000
 
 quick_start.install()
 
@@ -67,11 +67,10 @@ def _freeze() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After a file that has imported much, leave that out, too."""
-    is_last = nextitem is None or nextitem.path != item.path
-    if is_last and len(gc.get_objects()) > _MANY_OBJECTS:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """After a test that has imported much, leave that out, too."""
+    if len(gc.get_objects()) > _MANY_OBJECTS:
         _freeze()
 
 
