@@ -137,10 +137,14 @@ def size(name):
     return count(meta_model(params(name).init.model))
 
 
+TRACED = {"starcoder": "starcoder/starcoder_15b", "transformer": "transformer/base"}
+"""By folder, where the published numbers do not name the smallest model."""
+
+
 def smallest():
-    """Of each folder the file with the smallest published model, or its first file."""
+    """Return the file with the smallest model of each folder."""
     names = sorted(full_size(), key=lambda name: PUBLISHED.get(name, (math.inf,))[0])
-    return sorted({name.split("/")[0]: name for name in reversed(names)}.values())
+    return sorted(({name.split("/")[0]: name for name in reversed(names)} | TRACED).values())
 
 
 def test_every_file_has_a_known_size():
