@@ -29,9 +29,13 @@ if "HEADWATER_TEST_CACHE" not in os.environ:  # workers of pytest-xdist share th
 
 _MANY_OBJECTS = 30_000
 
-quick_start.install()
-
 _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests start processes quickly; the workers of pytest-xdist start for real, and import nothing early."""
+    if not getattr(config.option, "numprocesses", None):
+        quick_start.install()
 
 
 def pytest_unconfigure() -> None:
