@@ -33,7 +33,7 @@ _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let tests start processes quickly; the workers of pytest-xdist start for real, and import nothing early."""
+    """Let tests start processes quickly; workers of pytest-xdist start for real and import nothing early."""
     if not getattr(config.option, "numprocesses", None):
         quick_start.install()
 
