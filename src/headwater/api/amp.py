@@ -20,16 +20,16 @@ D = TypeVar("D", float, float | None)
 
 _HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _STATE = ("value", "good_steps", "steps", "overflows")
-"""What a checkpoint keeps of a `LossScale`; the rest is what the script says."""
+"""The attributes of a `LossScale` that a checkpoint holds; the script sets the others."""
 
 _half_dtype = torch.bfloat16
 
 
 def set_half_dtype(dtype: Literal["bfloat16", "float16"] | torch.dtype) -> torch.dtype:
-    """Choose the dtype that `autocast` computes in from now on, and give it.
+    """Set the dtype in which `autocast` computes from now on, and return it.
 
     Raises:
-        ConfigError: if it is neither bfloat16 nor float16.
+        ConfigError: if `dtype` is neither bfloat16 nor float16.
     """
     global _half_dtype
     chosen = _HALF_DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -42,32 +42,33 @@ def set_half_dtype(dtype: Literal["bfloat16", "float16"] | torch.dtype) -> torch
 
 
 def get_half_dtype() -> torch.dtype:
-    """The dtype that `autocast` computes in; bfloat16 unless `set_half_dtype` was called."""
+    """Return the dtype in which `autocast` computes; bfloat16 unless `set_half_dtype` was called."""
     return _half_dtype
 
 
 def autocast() -> torch.autocast:
-    """`torch.autocast` with the half dtype, for the device of the current backend or else the CPU."""
+    """Return `torch.autocast` with the half dtype, for the current backend's device (default: the CPU)."""
     backend = current_backend()
     device = "cpu" if backend is None else backend.torch_device.type
     return torch.autocast(device, dtype=_half_dtype)
 
 
 class GradScaler:
-    """Scales the loss, so that small fp16 gradients do not vanish, and unscales the gradients.
+    """A loss scale. It scales the loss, so that small fp16 gradients do not vanish, and unscales gradients.
 
     Args:
-        loss_scale: the scale; `"dynamic"` for one that is halved by a step whose gradient is not finite (that
-            step is skipped), and doubled after a number of good steps; no scale if not given.
-        init_scale: where a dynamic scale starts.
-        steps_per_increase: good steps in a row after which it is doubled.
-        min_loss_scale: it does not fall below this; there a gradient that is not finite is an error.
-        max_loss_scale: it does not rise above this.
-        overflow_tolerance: share of the steps since it last changed that may be not finite, with no change.
-        max_gradient_norm: clip the global norm of the unscaled gradients to this in every step.
+        loss_scale: a constant scale, or `"dynamic"`. A dynamic scale skips a step with a non-finite gradient
+            and is halved then; it is doubled after `steps_per_increase` finite steps. The default is 1.
+        init_scale: the initial value of a dynamic scale.
+        steps_per_increase: number of consecutive finite steps after which a dynamic scale is doubled.
+        min_loss_scale: lower bound of a dynamic scale. A non-finite gradient at this scale is an error.
+        max_loss_scale: upper bound of a dynamic scale.
+        overflow_tolerance: fraction of the steps since the last change of the scale that may be non-finite
+            before the scale is halved.
+        max_gradient_norm: clip the global 2-norm of the unscaled gradients to this in every step.
 
     Raises:
-        ConfigError: for values that make no sense.
+        ConfigError: if a number is not above 0 and finite, or `init_scale` is not between the two bounds.
     """
 
     def __init__(
@@ -101,15 +102,15 @@ class GradScaler:
                 remedy="widen the limits, or start between them",
             )
         self._max_gradient_norm = _positive("max_gradient_norm", max_gradient_norm, None)
-        self._found_finite: dict[int, bool] = {}  # by id of an optimizer whose gradients are unscaled already
+        self._found_finite: dict[int, bool] = {}  # by id of an optimizer that was unscaled already
         self._applied: list[bool] = []
 
     def get_scale(self) -> float:
-        """The factor on the loss."""
+        """Return the factor on the loss."""
         return self._scale.value
 
     def scale(self, outputs: Any) -> Any:
-        """The loss, or tensors nested in any way, times the scale: call `backward` on the result."""
+        """Return the loss, or tensors in any nesting, times the scale: call `backward` on the result."""
         return map_tensors(self._scaled, outputs)
 
     def _scaled(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -118,10 +119,10 @@ class GradScaler:
         return tensor * torch.full((), self._scale.value, device=tensor.device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the scale out of the gradients of an optimizer, to clip or to look at them before `step`.
+        """Divide the gradients of an optimizer by the scale, to clip or to read them before `step`.
 
         Raises:
-            StreamError: if that was done since the last `update`.
+            StreamError: if they were divided already since the last `update`.
         """
         if id(optimizer) in self._found_finite:
             raise StreamError(
@@ -138,18 +139,18 @@ class GradScaler:
         max_gradient_norm: float | None = None,
         max_gradient_value: float | None = None,
     ) -> bool:
-        """Unscale, clip, and step the optimizer; a dynamic scale skips a step whose gradient is not finite.
+        """Unscale and clip the gradients and step the optimizer; a dynamic scale skips a non-finite step.
 
         Args:
-            optimizer: it steps.
+            optimizer: the optimizer to step.
             max_gradient_norm: clip the global 2-norm of its gradients to this.
             max_gradient_value: clip every element of its gradients to ± this.
 
         Returns:
-            Whether the step was applied.
+            True if the step was applied, false if it was skipped.
 
         Raises:
-            NonFiniteError: if it was not, and the scale cannot fall any further.
+            NonFiniteError: if a gradient is not finite and the scale is at its lower bound.
         """
         is_unscaled = id(optimizer) in self._found_finite
         applied = False
@@ -171,10 +172,10 @@ class GradScaler:
         return applied
 
     def update(self) -> None:
-        """Let the scale follow what became of the steps since the last update; call it once after them.
+        """Adapt a dynamic scale to the result of the steps since the last update; call this once after them.
 
         Raises:
-            StreamError: if there was none.
+            StreamError: if no optimizer has stepped since the last update.
         """
         if not self._applied:
             raise StreamError(
@@ -187,14 +188,14 @@ class GradScaler:
         self._found_finite.clear()
 
     def state_dict(self) -> dict[str, float | int]:
-        """Where the scale stands, for a checkpoint."""
+        """Return the state of the scale, for a checkpoint."""
         return {name: getattr(self._scale, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            CheckpointError: if it is something else.
+            CheckpointError: if the keys of `state` are others.
         """
         if set(state) != set(_STATE):
             raise CheckpointError(
@@ -211,22 +212,22 @@ def optimizer_step(
     max_gradient_norm: float | None = None,
     max_gradient_value: float | None = None,
 ) -> None:
-    """Everything between the loss and the next batch: zero the gradients, backward, unscale, clip, step.
+    """Zero the gradients, call backward, unscale and clip the gradients, and step the optimizer.
 
-    A scheduler that `optim.configure_lr_scheduler` made for the optimizer is stepped too; a loop that calls
-    its `step()` as well does not step it twice.
+    A scheduler that `optim.configure_lr_scheduler` made for the optimizer is stepped too. If the loop also
+    calls the scheduler's `step()`, the scheduler still steps only once.
 
     Args:
         loss: a scalar with a graph.
-        optimizer: it steps.
-        grad_scaler: scales the loss, and is updated.
+        optimizer: the optimizer to step.
+        grad_scaler: scales the loss, and is updated; no scale if not given.
         max_gradient_norm: clip the global 2-norm of the gradients to this, as torch's `clip_grad_norm_` does.
         max_gradient_value: clip every element to ± this, as torch's `clip_grad_value_` does.
 
     Raises:
-        ConfigError: for two ways of clipping at once, or a limit that is not above 0.
-        NonFiniteError: if a gradient is not finite and no dynamic scale can be the cause. Without a dynamic
-            scale plain parameters are updated all the same, as torch does.
+        ConfigError: if both limits are given, or a limit is not above 0.
+        NonFiniteError: if a gradient is not finite and a dynamic scale cannot be the cause. Without a dynamic
+            scale, parameters that are not streamed are still updated, as in torch.
     """
     if max_gradient_norm is not None and max_gradient_value is not None:
         raise ConfigError(
@@ -245,7 +246,7 @@ def optimizer_step(
 
 
 def _unscale(optimizer: torch.optim.Optimizer, scale: float) -> bool:
-    """Divide its gradients by the scale; whether they are finite."""
+    """Divide the optimizer's gradients by the scale, and return true if all of them are finite."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params if param.grad is not None]
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""Where a script computes: the streaming engine, or plain PyTorch on the CPU or a GPU."""
+"""Backends, on which a script computes: the streaming engine, or plain PyTorch on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _current: Backend | None = None
 
 
 class Backend:
-    """A way of running a script; see `backend`.
+    """The place where models compute, with its options; see `backend`.
 
     Attributes:
         kind: `CSX` streams weights; `CPU` and `GPU` are plain PyTorch.
-        config: what the run may take of the machine, and what is not left to the plan.
-        compile_dir: where `compile_only` writes.
-        compile_only: stop at the first step, when what there is to know of the model has been written.
-        validate_only: stop at the first step, when the model has been checked.
+        config: resource limits, and the decisions that the planner must not make.
+        compile_dir: folder for the report of `compile_only`.
+        compile_only: stop at the first step, after a report of the model has been written.
+        validate_only: stop at the first step, after the model has been checked.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Backend:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where batches go and losses come from."""
+        """The device of batches and losses."""
         if self.kind == "CPU" or not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
     @property
     def device(self) -> AbstractContextManager[Any]:
-        """Within it a model is built, with the values of torch's own initialisation.
+        """The context in which to build a model; torch initialises the parameters as usual.
 
-        That is on the device; for a model to be streamed it is in host memory, or in files on the disk that
-        the backend was given, so that the model may be larger than memory.
+        For `CPU` and `GPU`, parameters are created on the device. For `CSX` they are created in host memory,
+        or in files if the backend has a disk. With a disk the model may be larger than memory.
         """
         if self.kind != "CSX":
             return self.torch_device
@@ -77,7 +77,7 @@ class Backend:
 
     @property
     def num_csx(self) -> int:
-        """Compute ranks."""
+        """The number of compute ranks."""
         return self.config.num_csx
 
     def __repr__(self) -> str:
@@ -92,28 +92,31 @@ def backend(
     validate_only: bool = False,
     **options: Any,
 ) -> Backend:
-    """Choose where models compiled from now on compute.
+    """Choose the backend of all models that are compiled from now on.
 
     Args:
-        backend_type: `"CSX"`: weights are streamed, on the best device there is; `"CPU"` or `"GPU"`: the same
-            script as plain PyTorch.
-        compile_dir: folder that `compile_only` writes to.
-        compile_only: stop at the first step, with a report of the model in `compile_dir`.
-        validate_only: stop at the first step, when model, loss and data are known to go together.
+        backend_type: `"CSX"` streams the weights, on a GPU if torch finds one. `"CPU"` and `"GPU"` run the
+            same script as plain PyTorch.
+        compile_dir: folder for the report of `compile_only`.
+        compile_only: stop at the first step, and write a report of the model into `compile_dir`.
+        validate_only: stop at the first step, after a check that model, loss and data fit each other.
         **options: keys of the section `backend` of a params file: `device_memory` and `host_memory` (bytes,
             or `"4GiB"`), `disk` (a folder, or `{path, size}`), `num_slabs`, `activations`, `tier`,
-            `gradient_tier`, `compile`, `matmul`, `allocator`; and `num_csx`, compute ranks. With more
-            than one the script is started anew as each of them: see [Note: ranks of a script].
+            `gradient_tier`, `compile`, `matmul`, `allocator`; and `num_csx`, the number of compute ranks.
+            With more than one rank the script is started again for each: see [Note: ranks of a script].
+
+    Returns:
+        The backend.
 
     Raises:
-        ConfigError: if an option is unknown or wrong, there is no such device, or several ranks are asked for
-            where that cannot be.
+        ConfigError: if an option is unknown or wrong, the device is missing, or several ranks cannot be
+            started.
     """
     global _current
     if "num_csx" in options:
         options["cluster_config"] = {"num_csx": options.pop("num_csx")}
     cluster: Any = options.get("cluster_config")
-    if hasattr(cluster, "num_csx"):  # what headwater.utils.CSConfig makes
+    if hasattr(cluster, "num_csx"):  # an object of headwater.utils.CSConfig
         options["cluster_config"] = {"num_csx": cluster.num_csx}
     disk = options.get("disk")
     if isinstance(disk, str | os.PathLike):
@@ -151,16 +154,16 @@ def backend(
 
 
 def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Let the script run on so many ranks from here on.
+    """Run the rest of this script on several ranks.
 
     Args:
-        num_csx: how many, at least 2.
-        kind: of the backend.
-        where: the number was written; for errors.
-        timeout_s: how long another rank may keep one waiting.
+        num_csx: number of ranks, at least 2.
+        kind: the kind of the backend.
+        where: the place where the user wrote `num_csx`; for errors.
+        timeout_s: seconds that a rank waits for another rank before it raises an error.
 
     Raises:
-        ConfigError: if they cannot be started.
+        ConfigError: if the ranks cannot be started.
     """
     if kind != "CSX":
         raise ConfigError(
@@ -173,5 +176,5 @@ def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFA
 
 
 def current_backend() -> Backend | None:
-    """The backend that was chosen last, if any."""
+    """Return the backend that was chosen last, or `None`."""
     return _current

@@ -1,8 +1,8 @@
-"""Building a model that is larger than memory: its large tensors lie in files.
+"""Construction of a model that is larger than memory: its large tensors are in files.
 
-Whatever a constructor does to its parameters happens as always, in the same order and with the same random
-numbers; only the memory is that of a file without a name. Pages that have been written are dropped from the
-process as it goes on, so that its resident memory stays small.
+The constructor initialises the parameters in the usual order and with the usual random numbers. Only the
+memory of the parameters differs: it is a mapped file without a name. Written pages are dropped from the
+process from time to time, so that its resident memory stays small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headwater.core.files import disk_errors
 
 _LARGE_BYTES = 1 << 20
 _TOUCHED_BYTES = 128 << 20
-"""So much is written before pages are dropped."""
+"""Number of bytes that are written before pages are dropped."""
 
 _Fill = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
 _FACTORIES: dict[Any, _Fill] = {
@@ -33,14 +33,15 @@ _FACTORIES: dict[Any, _Fill] = {
     torch.rand: lambda tensor, args: tensor.uniform_(),
     torch.randn: lambda tensor, args: tensor.normal_(),
 }
-"""What each leaves in new memory, given the arguments of its call."""
+"""Factory function -> a function that fills new memory as the factory does, given the factory's arguments."""
 
 
 class BuildInFiles(TorchFunctionMode):
-    """Within it `torch.empty` and its like give large CPU tensors memory in files.
+    """A context in which `torch.empty` and similar functions allocate large CPU tensors in files.
 
     Args:
-        folder: where the files go; created if missing. They have no names, and go with their tensors.
+        folder: folder of the files; created if missing. The files have no names, and are removed with their
+            tensors.
 
     Raises:
         DiskFullError: if a file does not fit.
@@ -77,16 +78,16 @@ class BuildInFiles(TorchFunctionMode):
         return torch.frombuffer(pages, dtype=dtype).view(shape)
 
     def _note(self, num_bytes: int) -> None:
-        """So much may have been written; from time to time the pages leave this process for the file."""
+        """Count bytes that may have been written, and drop the pages of this process when there are many."""
         self._touched += num_bytes
         if self._touched >= _TOUCHED_BYTES:
             for pages in self._mappings:
-                pages.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: nothing is lost
+                pages.madvise(mmap.MADV_DONTNEED)  # the mapping is shared: the file keeps the data
             self._touched = 0
 
 
 def _wanted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """The shape of the tensor if it is a large one that is to lie in a file."""
+    """Return the shape of the tensor that a call creates, if the tensor belongs in a file; else `None`."""
     if func not in _FACTORIES or kwargs.keys() - {"dtype", "device", "requires_grad", "size", "layout"}:
         return None
     if torch.device(kwargs.get("device") or torch.get_default_device()).type != "cpu":

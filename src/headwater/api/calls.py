@@ -1,4 +1,4 @@
-"""Calls of a model by a loop of the user's: what surrounds them, and what stands in for their loss."""
+"""Calls of a model by the user's loop: a guard around each call, and the loss of the dry run."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def guard_call(
 
     Args:
         model: the model.
-        before: called first, with the arguments of the call. An error that it returns is raised after a call
-            that raises none itself.
-        surroundings: makes the context of the call.
-        clean_up: called when the call is interrupted.
+        before: called first, with the arguments of the call. If it returns an error, the error is raised
+            after the call, unless the call itself raises another one.
+        surroundings: returns the context in which the model is called.
+        clean_up: called when the call is interrupted (for example by KeyboardInterrupt).
 
     Returns:
         A function that ends the guard.
@@ -76,7 +76,7 @@ def _no_transforms(model: nn.Module) -> StreamError:
 def is_lazy(model: nn.Module) -> bool:
     """True if parameters or buffers get their shapes in the first call of the model (lazy modules).
 
-    That call must be as in plain PyTorch, since it draws the initial values between other random numbers.
+    That call must run as in plain PyTorch, because it draws the initial values between other random numbers.
 
     Raises:
         StreamError: if several ranks train: their initial values would differ.
@@ -96,7 +96,11 @@ _forwards = itertools.count()
 
 @contextmanager
 def own_randomness(rank: int) -> Iterator[None]:
-    """Within it a rank of several draws random numbers of its own; outside all draw the same."""
+    """Enter a context in which each rank draws different random numbers; outside all ranks draw the same.
+
+    Args:
+        rank: this rank.
+    """
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=drawing_devices()):
         torch.manual_seed(derive_seed(state, next(_forwards), rank))
@@ -104,17 +108,18 @@ def own_randomness(rank: int) -> Iterator[None]:
 
 
 def asked_precision(device: str) -> Precision:
-    """What autocast asks for: under it weights travel in its dtype."""
+    """Return the precision of autocast: under autocast, weights are streamed in its dtype."""
     if not torch.is_autocast_enabled(device):
         return Precision()
     return _PRECISION_OF.get(torch.get_autocast_dtype(device), Precision())
 
 
 def stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:
-    """For the dry run: a loss of whatever the model returns, as expensive as a usual one.
+    """Return a loss for the dry run, computed from any output of the model.
 
-    The user's own is not known before it is called. A scalar is taken for a loss; of anything else the
-    cross-entropy over the last dimension is taken, which saves one tensor of its size.
+    The user's loss is not known before the user calls it. A scalar output is used as the loss. For any other
+    output the loss is the sum of a log-softmax over the last dimension. It saves one tensor of the output's
+    size for backward, like a cross-entropy.
     """
     args, kwargs = call
     outputs = tensors_in(model(*args, **kwargs))
@@ -131,7 +136,7 @@ def _loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a nested or sparse tensor in an ordinary one."""
+    """Return an ordinary tensor with the elements of a nested or sparse tensor."""
     if tensor.is_nested:
         return tensor.values() if tensor.layout is torch.jagged else tensor.to_padded_tensor(0.0)
     return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.to_dense()

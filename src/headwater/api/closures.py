@@ -1,4 +1,4 @@
-"""The queue of closures: run in order and once, when the values they were called with are in host memory."""
+"""The queue of closure calls. Each call runs once and in order, when its values are in host memory."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from headwater.core.trees import map_tensors
 from headwater.fabric.membership import alone
 
 LONGEST_QUEUE = 16
-"""Calls that may wait. A device that is further behind than that is waited for: their values take memory."""
+"""Number of calls that may wait. The values of waiting calls take memory, so further calls block."""
 
 
 class Event(Protocol):
-    """Tells when a copy is complete."""
+    """An event that is complete when a copy is complete."""
 
     def query(self) -> bool:
-        """Whether it is."""
+        """Return true if the copy is complete."""
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Block until the copy is complete."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A closure with what it is called with.
+    """A closure with the arguments of one call.
 
     Attributes:
-        function: the user's.
-        args: with every tensor in host memory.
-        kwargs: likewise.
-        copied: the copies to wait for.
+        function: the user's function.
+        args: positional arguments, with every tensor in host memory.
+        kwargs: keyword arguments, with every tensor in host memory.
+        copied: events of the copies that must be complete before the call.
     """
 
     function: Callable[..., object]
@@ -50,7 +50,7 @@ class Call:
         return all(event.query() for event in self.copied)
 
     def run(self) -> None:
-        """Wait for the values, and call; an exception says which closure it is from."""
+        """Wait for the values and call the function; an exception gets a note with the closure's name."""
         for event in self.copied:
             event.synchronize()
         try:
@@ -62,10 +62,10 @@ class Call:
 
 
 class ClosureQueue:
-    """Calls that wait for their values.
+    """A queue of calls that wait for their values.
 
     Args:
-        longest: calls that may wait at most.
+        longest: maximum number of waiting calls.
     """
 
     def __init__(self, longest: int = LONGEST_QUEUE) -> None:
@@ -75,19 +75,22 @@ class ClosureQueue:
 
     @property
     def is_running(self) -> bool:
-        """Whether a closure is being run: what is called then is called by it."""
+        """True while a closure runs: a closure that is called now is called by that closure."""
         return self._running
 
     def add(self, call: Call) -> None:
-        """Put it at the end, and run what is ready; raises what a call raises."""
+        """Append a call and run the calls that are ready. Exceptions of these calls are raised here."""
         self._waiting.append(call)
         self.run_ready()
 
     def run_ready(self) -> None:
-        """Run the calls whose values are there, up to the first whose are not.
+        """Run the first calls in the queue, up to one whose values are not in host memory yet.
+
+        If the queue is longer than its maximum, wait for the values of the first calls.
 
         Raises:
-            BaseException: of the first call that fails; it is done with, and those after it keep waiting.
+            BaseException: the exception of the first call that fails. That call leaves the queue, and the
+                calls after it stay in the queue.
         """
         if self._running:
             return
@@ -95,7 +98,7 @@ class ClosureQueue:
             self._run_next()
 
     def run_all(self) -> None:
-        """Run every call, waiting for its values, those after one that fails too; then raise."""
+        """Run every call, waiting for its values, even if an earlier call fails; then raise its exception."""
         if self._running or not self._waiting:
             return
         try:
@@ -104,7 +107,7 @@ class ClosureQueue:
             self.run_all()
 
     def run_now(self, call: Call) -> None:
-        """Run every call that waits, then this one."""
+        """Run every waiting call, then this one."""
         self._waiting.append(call)
         self.run_all()
 
@@ -122,10 +125,15 @@ class ClosureQueue:
 
 
 def host_call(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call with copies of its tensors, without their graph, in host memory or on their way there.
+    """Return a call with detached copies of its tensors, in host memory or being copied to it.
 
-    The device goes on meanwhile, and nothing that happens to the originals reaches the copies. Of several
-    ranks each gives its part, and gets the values of the whole batch.
+    The device does not wait for the copies, and later changes of the originals do not reach the copies.
+    With several ranks, the values are those of the whole batch: all ranks must call this.
+
+    Args:
+        function: the closure.
+        args: positional arguments of the call; tensors in any nesting.
+        kwargs: keyword arguments of the call.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -146,7 +154,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _begin_copy(value: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    value = value.clone()  # on the device and in order, for the original may change before the copy begins
+    value = value.clone()  # on the compute stream: the original may change before the copy begins
     stream.wait_stream(torch.cuda.current_stream(value.device))
     value.record_stream(stream)
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""`compile`: from a module to one whose weights are streamed."""
+"""`compile`, which streams the weights of a module, and `release`, which ends the streaming."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ _ATTRIBUTE = "_headwater"
 
 
 def compile(model: Module, backend: Backend | str | None = None) -> Module:
-    """Make a module compute where `backend` says; it is the same module that comes back.
+    """Make a module compute on a backend, and return the same module.
 
-    For `"CSX"` its weights are streamed from the first forward on, which decides the plan by the shapes that
-    it is called with. Its parameters stay the objects that they are, so optimizers may be built before or
-    after. Between forwards they are read from the weight store and written to it.
+    On `"CSX"` the weights are streamed from the first forward on. The plan is made at that forward, from the
+    shapes of its arguments. The parameters stay the same objects, so optimizers may be built before or after
+    `compile`. Between forwards, parameters are read from the weight store and written to it.
 
     Args:
         model: any module.
-        backend: what `headwater.backend` gave, or its name; if not given the one chosen last, or `"CSX"`.
+        backend: the result of `headwater.backend`, or the name of a backend. If not given: the backend that
+            was chosen last, or `"CSX"`.
 
     Returns:
         `model`.
 
     Raises:
-        StreamError: if it is compiled already.
-        ConfigError: if there is no such backend.
+        StreamError: if the module is compiled already.
+        ConfigError: if the backend is not known.
     """
     if isinstance(backend, str):
         backend = make_backend(backend)
@@ -55,21 +56,21 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `compile` was called with this module."""
+    """Return true if the module is compiled."""
     return hasattr(model, _ATTRIBUTE)
 
 
 def streamed(model: nn.Module) -> StreamedModel | None:
-    """What streams this module, if anything does."""
+    """Return the object that streams this module, or `None` if the module is not streamed."""
     found: StreamedModel | None = getattr(model, _ATTRIBUTE, None)
     return found
 
 
 def release(model: Module) -> Module:
-    """End what `compile` began: the module has its weights in host memory again.
+    """Undo `compile`: the module has its weights in host memory again.
 
     Args:
-        model: a compiled module; its weights must fit.
+        model: a compiled module; its weights must fit into host memory.
 
     Returns:
         `model`.

@@ -1,4 +1,4 @@
-"""The files of a compilation: what the plan decided, graphs, operators."""
+"""The files of a compilation: the plan, the graphs and the operators."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _WIDTH = 120
 
 
 def write_compile_dir(folder: Path, record: StepRecord, captured: Captured, plan: Plan | str) -> list[Path]:
-    """Write everything below `folder`; the graphs of an earlier compilation are removed.
+    """Write the files of a compilation into `folder`, and remove the graphs of an earlier compilation.
 
     Args:
-        folder: made if it does not exist.
-        record: a dry run.
-        captured: its graphs.
-        plan: the plan, or why there is none.
+        folder: created if it does not exist.
+        record: the record of a dry run.
+        captured: the graphs of the dry run.
+        plan: the plan, or the reason why no plan fits.
 
     Returns:
-        The files.
+        The paths of the written files.
     """
     _remove_graphs(folder)
     contents = dict(_contents(record, captured, plan))
@@ -70,7 +70,7 @@ def _graph_file(name: str, suffix: str) -> str:
 
 
 def _remove_graphs(folder: Path) -> None:
-    """Remove the graphs that an earlier compilation has listed, and no other file."""
+    """Remove the graph files that an earlier compilation has listed, and no other files."""
     listing = folder / "operators.json"
     if not listing.is_file():
         return

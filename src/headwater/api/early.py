@@ -1,4 +1,4 @@
-"""Compile early, on any machine: what a training step will do, without weights, data or memory for them."""
+"""Compilation before training, on any machine: a training step on fake tensors, without weights or data."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from headwater.plan.trace import LossFunction
 from headwater.plan.types import Plan, Resources
 
 ASSUMED_OPTIMIZER = OptimizerSpec("AdamW")
-"""What a plan reckons with where no optimizer is given."""
+"""The optimizer for which a plan is made if no optimizer is given."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EarlyOptions:
-    """What a backend was asked to do in place of training.
+    """The options of a backend that compiles or validates a model instead of training it.
 
     Attributes:
-        compile_only: write what there is to know of the model into `compile_dir`.
-        validate_only: check that it can be trained.
-        compile_dir: folder for it.
+        compile_only: write a report of the model into `compile_dir`.
+        validate_only: check that the model can be trained.
+        compile_dir: folder for the report.
         precision: precision of the run; fp32 if not given.
         device: `cpu` or `cuda`.
-        resources: what the run may take; what the machine has free if not given.
+        resources: resource limits of the run; the free resources of the machine if not given.
     """
 
     compile_only: bool = False
@@ -55,11 +55,11 @@ class EarlyOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ValidateReport:
-    """A model, a loss, an optimizer and a batch that go together.
+    """The result of a successful check of a model with a loss, an optimizer and a batch.
 
     Attributes:
-        record: their step on fake tensors.
-        optimizer: what updates the weights, if it was given.
+        record: the training step on fake tensors.
+        optimizer: the optimizer, if one was given.
         state_bytes: bytes of optimizer state in the weight store.
     """
 
@@ -68,7 +68,7 @@ class ValidateReport:
     state_bytes: int
 
     def render(self) -> RenderableType:
-        """What was found, for a console."""
+        """Return the results as text for a console."""
         return Group(*self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -89,16 +89,16 @@ class ValidateReport:
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """What was compiled.
+    """The result of a compilation.
 
     Attributes:
         record: the training step on fake tensors.
-        captured: graphs, and what they do not hold.
-        plan: how the model would be trained.
-        refusal: why there is no plan.
-        mlir: whether MLIR was written, in words.
-        files: what was written.
-        compile_dir: where.
+        captured: the graphs, and the operators that no graph can hold.
+        plan: the plan, or `None` if no plan fits.
+        refusal: the reason why no plan fits, or `None`.
+        mlir: a line that says if MLIR was written.
+        files: the paths of the written files.
+        compile_dir: the folder of these files.
     """
 
     record: StepRecord
@@ -110,7 +110,7 @@ class CompileReport:
     compile_dir: Path
 
     def render(self) -> RenderableType:
-        """Plan, stages and findings, for a console."""
+        """Return plan, stages and findings as text for a console."""
         reports = report_stages(self.record, self.captured)
         parts: list[RenderableType] = [
             f"no plan: {self.refusal}" if self.plan is None else render_plan(self.plan),
@@ -133,19 +133,22 @@ def validate_only(
     optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
     precision: Precision | None = None,
 ) -> ValidateReport:
-    """Check that a model, its loss, its optimizer and a batch go together, by a step without values.
+    """Check that a model, its loss, its optimizer and a batch fit each other, by a step on fake tensors.
 
     Args:
-        model: any module; its parameters may be on the meta device. Nothing of it is changed.
-        args: what its forward takes, a tuple or one value. Tensors may be on the meta device.
-        kwargs: what its forward takes by name.
-        loss_function: gives the loss of `(model, args)`, a scalar; where it is not given, the loss is what
-            the model returns, if that is one, or else stands in for one.
-        optimizer: what updates the weights.
+        model: any module; its parameters may be on the meta device. The model is not changed.
+        args: positional arguments of the forward, a tuple or one value. Tensors may be on the meta device.
+        kwargs: keyword arguments of the forward.
+        loss_function: returns the loss, a scalar, given `(model, args)`. If it is not given, the loss is the
+            one that the model returns, or a scalar computed from the model's output.
+        optimizer: the optimizer of the weights.
         precision: precision of the run; fp32 if not given.
 
+    Returns:
+        The record of the step, and the bytes of optimizer state.
+
     Raises:
-        ModelError: if they do not, with module path, source line, shapes and what to do.
+        ModelError: if the check fails, with module path, source line, shapes and a remedy.
         ConfigError: if the optimizer cannot be built.
     """
     record = record_step(
@@ -172,22 +175,28 @@ def compile_only(
     resources: Resources | None = None,
     plan: Plan | DoesNotFitError | None = None,
 ) -> CompileReport:
-    """Write what the plan decides, the graph of each distinct stage, and what operators run, into a folder.
+    """Write the plan, the graph of each distinct stage and the operators of a training step into a folder.
 
-    An operator that no graph can hold is reported, with the module and the source line; a model that uses it
-    can be trained all the same. A plan that does not fit this machine is reported too.
+    An operator that no graph can hold is reported, with the module and the source line; a model with such
+    operators can still be trained. A plan that does not fit this machine is reported too.
 
     Args:
-        model: see `validate_only`, also for what is raised.
+        model: see `validate_only`.
         args: see `validate_only`; one micro-batch.
         kwargs: see `validate_only`.
         loss_function: see `validate_only`.
-        optimizer: what updates the weights; the plan reckons with AdamW where none is given.
+        optimizer: the optimizer of the weights. If not given, the plan is made for AdamW.
         precision: precision of the run; fp32 if not given.
         compile_dir: the folder.
         device: `cpu` or `cuda`.
-        resources: what the run may take; what the machine has free if not given.
-        plan: the plan, or why there is none, where the caller has made one.
+        resources: resource limits of the run; the free resources of the machine if not given.
+        plan: the plan, or the error that says why no plan fits, if the caller has planned already.
+
+    Returns:
+        The plan, the graphs and the written files.
+
+    Raises:
+        ModelError, ConfigError: see `validate_only`.
     """
     valid = validate_only(
         model, args, kwargs, loss_function=loss_function, optimizer=optimizer, precision=precision
@@ -208,18 +217,18 @@ def compile_only(
 def check(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: EarlyOptions
 ) -> CompileReport | ValidateReport | None:
-    """What `options` ask for, at the first forward of a model, before it has a plan.
+    """Compile or validate a model at its first forward, before it has a plan, as `options` say.
 
-    The loss is not known there: what the model returns stands in for it.
+    The user's loss is not known at that time; a loss is computed from the model's output.
 
     Args:
         model: the model; it must not be streamed yet.
-        args: what its forward was called with.
-        kwargs: what it was called with by name.
-        options: what to do; compilation validates too.
+        args: positional arguments of the forward.
+        kwargs: keyword arguments of the forward.
+        options: the options of the backend; compilation validates too.
 
     Returns:
-        What was found; `None` if nothing was asked for.
+        The report; `None` if the options ask for neither.
     """
     if options.compile_only:
         return compile_only(
@@ -244,7 +253,7 @@ def _on_batch(loss_function: LossFunction) -> LossFunction:
 
 
 def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss that the model returns, by itself or as `loss` among others; else a stand-in."""
+    """Return the loss that the model returns, alone or as `loss`; else a scalar of all trained outputs."""
     args, kwargs = batch
     output = model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -262,10 +271,10 @@ def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Module) -> OptimizerSpec | None:
-    """The optimizer as plain data.
+    """Return the optimizer as plain data.
 
     Raises:
-        ModelError: if it updates other parameters than the model's.
+        ModelError: if it has parameters that are not the model's.
     """
     if optimizer is None or isinstance(optimizer, OptimizerSpec):
         return optimizer
@@ -285,7 +294,7 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
 def _plan(
     record: StepRecord, optimizer: OptimizerSpec, resources: Resources, device: str
 ) -> Plan | DoesNotFitError:
-    """How one such micro-batch would be a step, or why that does not fit."""
+    """Return the plan of a step with one micro-batch of this size, or the error that says why none fits."""
     params = [param for stage in record.trace.stages for param in stage.params]
     trained = sum(param.numel for param in params if param.requires_grad)
     size = record.trace.micro_batch_size

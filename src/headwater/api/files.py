@@ -1,7 +1,7 @@
 """Training states in files: any nesting of tensors and plain values, saved in pieces and loaded lazily.
 
 A state is one safetensors file, which any reader of that format opens. Its metadata hold the structure with
-the plain values (JSON), a checksum for every `CHUNK_BYTES` of each tensor, and one of the header.
+the plain values (JSON), a checksum for every `CHUNK_BYTES` of each tensor, and a checksum of the header.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _STATE, _CHECKSUMS, _SEAL, _VERSION = (
 _FORMAT_VERSION = "1"
 _CHECKSUM_DIGITS = 8
 _READ_AT_ONCE_BYTES = 1 << 16
-"""Smaller tensors are not worth laziness, and optimizers count up their step counters in place."""
+"""Tensors up to this size are not lazy. Step counters must not be: optimizers change them in place."""
 
 _LEGACY_PICKLE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""How `torch.save` began its files before they were zip archives."""
+"""The first bytes of files that `torch.save` wrote before it wrote zip archives."""
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
     """Save a training state to one file, in pieces: a lazy tensor is never whole in memory.
 
-    The file appears under its name when it is complete and on disk; until then, and if anything fails, what
-    was there stays as it is. Tensors that are the same memory, or the same streamed weight, are written once.
-    Of several ranks the first writes the file, and all wait for it.
+    The file appears under its name when it is complete and on disk. Until then, and if anything fails, an
+    older file of this name stays unchanged. Tensors that are the same memory, or the same streamed weight,
+    are written once. With several ranks, rank 0 writes the file, and all ranks wait for it.
 
     Args:
         state: dicts, lists and tuples, in any nesting, of tensors, numbers, strings, bools and `None`: the
@@ -53,8 +53,9 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
         path: the file.
 
     Raises:
-        CheckpointError: if the state holds anything else (says where), or somebody else is saving this file.
-        DiskFullError: if there is no room.
+        CheckpointError: if the state holds any other value (the error says where), if another process or
+            thread is saving this file, or if several ranks save within a step.
+        DiskFullError: if the disk is full.
     """
     if current().size > 1 and is_open():
         raise CheckpointError(
@@ -80,22 +81,22 @@ def _save(state: Any, path: Path) -> None:
 
 
 def load(path: str | os.PathLike[str], map_location: torch.device | str | None = None) -> Any:
-    """Load what `save`, `torch.save` or safetensors have written, without running code from the file.
+    """Load a file of `save`, `torch.save` or safetensors, without running code from the file.
 
-    Tensors are on the CPU, and lazy where that can be: their values are read, and compared with their
-    checksums, when they are used, say by `load_state_dict`. The file may be replaced meanwhile, not changed.
+    Tensors are on the CPU. Large tensors are lazy: their values are read, and compared with their checksums,
+    when they are used, for example by `load_state_dict`. Until then the file may be replaced, not changed.
 
     Args:
         path: the file.
-        map_location: read all tensors now and bring them to this device.
+        map_location: read all tensors now and copy them to this device.
 
     Returns:
-        What was saved; of a foreign safetensors file its tensors by name.
+        The saved state; the tensors by name if another program wrote the safetensors file.
 
     Raises:
-        CheckpointError: if the file is missing, damaged, of another kind, or a pickle with more than tensors
-            and plain values in it.
-        CorruptError: here or when a tensor is used, if its bytes are not those that were saved.
+        CheckpointError: if the file is missing, damaged, of another kind, or a pickle that holds other
+            objects than tensors and plain values.
+        CorruptError: here or when a tensor is used, if its bytes do not match the checksum.
     """
     path = Path(path)
     if path.is_dir():
@@ -117,7 +118,7 @@ def load(path: str | os.PathLike[str], map_location: torch.device | str | None =
 
 
 def lazy_tensors(file: TensorFile) -> dict[str, Tensor]:
-    """The tensors of a file by name; the smallest are read now."""
+    """Return the tensors of a file by name. They are lazy, except for the smallest, which are read now."""
     return {name: _lazy_tensor(file, name, place) for name, place in file.places.items()}
 
 
@@ -135,7 +136,7 @@ def _is_pickled(path: Path) -> bool:
 
 
 def _checked_structure(file: TensorFile) -> Any:
-    """The structure of the state in a file that `save` wrote; its tensors are checked from now on."""
+    """Return the structure of the state in a file of `save`; reads of its tensors are checked from now on."""
     try:
         if file.metadata[_SEAL] != _seal(file.metadata, file.places):
             raise ValueError("its checksum does not match")
@@ -156,7 +157,7 @@ def _checked_structure(file: TensorFile) -> Any:
 
 
 def _chunks(file: TensorFile) -> list[Chunk]:
-    """The checksums in the metadata, with the bytes that each of them is of."""
+    """Return the checksums in the metadata, each with the offset and length of its bytes."""
     spans = [
         (place.offset + first, min(CHUNK_BYTES, place.num_bytes - first))
         for place in sorted(file.places.values(), key=lambda place: place.offset)
@@ -169,7 +170,7 @@ def _chunks(file: TensorFile) -> list[Chunk]:
 
 
 def _seal(metadata: Mapping[str, str], places: Mapping[str, TensorPlace]) -> str:
-    """A checksum of what a header says."""
+    """Return the checksum of a header."""
     tensors = [[n, DTYPE_CODES[p.dtype], p.shape, p.offset] for n, p in sorted(places.items())]
     entries = [metadata[key] for key in (_VERSION, _STATE, _CHECKSUMS)]
     return _digits(zlib.crc32(json.dumps([entries, tensors]).encode()))
@@ -181,9 +182,9 @@ def _digits(checksum: int) -> str:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside `path`, which takes its name at the end; if anything fails it is removed.
+    """Yield a file beside `path`. It replaces `path` at the end; if anything fails it is removed.
 
-    Only one process holds it at a time. What a killed process has left is used again.
+    Only one process can have the file at a time. A file that a killed process has left is used again.
     """
     unfinished = path.with_name(path.name + ".partial")
     with disk_errors(unfinished):

@@ -1,7 +1,8 @@
-"""What transformers knows of a model's checkpoints: names, conversions, ties, what may be missing.
+"""Names, conversions, ties and optional tensors of a model's checkpoints, as transformers defines them.
 
-Every function takes any module; one that is no transformers model has the names of its own `state_dict`.
-Tensors stay lazy: what must be converted (experts merged, projections split) is computed when it is read.
+Every function takes any module. For a module that is not a transformers model, the names in a checkpoint are
+those of its `state_dict`. Tensors stay lazy: conversions (merged experts, split projections) are computed
+when the tensor is read.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ Tensors = Mapping[str, Tensor]
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether `model` is a `PreTrainedModel`."""
-    transformers = sys.modules.get("transformers")  # not imported: then no model can be of it
+    """Return true if `model` is a `PreTrainedModel`."""
+    transformers = sys.modules.get("transformers")  # if it is not imported, no model can be of its class
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def named_by_model(model: Any, tensors: Tensors, own: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint under the model's names for them, found as `from_pretrained` does.
+    """Return the tensors of a checkpoint by the model's names, which are found as in `from_pretrained`.
 
     Args:
         model: the model.
-        tensors: what the checkpoint holds.
+        tensors: the tensors of the checkpoint, by their names there.
         own: the names in the model's `state_dict`.
     """
     if not is_transformers_model(model):
@@ -51,12 +52,12 @@ def named_by_model(model: Any, tensors: Tensors, own: Iterable[str]) -> dict[str
         if name not in own and key in own:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, own)
         groups.add(name, key, pattern if name in own else None, tensors[key])
-    model._weight_conversions = [t for t in transforms if t.was_used()]  # what `save_pretrained` reverts
+    model._weight_conversions = [t for t in transforms if t.was_used()]  # `save_pretrained` reverts these
     return groups.results()
 
 
 def named_by_checkpoint(model: Any, tensors: Tensors) -> dict[str, Tensor]:
-    """The inverse of `named_by_model`: the names and forms that `save_pretrained` would give."""
+    """Return the tensors of a model with the names and shapes of `save_pretrained` (see `named_by_model`)."""
     if not is_transformers_model(model):
         return dict(tensors)
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -68,7 +69,7 @@ def named_by_checkpoint(model: Any, tensors: Tensors) -> dict[str, Tensor]:
     )
 
     transforms = getattr(model, "_weight_conversions", None)
-    if transforms is None:  # no checkpoint was loaded: prefixes that some have are not added
+    if transforms is None:  # no checkpoint was loaded: add no prefix that only some checkpoints have
         transforms = get_model_conversion_mapping(model, add_legacy=False)
         transforms = [t for t in transforms if not isinstance(t, PrefixChange)]
     if not transforms:
@@ -89,7 +90,7 @@ def _by_kind(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 class _Source(NamedTuple):
-    """A tensor by its old name, and by which of its patterns a converter takes it."""
+    """A tensor with its old name, and the pattern by which a converter accepts it."""
 
     key: str
     pattern: str | None
@@ -98,14 +99,14 @@ class _Source(NamedTuple):
 
 @dataclasses.dataclass
 class _Group:
-    """Tensors that one converter makes into others; a tensor without a converter stays as it is."""
+    """Tensors that one converter turns into others; without a converter, a tensor that only gets a name."""
 
     converter: Any
     sources: list[_Source]
 
 
 class _Groups:
-    """Tensors on their way to other names, grouped by the (first) name they get."""
+    """Tensors that get other names, grouped by the (first) new name."""
 
     def __init__(self, model: Any, converters: Iterable[Any]) -> None:
         self._model = model
@@ -113,7 +114,14 @@ class _Groups:
         self._groups: dict[str, _Group] = {}
 
     def add(self, name: str, key: str, pattern: str | None, tensor: Tensor) -> None:
-        """`tensor`, called `key`, becomes `name`: as it is, or through the converter that has `pattern`."""
+        """Add a tensor that gets another name.
+
+        Args:
+            name: the new name.
+            key: the old name.
+            pattern: selects the converter; `None` if the tensor is not converted.
+            tensor: the tensor.
+        """
         converter = None if pattern is None else self._converter_of[pattern]
         self._groups.setdefault(name, _Group(converter, [])).sources.append(_Source(key, pattern, tensor))
 
@@ -127,7 +135,7 @@ class _Groups:
         return results
 
     def _converted(self, name: str, group: _Group) -> dict[str, Tensor]:
-        """What the converter makes of a group, each computed when it is read."""
+        """Return the converted tensors of a group; each is computed when it is read."""
 
         def convert(form: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
             converter = copy.deepcopy(group.converter)
@@ -144,7 +152,7 @@ class _Groups:
 
 
 def without_ignored(model: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
-    """Names that are missing or unexpected, without those that do not matter to the model."""
+    """Return the missing and the unexpected names, without those that the model ignores."""
     if not is_transformers_model(model):
         return missing, unexpected
     names = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
@@ -153,10 +161,14 @@ def without_ignored(model: Any, missing: set[str], unexpected: set[str]) -> tupl
 
 
 def names_to_save(model: nn.Module, groups: Iterable[list[str]]) -> list[str]:
-    """Of each group of names of one tensor those that a checkpoint holds.
+    """Return the names that a checkpoint holds.
 
-    Names that the model declares as tied are left out, but for the last; ties that it does not declare would
-    not come back, so all of their names are kept.
+    If the model declares the names of a tensor as tied, at least one of them is kept. Ties that the model
+    does not declare would be lost when the checkpoint is loaded, so all of their names are kept.
+
+    Args:
+        model: the model.
+        groups: the names of each tensor.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tied = [
@@ -173,7 +185,7 @@ def names_to_save(model: nn.Module, groups: Iterable[list[str]]) -> list[str]:
 
 
 def initialize(model: Any, module_name: str) -> None:
-    """Give a module's own parameters the random values with which the model begins."""
+    """Give the parameters of a module (not of its children) the random initial values of the model."""
     module = model.get_submodule(module_name)
     parts = module_name.split(".") if module_name else []
     ancestors = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1))
@@ -186,7 +198,7 @@ def initialize(model: Any, module_name: str) -> None:
 
 
 def save_config(model: Any, directory: Path, dtype: torch.dtype) -> None:
-    """Write `config.json`, and the generation config where the model has one, as `save_pretrained` does."""
+    """Write `config.json`, and the generation config if the model has one, as `save_pretrained` does."""
     if not is_transformers_model(model):
         return
     config = copy.deepcopy(model.config)

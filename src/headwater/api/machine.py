@@ -1,4 +1,4 @@
-"""What the options of a backend mean for the planner."""
+"""The device, the resource limits and the fixed decisions that a backend's options mean for the planner."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from headwater.plan.types import Activations, Resources
 from headwater.store.rule import UpdateRule
 
 NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
-"""The optimizer where nothing is updated: it keeps no state."""
+"""The optimizer of a model that is not updated; it has no state."""
 
 
 def device_of(backend: BackendConfig) -> str:
-    """`cpu` or `cuda`, whichever is named or, for `CSX`, the better one there is.
+    """Return `cpu` or `cuda`. For `CSX` it is `cuda` if torch finds a GPU.
 
     Raises:
-        ConfigError: if a GPU is named and there is none.
+        ConfigError: if the backend is `GPU` and torch finds no GPU.
     """
     if backend.backend_type == "CPU":
         return "cpu"
@@ -40,7 +40,12 @@ def device_of(backend: BackendConfig) -> str:
 
 
 def resources_of(backend: BackendConfig, disk: Path | None = None) -> Resources:
-    """The budgets; `disk` takes the place of the folder of the disk tier."""
+    """Return the resource limits of a backend.
+
+    Args:
+        backend: the options.
+        disk: replaces the folder of the disk tier.
+    """
     given = backend.disk
     return Resources(
         device_memory=backend.device_memory,
@@ -51,7 +56,7 @@ def resources_of(backend: BackendConfig, disk: Path | None = None) -> Resources:
 
 
 def fixed_by(backend: BackendConfig, micro_batch_size: int | None) -> Fixed:
-    """The decisions that are not the planner's."""
+    """Return the decisions that the options make, so that the planner must not."""
     return Fixed(
         tier=None if backend.tier == "auto" else backend.tier,
         num_slabs=backend.num_slabs,
@@ -67,7 +72,7 @@ def optimizer_state_bytes(optimizer: OptimizerSpec, options: Mapping[str, Any] |
 
     Args:
         optimizer: the kind of optimizer.
-        options: of the parameter's group.
+        options: the options of the parameter's group.
     """
     probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
     layout = UpdateRule(optimizer, options).state_layout(probe)

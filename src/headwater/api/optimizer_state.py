@@ -92,11 +92,11 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
     """Replace the optimizer state of one parameter in the store.
 
     Raises:
-        CheckpointError: if it is that of another optimizer or of another shape, or has no values.
+        CheckpointError: if the state is of another optimizer or another shape, or has no values.
     """
     layouts = _layouts(home)
     tensors = {
-        name: value  # a parameter without dimensions has such tensors too
+        name: value  # state tensors of a 0-dimensional parameter have no dimensions
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and (value.dim() > 0 or name in layouts)
     }
@@ -154,10 +154,10 @@ class _MomentHome:
 
 
 class _Moment:
-    """A tensor of the state of one parameter, wherever the state is. It lives while something refers to it.
+    """A tensor of the state of one parameter, in a store or not. It lives while something refers to it.
 
     Attributes:
-        kept: the values, once the state has another tensor of this name.
+        kept: the values, after another tensor has replaced this one in the state; `None` before.
     """
 
     _alive: ClassVar[weakref.WeakValueDictionary[tuple[int, int, str], _Moment]] = (
@@ -171,13 +171,13 @@ class _Moment:
 
     @classmethod
     def of(cls, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> _Moment:
-        """Return the present one."""
+        """Return the tensor that the state has now."""
         key = id(optimizer), id(param), name
         return cls._alive.setdefault(key, cls(optimizer, param, name))
 
     @classmethod
     def keep(cls, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> None:
-        """Give the tensors that were taken of this moment a copy of the present values."""
+        """Give tensors that were read from the state a copy of the present values, before these change."""
         moment = cls._alive.get((id(optimizer), id(param), name))
         if moment is not None:
             moment.kept = moment.home.read()
@@ -222,7 +222,7 @@ class MomentAtRest(AtRest, torch.Tensor):
     """A tensor of an optimizer's state whose values are in the weight store.
 
     Attributes:
-        moment: which tensor.
+        moment: the tensor of the state.
         meta: a tensor of the same shape and strides on the meta device.
     """
 
@@ -277,7 +277,7 @@ if TYPE_CHECKING:
 else:
 
     class _Dictionary(MutableMapping, dict):
-        """A mapping that passes for a dictionary. Its content as a dictionary stays empty."""
+        """A mapping that is an instance of `dict`. The storage of the `dict` itself stays empty."""
 
 
 class ParamState(_Dictionary):
@@ -376,16 +376,16 @@ class ParamState(_Dictionary):
         return moment.kept
 
     def remove(self) -> None:
-        """Keep the present values in this mapping; the optimizer gets another state for the parameter."""
+        """Move the state into this mapping and detach it: the optimizer gets another for the parameter."""
         self.take_out()
         self._is_removed = True
 
     def put(self, state: Mapping[str, Any]) -> None:
-        """Replace what this mapping itself has."""
+        """Replace the entries that are in this mapping and not in the store."""
         self._own = dict(state.items())
 
     def own(self) -> dict[str, Any]:
-        """Return what is in this mapping and not in the store."""
+        """Return the entries that are in this mapping and not in the store."""
         return dict(self._own)
 
     def copy(self) -> dict[str, Any]:
@@ -421,8 +421,8 @@ class OptimizerState(_Dictionary):
     """The mapping `optimizer.state`; see [Note: optimizer state].
 
     Args:
-        optimizer: whose state it is.
-        state: what it has now, without what is in stores.
+        optimizer: the optimizer that has this state.
+        state: its present entries, without those in stores.
     """
 
     def __init__(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
@@ -434,11 +434,11 @@ class OptimizerState(_Dictionary):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer, unless it has got another mapping."""
+        """The optimizer; `None` after the optimizer got another mapping."""
         return self._reference() if self._is_installed else None
 
     def stored(self, key: object) -> Scalars | None:
-        """Return the scalars of a parameter whose state is in a store."""
+        """Return the scalars of a parameter whose state is in a store; `None` for any other key."""
         optimizer = self.optimizer
         return None if optimizer is None else stored_scalars(key, optimizer)
 
@@ -513,14 +513,14 @@ class OptimizerState(_Dictionary):
         """Move the states of streamed parameters to their stores, before a step.
 
         Raises:
-            CheckpointError: if one is not complete.
+            CheckpointError: if a state is not complete.
         """
         optimizer = self.optimizer
         for param in [] if optimizer is None else params_of(optimizer):
             self._stepped.setdefault(id(param), param)
         for param in [key for key in self._own if isinstance(key, ParameterAtRest)]:
             if not param.home.spec.requires_grad:
-                continue  # a store keeps states of trained parameters alone
+                continue  # a store keeps the states of trained parameters only
             state = self._own[param]
             own = state.own() if isinstance(state, ParamState) else dict(state)
             if own:
@@ -532,7 +532,7 @@ class OptimizerState(_Dictionary):
                 self._own.pop(param, None)
 
     def receive(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Take over a state that leaves the store; tensors that were taken of it follow."""
+        """Keep a state that leaves the store in this mapping."""
         view = self._views.get(id(param))
         if view is not None:
             view.put(state)
@@ -599,9 +599,9 @@ class OptimizerState(_Dictionary):
 
 
 def install(optimizer: Optimizer) -> OptimizerState:
-    """Return the mapping `optimizer.state` after making it one that reads and writes stores.
+    """Make `optimizer.state` a mapping that reads and writes stores, and return it.
 
-    If the user has assigned another mapping, the former one gets what the stores have, if it still exists.
+    If the user has assigned another mapping, the states in stores first move to the former mapping.
     """
     if is_state_replaced(optimizer):
         _retire(optimizer)

@@ -1,4 +1,4 @@
-"""Optimizers of torch over streamed parameters: their steps and their state go to the weight store."""
+"""Torch optimizers over streamed parameters: their steps and their state go to the weight store."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Optimizer = torch.optim.Optimizer
 
 
 class Amendment(Protocol):
-    """Changes gradients before an optimizer sees them."""
+    """An object that changes gradients before an optimizer uses them."""
 
     def before_step(self, optimizer: Optimizer, /) -> None:
-        """The gradients are there, and `optimizer` is about to use them."""
+        """Change the gradients that `optimizer` is about to use; called before each of its steps."""
         ...
 
 
@@ -46,13 +46,13 @@ _AMENDMENT = "_headwater_amendment"
 
 
 def amend_with(param: torch.nn.Parameter, amendment: Amendment) -> None:
-    """Have `amendment` asked before each step of an optimizer of `param`, for as long as that lives."""
+    """Call `amendment.before_step` before each step of an optimizer of `param`, while `param` lives."""
     setattr(param, _AMENDMENT, amendment)
 
 
 @dataclasses.dataclass
 class _StepOptions:
-    """What `step` asks for, and what came of it."""
+    """The arguments of `step`, and its result `applied`."""
 
     max_norm: float | None = None
     max_value: float | None = None
@@ -64,7 +64,7 @@ class _StepOptions:
 _options = _StepOptions()
 _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _used: weakref.WeakKeyDictionary[Optimizer, list[ParameterAtRest]] = weakref.WeakKeyDictionary()
-"""What the step that an optimizer takes now has committed."""
+"""Optimizer -> the parameters that its present step has updated."""
 
 
 def step(
@@ -75,17 +75,17 @@ def step(
     loss_scale: float = 1.0,
     skip_non_finite: bool = False,
 ) -> bool:
-    """`optimizer.step()`, with the gradients unscaled and clipped before.
+    """Unscale and clip the gradients, and call `optimizer.step()`.
 
     Args:
-        optimizer: over streamed or plain parameters.
-        max_norm: clip the global norm to this.
-        max_value: clip each element to ± this, after that.
-        loss_scale: what the loss was multiplied with.
-        skip_non_finite: leave the step out if a gradient is not finite, instead of raising.
+        optimizer: an optimizer of streamed or plain parameters.
+        max_norm: clip the global 2-norm of the gradients to this.
+        max_value: then clip each element to ± this.
+        loss_scale: the factor by which the loss was multiplied.
+        skip_non_finite: skip the step if a gradient is not finite, instead of raising an error.
 
     Returns:
-        Whether the step was applied.
+        True if the step was applied, false if it was skipped.
 
     Raises:
         NonFiniteError: if a streamed gradient is not finite and such steps are not skipped.
@@ -114,7 +114,7 @@ def _using(options: _StepOptions) -> Iterator[None]:
 
 
 def _prepare_gradients(optimizer: Optimizer, options: _StepOptions) -> bool:
-    """Unscale and clip in place, as plain PyTorch does; whether the step is to be taken."""
+    """Unscale and clip in place, as plain PyTorch does; return false if the step must be skipped."""
     params = [param for param in params_of(optimizer) if param.grad is not None]
     gradients = [param.grad for param in params if param.grad is not None]
     if options.loss_scale != 1.0:
@@ -136,10 +136,14 @@ def _homes(optimizer: Optimizer) -> Iterator[Home]:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before any optimizer's step: commit what it does to streamed parameters.
+    """Commit the updates of streamed parameters before any optimizer's step (a hook of torch).
 
-    Of these it finds no gradient then, and does nothing. If it is given a closure, the gradients are the
-    closure's work, and so may be the model's first forward, which begins the streaming.
+    The optimizer then finds `grad is None` for these parameters and skips them. If `step` gets a closure, the
+    closure computes the gradients, and it may call the model for the first time, which begins the streaming.
+    So the updates are committed after the closure.
+
+    Returns:
+        The new arguments of `step`, or `None` to leave them as they are.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -163,7 +167,7 @@ def _commit(optimizer: Optimizer) -> None:
         return
     _check_parts(optimizer)
     adopt(optimizer)
-    _used.pop(optimizer, None)  # of a step that failed
+    _used.pop(optimizer, None)  # entries of a step that failed
     spent = next((home for home in _homes(optimizer) if home.gradient_is_spent), None)
     if spent is not None:
         raise consumed_error(spent.spec.name)
@@ -193,12 +197,12 @@ def _commit(optimizer: Optimizer) -> None:
             p for p in params_of(optimizer) if isinstance(p, ParameterAtRest) and p.home.store is store
         ]
         updated = [param for param in updated if param.home.key in committed.params]
-        torch.autograd.graph.increment_version(updated)  # as if they were changed now
+        torch.autograd.graph.increment_version(updated)  # as an update in place does
         _used.setdefault(optimizer, []).extend(updated)
 
 
 def _check_parts(optimizer: Optimizer) -> None:
-    """With several ranks, check that all make the same update, of a batch that they divide.
+    """With several ranks, check that all make the same update, and that the batch was divided among them.
 
     Raises:
         StreamError: if batches are not divided, if options differ between ranks, or if a parameter is trained
@@ -229,10 +233,10 @@ def _check_parts(optimizer: Optimizer) -> None:
 def _check_kinds(
     optimizer: Optimizer, store: WeightStore, parts: Mapping[ParamKey, Mapping[str, Any]]
 ) -> None:
-    """Check that the optimizer takes the kinds of gradients that are there, sparse or dense.
+    """Check that the optimizer accepts the present gradients, sparse or dense.
 
     Raises:
-        StreamError: if not.
+        StreamError: if it does not.
     """
     name = type(optimizer).__name__
     for key in store.gradients.status.present.intersection(parts):
@@ -247,24 +251,28 @@ def _check_kinds(
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """After any optimizer's step: in plain PyTorch gradients are there until they are set to zero."""
+    """Mark gradients as consumed after any optimizer's step (a hook of torch).
+
+    In plain PyTorch the gradients stay until they are zeroed. Here the store has consumed them, and using
+    them again before they are zeroed is an error.
+    """
     for param in _used.pop(optimizer, []):
         param.home.store.gradients.status.consume([param.home.key])
 
 
 def _scaler_found_overflow(optimizer: Optimizer) -> bool:
-    """Whether torch's `GradScaler` leaves it to a fused optimizer to skip this step."""
+    """Return true if torch's `GradScaler` found an overflow and leaves the skip to a fused optimizer."""
     return bool(getattr(optimizer, "found_inf", 0))
 
 
 def _scale_left_by_scaler(optimizer: Optimizer) -> float:
-    """The loss scale that torch's `GradScaler` leaves it to a fused optimizer to take out."""
+    """Return the loss scale by which torch's `GradScaler` leaves a fused optimizer to divide; else 1."""
     scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else float(scale)
 
 
 def _parts(optimizer: Optimizer) -> dict[StreamedModel, dict[ParamKey, dict[str, Any]]]:
-    """The options of each streamed parameter, by model."""
+    """Return the options of each streamed parameter, by model."""
     parts: dict[StreamedModel, dict[ParamKey, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         options = group_options(optimizer, group)
@@ -276,7 +284,7 @@ def _parts(optimizer: Optimizer) -> dict[StreamedModel, dict[ParamKey, dict[str,
 
 
 def adopt(optimizer: Optimizer) -> None:
-    """Let the state of an optimizer over streamed parameters live in their store.
+    """Move the state of an optimizer's streamed parameters to their store.
 
     Raises:
         ConfigError: if streaming cannot serve the optimizer.
@@ -293,7 +301,7 @@ def adopt(optimizer: Optimizer) -> None:
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Put the state that is in stores where `state_dict` has that of plain parameters."""
+    """Add the state that is in stores to a `state_dict` of the optimizer."""
     states = {key: dict(state) for key, state in state_dict["state"].items()}
     if not is_state_replaced(optimizer):
         for number, param in enumerate(params_of(optimizer)):
@@ -304,7 +312,7 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Take what belongs to stores out of a state that is being loaded."""
+    """Load the states of streamed parameters into stores, and return the `state_dict` without them."""
     present = install(optimizer)
     params = list(params_of(optimizer))
     state = dict(state_dict["state"])
@@ -320,7 +328,7 @@ def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 def _with_dtypes(
     param: ParameterAtRest, state: Mapping[str, Any], number: int, groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a state that is being loaded with its numbers in the dtypes that torch gives them."""
+    """Return a state that is being loaded, with its scalars in the dtypes that torch's loading uses."""
 
     def converted(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() > 0:
@@ -331,7 +339,7 @@ def _with_dtypes(
 
 
 def _expect(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Prepare stores for the tensors of a state that is being loaded."""
+    """Prepare the layout of stores for the tensors of a state that is being loaded."""
     groups = [(group, number) for group in state_dict["param_groups"] for number in group["params"]]
     loaded: dict[StreamedModel, dict[ParamKey, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for (group, number), param in zip(groups, params_of(optimizer), strict=False):

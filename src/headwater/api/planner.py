@@ -1,4 +1,4 @@
-"""From a dry run to the plan of a compiled model, on one rank or several."""
+"""The planner of a compiled model: turns a dry run into a plan, on one rank or several."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 
 
 class Planner:
-    """Plans one model within what a backend may take.
+    """A planner for one model, within the resource limits of a backend.
 
     Args:
-        backend: what the run may take.
+        backend: the backend.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -36,7 +36,11 @@ class Planner:
         return device_of(self._backend.config)
 
     def stop_early(self, model: nn.Module, call: Call, precision: Precision) -> None:
-        """End the script with the report that the backend asks for, if it asks for one."""
+        """Print the report and end the script, if the backend only compiles or validates.
+
+        Raises:
+            SystemExit: after the report, with status 0.
+        """
         backend = self._backend
         if not (backend.compile_only or backend.validate_only):
             return

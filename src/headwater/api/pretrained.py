@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's format into a model of any size and back, a tensor at a time."""
+"""Loading and saving of models of any size in Hugging Face's format, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ from headwater.fabric.membership import current
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _LISTED = 12
-"""How many names an error lists."""
+"""Maximum number of names in an error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What a checkpoint and a model do not have in common.
+    """The names that are only in a model or only in a checkpoint.
 
     Attributes:
-        missing: names in the model that the checkpoint lacks; they keep or are given their initial values.
-        unexpected: names in the checkpoint for which the model has no place.
+        missing: names in the model that the checkpoint lacks. They keep their values, or get initial values
+            if they have no values.
+        unexpected: names in the checkpoint that the model lacks.
     """
 
     missing: tuple[str, ...]
@@ -56,24 +57,24 @@ def load_pretrained(
 ) -> LoadReport:
     """Load a checkpoint in Hugging Face's format into a model, one tensor in memory at a time.
 
-    Names are found as transformers' `from_pretrained` finds them: with or without the base model's prefix,
-    tied weights under any of their names, older forms converted. Values take the model's dtypes. A model
-    built within `empty_parameters()` only learns where its values are; compiling it reads them, stage by
-    stage, into the weight store.
+    Names are found as in transformers' `from_pretrained`: with or without the base model's prefix, tied
+    weights under any of their names, older formats converted. Values are converted to the model's dtypes. A
+    model that was built within `empty_parameters()` only records where its values are. When it is compiled
+    and called, they are read into the weight store, stage by stage.
 
     Args:
         model: any module; its weights may be streamed.
-        directory: holds `model.safetensors`, or shards with `model.safetensors.index.json`. A
-            `pytorch_model.bin` is read too, but never code in it.
-        strict: refuse a checkpoint that lacks names of the model or has others. If not, what is missing keeps
-            its values, or is initialised as the model does it.
+        directory: the folder with `model.safetensors`, or with shards and `model.safetensors.index.json`. A
+            `pytorch_model.bin` is read too, but code in it is never run.
+        strict: raise an error if names are missing or unexpected. If false, missing parameters keep their
+            values, or get initial values from the model's own initialisation.
 
     Returns:
         Missing and unexpected names.
 
     Raises:
-        CheckpointError: if files are missing or damaged, names missing or unexpected, or shapes differ: says
-            which. Nothing is changed then.
+        CheckpointError: if files are missing or damaged, names are missing or unexpected, or shapes differ.
+            The error says which, and the model is unchanged.
     """
     directory = Path(directory)
     report = record_pretrained(model, directory, strict=strict)
@@ -82,7 +83,19 @@ def load_pretrained(
 
 
 def record_pretrained(model: nn.Module, directory: Path, *, strict: bool = True) -> LoadReport:
-    """Do what `load_pretrained` does, but leave empty parameters that the checkpoint lacks without values."""
+    """Load a checkpoint as `load_pretrained` does, but leave missing empty parameters without values.
+
+    Args:
+        model: see `load_pretrained`.
+        directory: see `load_pretrained`.
+        strict: see `load_pretrained`.
+
+    Returns:
+        Missing and unexpected names.
+
+    Raises:
+        CheckpointError: see `load_pretrained`.
+    """
     _require_buffers(model)
     places = _places(model)
     found = huggingface.named_by_model(model, _checkpoint_tensors(directory), places)
@@ -104,7 +117,7 @@ def _assign(place: Tensor, values: Tensor) -> None:
     if place.is_meta and isinstance(place, nn.Parameter):
         record_values(place, values)
     else:
-        place.copy_(values)  # a streamed parameter takes them to the store, as exact as they are
+        place.copy_(values)  # the store of a streamed parameter keeps the full precision
 
 
 def _require_buffers(model: nn.Module) -> None:
@@ -117,7 +130,7 @@ def _require_buffers(model: nn.Module) -> None:
 
 
 def _places(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer under every name that `state_dict` has for it."""
+    """Return every parameter and persistent buffer by each of its names in `state_dict`."""
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -127,7 +140,7 @@ def _places(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _checkpoint_tensors(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by name, lazy or mapped into memory."""
+    """Return every tensor of a checkpoint by name, lazy or mapped into memory."""
     tensors: dict[str, Tensor] = {}
     if has_weights(directory, PICKLED_FILE) and not has_weights(directory):
         for path in weight_files(directory, PICKLED_FILE):
@@ -155,10 +168,10 @@ def _require_shapes(found: Mapping[str, Tensor], places: Mapping[str, Tensor], d
 def _one_of_each(
     found: Mapping[str, Tensor], places: Mapping[str, Tensor], directory: Path
 ) -> dict[str, Tensor]:
-    """The tensors that have a place, each place once.
+    """Return one tensor for each parameter or buffer of the model that the checkpoint has.
 
     Raises:
-        CheckpointError: if weights that are one in the model have several values.
+        CheckpointError: if the checkpoint has different values for names that are one weight in the model.
     """
     name_of: dict[int, str] = {}
     for name in (name for name in found if name in places):
@@ -232,17 +245,18 @@ def save_pretrained(
     """Write a model in Hugging Face's format, in pieces: streamed weights are never whole in memory.
 
     The files are those of transformers' `save_pretrained`: names, shards, index, `config.json`. They replace
-    what the directory holds when all are complete. Of several ranks the first writes them, and all wait.
+    an earlier save in the directory after all of them are complete. With several ranks, rank 0 writes them,
+    and all ranks wait.
 
     Args:
         model: any module; its weights may be streamed. Only a transformers model has a `config.json`.
-        directory: made if it is missing.
-        max_shard_size: bytes of a file, a number or as `"5GB"`.
-        dtype: of floating-point weights in the files; as they are if not given.
+        directory: created if it is missing.
+        max_shard_size: maximum bytes of a file, a number or a string such as `"5GB"`.
+        dtype: dtype of floating-point weights in the files; the dtype in the model if not given.
 
     Raises:
         CheckpointError: if a weight has no values.
-        DiskFullError: if there is no room; what was there stays.
+        DiskFullError: if the disk is full; the files of an earlier save stay.
     """
     current().agree(lambda: _save(model, Path(directory), parse_bytes(max_shard_size), dtype), None)
 
@@ -266,7 +280,7 @@ def _save(model: nn.Module, directory: Path, max_shard_bytes: int, dtype: torch.
 
 
 def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds, by the model's names; lazy where it can be."""
+    """Return the tensors that a checkpoint holds, by the model's names; streamed ones are lazy."""
     places = _places(model)
     groups: dict[int, list[str]] = {}
     for name, place in places.items():
@@ -287,7 +301,7 @@ def _saved_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def _replace_files(unfinished: Path, directory: Path) -> None:
-    """Move complete files into `directory`; weights of an earlier save that they do not replace go."""
+    """Move complete files into `directory`, and remove all other weight files of an earlier save."""
     new = {path.name for path in unfinished.iterdir()}
     for path in list(directory.iterdir()):
         is_weights = path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)

@@ -1,4 +1,4 @@
-"""What several ranks mean for a loop: parts of batches, values of the whole, and what is refused."""
+"""The user's loop on several ranks: parts of batches, values of the whole batch, accelerators."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from headwater.stream.at_rest import AtRest
 
 Batch = TypeVar("Batch")
 
-_part_samples: int | None = None  # of the batch that was divided last
+_part_samples: int | None = None  # samples of this rank's part of the last batch that was divided
 
 
 def take_part(batch: Batch, *, equal: bool = True) -> Batch:
-    """This rank's part of a batch that all ranks have: samples in order, equally many for each.
+    """Return this rank's part of a batch that all ranks have: consecutive samples, the same number on each.
 
-    Tensors that have another first dimension than the samples are in each part whole.
+    A tensor whose first dimension is not the number of samples is whole in each part.
 
     Args:
         batch: tensors in any nesting.
-        equal: whether parts must be equal; otherwise their sizes may differ by one.
+        equal: true if the parts must have equal sizes; otherwise the sizes may differ by one.
+
+    Returns:
+        The part, with the same nesting.
 
     Raises:
-        DataError: if the batch cannot be divided so.
+        DataError: if equal parts are asked for and the ranks do not divide the number of samples.
     """
     fabric = current()
     if fabric.size == 1:
@@ -51,25 +54,29 @@ def take_part(batch: Batch, *, equal: bool = True) -> Batch:
 
 
 def note_part(batch: Any) -> None:
-    """Say that this is this rank's part of a batch."""
+    """Record that `batch` is this rank's part of a batch."""
     global _part_samples
     _part_samples = num_samples(batch)
 
 
 def is_divided() -> bool:
-    """Whether ranks have been given parts of batches."""
+    """Return true if a batch was divided among the ranks."""
     return _part_samples is not None
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """What a value of this rank's part of a batch is for the whole batch. All ranks ask alike.
+    """Return the value of the whole batch, given the value of this rank's part. All ranks must call this.
 
-    A floating-point number is the mean over ranks, and so is a tensor of such; a whole number is a count, and
-    the sum. A tensor whose first dimension is that of the part is put together. What lies in the weight store
-    is the same for all.
+    A floating-point number is averaged over ranks. An integer is a count, and is summed over ranks. A tensor
+    whose first dimension is the number of samples of the part is concatenated. Any other floating-point or
+    complex tensor is averaged. Tensors in the weight store are the same on all ranks and are returned as they
+    are.
+
+    Args:
+        value: the value of this rank's part.
 
     Raises:
-        StreamError: for anything else that is not the same on all ranks.
+        StreamError: if another tensor (integers or booleans) differs between ranks.
     """
     fabric = current()
     if fabric.size == 1 or isinstance(value, AtRest | LazyTensor):
@@ -94,7 +101,15 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_restarts(cluster: ClusterConfig, *, where: str) -> None:
-    """Raise `ConfigError` if a script of the user's own is to be started again by itself."""
+    """Check that the options do not ask for automatic restarts: a user's script cannot be restarted.
+
+    Args:
+        cluster: the options.
+        where: the place where the user wrote `max_restarts`; for errors.
+
+    Raises:
+        ConfigError: if they ask for restarts.
+    """
     if cluster.max_restarts:
         raise ConfigError(
             "only `headwater fit` starts a run again by itself",
@@ -104,15 +119,15 @@ def refuse_restarts(cluster: ClusterConfig, *, where: str) -> None:
 
 
 def take_accelerator(device: str, fabric: Fabric, *, where: str) -> None:
-    """Let this rank compute on an accelerator of its own. All ranks ask, before they place anything on one.
+    """Choose a separate accelerator for this rank. All ranks call this before they use an accelerator.
 
     Args:
-        device: on which they compute, `cpu` or `cuda`.
+        device: the type of device on which they compute, `cpu` or `cuda`.
         fabric: the ranks.
-        where: their number was written; for errors.
+        where: the place where the user wrote the number of ranks; for errors.
 
     Raises:
-        ConfigError: if there is not one for each rank that computes.
+        ConfigError: if there are fewer accelerators than ranks that compute.
     """
     if device == "cpu" or fabric.size == 1:
         return
@@ -131,5 +146,5 @@ def take_accelerator(device: str, fabric: Fabric, *, where: str) -> None:
 
 
 def _cuda_device(local_rank: int) -> torch.device:
-    """The CUDA device of a rank: one after the other where it sees several, else the one that it sees."""
+    """Return the CUDA device of a rank: devices are assigned in turn if the rank sees several of them."""
     return torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -1,7 +1,7 @@
 """Tensors that shared memory with a parameter before its weights were streamed.
 
-In plain PyTorch `weight.detach()` follows the weight. Streaming moves the weight to the store, so a tensor
-that was made of it before keeps the values of that moment.
+In plain PyTorch `weight.detach()` shares the memory of the weight. Streaming moves the weight to the store,
+so a tensor that was made from it before keeps the values of that moment.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import nn
 from headwater.plan.alive import has_storage
 
 _SHOWN = 3
-"""Names of parameters in one warning."""
+"""Maximum number of parameter names in one warning."""
 
 
 class StaleTensorWarning(UserWarning):
-    """A tensor shared memory with a parameter before streaming, and does not follow it any more."""
+    """A tensor shared memory with a parameter before streaming, and does not change with it any more."""
 
 
 def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Warn of tensors that share memory with parameters which are about to be streamed.
 
     Args:
-        params: names and parameters whose memory is still their own.
+        params: names and parameters that still have their values in memory.
     """
     params = list(params)
     known = {id(param) for _, param in params}
     names = {address: name for name, param in params if (address := _address(param)) is not None}
     if not _shared(names, known):
         return
-    gc.collect()  # what nobody can reach does not count
+    gc.collect()  # unreachable tensors need no warning
     found = _shared(names, known)
     if not found:
         return
@@ -50,13 +50,18 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _shared(names: Mapping[int, str], known: Collection[int]) -> set[str]:
-    """Return the names of the addresses at which tensors lie that are not `known`."""
+    """Return the names of the parameters that share their address with another tensor.
+
+    Args:
+        names: address -> name of the parameter.
+        known: identities of the parameters.
+    """
     outside = (_address(tensor) for tensor in _tensors() if id(tensor) not in known)
     return {names[address] for address in outside if address is not None and address in names}
 
 
 def _tensors() -> Iterable[torch.Tensor]:
-    """Return every tensor of this process that is not of a subclass of torch's classes."""
+    """Return every `torch.Tensor` and `nn.Parameter` of this process, without those of subclasses."""
     return (each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
 
 

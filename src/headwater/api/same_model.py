@@ -38,7 +38,7 @@ def check_same_trained(
 ) -> None:
     """Check that every rank trains the same parameters. All ranks call this.
 
-    A checksum of the names is compared, and the models only where it differs.
+    Ranks compare a checksum of the names. They compare the models only if the checksums differ.
 
     Args:
         fabric: the ranks.
@@ -61,7 +61,7 @@ def check_same_options(
 
     Args:
         fabric: the ranks.
-        optimizer: of this rank, about to update.
+        optimizer: the optimizer of this rank that is about to step.
         names: the name of each streamed parameter, by identity.
         asked: further options of this step.
 

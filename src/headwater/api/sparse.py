@@ -1,4 +1,4 @@
-"""Sparse weights in a training loop of one's own: masks that an optimizer of their own keeps and changes."""
+"""Sparse weights in the user's training loop: sparsity optimizers, which apply and change masks."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ __all__ = [
 
 
 class SparsityOptimizer:
-    """Keeps some weights at zero while any elementwise optimizer of torch trains the others.
+    """A set of masks that keep weights at zero while any elementwise optimizer of torch trains the others.
 
-    From its first `apply_sparsity` on the gradients of masked weights are zero in every step of the optimizer
-    that trains them, and their optimizer state when the mask changes. The mask changes within that step,
-    where the gradients of all weights are known, in the steps that `schedule` names.
+    After the first `apply_sparsity`, every optimizer step sets the gradients of masked weights to zero.
+    At the steps of `schedule` the mask changes. This happens at the beginning of the optimizer's step, when
+    all gradients are known, and the optimizer state of masked and of new weights is set to zero.
 
     Args:
-        named_parameters: names with parameters, as `model.named_parameters()` gives them.
-        sparsity: share of the elements that are zero: a number, or a function of the step.
-        schedule: every how many steps the mask changes, or a `Cadence`.
-        drop_fraction: share of the weights that are exchanged then: a number, or a function of the step.
+        named_parameters: names and parameters, as from `model.named_parameters()`.
+        sparsity: fraction of the elements that are zero: a number, or a function of the step.
+        schedule: number of steps from one change of the mask to the next, or a `Cadence`.
+        drop_fraction: fraction of the weights that are exchanged at a change: a number, or a function of the
+            step.
         init_method: how the first mask is made: `random`, `topk`, `from_zeros` or `checkerboard`.
-        param_filter: patterns of names; all matrices but embeddings and heads if not given.
-        seed: of what is random.
+        param_filter: patterns of names; all matrices except embeddings and heads if not given.
+        seed: seed of random masks.
 
     Raises:
-        ConfigError: if no parameter has such a name.
+        ConfigError: if no parameter matches `param_filter`, or the schedule is missing.
     """
 
     algorithm: Algorithm = "static"
@@ -86,11 +87,11 @@ class SparsityOptimizer:
         self._cleared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         for param in self._parameters.values():
             amend_with(param, self)
-        # What it writes back must find the stores as they were.
+        # Stores are rolled back first: the weights that an abort writes back must not be rolled back again.
         transaction.register(self, undone_last=True)
 
     def apply_sparsity(self) -> None:
-        """Mask the weights, when it is first called; from then on they stay masked."""
+        """Mask the weights at the first call. They stay masked from then on."""
         if not self._begun:
             weights = self._weights(None)
             for name in self._sparsifier.names:
@@ -106,11 +107,11 @@ class SparsityOptimizer:
         return weights
 
     def step(self) -> None:
-        """A step of training is done."""
+        """Count a finished training step."""
         self._step += 1
 
     def sparsity_of(self, name: str) -> float:
-        """Share of the elements of a parameter that are masked."""
+        """Return the fraction of a parameter's elements that are masked."""
         self.apply_sparsity()
         return self._sparsifier.sparsity_of(name)
 
@@ -118,7 +119,7 @@ class SparsityOptimizer:
         """Mask the gradients that `optimizer` is about to use; called before each of its steps.
 
         Raises:
-            ConfigError: if it does not update each weight by itself.
+            ConfigError: if the optimizer is not elementwise.
         """
         if not self._begun:
             return
@@ -134,12 +135,12 @@ class SparsityOptimizer:
         gradients = [param.grad for param in given if param.grad is not None]
         changing = self._sparsifier.changing(self._step + 1)
         if changing and not all(bool(g.isfinite().all()) for g in gradients):
-            return  # whoever looks refuses this step, and it leaves no trace
+            return  # a later check refuses or skips this step; the masks must not change
         weights = self._weights(optimizer)
         with torch.no_grad():
             for param, gradient in zip(given, gradients, strict=True):
                 name = own[id(param)]
-                if optimizer not in self._cleared:  # it may have worked on dense weights before
+                if optimizer not in self._cleared:  # it may have trained dense weights before
                     weights.clear(name, self._sparsifier.mask_of(name))
                 if name in changing:
                     of_now = weights.read(name), lambda gradient=gradient: gradient, self._step + 1
@@ -168,14 +169,16 @@ class SparsityOptimizer:
                 changed.write(name, weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks and step."""
+        """Return the masks and the step."""
         return {"step": self._step, "masks": self._sparsifier.state_dict() if self._begun else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`. The weights are those of the same time, and are not masked anew.
+        """Restore masks and step from `state_dict`.
+
+        The weights are not masked again: load the weights of the same checkpoint.
 
         Raises:
-            CheckpointError: if other parameters were sparse.
+            CheckpointError: if the sparse parameters are others than in `state`.
         """
         if state["masks"] is not None:
             self._sparsifier.load_state_dict(state["masks"])
@@ -183,23 +186,26 @@ class SparsityOptimizer:
 
 
 class StaticSparsityOptimizer(SparsityOptimizer):
-    """The first mask stays."""
+    """A sparsity optimizer whose first mask stays."""
 
 
 class GMPSparsityOptimizer(SparsityOptimizer):
-    """The smallest weights are dropped as the sparsity grows (arXiv:1710.01878)."""
+    """A sparsity optimizer that drops the smallest weights as the sparsity grows (arXiv:1710.01878)."""
 
     algorithm = "gmp"
 
 
 class SETSparsityOptimizer(SparsityOptimizer):
-    """The smallest weights make room for random ones (arXiv:1707.04780)."""
+    """A sparsity optimizer that replaces the smallest weights by random ones (arXiv:1707.04780)."""
 
     algorithm = "set"
 
 
 class RigLSparsityOptimizer(SparsityOptimizer):
-    """The smallest weights make room for those with the largest gradients (arXiv:1911.11134)."""
+    """A sparsity optimizer that replaces the smallest weights by those with the largest gradients.
+
+    The method is RigL (arXiv:1911.11134).
+    """
 
     algorithm = "rigl"
 
@@ -208,7 +214,7 @@ class _Parameters:
     """Parameters of a model, plain or streamed.
 
     Attributes:
-        before: what was replaced, by name, where that is to be remembered.
+        before: the weights before the first change, by name, if they are remembered.
     """
 
     def __init__(
@@ -225,14 +231,14 @@ class _Parameters:
         self.before = before
 
     def read(self, name: str) -> Tensor:
-        """A copy of the weight, fp32 on the CPU."""
+        """Return a copy of the weight, fp32 on the CPU."""
         param = self._parameters[name]
         if isinstance(param, ParameterAtRest):
             return param.home.store.parameters.read_param(param.home.key)
         return param.detach().float().cpu().clone()
 
     def prune(self, name: str, mask: Tensor, kept: Tensor) -> None:
-        """Set the weight to zero where `mask` is false, and its optimizer state where `kept` is."""
+        """Set the weight to zero where `mask` is false, and its optimizer state where `kept` is false."""
         self.write(name, self.read(name) * mask)
         self.clear(name, kept)
 

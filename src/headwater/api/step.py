@@ -21,15 +21,15 @@ R = TypeVar("R")
 
 
 class Loop(Protocol):
-    """What drives the steps, and knows which of them closures are for."""
+    """A loop that drives the steps and decides at which of them closures run."""
 
     @property
     def at_activation_step(self) -> bool:
-        """Whether step closures run now."""
+        """True if step closures run now."""
 
     @property
     def at_checkpoint_step(self) -> bool:
-        """Whether checkpoint closures run now."""
+        """True if checkpoint closures run now."""
 
 
 _closures = ClosureQueue()
@@ -39,7 +39,7 @@ atexit.register(_closures.run_all)
 
 @contextmanager
 def driven_by(loop: Loop) -> Iterator[None]:
-    """Within it `loop` says which closures run; at its end all that were called have run."""
+    """Enter a context in which `loop` decides which closures run. At its end, run all waiting closures."""
     _loops.append(loop)
     try:
         yield
@@ -49,14 +49,14 @@ def driven_by(loop: Loop) -> Iterator[None]:
 
 
 def trace(step: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a training or evaluation step.
+    """Decorate a training or evaluation step.
 
-    The step is a transaction: an exception in it leaves no trace in streamed models and their optimizers.
-    The tensors that it returns, nested in any way, come back without their graph; their values are for
-    closures to read. Reading one elsewhere works, waits for the device, and warns once per process.
+    The step is a transaction: an exception in it undoes all changes to streamed models and their optimizers.
+    Tensors in its result, in any nesting, are detached from their graph. Closures read their values. Code
+    outside of closures can read a value too; this waits for the device and warns once per process.
 
     Args:
-        step: any function; a traced function called within another is part of its step.
+        step: any function. A traced function that is called within another is part of the outer step.
 
     Returns:
         A function called like `step`.
@@ -79,20 +79,21 @@ compile_step = trace
 
 
 def step_closure(function: Callable[P, object]) -> Callable[P, None]:
-    """Decorates a function that reads what a step returned: prints it, logs it, gathers it.
+    """Decorate a function that reads the results of a step, for example to print or log them.
 
-    Its calls run in order and once, with copies of the tensors in host memory, without the device waiting: at
-    once on a CPU, some steps later where the values come from a GPU. All have run when the executor's loop
-    ends, before a checkpoint closure runs, and when the program ends. A call from within a traced step runs
-    after that step is committed, and never if it fails. Of several ranks the first runs them, with the values
-    of the whole batch (see `headwater.distributed.whole`).
+    Each call runs once and in order, with copies of the tensors in host memory. The device does not wait for
+    it. On a CPU the call runs at once; values from a GPU arrive some steps later, and the call runs then. All
+    waiting calls run when the executor's loop ends, before a checkpoint closure runs, and when the program
+    ends. A call from within a traced step runs after the step is committed, and is dropped if the step fails.
+    With several ranks, the calls run on rank 0, with the values of the whole batch (see
+    `headwater.distributed.whole`).
 
     Args:
-        function: what it returns is dropped. An exception in it is raised at the call or at a later step,
-            with a note that names the function; the loop may go on.
+        function: the function; its return value is dropped. An exception in it is raised at the call or at a
+            later step, with a note that names the function. The loop may catch it and continue.
 
     Returns:
-        A function called like `function`, with values of a step or anything else.
+        A function with the parameters of `function`; it takes results of a step and any other values.
     """
 
     @functools.wraps(function)
@@ -108,19 +109,17 @@ def step_closure(function: Callable[P, object]) -> Callable[P, None]:
 
 
 def checkpoint_closure(function: Callable[P, object]) -> Callable[P, None]:
-    """Decorates a function that saves a checkpoint. Call it after every step.
+    """Decorate a function that saves a checkpoint. Call it after every step.
 
-    Within the loop of a `DataExecutor` only the calls at its checkpoint steps and at its last step truly run;
-    elsewhere every call does. The step closures that were called before it have run then.
+    Within the loop of a `DataExecutor` a call runs only at a checkpoint step and at the last step. Elsewhere
+    every call runs. Step closures that were called earlier run first.
 
     Args:
-        function: what it returns is dropped; it gets tensors as a step closure does.
+        function: the function; its return value is dropped. It gets tensors as a step closure does.
 
     Returns:
-        A function called like `function`.
-
-    Raises:
-        StreamError: when it is called from within a closure, which may run some steps late.
+        A function with the parameters of `function`. It raises `StreamError` if it is called from within a
+        closure, because closures may run some steps late.
     """
 
     @functools.wraps(function)

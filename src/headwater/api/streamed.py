@@ -1,4 +1,4 @@
-"""A module whose weights are streamed while somebody else's loop trains it."""
+"""Streaming of a module's weights while the user's loop trains the module."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ owners: weakref.WeakKeyDictionary[WeightStore, StreamedModel] = weakref.WeakKeyD
 
 
 class StreamedModel:
-    """Streams the weights of `model` from its first forward on; its shapes decide the plan.
+    """The streaming of one module. It begins at the first forward, whose shapes decide the plan.
 
     Attributes:
         model: the user's module.
-        backend: what the run may take.
-        precision: of the run, if known before the first forward; otherwise what autocast asks for around it.
+        backend: the backend with the resource limits.
+        precision: the precision of the run, or `None` to use the precision of autocast at the first forward.
         engine: the engine; `None` before the first forward.
-        fabric: the ranks that train it together, from the first forward on.
+        fabric: the ranks that train the module together, from the first forward on.
 
     Args:
         model: the user's module.
-        backend: what the run may take.
+        backend: the backend.
     """
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
@@ -81,16 +81,16 @@ class StreamedModel:
         self.engine: Engine | None = None
         self.fabric: Fabric = ALONE
         self._was_planned = False
-        self._scalars_shared = 0  # commits whose optimizer scalars all ranks have
+        self._scalars_shared = 0  # number of commits whose scalars all ranks have
         self._updaters = Updaters(lambda: self._planner.device)
         self._structure = Structure(model)
         self._trained: frozenset[str] = frozenset()
-        self._seen_trained: frozenset[str] = frozenset()  # of the last call with gradients
+        self._seen_trained: frozenset[str] = frozenset()  # at the last call with gradients
         self._largest_batch = 0
         self._planner = Planner(backend)
         self._undo_buffers: Callable[[], None] = _nothing
         self._is_planning = False
-        self._knows_training = False  # whether a dry run was made in training mode
+        self._knows_training = False  # true after a dry run in training mode
         self._unguard = guard_call(model, self._before_call, self._randomness, self._forget_call)
         transaction.register(self)
 
@@ -101,18 +101,19 @@ class StreamedModel:
         )
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
-        """Have an engine for this model and for a batch like this one.
+        """Make sure that the engine fits the present model and this batch; plan again if it does not.
 
-        What was trained once stays in the plan, as loops freeze one model while they train another.
+        A parameter that was trained once stays a trained one in the plan, because loops such as GANs freeze
+        one model while they train another.
 
         Returns:
-            The error of a dry run before which nothing was streamed. The call then computes as in plain
-            PyTorch, and raises what that raises: a hook may raise an error to end the forward.
+            The error of a dry run that failed before anything was streamed, or `None`. The call then computes
+            as in plain PyTorch, and its own error is raised: a hook may raise an error to end the forward.
         """
         if self._is_planning:  # this is the dry run
             return None
         if self.engine is None and is_lazy(self.model):
-            return None  # this call gives the parameters their shapes and values, the next one is streamed
+            return None  # this call creates the parameters; the next call is streamed
         size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
         changed = self._has_changed()
         trained = _trained(self.model)
@@ -135,7 +136,7 @@ class StreamedModel:
         ):
             return None
         if has_lent_parameters(self.model):
-            return None  # for this call alone: what the model has otherwise is not known now
+            return None  # the model's usual parameters are not known during this call
         refuse_first_call()
         self._check_not_alone()
         self._largest_batch = max(size, self._largest_batch)
@@ -155,10 +156,10 @@ class StreamedModel:
 
         Args:
             trained: the parameters of this rank that require a gradient.
-            retrained: whether these are others than at the last call, on any rank.
+            retrained: true if this set has changed since the last call, on any rank.
 
         Raises:
-            StreamError: on every rank, if they differ.
+            StreamError: on every rank, if the sets differ between ranks.
         """
         if retrained and current().size > 1:
             kept = () if self.engine is None else self._structure.old_names(Structure(self.model))
@@ -166,7 +167,7 @@ class StreamedModel:
         self._seen_trained = trained
 
     def _has_changed(self) -> bool:
-        """True if the model has another structure than the engine, and no forward runs that would notice."""
+        """True if the model's structure differs from the engine's, and no forward is running."""
         if self.engine is None or not self.engine.executor.is_idle:
             return False
         if self._structure.is_current:
@@ -188,14 +189,14 @@ class StreamedModel:
             )
 
     def _randomness(self) -> AbstractContextManager[None]:
-        """Surrounds a call of the model."""
+        """Return the context of a call of the model, in which each rank draws different random numbers."""
         fabric = current()
         if fabric.size == 1 or self._is_planning or not self.model.training:
             return nullcontext()
         return own_randomness(fabric.rank)
 
     def _forget_call(self) -> None:
-        """A call of the model was interrupted."""
+        """Reset the executor after a call of the model was interrupted."""
         if self.engine is not None:
             self.engine.executor.reset()
 
@@ -204,14 +205,14 @@ class StreamedModel:
 
         Args:
             call: the arguments of the call.
-            only_look: keep the plan if the forward does not change other weights than in the plan's dry run.
+            only_look: keep the plan if the forward changes the same weights as in the plan's dry run.
         """
         refuse_shared_memory(self.model)
-        # What reads a store is read now: the parameters of this store do not have their values all the time.
+        # Read now what reads from a store: later, parameters may not have their values when they are read.
         settle_lazy_parameters(self.model, lambda param: values_of(param) is not None)
         if self.engine is None:
             self.fabric = current()
-            if not self._was_planned:  # a dry run that failed may have left such tensors in its traceback
+            if not self._was_planned:  # later, the traceback of a failed dry run may hold such tensors
                 warn_of_references(self.model.named_parameters())
             self._was_planned = True
         old_names = self._structure.old_names(Structure(self.model))
@@ -220,7 +221,7 @@ class StreamedModel:
         updaters = self._updaters.renamed(old_names)
         self._note_live(updaters)
         kept = self._still_streamed(old_names)
-        unchanged = self._structure.is_current and len(kept) == len(old_names)  # the dry run sets forwards
+        unchanged = self._structure.is_current and len(kept) == len(old_names)  # the dry run changes forwards
         trained = _trained(self.model).union(new for new, old in old_names.items() if old in self._trained)
         device = self._planner.device
         precision = self.engine.plan.precision if self.engine else self.precision or asked_precision(device)
@@ -231,7 +232,7 @@ class StreamedModel:
                 torch.enable_grad(),
                 apart_from_hooks(),
                 _unfrozen(self.model, trained),
-                torch.random.fork_rng(devices=drawing_devices()),  # it belongs to the user
+                torch.random.fork_rng(devices=drawing_devices()),  # the user's random state must not change
             ):
                 self._planner.stop_early(self.model, call, precision)
                 trace = self._trace(apart(call), precision, kept, inference=not trained)
@@ -247,14 +248,14 @@ class StreamedModel:
             self._is_planning = False
 
     def _still_streamed(self, old_names: Mapping[str, str]) -> dict[str, str]:
-        """Return the same names without the parameters whose values the engine does not have any more."""
+        """Return `old_names` without the parameters that have left the engine."""
         if self.engine is None:
             return {}
         gone = {self.engine.store.spec(key).name for key in self.engine.departed}
         return {new: old for new, old in old_names.items() if old not in gone}
 
     def _note_live(self, updaters: Updaters) -> None:
-        """Record who updates the parameters that no optimizer has updated yet."""
+        """Record the optimizers of the parameters that no optimizer has updated yet."""
         known = updaters.specs
         params = [(name, param) for name, param in self.model.named_parameters() if name not in known]
         names = {id(param): name for name, param in params}
@@ -264,7 +265,7 @@ class StreamedModel:
     def _trace(
         self, call: Call, precision: Precision, old_names: Mapping[str, str], *, inference: bool
     ) -> Trace:
-        """Run the model dry."""
+        """Return the trace of a dry run of the model."""
 
         def run(partition: Partition) -> Trace:
             return trace_step(
@@ -286,13 +287,13 @@ class StreamedModel:
     def _rebuild(
         self, plan: Plan, updaters: Updaters, old_names: Mapping[str, str], *, unchanged: bool
     ) -> None:
-        """Stream by this plan and these optimizers from now on; weights and optimizer state are kept.
+        """Replace the engine by one with this plan and these optimizers; keep weights and optimizer state.
 
         Args:
             plan: the plan.
-            updaters: who updates what.
-            old_names: present name -> name in the engine so far, of the parameters that both have.
-            unchanged: whether the model has the structure that it had for the engine so far.
+            updaters: the optimizer of each parameter.
+            old_names: present name -> name in the old engine, of the parameters that both have.
+            unchanged: true if the model has the same structure as for the old engine.
         """
         config, before = self.backend.config, self.engine
         if plan.device == "cpu" and config.allocator == "tuned":
@@ -326,7 +327,16 @@ class StreamedModel:
     def _succeed(
         self, before: Engine, engine: Engine, old_names: Mapping[str, str], *, unchanged: bool
     ) -> None:
-        """Move weights and optimizer state from the engine `before` into `engine` and removed parameters."""
+        """Move weights and optimizer state from an old engine to a new one.
+
+        Parameters that the model has lost become plain ones.
+
+        Args:
+            before: the old engine.
+            engine: the new engine.
+            old_names: new name -> old name, of the parameters that both have.
+            unchanged: true if the model has the same structure as for the old engine.
+        """
         if self.fabric.size > 1:
             before.store.flush()
             before.store.scalars.share()
@@ -339,13 +349,13 @@ class StreamedModel:
         before.hand_over(engine, unchanged=unchanged)
 
     def _give_back(self, key: ParamKey, param: nn.Parameter) -> None:
-        """Copy value, gradient and optimizer state from the store to a parameter that becomes a plain one."""
+        """Copy value, gradient and optimizer state from the store to a parameter that leaves it."""
         assert self.engine is not None, "it has an engine"
         store = self.engine.store
         give_back(store, key, param, self._updaters.state_owner_of(store.spec(key).name))
 
     def _initial(self, before: Engine | None, old_names: Mapping[str, str]) -> Initial | None:
-        """Return what reads the values of the parameters, if they are not in the parameters."""
+        """Return a function that reads the parameters' values, or `None` if the parameters have them."""
         known = initial_values(self.model)
         if not known and before is None:
             return None
@@ -359,10 +369,10 @@ class StreamedModel:
         return value
 
     def update_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make this optimizer the one that updates those of its parameters that are in this model.
+        """Record that this optimizer updates its parameters that are in this model.
 
-        A parameter that another optimizer has updated until now begins without state. Otherwise the state
-        follows the options of the parameter's group.
+        If another optimizer has updated a parameter before, the parameter begins without state. Otherwise its
+        state is adapted to the options of its group.
 
         Raises:
             ConfigError: if streaming cannot serve the optimizer, or the options of a group.
@@ -372,7 +382,7 @@ class StreamedModel:
         updaters = self._updaters.renamed({name: name for name in names.values()})
         fresh = updaters.note(optimizer, names)
         if fresh:
-            # The state of another optimizer leaves the store: each rank has a part of its scalars.
+            # The state of another optimizer leaves the store. Each rank has only a part of its scalars.
             self.engine.store.flush()
             self.share_scalars()
             self._part_with_state(fresh)
@@ -381,9 +391,9 @@ class StreamedModel:
         self._follow_options(optimizer, names)
 
     def _follow_options(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-        """Change which state the parameters have, if the options of their groups have changed.
+        """Adapt the state of the parameters if the options of their groups have changed.
 
-        A state is created again where the optimizer has kept nothing so far. All ranks decide the same.
+        A parameter without state so far begins a new one. The decision is the same on all ranks.
 
         Raises:
             ConfigError: if a state lacks a tensor that the optimizer needs now.
@@ -410,10 +420,10 @@ class StreamedModel:
     def expect_states(self, loaded: Mapping[ParamKey, tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
         """Change the layout of the store for states that are about to be loaded.
 
-        The present state of a parameter is dropped where its layout changes.
+        If the layout of a parameter's state changes, its present state is dropped.
 
         Args:
-            loaded: parameter -> the options of its group, and its state, where they come from.
+            loaded: parameter -> the options of its group and its state, as they were saved.
         """
         assert self.engine is not None, "only streamed parameters are asked for"
         store = self.engine.store
@@ -424,14 +434,14 @@ class StreamedModel:
         for key, (_, state) in loaded.items():
             spec, tensors = store.spec(key), state_tensors(state)
             if rule.state_layout(spec).keys() != tensors.keys():
-                return  # it is refused when it is loaded, and the present states stay
+                return  # loading it will raise an error, and the present states stay
             if rule.state_layout(spec) != store.rule.state_layout(spec):
                 others.add(spec.name)
         if others:
             self._update_by(updaters, others, rebuild=True)
 
     def _has_other_layouts(self, updaters: Updaters, names: Collection[str]) -> bool:
-        """True if some of these parameters get other state tensors than they have in the store."""
+        """True if `updaters` needs other state tensors of these parameters than the store has."""
         assert self.engine is not None, "only streamed parameters are asked for"
         store, rule = self.engine.store, updaters.rule
         specs = [store.spec(key) for key, _ in self.engine.parameters()]
@@ -445,7 +455,7 @@ class StreamedModel:
         Args:
             updaters: the optimizers.
             fresh: the parameters whose present state is dropped.
-            rebuild: whether the store needs another layout.
+            rebuild: true if the store needs another layout.
         """
         assert self.engine is not None, "only streamed parameters are asked for"
         if rebuild:
@@ -455,7 +465,7 @@ class StreamedModel:
                     where=self.engine.store.spec(next(iter(self.engine.departed))).name,
                     remedy="change it after the step, or call the model again before the step",
                 )
-            with self._structure.restored():  # the next forward looks at what has changed since the last
+            with self._structure.restored():  # the next forward must still see the user's changes
                 same = {name: name for name in self._structure.names.values()}
                 self._rebuild(self.engine.plan, updaters, same, unchanged=True)
         self._updaters = updaters
@@ -467,7 +477,7 @@ class StreamedModel:
                     scalars[index] = None
 
     def _part_with_state(self, names: Collection[str]) -> None:
-        """Give optimizers the state of parameters that another optimizer updates from now on."""
+        """Give the present optimizers of these parameters their state back; another optimizer follows."""
         assert self.engine is not None, "only then there is a state"
         for key, param in self.engine.parameters():
             name = self.engine.store.spec(key).name
@@ -493,16 +503,21 @@ class StreamedModel:
         self._undo_buffers = _nothing
 
     def apply_updates(self) -> None:
-        """Of several ranks, let all do their share of updates now; then each may read weights by itself."""
+        """With several ranks, apply all waiting updates. Then each rank can read weights without the others.
+
+        All ranks must call this.
+        """
         assert self.engine is not None, "only then there are updates"
         if self.fabric.size > 1:
             self.engine.store.flush()
 
     def share_scalars(self) -> None:
-        """Let every rank have the optimizer scalars of all parameters; all ranks ask alike.
+        """Exchange the optimizer scalars, so that every rank has those of all parameters.
+
+        All ranks must call this.
 
         Raises:
-            StreamError: if this one asks alone, and does not have them.
+            StreamError: if one rank calls this alone and does not have all scalars.
         """
         store = None if self.engine is None else self.engine.store
         if store is None or self.fabric.size == 1 or store.ledger.num_commits == self._scalars_shared:
@@ -526,7 +541,7 @@ class StreamedModel:
         self.end_step()
 
     def release(self) -> None:
-        """Stop streaming; parameters get their values and gradients back, and optimizers their state."""
+        """Stop streaming, and return values and gradients to the parameters and states to the optimizers."""
         transaction.unregister(self)
         self._unguard()
         if self.engine is not None:
@@ -538,7 +553,7 @@ class StreamedModel:
 
 
 def _with_masters_of(engine: Engine, partition: Partition, old_names: Mapping[str, str]) -> Partition:
-    """Return the same stages with the dtypes of the masters: what is at rest shows only its wire dtype."""
+    """Return the stages with the dtypes of the masters. A streamed parameter itself shows the wire dtype."""
     known = {param.name: param for stage in engine.plan.trace.stages for param in stage.params}
 
     def corrected(param: ParamSpec) -> ParamSpec:
@@ -569,7 +584,7 @@ def _trained(model: nn.Module) -> frozenset[str]:
 
 @contextmanager
 def _unfrozen(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Within it these parameters require gradients."""
+    """Enter a context in which the parameters with these names require gradients."""
     frozen = [param for name, param in model.named_parameters() if name in names and not param.requires_grad]
     for param in frozen:
         param.requires_grad_(True)

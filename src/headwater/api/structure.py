@@ -1,4 +1,4 @@
-"""The structure of a training state as JSON: what is not a tensor, and which tensor is where."""
+"""The structure of a training state as JSON: plain values, and references to tensors by name."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ KeyPath = tuple[object, ...]
 
 
 def encode(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A state as JSON, and its tensors; the inverse of `decode`.
+    """Return a state as JSON, and its tensors; the inverse of `decode`.
 
     Returns:
-        Plain values as they are, anything else as a dict of one key, its kind; and each tensor under a name
-        made of the keys that lead to it. Tensors that are the same memory are one.
+        The structure, and the tensors by name. In the structure, plain values are unchanged, and any other
+        value is a dict whose only key is the kind of the value. A tensor's name consists of the keys that
+        lead to it. Tensors that are the same memory have one entry.
 
     Raises:
-        CheckpointError: if there is something in it that a file cannot hold.
+        CheckpointError: if the state has a value that a file cannot hold.
     """
     encoder = _Encoder()
     return encoder.encode(state, ()), encoder.tensors
 
 
 def decode(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `encode` was given.
+    """Return the state from which `encode` made this structure and these tensors.
 
     Raises:
-        KeyError, TypeError, ValueError: if `structure` is none that it makes.
+        KeyError, TypeError, ValueError: if `encode` cannot have made `structure`.
     """
     if not isinstance(structure, dict):
         return structure
@@ -61,10 +62,10 @@ def decode(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class _Encoder:
-    """One pass over a state.
+    """An encoder for one state.
 
     Attributes:
-        tensors: those met so far.
+        tensors: the tensors found so far, by name.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class _Encoder:
                 return {"tuple": [self.encode(item, (*path, index)) for index, item in enumerate(value)]}
             case Counter():  # in the state of torch's MultiStepLR
                 return {"counter": self._entries(value, path)}
-            case OrderedDict() if hasattr(value, "_metadata"):  # of an nn.Module: versions of its classes
+            case OrderedDict() if hasattr(value, "_metadata"):  # `state_dict` of a module
                 return {"module": [self._entries(value, path), self.encode(value._metadata, path)]}
             case Mapping():
                 return self._entries(value, path)
@@ -112,7 +113,7 @@ class _Encoder:
 
 
 def _identity(tensor: Tensor) -> object:
-    """Equal for tensors that are the same memory, or the same weights elsewhere."""
+    """Return a key that is equal for tensors of the same memory, or with the same lazily read values."""
     if isinstance(tensor, LazyTensor):
         return tensor.read_pieces
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.numel() == 0:

@@ -1,4 +1,4 @@
-"""A step as a transaction: whoever holds state that it changes takes part, and commits or goes back."""
+"""Steps as transactions: every object with state that a step changes commits the changes or undoes them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Protocol
 
 
 class Participant(Protocol):
-    """Holds state that steps change. Each `begin_step` is followed by one of the other two."""
+    """An object with state that steps change. Each `begin_step` is followed by `end_step` or `abort_step`."""
 
     def begin_step(self) -> None:
-        """Remember what there is to go back to."""
+        """Remember the present state."""
 
     def end_step(self) -> None:
-        """Keep what the step did."""
+        """Keep the changes of the step."""
 
     def abort_step(self) -> None:
-        """Be as before `begin_step`."""
+        """Restore the state that `begin_step` remembered."""
 
 
 class _Transaction:
-    """A step under way.
+    """An open step.
 
     Attributes:
-        parts: who takes part; leaving it ends them, the last to join first. If one fails, those after it are
-            aborted.
-        when_committed: what is to happen then.
+        parts: the participants. Closing the stack ends each participant's step, the last to join first. If
+            one raises an error, the participants that joined before it are aborted.
+        when_committed: actions to call after the commit.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def _part(participant: Participant) -> Iterator[None]:
 def _finally(action: Callable[[], object]) -> Iterator[None]:
     try:
         yield
-    finally:  # those before it may have failed
+    finally:  # an earlier action may have failed
         action()
 
 
@@ -62,11 +62,11 @@ _current: _Transaction | None = None
 
 
 def register(participant: Participant, *, undone_last: bool = False) -> None:
-    """Let it take part in every step for as long as it lives, from the one on that is under way.
+    """Add a participant to the open step and to all later steps, for as long as the participant lives.
 
     Args:
-        participant: holds the state.
-        undone_last: where a step is undone, those that are registered already are so before it.
+        participant: the participant.
+        undone_last: undo a step of this participant after those of all that are registered already.
     """
     if id(participant) in _participants:
         return
@@ -80,19 +80,20 @@ def register(participant: Participant, *, undone_last: bool = False) -> None:
 
 
 def unregister(participant: Participant) -> None:
-    """Leave it out of the steps that begin from now on."""
+    """Remove a participant from all steps that begin from now on."""
     _participants.pop(id(participant), None)
 
 
 def is_open() -> bool:
-    """Whether a step is under way."""
+    """Return true if a step is open."""
     return _current is not None
 
 
 def when_committed(action: Callable[[], object]) -> None:
-    """Call `action` when the step under way is committed, never if it is aborted; at once if there is none.
+    """Call `action` after the open step is committed, or now if no step is open.
 
-    An action that fails neither undoes the step nor keeps other actions from happening.
+    If the step is aborted, the action is dropped. An action that raises an error does not undo the step, and
+    the other actions are still called.
     """
     if _current is None:
         action()
@@ -102,7 +103,7 @@ def when_committed(action: Callable[[], object]) -> None:
 
 @contextmanager
 def transaction() -> Iterator[None]:
-    """Within it every participant's changes belong together: kept at its end, undone by an exception.
+    """Enter a context whose changes are committed together at its end, or undone if it raises an exception.
 
     A transaction within another is part of the outer one.
     """

@@ -21,7 +21,7 @@ from headwater.store.rule import SeveralRules, UpdateRule, UpdateRules
 installed_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = (
     weakref.WeakKeyDictionary()
 )
-"""The mapping by which `optimizer.state` shows what stores have, of each optimizer that has one."""
+"""Optimizer -> the mapping in `optimizer.state` that shows the states in stores, if it has such a mapping."""
 
 
 def is_state_replaced(optimizer: torch.optim.Optimizer) -> bool:
@@ -32,7 +32,7 @@ def is_state_replaced(optimizer: torch.optim.Optimizer) -> bool:
 Options = Mapping[str, Any]
 
 _STATEFUL = {"momentum": 0.5, "amsgrad": True, "centered": True}
-"""Options of torch's optimizers that add tensors to the state, each with a value that does."""
+"""Options of torch's optimizers that add tensors to the state, each with a value that adds them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ class _Updated:
 
     Attributes:
         spec: the kind of optimizer.
-        by: the optimizer, for as long as it lives.
-        options: of the parameter's group, when the optimizer created the state of the parameter.
+        by: returns the optimizer, or `None` after it was deleted.
+        options: the options of the parameter's group when the optimizer created the parameter's state.
         known: the signatures of all options with which the optimizer can update that state.
     """
 
@@ -57,7 +57,7 @@ class Updaters:
 
     Args:
         device: returns the type of the device on which the model computes.
-        entries: the optimizers that are known already.
+        entries: the known optimizers, by name of the parameter.
     """
 
     def __init__(self, device: Callable[[], str], entries: Mapping[str, _Updated] | None = None) -> None:
@@ -68,7 +68,7 @@ class Updaters:
         """Record that `optimizer` updates its parameters from now on.
 
         Args:
-            optimizer: over any parameters.
+            optimizer: an optimizer of any parameters.
             names: the name of each parameter of the model, by identity.
 
         Returns:
@@ -95,7 +95,7 @@ class Updaters:
         """Return the parameters whose group now has options that may need another state.
 
         Args:
-            optimizer: has updated all of its parameters before.
+            optimizer: an optimizer that `note` has recorded for all of its parameters.
             names: the name of each parameter of the model, by identity.
 
         Returns:
@@ -119,9 +119,9 @@ class Updaters:
         """Record that the state of a parameter is replaced by a loaded one.
 
         Args:
-            name: of the parameter.
-            options: of its group, where the state comes from.
-            state: the state.
+            name: the name of the parameter.
+            options: the options of its group in the optimizer that the state comes from.
+            state: the loaded state.
         """
         entry = self._entries[name]
         options = {**entry.options, **{key: options[key] for key in entry.options.keys() & options.keys()}}
@@ -197,9 +197,9 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class _Fitting:
-    """Finds the options with which an optimizer keeps the tensors that a state has already.
+    """A search for the options with which an optimizer keeps exactly the tensors that a state has already.
 
-    A state keeps its tensors when the option that asked for them is switched off, and is loaded so.
+    A state keeps its tensors after the option that adds them is switched off, and may be saved like that.
 
     Args:
         spec: the kind of optimizer.
@@ -238,7 +238,7 @@ def _variants(options: Options) -> Iterator[Options]:
 def live_optimizers(params: Collection[nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Return every optimizer over some of these parameters, the newest last.
 
-    A trainer's wrapper of an optimizer is left out: it has no groups itself and shows those of another.
+    A trainer's wrapper of an optimizer is left out: its groups are those of the wrapped optimizer.
     """
     wanted = set(map(id, params))
     return [

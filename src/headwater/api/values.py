@@ -1,4 +1,4 @@
-"""What a traced step returns: tensors for closures to read, which say so when something else does."""
+"""Results of a traced step: tensors for closures to read, which warn if they are read elsewhere."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _READS = {
     torch.Tensor.is_nonzero, torch.Tensor.equal, torch.Tensor.allclose,
     torch.is_nonzero, torch.equal, torch.allclose,
 }  # fmt: skip
-"""What needs a tensor's values on the host."""
+"""Functions that need a tensor's values on the host."""
 
 _UNTRACED = {torch.Tensor.__reduce_ex__, torch.Tensor.__deepcopy__}
-"""What should see a plain tensor: files must not need this module to be read."""
+"""Functions that get a plain tensor, so that pickles do not need this module."""
 
 _reading_is_free: ContextVar[bool] = ContextVar("_reading_is_free", default=False)
 _has_warned = False
 
 
 class TracedValueWarning(UserWarning):
-    """A value of a step was read outside a closure, so that the program waited for it."""
+    """A value of a step was read outside a closure, so the program waited for the device."""
 
 
 class TracedValue(torch.Tensor):
     """A result of a traced step: detached from its graph, and an ordinary tensor in arithmetic.
 
-    Reading its value (`item`, `float`, `print`, `if`, …) is for step closures. Elsewhere it works too: the
-    program waits for the device, and is told once what to write instead.
+    Step closures read its value (`item`, `float`, `print`, `if`, …). Elsewhere reading works too: the program
+    waits for the device, and a warning says once what to write instead.
     """
 
     @classmethod
@@ -61,23 +61,23 @@ class TracedValue(torch.Tensor):
 
 
 def traced(value: torch.Tensor) -> TracedValue:
-    """The tensor as a result of a step: same memory, no graph."""
+    """Return the tensor as a result of a step: the same memory, without the graph."""
     return value.detach().as_subclass(TracedValue)
 
 
 def _read(value: torch.Tensor) -> torch.Tensor:
-    """The plain tensor, of the whole batch, that a traced value is; other tensors as they are."""
+    """Return a traced value as a plain tensor of the whole batch, and any other tensor unchanged."""
     return whole(untraced(value)) if isinstance(value, TracedValue) else value
 
 
 def untraced(value: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that a traced value is; other tensors as they are."""
+    """Return a traced value as a plain tensor, and any other tensor unchanged."""
     return value.as_subclass(torch.Tensor) if isinstance(value, TracedValue) else value
 
 
 @contextmanager
 def reading_is_free() -> Iterator[None]:
-    """Within it traced values are read without a warning: the values are known."""
+    """Enter a context in which traced values are read without a warning, as the device has finished."""
     token = _reading_is_free.set(True)
     try:
         yield
@@ -99,7 +99,7 @@ def _warn_once(read: str) -> None:
 
 
 def _depth_of_caller() -> int:
-    """How many frames above `_warn_once` the first one lies that is neither torch's nor of this file."""
+    """Return the stack level, seen from `_warn_once`, of the first caller outside of torch and this file."""
     inside = (str(Path(torch.__file__).parent), __file__)
     depth = 1
     while depth < 20 and sys._getframe(depth + 1).f_code.co_filename.startswith(inside):

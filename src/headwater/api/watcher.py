@@ -28,7 +28,7 @@ _Registry = dict[str, Any]
 class Structure:
     """The modules, parameters and instance forwards that a model has when this object is made.
 
-    It holds every one of them, so that no new object can have the identity of an old one.
+    It holds references to all of them, so that no new object can have the identity of an old one.
 
     Attributes:
         names: the first name of each parameter, by its identity.
@@ -38,7 +38,7 @@ class Structure:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # The structure of a scripted part cannot change, and it has no registries to look at.
+        # The structure of a scripted module cannot change, and it has no registries to compare.
         self._modules = [module for module in model.modules() if not isinstance(module, ScriptModule)]
         self._attributes = [vars(module) for module in self._modules]
         self._registries: list[_Registry] = [
@@ -60,7 +60,7 @@ class Structure:
         return [attributes.get(_FORWARD) for attributes in self._attributes]
 
     def _look(self) -> tuple[object, ...]:
-        """Gather what is compared, with few statements of Python: this runs before every forward."""
+        """Return the identities to compare, with few Python statements, as this runs before every forward."""
         return (
             any(self._empty),
             list(map(len, self._filled)),
@@ -80,7 +80,7 @@ class Structure:
         return {name: self.names[key] for key, name in now.names.items() if key in self.names}
 
     def difference(self, now: Structure) -> str:
-        """Return a phrase that says what the first difference is."""
+        """Return a phrase that names the first difference."""
         before, after = self._paths, now._paths
         replaced = {name for name in before.keys() & after.keys() if before[name] is not after[name]}
         for what, names in (
@@ -94,7 +94,7 @@ class Structure:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the model this structure back, for the duration of the context."""
+        """Restore this structure of the model for the duration of the context."""
         contents, forwards = self._copies(), self._own_forwards()
         self._put(self._contents, self._forwards)
         try:
@@ -114,7 +114,7 @@ class Structure:
 
 
 def has_lent_parameters(model: nn.Module) -> bool:
-    """True if a parameter of the model is lent to it for the length of a call, as by `functional_call`."""
+    """True if the model has parameters only for the duration of a call, as with `functional_call`."""
     params = chain.from_iterable(module._parameters.values() for module in model.modules())
     if any(param is not None and not isinstance(param, nn.Parameter) for param in params):
         return True
@@ -147,7 +147,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _taken(params: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
-    """Return the names of a parameter and of one that was made of it, `nn.Parameter(model.weight)`."""
+    """Return the names of a parameter and of another made from it by `nn.Parameter(model.weight)`."""
     names = {id(param): name for name, param in params.items()}
     for name, param in params.items():
         taken = values_of(param)
