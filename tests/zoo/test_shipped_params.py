@@ -188,13 +188,17 @@ UNREAD = (
 """How names of parameters end that take no part in the loss of a class there."""
 
 
-OWN_CODE = {"btlm", "jais"}
-"""Models whose public checkpoints bring their class with them; transformers has none for these."""
+WITHOUT_CLASS = {"btlm", "jais", "transformer"}
+"""Models for which the library has no class.
+
+The checkpoints of the first two bring their own; the first transformer has norms behind its layers, and
+Pegasus has them before.
+"""
 
 
 def with_format():
     """Names of the smallest models whose class the transformers library has."""
-    known = {name for format in FORMATS for name in format.models} - OWN_CODE
+    known = {name for format in FORMATS for name in format.models} - WITHOUT_CLASS
     return [name for name in smallest() if params(name).init.model.name in known]
 
 
