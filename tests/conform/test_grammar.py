@@ -4,10 +4,13 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
@@ -109,6 +112,27 @@ def test_a_process_that_ends_or_hangs_costs_one_case(monkeypatch):
     crashed = {outcome.case: outcome.findings[0].reason for outcome in outcomes if outcome.faults()}
     assert outcomes[3].findings[0].verdict is Verdict.CRASHED_PLAIN
     assert crashed == {2: "the process ended with signal 9", 4: "took more than 3 s"}
+
+
+ENDLESS = """
+import os
+import time
+from headwater.conform.grammar import workers
+
+def run_case(*args, **kwargs):
+    print(os.getpid(), flush=True)
+    time.sleep(300)
+
+workers.run_case = run_case
+print(list(workers.run_cases(0, range(1), workers=1, limit_s=300)))
+"""
+
+
+def test_processes_end_with_the_command_that_started_them():
+    with subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE) as command:
+        process = psutil.Process(int(command.stdout.readline()))
+        command.kill()
+    assert psutil.wait_procs([process], timeout=60)[1] == []
 
 
 def test_a_campaign_continues_where_it_was_cut_off(monkeypatch, tmp_path):

@@ -116,7 +116,8 @@ def trace_step(
 
     if observer is not None:
         return make()
-    shapes = tuple(tensor.shape for tensor in tensors_in(batch))
+    # torch's strided nested tensors have no shape.
+    shapes = tuple(None if tensor.is_nested else tensor.shape for tensor in tensors_in(batch))
     return known_or_made((partition, precision, shapes, model.training, inference), make)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from headwater.conform.grammar.case import PLAIN, Outcome, Part, run_case
 from headwater.conform.isolated import PRELOADED
+from headwater.fabric.parent import end_with_parent
 
 _START_S = 60.0
 """Seconds that a process may take before it begins with a case, beyond the limit of a case."""
@@ -127,6 +128,7 @@ def _exit(process: BaseProcess) -> str:
 
 def _work(seed: int, cases: list[int], shrinks: bool, sender: Connection) -> None:
     """Do the cases; this is the main function of a process."""
+    end_with_parent()
     torch.set_num_threads(1)
     for case in cases:
         gc.collect()
