@@ -215,7 +215,7 @@ def test_foreign_file_that_is_not_safetensors(tmp_path, content):
 
 
 def test_foreign_folders(tmp_path):
-    with pytest.raises(CheckpointError, match="holds not a safetensors files"):
+    with pytest.raises(CheckpointError, match="holds no safetensors files"):
         load_weights(make_store(), tmp_path)
     values = {name: torch.ones(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
     safetensors.torch.save_file(values, tmp_path / "part.safetensors")

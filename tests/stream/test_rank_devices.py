@@ -62,7 +62,9 @@ def stand_ins(monkeypatch):
     make = {"cpu": make_device, "cuda": lambda name: Beside()}
     engine = "headwater.stream.engine"
     monkeypatch.setattr(f"{engine}.make_device", lambda name: make[name](name))
-    monkeypatch.setattr(f"{engine}.autocast", lambda precision, device: autocast(precision, "cpu"))
+    monkeypatch.setattr(
+        "headwater.stream.micro_batch.autocast", lambda precision, device: autocast(precision, "cpu")
+    )
 
 
 @pytest.mark.parametrize(
