@@ -3,7 +3,9 @@
 import errno
 import logging
 import os
+import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from test_callbacks import run, step
@@ -55,18 +57,13 @@ def another_user():
 
 
 @pytest.fixture
-def protected(tmp_path):
-    """A folder that its user may read and not write."""
-    folder = tmp_path / "protected"
-    folder.mkdir()
-    before = [(path, path.stat().st_mode) for path in (tmp_path.parent.parent, tmp_path.parent, tmp_path)]
-    for path, mode in before:
-        path.chmod(mode | 0o055)
-    folder.chmod(0o555)
-    yield folder
-    for path, mode in before:
-        path.chmod(mode)
-    folder.chmod(0o755)
+def protected():
+    """A folder that its user may read and not write; pytest's own may not be read by another user."""
+    with tempfile.TemporaryDirectory() as above:
+        Path(above).chmod(0o755)
+        folder = Path(above) / "protected"
+        folder.mkdir(0o555)
+        yield folder
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -56,5 +56,5 @@ def test_questions_about_texts_need_two_segments(tmp_path):
     config = QuestionDataConfig(
         data_processor="SquadDataProcessor", data_dir=tmp_path, vocab_file=tmp_path, batch_size=2
     )
-    with pytest.raises(ConfigError, match=r"(?s)two texts.*num_segments: 2"):
+    with pytest.raises(ConfigError, match=r"(?s)pairs of texts.*num_segments: 2"):
         open_data(config, QuestionAnsweringConfig(name="bert/qa", num_segments=1), seed=0, repeat=False)
