@@ -1,4 +1,4 @@
-"""Ranks for a test: forked processes that have joined."""
+"""Ranks for a test: forked processes that have joined each other."""
 
 import multiprocessing
 import os
@@ -13,25 +13,25 @@ TIMEOUT_S = 200
 
 
 def free_port():
-    """A port of this machine at which nobody listens."""
+    """Return a port of this machine at which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def run_ranks(function, count=2, hosts=1, num_memx=0, timeout_s=TIMEOUT_S / 2, port=None):
-    """What `function(fabric)` gives on each rank.
+    """Return the result of `function(fabric)` on each rank.
 
     Args:
-        function: called by each.
-        count: how many there are.
-        hosts: among how many they believe to be divided.
-        num_memx: how many of them, the last ones, are store ranks.
-        timeout_s: how long one may keep another waiting.
-        port: at which the first listens.
+        function: the function that each rank calls.
+        count: the number of ranks.
+        hosts: the number of hosts that the ranks pretend to be divided among.
+        num_memx: the number of store ranks; these are the last ranks.
+        timeout_s: how long a rank waits for another, in seconds.
+        port: the port at which rank 0 listens; a free one by default.
 
     Raises:
-        AssertionError: with the traceback of a rank that has failed.
+        AssertionError: a rank has failed; the message has its traceback.
     """
     context = multiprocessing.get_context("fork")
     port = port or free_port()

@@ -1,4 +1,4 @@
-"""Where the public data sets are that cannot be shipped."""
+"""The folder of the public data sets that cannot be shipped."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A Slurm cluster on loopback: its own ports, keys and folders, and nothing left afterwards."""
+"""A Slurm cluster on loopback with separate ports, keys and folders, which are removed afterwards."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ CPUs={num_csx} Gres=csx:{num_csx} State=UNKNOWN
 
 
 def missing():
-    """The first program of Slurm that is not here."""
+    """Return the first program of Slurm that is not installed."""
     return next((program for program in PROGRAMS if shutil.which(program) is None), None)
 
 
@@ -58,13 +58,13 @@ def free_ports(count):
 
 
 def output_of(place, command):
-    """Where a daemon's output goes; several of a program are told apart by their last word."""
+    """Return the file of a daemon's output; its name ends in the last word of the command."""
     return place / f"{Path(command[0]).name}-{Path(command[-1]).name}.out"
 
 
 @contextmanager
 def daemon(place, *command):
-    """A process until the end; what it says is in a file."""
+    """Run a process inside the context, with its output in a file."""
     with output_of(place, command).open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     try:
@@ -87,16 +87,16 @@ def wait_for(condition, process, place, seconds=120):
 
 
 def host_name():
-    """What Slurm calls this machine."""
+    """Return Slurm's name for this machine."""
     return socket.gethostname().split(".")[0]
 
 
 @contextmanager
 def cluster(*names):
-    """The path of its configuration, which every program of Slurm reads from SLURM_CONF.
+    """Run a cluster; yield the path of its configuration, which Slurm's programs read from SLURM_CONF.
 
     Args:
-        names: of the nodes, each a daemon on this machine; one with the machine's name if not given.
+        names: the names of the nodes, each a daemon on this machine; by default one, named like the machine.
     """
     names = names or (host_name(),)
     with tempfile.TemporaryDirectory(prefix="headwater-slurm-") as folder, ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A user's script run as plain PyTorch and on streamed weights, and what it returns compared bit for bit."""
+"""Run a user's script in plain PyTorch and on streamed weights, and compare the results bit for bit."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ some_plan = pytest.mark.parametrize("plan", ["memory", "disk"])
 
 @dataclasses.dataclass
 class Place:
-    """Where a script runs.
+    """The place where a script runs: plain PyTorch, or streaming with one of the plans.
 
     Attributes:
         plan: name of a plan; `None` for plain PyTorch.
-        folder: for what the script, or its backend, writes.
+        folder: the folder to which the script or its backend writes.
     """
 
     plan: str | None
@@ -48,7 +48,7 @@ class Place:
     _compiled: list[nn.Module] = dataclasses.field(default_factory=list)
 
     def compile(self, model: nn.Module) -> nn.Module:
-        """The model as it is, or streamed."""
+        """Return the model, compiled for streaming unless the script runs in plain PyTorch."""
         if self.plan is None:
             return model
         self._compiled.append(model)
@@ -61,11 +61,11 @@ class Place:
         return cstorch.backend("CSX", **options)
 
     def trace(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step as it is, or traced."""
+        """Return the step, traced unless the script runs in plain PyTorch."""
         return step if self.plan is None else cstorch.trace(step)
 
     def release(self) -> None:
-        """Let every model be a plain one."""
+        """Release every compiled model, so that it is a plain model again."""
         for model in self._compiled:
             cstorch.release(model)
 
@@ -75,7 +75,7 @@ Script = Callable[[Place], Any]
 
 
 def check(script: Script, plan: str, folder: Path) -> Any:
-    """Assert that a script gives the same on streamed weights as on plain ones; gives what it gives."""
+    """Assert that a script returns the same on streamed weights as in plain PyTorch; return that result."""
     expected = _run(script, Place(None, folder / "plain"))
     given = _run(script, Place(plan, folder / "streamed"))
     assert_equal(given, expected)
@@ -92,7 +92,7 @@ def _run(script: Script, place: Place) -> Any:
 
 
 def _settled(value: Any) -> Any:
-    """Models as their states, tensors as copies."""
+    """Replace models by their state and tensors by copies."""
     if isinstance(value, nn.Module):
         return _settled(value.state_dict())
     if isinstance(value, torch.optim.Optimizer):
@@ -107,7 +107,7 @@ def _settled(value: Any) -> Any:
 
 
 def assert_equal(given: Any, expected: Any, where: str = "") -> None:
-    """Tensors bit for bit, other things by ==, nested in any way."""
+    """Assert that two nested results are equal: tensors bit for bit, other values by ==."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(given, torch.Tensor), f"{where}: {given!r} is no tensor"
         assert given.dtype == expected.dtype and given.shape == expected.shape, where
@@ -140,7 +140,7 @@ class Net(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[batch, seq] -> [batch, classes]"""
+        """Map tokens [batch, seq] to logits [batch, classes]."""
         if self.training:
             self.calls += 1
         hidden = self.embedding(tokens)
@@ -150,7 +150,7 @@ class Net(nn.Module):
 
 
 def batches(count: int, size: int = 4, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens [size, 6] and classes [size]."""
+    """Return batches of tokens [size, 6] and classes [size]."""
     generator = torch.Generator().manual_seed(seed)
     return [
         (torch.randint(17, (size, 6), generator=generator), torch.randint(5, (size,), generator=generator))
@@ -165,7 +165,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     steps: int = 3,
 ) -> list[Any]:
-    """Losses of `call(number)`, each minimised once, and what has become of model and optimizer."""
+    """Take optimizer steps, each for the loss `call(number)`; return losses, model and optimizer."""
     optimizer = optimizer or adamw(model.parameters())
     losses = []
     for number in range(steps):
@@ -178,7 +178,7 @@ def train(
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:
-    """Random numbers that depend on the seed alone."""
+    """Return random numbers that depend only on the seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -186,5 +186,5 @@ loss_of = nn.functional.cross_entropy
 
 
 def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
-    """AdamW by the kernel that the engine uses."""
+    """Return an AdamW that uses the same fused kernel as the engine."""
     return torch.optim.AdamW(params, **{"lr": 0.01, "fused": True, **options})

@@ -50,7 +50,7 @@ def test_data_of_the_same_and_of_another_shape(plan, tmp_path):
 
 @some_plan
 def test_a_parameter_of_another_shape_keeps_its_moments(plan, tmp_path):
-    """As in plain PyTorch, where the optimizer knows nothing of the new shape."""
+    """The optimizer of plain PyTorch does not notice the new shape either."""
 
     def script(place):
         torch.manual_seed(0)

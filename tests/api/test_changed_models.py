@@ -88,7 +88,7 @@ class Halved(nn.Module):
 
 
 def parametrized_with_inverse(model):
-    """torch writes the values of the inverse into the parameter by `set_`."""
+    """Register a parametrization with an inverse; torch writes its values by `set_`."""
     parametrize.register_parametrization(model[2][0], "weight", Halved())
 
 
@@ -97,7 +97,7 @@ def orthogonal(model):
 
 
 def normed_by_hook(model):
-    """torch makes new parameters of `weight.data`."""
+    """Apply torch's hook-based weight norm, which makes new parameters from `weight.data`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         nn.utils.weight_norm(model[2][0])
@@ -139,7 +139,7 @@ TAKING_TURNS = ["memory", "gradients on disk", "recompute"]
 
 
 def each_change(first=0, names=None):
-    """Every change, or those named, with one of the plans each."""
+    """Parametrize a test by each change, or by the named ones, with one plan for each."""
     names = names or list(CHANGES)
     pairs = [(name, TAKING_TURNS[(first + index) % 3]) for index, name in enumerate(names)]
     return pytest.mark.parametrize("change,plan", pairs)
@@ -172,7 +172,7 @@ def test_changed_after_an_evaluation(plan, change, tmp_path):
 
 @each_change(2, ["new_parameter", "swap", "remove", "insert_first", "own_forward"])
 def test_optimizer_from_before_the_change(plan, change, tmp_path):
-    """It still updates a parameter that left the model, and does not update a new one."""
+    """The optimizer still updates a parameter that left the model, and does not update a new one."""
 
     def script(place):
         model = place.compile(stack())
@@ -285,7 +285,7 @@ def test_state_dict_between_a_change_and_the_next_forward(plan, tmp_path):
 
 @pytest.mark.parametrize("of", [lambda weight: weight, lambda weight: weight.data, torch.Tensor.detach])
 def test_a_parameter_made_of_one_in_the_same_model_is_refused(of, tmp_path):
-    """In plain PyTorch both have the same memory."""
+    """In plain PyTorch both parameters share memory."""
     model = Place("memory", tmp_path).compile(stack())
     train(model, adamw(model.parameters()), 1)
     model[2][0].weight = nn.Parameter(of(model[0][0].weight))
@@ -328,7 +328,7 @@ def test_parts_of_a_parameter_outlive_its_streaming(plan, tmp_path):
 
 @some_plan
 def test_training_continues_after_release(plan, tmp_path):
-    """The optimizer has its state again."""
+    """After the release the optimizer holds its state itself."""
 
     def script(place):
         model = place.compile(stack())

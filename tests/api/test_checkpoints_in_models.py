@@ -1,4 +1,4 @@
-"""A user's own `torch.utils.checkpoint`, in a model and around it, with layers that keep statistics."""
+"""`torch.utils.checkpoint` in user code, inside and around a model, with layers that keep statistics."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def batch(number):
 
 
 class Blocks(nn.Module):
-    """Three blocks; `run` runs a function of tensors, with a checkpoint or without."""
+    """Three blocks; `run` calls a function of tensors, with or without a checkpoint."""
 
     def __init__(self, run, whole):
         super().__init__()
@@ -81,7 +81,7 @@ def test_what_hooks_of_the_user_see_does_not_hold_weights(plan, tmp_path):
 
 
 class CachedParametrizations(nn.Module):
-    """Computes a parametrized weight once for two calls."""
+    """A model that computes a parametrized weight once for two calls."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ def test_cached_parametrizations_are_not_recomputed(tmp_path):
 
 
 class SelfAttention(nn.Module):
-    """Gives a stage one tensor for three arguments."""
+    """A layer that passes one tensor to a stage as three arguments."""
 
     def __init__(self):
         super().__init__()

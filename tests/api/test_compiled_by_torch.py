@@ -1,4 +1,4 @@
-"""`torch.compile` of a streamed model or of a part: streaming runs outside of compiled code."""
+"""`torch.compile` of a streamed model or of a part of it: streaming runs outside of compiled code."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Forwards without gradients, of other sizes, of parts of a model, between and before steps."""
+"""Forwards without gradients, with other batch sizes, or of parts of a model, before and between steps."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_batches_that_grow_and_shrink(plan, tmp_path):
 
 @extreme_plans
 def test_a_larger_batch_while_gradients_wait(plan, tmp_path):
-    """The plan is made anew in the middle of an accumulation."""
+    """The model is planned again in the middle of a gradient accumulation."""
 
     def script(place):
         model = place.compile(Net())
@@ -134,7 +134,7 @@ def test_a_part_is_called_by_itself(plan, first, tmp_path):
 
 
 class Encoder(nn.Module):
-    """Offers methods beside forward, one of which reads a weight itself."""
+    """A model with methods besides `forward`; one of them reads a weight directly."""
 
     def __init__(self):
         super().__init__()

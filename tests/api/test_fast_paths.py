@@ -1,4 +1,4 @@
-"""Modules of torch that take another path in evaluation take it on streamed weights too."""
+"""torch modules with a fast path for evaluation take that path on streamed weights too."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def encoder(depth=2):
 
 
 class Classifier(nn.Module):
-    """An encoder among other layers."""
+    """A model with an encoder between other layers."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers that are frozen, unfrozen, added or adapted, before training and in the middle of it."""
+"""Layers that are frozen, unfrozen, added or adapted before or during training."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_layers_are_frozen_later(plan, tmp_path):
 
 
 class LoRA(nn.Module):
-    """A linear layer with a trained correction of low rank."""
+    """A linear layer with a trained low-rank correction."""
 
     def __init__(self, base, rank=2):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Gradients that the user's loop looks at, edits, clips, scales or asks autograd for."""
+"""Gradients that the user's loop reads, edits, clips, scales or requests from autograd."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from headwater.core.errors import StreamError
 
 
 def script_with(edit, *, before=lambda model, optimizer: optimizer.zero_grad()):
-    """A loop in which `edit(model)` is called between backward and step."""
+    """Return a loop that calls `edit(model)` between backward and step."""
 
     def script(place):
         model = place.compile(Net())
@@ -91,7 +91,7 @@ def test_every_way_to_forget_gradients(zeroing, when, plan, tmp_path):
 
 @extreme_plans
 def test_a_parameter_that_got_no_gradient_this_time_has_zeros(plan, tmp_path):
-    """With gradients set to zeros, an optimizer moves on what a step did not use."""
+    """With `set_to_none=False` an optimizer also moves the parameters that a step did not use."""
 
     def script(place):
         model = place.compile(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]))
@@ -118,7 +118,7 @@ def test_a_parameter_that_got_no_gradient_this_time_has_zeros(plan, tmp_path):
 
 @some_plan
 def test_a_spent_gradient_is_loud(plan, tmp_path):
-    """The store has used it up where plain PyTorch has it still, so no loop may go on unaware."""
+    """The store has consumed the gradient, which plain PyTorch would still have, so reading it must fail."""
     place = Place(plan, tmp_path)
     model = place.compile(Net())
     optimizer = adamw(model.parameters())
@@ -141,7 +141,7 @@ def test_a_spent_gradient_is_loud(plan, tmp_path):
 
 @extreme_plans
 def test_a_step_without_a_new_backward(plan, tmp_path):
-    """Steps with gradients set again by hand; and one with none."""
+    """One step without gradients, then one with gradients that the loop has assigned."""
 
     def script(place):
         model = place.compile(Net())
@@ -161,7 +161,7 @@ def test_a_step_without_a_new_backward(plan, tmp_path):
 
 @extreme_plans
 def test_gradients_kept_by_the_user_are_the_users(plan, tmp_path):
-    """What is done to them after the step does not reach the step."""
+    """A change after the step does not affect the update that the store applies later."""
 
     def script(place):
         model = place.compile(Net())
@@ -202,7 +202,7 @@ def test_penalties_written_into_the_loss(plan, tmp_path):
 
 @extreme_plans
 def test_autograd_grad_of_inputs(plan, tmp_path):
-    """A gradient penalty, as of WGAN-GP: second derivatives of the model."""
+    """A gradient penalty as in WGAN-GP needs second derivatives of the model."""
 
     def script(place):
         model = place.compile(
@@ -239,7 +239,7 @@ def test_autograd_grad_of_inputs_alone(plan, tmp_path):
 
 @extreme_plans
 def test_autograd_grad_of_parameters(plan, tmp_path):
-    """Gradients by `torch.autograd.grad`, given to the parameters by hand."""
+    """The loop assigns the results of `torch.autograd.grad` to the parameters."""
 
     def script(place):
         model = place.compile(Net())
@@ -291,7 +291,7 @@ def test_hooks_on_parameters(plan, registered, tmp_path):
 
 @extreme_plans
 def test_the_optimizer_steps_in_backward(plan, tmp_path):
-    """An optimizer for each parameter, in a hook: no gradient outlives its use."""
+    """Each parameter has an optimizer that steps in a hook, so no gradient is kept after its use."""
 
     def script(place):
         model = Net(dropout=0.0)
@@ -316,7 +316,7 @@ def test_the_optimizer_steps_in_backward(plan, tmp_path):
 
 @extreme_plans
 def test_hooks_on_modules(plan, tmp_path):
-    """Those that observe come after the first step: a dry run before it would show them fake tensors."""
+    """Observing hooks are added after the first step: the dry run before it would show them fake tensors."""
 
     def script(place):
         model, seen = Net(), []
@@ -345,7 +345,7 @@ def test_hooks_on_modules(plan, tmp_path):
 
 @extreme_plans
 def test_the_optimizer_is_wrapped_as_sharpness_aware_minimization_does(plan, tmp_path):
-    """Two forwards a step; in between the loop writes to the weights, and then writes back."""
+    """Each step has two forwards; the loop changes the weights between them and restores them after."""
 
     def script(place):
         model = place.compile(Net(dropout=0.0))

@@ -1,4 +1,4 @@
-"""Sparse gradients, complex parameters, and optimizers with the settings that torch has by default."""
+"""Sparse gradients, complex parameters, and optimizers with torch's default settings."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def tokens(number):
 
 
 class Sparse(nn.Module):
-    """An embedding with sparse gradients, and layers with dense ones."""
+    """A model of an embedding with sparse gradients and layers with dense ones."""
 
     def __init__(self, kind=nn.Embedding, rows=20):
         super().__init__()
@@ -94,7 +94,7 @@ def test_a_sparse_embedding_that_is_updated_in_pieces(plan, name, tmp_path, monk
 
 
 class Tied(nn.Module):
-    """A sparse embedding whose weight is the head's too: sparse and dense gradients add up."""
+    """A model whose head shares the weight of a sparse embedding: sparse and dense gradients are summed."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ def energy(model, number):
 
 
 class Complex(nn.Module):
-    """Complex weights between a Fourier transform and a real layer."""
+    """A model with complex weights between a Fourier transform and a real layer."""
 
     def __init__(self):
         super().__init__()

@@ -46,7 +46,7 @@ def test_packed_sequences_as_input(plan, tmp_path):
 
 
 class PackedInside(nn.Module):
-    """Packs its input, runs two recurrent layers, and returns a packed sequence."""
+    """A model that packs its input, runs two recurrent layers and returns a packed sequence."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def test_packed_sequences_inside_and_as_output(plan, tmp_path):
 
 
 class Pair(tuple):
-    """A tuple whose constructor takes something else than its items."""
+    """A tuple whose constructor does not take its items."""
 
     def __new__(cls, first, second):
         pair = super().__new__(cls, (first, second))
@@ -79,7 +79,7 @@ class Pair(tuple):
 
 
 class Strict(collections.namedtuple("Strict", ["values", "count"])):
-    """A named tuple that refuses everything but a tensor."""
+    """A named tuple that accepts only tensors."""
 
     def __new__(cls, values, count):
         assert isinstance(values, torch.Tensor)
@@ -95,7 +95,7 @@ class Batch(list):
 
 
 class Containers(nn.Module):
-    """Passes classes that torch's pytrees do not know from layer to layer."""
+    """A model that passes objects from layer to layer whose classes torch's pytrees do not know."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -133,7 +133,7 @@ def test_subclasses_of_tuples_and_lists(plan, tmp_path):
 
 
 class Graph(nn.Module):
-    """Multiplies with a sparse matrix of neighbours that its forward makes."""
+    """A model that multiplies by a sparse adjacency matrix, which its forward makes."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -167,7 +167,7 @@ def test_sparse_tensors_made_in_a_forward(plan, tmp_path):
 
 
 def test_a_large_sparse_tensor_counts_with_its_indices_and_values(tmp_path):
-    """Dense, the matrix of this graph would take 40 GB, and no plan would fit."""
+    """As a dense matrix this graph would take 40 GB, and no plan would fit."""
 
     def script(place):
         model = place.compile(Graph())
@@ -217,7 +217,7 @@ def test_jagged_tensors_made_in_a_forward(plan, tmp_path):
 
 
 class WithoutElements(nn.Module):
-    """Has layers whose weights, or whose biases too, have no elements."""
+    """A model with layers whose weights, or weights and biases, have no elements."""
 
     def __init__(self, bias):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training loops as users write them, on streamed weights and on plain ones."""
+"""Training loops as users write them: streamed weights equal plain PyTorch."""
 
 import pytest
 import torch
@@ -228,7 +228,7 @@ def test_a_graph_is_used_twice(plan, tmp_path):
 
 @extreme_plans
 def test_a_forward_between_forward_and_backward(plan, tmp_path):
-    """The weights of the first are looked up after others have had the slabs."""
+    """Backward needs the weights of the first forward after the second one has used the slabs."""
 
     def script(place):
         model = place.compile(Net())
@@ -356,7 +356,7 @@ def test_the_loop_of_the_documents_in_a_class(plan, tmp_path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_call_that_was_broken_off_leaves_nothing(when, error, plan, tmp_path):
-    """As in a notebook: the cell that trains is stopped, and run again."""
+    """In a notebook a user interrupts the training cell and runs it again."""
 
     def script(place):
         model = place.compile(Net())

@@ -1,4 +1,4 @@
-"""Modules of every shape: what they take, what they return, what they do inside."""
+"""Modules with unusual inputs, outputs or contents."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 
 def train(model, call, *, steps=4):
-    """Losses of `call(number)`, each minimised once."""
+    """Take optimizer steps, each for the loss `call(number)`; return losses, model and optimizer."""
     optimizer = adamw(model.parameters())
     losses = []
     for number in range(steps):
@@ -28,7 +28,7 @@ def layers(count=3, width=6):
 
 @dataclasses.dataclass
 class Output:
-    """What a model returns."""
+    """The output of a model, as a dataclass."""
 
     hidden: torch.Tensor
     all_hidden: list[torch.Tensor]
@@ -37,7 +37,7 @@ class Output:
 
 
 class Nested(nn.Module):
-    """Returns a dataclass with nested contents."""
+    """A model that returns a dataclass with nested contents."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ def test_outputs_in_dataclasses_and_containers(plan, used, tmp_path):
 
 
 class Flexible(nn.Module):
-    """Takes what it is given: keywords, lists, `None`, a flag."""
+    """A model that takes keywords, lists, `None` and a flag."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ def test_arguments_of_every_kind(plan, tmp_path):
 
 
 class Checkpointed(nn.Module):
-    """Runs its layers again in backward, in one of torch's ways."""
+    """A model that recomputes its layers in backward, with one of torch's checkpoint modes."""
 
     def __init__(self, way):
         super().__init__()
@@ -158,7 +158,7 @@ def test_checkpointing_of_transformers(plan, tmp_path):
 
 
 class Tied(nn.Module):
-    """One table at both ends, one layer used twice."""
+    """A model with a tied embedding and head, and a layer that is used twice."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ def test_tied_weights(plan, tmp_path):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, a normalization with statistics, and a state that the loop carries."""
+    """A model with a recurrent layer, a normalization with statistics, and a state that the loop carries."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ def test_a_state_is_carried_from_step_to_step(plan, tmp_path):
 
 @extreme_plans
 def test_losses_over_several_calls_in_time(plan, tmp_path):
-    """Backpropagation through time: the state of one call enters the next, then one backward."""
+    """Backpropagation through time: each call takes the state of the call before; then comes one backward."""
 
     def script(place):
         model = place.compile(Recurrent())
@@ -238,7 +238,7 @@ def test_losses_over_several_calls_in_time(plan, tmp_path):
 
 
 class Normalized(nn.Module):
-    """Weights that are computed from others, by both generations of torch's parametrizations."""
+    """A model whose weights are computed from others, by torch's old and new parametrizations."""
 
     def __init__(self):
         super().__init__()
@@ -261,7 +261,7 @@ def test_parametrized_weights(plan, tmp_path):
 
 @extreme_plans
 def test_weights_given_to_functional_call(plan, tmp_path):
-    """A step of a learner within the step of another: the model runs with other weights than its own."""
+    """In an inner step of meta-learning the model runs with weights that are not its parameters."""
 
     def script(place):
         model = place.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
@@ -292,7 +292,7 @@ def test_the_model_is_part_of_a_larger_one(plan, tmp_path):
 
 @some_plan
 def test_two_models_share_a_part(plan, tmp_path):
-    """A part of a streamed model is used by a plain one too."""
+    """A plain model uses a module of a streamed model."""
 
     def script(place):
         trunk = place.compile(Nested())

@@ -16,7 +16,7 @@ plans = pytest.mark.parametrize("plan", ["memory", "slabs", "disk"])
 
 
 def shown(state):
-    """Return copies of what the state of one parameter holds."""
+    """Return a copy of the state of one parameter."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
     }
@@ -93,7 +93,7 @@ def zero(model, optimizer):
 
 
 def zero_rows(model, optimizer):
-    """Dormant neurons are recycled so."""
+    """Set rows of the state to zero, as the recycling of dormant neurons does."""
     own = optimizer.state[model[1][0].weight]
     own["exp_avg"][:2] = 0
     own["exp_avg_sq"].data[torch.tensor([True, False] * 3)] = 0.5
@@ -271,7 +271,7 @@ def test_moment_of_another_shape_is_refused(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.NAdam])
 def test_numbers_of_a_loaded_state_get_the_dtype_of_their_parameter(kind, dtype, tmp_path):
-    """As torch does it, except for `step`."""
+    """torch converts the loaded state in the same way, except for `step`."""
 
     def script(place):
         torch.manual_seed(0)
@@ -289,7 +289,7 @@ def test_numbers_of_a_loaded_state_get_the_dtype_of_their_parameter(kind, dtype,
 
 
 class Scaled(nn.Module):
-    """Has a parameter without dimensions."""
+    """A model with a parameter of zero dimensions."""
 
     def __init__(self):
         super().__init__()
@@ -333,7 +333,7 @@ def test_state_of_a_parameter_without_dimensions_is_stored_and_loaded(kind, plan
 @plans
 @pytest.mark.parametrize("back", [False, True])
 def test_state_that_an_optimizer_makes_at_once_is_kept_for_frozen_parameters(back, plan, tmp_path):
-    """Adagrad makes the state of each parameter in its constructor."""
+    """Adagrad creates the state of each parameter in its constructor."""
 
     def script(place):
         torch.manual_seed(0)

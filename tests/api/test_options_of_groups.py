@@ -35,7 +35,7 @@ def one_step(model, optimizer, number):
 
 
 def groups(model, **options):
-    """Return two groups: the weight in the middle with these options, and the other parameters."""
+    """Return two groups: the middle weight with these options, and the other parameters."""
     return [
         {"params": [*model[0].parameters(), *model[2].parameters()]},
         {"params": model[1].parameters(), **options},
@@ -43,7 +43,7 @@ def groups(model, **options):
 
 
 def copied(state):
-    """Return the state as from a file: torch shares the step counts of a state that it loads."""
+    """Return a deep copy of the state, through a file: torch shares the step counts that it loads."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -230,7 +230,7 @@ def test_option_that_plain_pytorch_cannot_change_is_refused(kind, option, missin
 
 
 class LateSum(torch.optim.Optimizer):
-    """Keeps the sum of gradients from the third step on."""
+    """An optimizer that keeps the sum of gradients from the third step on."""
 
     def __init__(self, params, lr=0.01):
         super().__init__(params, {"lr": lr})

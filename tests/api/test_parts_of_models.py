@@ -28,7 +28,7 @@ def test_traced_parts(plan, tmp_path):
 
 @odd_plans
 def test_scripted_parts_train(plan, tmp_path):
-    """torch's interpreter rounds differently after its first calls; the dry run may count as a call."""
+    """torch's interpreter rounds differently after its first calls, and the dry run may be one of them."""
     losses = []
     for where in (None, plan):
         torch.manual_seed(0)

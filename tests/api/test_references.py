@@ -1,4 +1,4 @@
-"""Tensors that were made of parameters before the first forward."""
+"""Tensors that a script made from parameters before the first forward."""
 
 import warnings
 

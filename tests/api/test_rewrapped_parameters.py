@@ -1,4 +1,4 @@
-"""Parameters that are made of the values of other tensors, and states that are assigned."""
+"""Parameters that are made from the values of other tensors, and states that are assigned."""
 
 import pytest
 import torch

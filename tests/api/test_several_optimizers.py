@@ -1,4 +1,4 @@
-"""Several optimizers over the same parameters, and tensors that a script keeps."""
+"""Several optimizers for the same parameters, and tensors that a script keeps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tensors that share the memory of a streamed parameter see and make changes as in plain PyTorch."""
+"""Tensors that share memory with a streamed parameter: changes are visible both ways, as in plain PyTorch."""
 
 import numpy
 import pytest
@@ -14,7 +14,7 @@ plans = pytest.mark.parametrize("plan", ["memory", "slabs", "disk"])
 @plans
 @pytest.mark.parametrize("take", [lambda p: p.data, lambda p: p.detach()], ids=["data", "detach"])
 def test_weights_swapped_by_data_for_an_evaluation(take, plan, tmp_path):
-    """The averages of countless repositories: `backup = p.data; p.data = shadow; …; p.data = backup`."""
+    """A common form of weight averaging: `backup = p.data; p.data = shadow; …; p.data = backup`."""
 
     def script(place):
         model = place.compile(stack())

@@ -1,4 +1,4 @@
-"""Sparse weights in a loop of one's own: the script of the documents, and both kinds of backend alike."""
+"""Sparse weights in the user's loop: the documented script equals plain PyTorch on both backends."""
 
 import functools
 
@@ -136,7 +136,7 @@ def test_dense_training_before_leaves_nothing_that_moves_masked_weights(kind):
     optimizer = cstor.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     for number, (inputs, targets) in enumerate(batches()):
         if number == 3:
-            # Nobody but the parameters holds it.
+            # Only the parameters hold a reference to the sparsity optimizer.
             cstor.sparse.StaticSparsityOptimizer(model.named_parameters(), 0.75).apply_sparsity()
         optimizer.zero_grad()
         nn.functional.nll_loss(model(inputs), targets).backward()

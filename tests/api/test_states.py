@@ -1,4 +1,4 @@
-"""States of models and optimizers: read, written, saved and loaded at any time, in the middle of training too."""  # noqa: E501
+"""States of models and optimizers are read, written, saved and loaded at any time, also during training."""
 
 import copy
 
@@ -128,7 +128,7 @@ def test_the_optimizer_state_is_loaded_before_the_first_forward(plan, tmp_path):
 
 @extreme_plans
 def test_a_step_is_seen_by_whatever_reads_next(plan, tmp_path):
-    """Right after the step, though the store applies it later."""
+    """The new values are visible right after the step, although the store applies the update later."""
 
     def script(place):
         model = place.compile(Net())
@@ -196,7 +196,7 @@ def test_vectors_of_all_parameters(plan, tmp_path):
 
 @extreme_plans
 def test_averages_kept_by_the_user(plan, tmp_path):
-    """An exponential moving average, and a swap of the weights for it while evaluating."""
+    """The loop keeps an exponential moving average and swaps it in for each evaluation."""
 
     def script(place):
         model = place.compile(Net())
@@ -221,7 +221,7 @@ def test_averages_kept_by_the_user(plan, tmp_path):
 
 @some_plan
 def test_averaged_model_of_torch(plan, tmp_path):
-    """`AveragedModel` copies the model, so it is made before the model is compiled."""
+    """`AveragedModel` copies the model, so the test makes it before the model is compiled."""
 
     def script(place):
         model = Net()

@@ -1,4 +1,4 @@
-"""Optimizers over streamed weights: every kind, several on one model, options that change."""
+"""Optimizers on streamed weights: every kind, several on one model, options that change."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_matrices_by_muon_and_the_rest_by_adamw(plan, tmp_path):
 
 @extreme_plans
 def test_two_optimizers_take_turns(plan, tmp_path):
-    """One steps in even steps, the other in odd ones; what each does not step on keeps adding up."""
+    """One steps in even steps, the other in odd ones; gradients accumulate until their optimizer steps."""
 
     def script(place):
         model = place.compile(Net())
@@ -134,7 +134,7 @@ def test_a_new_optimizer_of_the_same_kind_begins_anew(plan, tmp_path):
 
 @some_plan
 def test_kernels_that_are_not_fused(plan, tmp_path):
-    """Built with `foreach` or `fused` given, the engine takes the same path as torch."""
+    """If `foreach` or `fused` is given, the engine uses the same kernel as torch."""
 
     def script(place):
         model = place.compile(Net())

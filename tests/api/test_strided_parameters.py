@@ -1,4 +1,4 @@
-"""Parameters that are not row-major equal plain PyTorch, with the same strides everywhere."""
+"""Parameters that are not row-major have the values and strides of plain PyTorch everywhere."""
 
 import pytest
 import torch
@@ -107,7 +107,7 @@ def test_a_weight_that_is_transposed_during_training(optimize, tmp_path):
 
 
 def test_fused_kernels_keep_the_state_of_a_transposed_weight_with_its_elements():
-    """torch's fused kernels for CPUs go through memory in order, and mix up tensors of other strides."""
+    """torch's fused CPU kernels read memory in order, so tensors with different strides would be mixed up."""
 
     def adam(fused):
         return lambda params: torch.optim.Adam(params, lr=0.01, fused=fused)

@@ -1,4 +1,4 @@
-"""Models inside transforms of `torch.func` and under forward-mode derivatives."""
+"""Models inside transforms of `torch.func` and in forward-mode differentiation."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def dual_numbers(model, x):
 
 
 def derivatives(model, transform):
-    """A derivative of the model after an ordinary call, and the gradients of its square."""
+    """Return a derivative of the model after an ordinary call, and the gradients of its square."""
     x = randn(4, 3, seed=1)
     model(x)
     derivative = transform(model, x)

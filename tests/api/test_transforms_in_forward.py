@@ -1,4 +1,4 @@
-"""Transforms of torch.func in the forward of a streamed model are refused; torch.autograd.grad is equal."""
+"""Transforms of torch.func in a streamed forward are refused; torch.autograd.grad equals plain PyTorch."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def by_autograd(energy, x):
 
 
 class Descends(nn.Module):
-    """Takes a step down an energy."""
+    """A model whose forward takes a gradient step on an energy."""
 
     def __init__(self, gradient):
         super().__init__()
@@ -55,7 +55,7 @@ def test_a_transform_is_refused_and_the_remedy_works(options):
 
 
 class Batched(nn.Module):
-    """Applies a layer that makes a stage with `torch.func.vmap`."""
+    """A model that applies a layer, which is a stage, with `torch.func.vmap`."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hooks and forwards that store what they see: the dry run and recomputation leave no trace in it."""
+"""Hooks and forwards that store values: the dry run and recomputation leave no trace in them."""
 
 import dataclasses
 from collections import OrderedDict
@@ -19,7 +19,7 @@ calls_of_all = 0
 
 @dataclasses.dataclass
 class Features:
-    """Collects outputs, as feature extractors do."""
+    """A hook that collects outputs, as feature extractors do."""
 
     last: torch.Tensor | None = None
     means: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -58,7 +58,7 @@ def test_hooks_see_each_forward_once_and_real_values(plan, where, tmp_path):
 
 
 class Watching(nn.Module):
-    """Appends to a list that is not its own."""
+    """A module whose forward appends to a global list."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ def test_a_forward_that_appends_to_a_global_list(plan, tmp_path):
 
 
 class Found(Exception):
-    """Ends a forward as soon as a hook has what it wants."""
+    """Raised by a hook to end a forward early."""
 
 
 @plans
@@ -119,7 +119,7 @@ def test_an_error_of_the_dry_run_alone_is_raised(tmp_path):
 
 
 class Activations(OrderedDict):
-    """Makes a module of each class that is read, as the table of activations in transformers does."""
+    """A dictionary that returns an instance of a class on each read, like the activations of transformers."""
 
     def __getitem__(self, key):
         return super().__getitem__(key)()
@@ -129,7 +129,7 @@ ACTIVATIONS = Activations(gelu=nn.GELU, relu=nn.ReLU)
 
 
 class Reading(nn.Module):
-    """Reads a global table and one of its own in its forward."""
+    """A module whose forward reads a global table and its own table."""
 
     def __init__(self, layer):
         super().__init__()

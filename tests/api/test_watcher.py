@@ -1,4 +1,4 @@
-"""The structure of a model, compared with what it was."""
+"""The structure of a model is compared with an earlier one."""
 
 import types
 
@@ -22,7 +22,7 @@ def swap(net):
 
 
 def move_to_the_next_module(net):
-    """The same names and objects in the same order, in other modules."""
+    """Move entries to the next module; names, objects and their order stay."""
     net[0].bias, net[1].bias = None, net[0].bias
     del net[0]._parameters["bias"]
 

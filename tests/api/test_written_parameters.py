@@ -1,4 +1,4 @@
-"""Parameters between forwards that are initialized again, or to which something with a gradient is added."""
+"""Writes to parameters between forwards: initialization, and sums with values that require a gradient."""
 
 import pytest
 import torch

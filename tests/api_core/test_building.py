@@ -1,4 +1,4 @@
-"""A model that is built in files has the values of torch's own initialisation, and little memory."""
+"""A model that is built in files has the values of torch's initialisation and needs little memory."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from headwater.api.building import BuildInFiles
 
 
 class Odd(nn.Module):
-    """Parameters made in every way, most of them large enough for a file."""
+    """A model whose parameters are made in different ways, most of them large enough for a file."""
 
     def __init__(self):
         super().__init__()

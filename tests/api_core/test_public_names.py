@@ -1,4 +1,4 @@
-"""The public names are pinned: to change one is to change this file, and says so to reviewers."""
+"""The public names are listed here, so that a change of the public API shows in a review."""
 
 import importlib
 import inspect

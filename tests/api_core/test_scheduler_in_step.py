@@ -1,4 +1,4 @@
-"""A schedule advances once a step, whether the loop steps it or leaves that to `amp.optimizer_step`."""
+"""A schedule advances once a step, whether the loop or `amp.optimizer_step` steps it."""
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ from headwater.core.lazy import LazyTensor, pieces_of
 
 
 class Source:
-    """A tensor given in pieces of seven elements; counts how often it is read."""
+    """A tensor that is read in pieces of seven elements, with a count of the reads."""
 
     def __init__(self, values):
         self.values = values

@@ -62,7 +62,7 @@ def logits_of(model):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """What transformers saves of each kind, and what it then loads."""
+    """Return a function that saves a model with transformers and returns (folder, loaded model)."""
     made = {}
 
     def get(kind, sharded=True):
@@ -77,7 +77,7 @@ def checkpoints(tmp_path_factory):
 
 
 def contents(folder):
-    """Every JSON file and every tensor in a folder, by name."""
+    """Return every JSON file and every tensor in a folder, by name."""
     found = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
     for path in folder.glob("*.safetensors"):
         found |= safetensors.torch.load_file(path)
@@ -153,7 +153,7 @@ def test_empty_model_is_saved_without_being_filled(checkpoints, tmp_path, kind):
     [("gpt2", "GPT2Model"), ("llama", "LlamaModel"), ("bert", "BertModel"), ("t5", "T5EncoderModel")],
 )
 def test_prefix_of_the_base_model(checkpoints, tmp_path, kind, base):
-    """A checkpoint of the whole model into its base, and of the base into the whole."""
+    """A checkpoint of the whole model loads into the base model, and one of the base into the whole model."""
     folder, _ = checkpoints(kind)
     base_class = getattr(transformers, base)
     expected = dict(base_class.from_pretrained(folder).named_parameters())
@@ -228,7 +228,7 @@ def test_dtypes(checkpoints, tmp_path):
 
 
 class Net(nn.Module):
-    """Tied and frozen weights, buffers of both kinds."""
+    """A model with tied and frozen weights, and with persistent and other buffers."""
 
     def __init__(self, width=6):
         super().__init__()
@@ -282,7 +282,7 @@ def test_one_parameter_registered_in_two_modules():
 
 
 def test_lazy_state_dict(tmp_path, monkeypatch):
-    """As of a streamed model: its `state_dict` is lazy."""
+    """The `state_dict` of a streamed model is lazy."""
     values = Net().state_dict()
     lazy = {n: LazyTensor.whole(lambda v=v: v, v.shape, v.dtype) for n, v in values.items()}
     model = Net()
@@ -371,7 +371,7 @@ def test_saving_replaces_what_was_there(checkpoints, tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"tokenizer.json", "model.safetensors", "config.json", "generation_config.json"}
 
-    model = make_empty("llama")  # which is read from the folder while that is written anew
+    model = make_empty("llama")  # it is read from the folder while the folder is rewritten
     load_pretrained(model, tmp_path)
     save_pretrained(model, tmp_path, max_shard_size="20KB")
     fill_parameters(model)

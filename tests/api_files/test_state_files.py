@@ -22,7 +22,7 @@ from headwater.core.lazy import LazyTensor
 
 
 def make_training(seed):
-    """A model with a tied weight and buffers, and what trains it."""
+    """Return a model with a tied weight and buffers, its optimizer and its scheduler."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(300, 80), nn.Linear(80, 80), nn.BatchNorm1d(80), nn.Linear(80, 300))
     model[3].weight = model[0].weight
@@ -59,7 +59,7 @@ def state_of(training):
 
 
 def assert_same(actual, expected):
-    """Same values and types, except that tensors may be lazy."""
+    """Assert that values and types are the same, except that tensors may be lazy."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(actual, torch.Tensor)
         assert actual.dtype == expected.dtype
@@ -263,7 +263,7 @@ def read_all(path):
 
 @given(data=st.data())
 def test_no_flipped_bit_goes_unnoticed(saved, tmp_path_factory, data):
-    """A flip may leave what the file says as it is (a space in the header), but never change it silently."""
+    """A flip may leave the contents as they are (a space in the header), but never change them silently."""
     content = bytearray(saved.read_bytes())
     header = int.from_bytes(content[:8], "little")
     at = data.draw(st.integers(0, header + 100) | st.integers(0, len(content) - 1))

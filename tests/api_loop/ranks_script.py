@@ -1,4 +1,4 @@
-"""A script whose loop does what loops do, on so many ranks: ranks_script.py NUM_CSX FOLDER [OPTIONS]."""
+"""A script with a typical training loop on several ranks: ranks_script.py NUM_CSX FOLDER [OPTIONS]."""
 
 import json
 import sys
@@ -25,14 +25,14 @@ def make_data():
 
 
 class Seen:
-    """What closures and the loop have seen."""
+    """The values that closures and the loop have seen."""
 
     def __init__(self):
         self.closures, self.norms, self.accumulated = [], [], []
 
 
 def train(backend, folder):
-    """Train; gives what was seen, of several ranks on the first."""
+    """Train; return the values that were seen (with several ranks, on the first one)."""
     seen, model = Seen(), hw.compile(make_model(), backend)
     params = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

@@ -1,4 +1,4 @@
-"""Scripts on several hosts for tests: network namespaces, one rank on each."""
+"""Run scripts on several hosts, which are network namespaces with one rank each."""
 
 import os
 
@@ -9,7 +9,7 @@ PATIENCE_S = 500
 
 
 def run_on_hosts(script, arguments, folder, count=2):
-    """Run a script with Python, as a rank on each of so many hosts; gives exit codes and what was printed."""
+    """Run a script as one rank on each of several hosts; return the exit codes and the printed text."""
     with Hosts(count) as hosts:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         words = [str(each) for each in arguments]

@@ -163,7 +163,7 @@ def test_overflows_up_to_the_tolerance_change_nothing():
     for applied in [True, True, True, False, False, False]:
         scale = scale.after(applied=applied)
         values.append(scale.value)
-    # 1 of 4 steps is tolerated, 2 of 5 are not; then the count begins anew: 1 of 1 is not.
+    # 1 of 4 steps is tolerated, 2 of 5 are not; then the count starts again: 1 of 1 is not tolerated.
     assert values == [1024, 1024, 1024, 1024, 512, 256]
 
 

@@ -1,4 +1,4 @@
-"""The queue of closures: in order, once, not before the values are there, and never too long."""
+"""The queue of closures runs each once, in order, not before its values have arrived, and stays short."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from headwater.api.closures import Call, ClosureQueue, host_call
 
 
 class FakeEvent:
-    """The event of a copy: complete when the test says so, or when somebody waits for it."""
+    """The event of a copy, which is complete when the test sets it or when a caller waits for it."""
 
     def __init__(self, complete=False) -> None:
         self.complete = complete

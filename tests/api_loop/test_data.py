@@ -1,4 +1,4 @@
-"""Loaders and the executor: the right batches, and closures at the right steps."""
+"""Loaders and the executor return the right batches and run closures at the right steps."""
 
 import warnings
 from collections import UserDict

@@ -1,4 +1,4 @@
-"""Who reads which share of the data."""
+"""The task number of each rank, by which ranks divide the data."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Scripts written against the torch-mirroring API run with another import line, and equal plain PyTorch."""
+"""Scripts for the cstorch API run with only the import line changed, and equal plain PyTorch."""
 
 import functools
 
@@ -140,7 +140,7 @@ def test_the_full_script_with_its_checkpoints(kind, tmp_path):
 
 
 def resumed_loss():
-    """The loss on the first batch with the weights of six plain steps."""
+    """Return the loss on the first batch with the weights after six steps of plain PyTorch."""
     _, weights = plain_losses(FUSED_ADAMW, 6, max_norm=1.0)
     model = make_model()
     model.load_state_dict(weights)

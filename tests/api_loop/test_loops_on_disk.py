@@ -1,4 +1,4 @@
-"""Loops of one's own on several ranks with the disk tier: the bits of the memory tier, whatever they do."""
+"""User loops on several ranks with the disk tier compute the same bits as with the memory tier."""
 
 import functools
 
@@ -19,7 +19,7 @@ STEPS, BATCH, WIDTH = 4, 12, 8
 
 
 class Model(nn.Module):
-    """Blocks that share slabs, a buffer, and a weight that is used twice."""
+    """A model of blocks that share slabs, a buffer, and a weight that is used twice."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 class Loop:
-    """A model in training, and what was seen of it."""
+    """A model in training, and the values that the loop has seen."""
 
     def __init__(self, folder, *, precision=None, **options):
         self.folder, self.precision = folder, precision
@@ -72,7 +72,7 @@ class Loop:
 
 
 def looks_and_changes(loop):
-    """Weights and gradients are read, changed and clipped between and within steps."""
+    """Read, change and clip weights and gradients between and within steps."""
     optimizer = loop.adamw()
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -89,7 +89,7 @@ def looks_and_changes(loop):
 
 
 def fails(loop):
-    """Steps that fail at each place are undone, but for what a forward has used."""
+    """Run steps that fail at different places; they are undone, except updates that a forward has used."""
     optimizer = loop.adamw()
 
     @hw.trace
@@ -113,7 +113,7 @@ def fails(loop):
 
 
 def two_optimizers(loop):
-    """One half of the model each, in stages that they share; one half rests for a while."""
+    """Train each half of the model with its optimizer, in shared stages; one half is frozen for a step."""
     weights = [param for name, param in loop.params.items() if name.endswith("weight")]
     biases = [param for name, param in loop.params.items() if name.endswith("bias")]
     first, second = loop.adamw(weights, weight_decay=0.1), torch.optim.SGD(biases, lr=0.1, momentum=0.9)
@@ -136,7 +136,7 @@ def two_optimizers(loop):
 
 
 def plans_anew(loop):
-    """A larger batch and a parameter that thaws; state is loaded into another optimizer and another model."""
+    """Enlarge the batch, unfreeze a parameter, and load the state into the model and a new optimizer."""
     frozen = loop.params["blocks.0.0.weight"].requires_grad_(False)
     optimizer = loop.adamw()
     loop.step(optimizer, 0)
@@ -156,7 +156,7 @@ def plans_anew(loop):
 
 
 def scales(loop):
-    """A dynamic loss scale skips steps that are not finite; generation and evaluation go between."""
+    """Skip steps that are not finite with a dynamic loss scale; generate and evaluate between steps."""
     optimizer, scaler = loop.adamw(), hw.amp.GradScaler("dynamic", init_scale=16.0)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -172,7 +172,7 @@ def scales(loop):
 
 
 def accumulates(loop):
-    """Gradients of several traced steps, one of which is undone."""
+    """Accumulate gradients over several traced steps; one of these steps is undone."""
     optimizer = loop.adamw()
 
     @hw.trace
@@ -184,7 +184,7 @@ def accumulates(loop):
     @hw.trace
     def update(step):
         optimizer.step()
-        loop.loss(step + 20)  # so that the update stays
+        loop.loss(step + 20)  # a forward uses the update, so that it cannot be undone
         raise ValueError
 
     for step in range(STEPS):
@@ -207,7 +207,7 @@ ON_DISK = {
 
 
 def run(fabric, work, folder, options):
-    """What a loop sees on this rank, and the weights that it leaves."""
+    """Return the values that a loop sees on this rank, and its final weights."""
     if fabric.size > 1:
         membership._joined = fabric
     folder.mkdir(exist_ok=True)
@@ -220,7 +220,7 @@ def run(fabric, work, folder, options):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Stages of many pieces, groups and blocks."""
+    """Make pieces, groups and blocks so small that a stage has many."""
     monkeypatch.setattr("headwater.store.layout.PIECE_ELEMENTS", 60)
     monkeypatch.setattr("headwater.store.layout.GROUP_BYTES", PAGE_BYTES)
     monkeypatch.setattr("headwater.store.disk._WIRE_BLOCK_BYTES", PAGE_BYTES)
@@ -256,7 +256,7 @@ def test_loops_on_disk_give_the_bits_of_loops_in_memory(
 
 
 def fails_alone(loop, *, after_update):
-    """The second rank has an error of its own in its second step, which is undone there."""
+    """Raise an error on the second rank only, in its second step, which is undone there."""
     optimizer = loop.adamw()
 
     @hw.trace

@@ -1,4 +1,4 @@
-"""Scripts with loops of their own on several ranks: equal to plain PyTorch; what ends them is said once."""
+"""Scripts on several ranks equal plain PyTorch; an error that ends them is printed once."""
 
 import json
 import os
@@ -26,7 +26,7 @@ PATIENCE_S = 300
 
 
 def run(*command, **options):
-    """Run a script or a `-c` text with Python; gives exit code, stdout and stderr."""
+    """Run a script or a `-c` text with Python; return exit code, stdout and stderr."""
     done = subprocess.run(
         [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=PATIENCE_S, **options
     )
@@ -34,7 +34,7 @@ def run(*command, **options):
 
 
 def loop(text):
-    """A script that trains on two ranks; `text` is its step."""
+    """Return a script that trains on two ranks, with `text` as its step."""
     return f"""
 import os, signal, sys, time
 import torch
@@ -54,20 +54,20 @@ def step(x):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """What plain PyTorch gives, and the folder with its checkpoint."""
+    """Train in plain PyTorch; return the result and the folder with its checkpoint."""
     folder = tmp_path_factory.mktemp("plain")
     return ranks_script.train(hw.backend("CPU"), folder), folder
 
 
 @pytest.fixture(scope="module", params=["python", "torchrun", "hosts"])
 def train(request):
-    """Trains on two ranks, started by the script itself, by `torchrun`, or on two hosts."""
+    """Return a function that trains on two ranks: started by the script, by `torchrun`, or on two hosts."""
 
     if request.param == "hosts" and (missing := available()):
         pytest.skip(missing)
 
     def start(folder):
-        """What they print, and the folder with what they write."""
+        """Train; return the printed text and the folder with the files."""
         if request.param == "hosts":
             codes, logs = run_on_hosts(ranks_script.__file__, (2, folder), folder)
             assert codes == [0, 0], logs
@@ -83,7 +83,7 @@ def train(request):
 
 @pytest.fixture(scope="module")
 def two(train, tmp_path_factory):
-    """What two ranks print, and the folder with what they write."""
+    """Train on two ranks; return the printed text and the folder with the files."""
     return train(tmp_path_factory.mktemp("two"))
 
 

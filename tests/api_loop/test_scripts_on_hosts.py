@@ -1,4 +1,4 @@
-"""Scripts on two hosts: what is refused, what ends them, weights that differ, and the documents' own."""
+"""Scripts on two hosts: refused options, failures, different initial weights, and the documented script."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ for number, x in enumerate(hw.utils.data.DataExecutor([torch.ones(6, 4)] * 5)):
 
 
 def run(folder, before="", within="", seed="0", num_csx=2, end=""):
-    """Run a script on two hosts; gives exit codes and what was printed."""
+    """Run a script on two hosts; return the exit codes and the printed text."""
     script = folder / "train.py"
     script.write_text(START.format(before=before, within=within, seed=seed, num_csx=num_csx) + end)
     return run_on_hosts(script, (), folder)

@@ -1,4 +1,4 @@
-"""The older spellings: sessions, and the experimental module."""
+"""The older API: sessions and the experimental module."""
 
 import pytest
 import torch

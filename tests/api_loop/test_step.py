@@ -1,4 +1,4 @@
-"""The decorators of a training loop: what a step gives back, and when closures run."""
+"""The decorators of a training loop: the result of a step, and when closures run."""
 
 import gc
 import subprocess
@@ -22,7 +22,7 @@ from headwater.core.errors import StreamError
 
 
 class FakeLoop:
-    """A loop that says of each step what the test wants."""
+    """A loop whose kind of step the test sets."""
 
     def __init__(self, *, activation=True, checkpoint=True) -> None:
         self.at_activation_step = activation
@@ -30,7 +30,7 @@ class FakeLoop:
 
 
 class Ledger:
-    """Streamed state, as far as a step is concerned."""
+    """A participant of transactions that records its calls."""
 
     def __init__(self) -> None:
         self.events = []

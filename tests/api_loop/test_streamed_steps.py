@@ -1,4 +1,4 @@
-"""A step of a streamed model that fails leaves no trace: the loop goes on as if it had not been."""
+"""A failed step of a streamed model leaves no trace: the loop continues as if it had not run."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def batches(count):
 
 
 class Interrupted(Exception):
-    """What goes wrong in a step."""
+    """The error that a test raises in a step."""
 
 
 def make_step(model, optimizer, noted):

@@ -1,4 +1,4 @@
-"""The writer for TensorBoard: torch's own, when it is there."""
+"""The writer for TensorBoard, which is torch's writer where it is installed."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A step commits for everyone who takes part, or for nobody."""
+"""A step commits for all participants or for none of them."""
 
 import gc
 import weakref
@@ -15,7 +15,7 @@ def nobody_else(monkeypatch):
 
 
 class Account:
-    """A participant: a number that goes back when its step is aborted."""
+    """A participant whose number is restored when its step is aborted."""
 
     def __init__(self, log=None, *, fails_at=None) -> None:
         self.value = 0

@@ -1,4 +1,4 @@
-"""Models that differ between ranks end in an error on every rank."""
+"""Models that differ between ranks raise an error on every rank."""
 
 import json
 import os
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this m
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """The outcomes by name, of rank 0 and of rank 1."""
+    """Return the outcomes of rank 0 and of rank 1, by name."""
     folder = tmp_path_factory.mktemp("unlike")
     done = subprocess.run(
         [sys.executable, unlike_models_script.__file__, folder], capture_output=True, text=True, timeout=300

@@ -1,4 +1,4 @@
-"""Traced values: tensors in arithmetic, for closures to read, and a word to whoever reads them elsewhere."""
+"""Traced values act as tensors in arithmetic; reading one outside of a closure warns."""
 
 import copy
 import dataclasses

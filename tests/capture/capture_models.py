@@ -1,4 +1,4 @@
-"""Models whose forward does what a graph can hold in part, or not at all."""
+"""Models whose forward a graph can capture only in part, or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ F = nn.functional
 
 
 class Layer(nn.Module):
-    """One linear layer and a buffer; the forward is a subclass's."""
+    """One linear layer and a buffer; subclasses define the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class TakesPair(Layer):
 
 
 class Odd(nn.Module):
-    """One of each, some of them equal, and a weight that is read where it does not belong."""
+    """A model of all these layers, some of them equal, and of a weight that another module reads."""
 
     def __init__(self) -> None:
         super().__init__()

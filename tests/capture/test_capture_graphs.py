@@ -1,4 +1,4 @@
-"""Captured graphs compute what the modules compute; what they cannot hold is told with its line."""
+"""Captured graphs compute what the modules compute; operations that they cannot hold are reported."""
 
 import inspect
 import io
@@ -45,7 +45,7 @@ class Stack(nn.Module):
 
 
 def line_of(kind, text):
-    """Number of the line of `kind` that holds `text`."""
+    """Return the number of the line of `kind` that contains `text`."""
     lines, start = inspect.getsourcelines(kind)
     return start + next(index for index, line in enumerate(lines) if text in line)
 

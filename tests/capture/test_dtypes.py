@@ -1,4 +1,4 @@
-"""Dtypes that the dry run refuses are those that torch refuses when it computes, and no others."""
+"""The dry run refuses exactly the dtypes that torch refuses when it computes."""
 
 import itertools
 

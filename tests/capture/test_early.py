@@ -1,4 +1,4 @@
-"""`compile_only` writes what there is to know; `validate_only` says what does not go together, and where."""
+"""`compile_only` writes the plan, operators and graphs; `validate_only` reports errors with their place."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""Commands that compile or validate in place of training, and training of what no graph holds."""
+"""Commands that compile or validate instead of training, and training of models that no graph can hold."""
 
 import copy
 

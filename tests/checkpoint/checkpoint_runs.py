@@ -1,4 +1,4 @@
-"""Small stores that train on made-up gradients, and what is in them."""
+"""Small stores that train on made-up gradients, and functions that read their contents."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_store(
     stages: Sequence[Sequence[str]] = STAGES,
     shapes: dict[str, tuple[int, ...]] = SHAPES,
 ) -> WeightStore:
-    """A store in memory, or on disk in `folder`, with values that depend on the names alone."""
+    """Return a store in memory, or on disk in `folder`, with values that depend only on the names."""
     specs = [
         StageSpec(index, f"stage{index}", tuple(_spec(name, shapes[name], wire) for name in names))
         for index, names in enumerate(stages)
@@ -87,7 +87,7 @@ def _random(key: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def train(store: WeightStore, step: int, *, used: Iterable[int] | None = None) -> None:
-    """Fetch the stages `used` (all) and give them gradients that depend on step and name; commit."""
+    """Fetch the stages `used` (default: all), add gradients that depend on step and name, and commit."""
     stages = [store.stages[index] for index in used] if used is not None else store.stages
     store.begin_step()
     for stage in stages:
@@ -102,12 +102,12 @@ def train(store: WeightStore, step: int, *, used: Iterable[int] | None = None) -
 
 
 def fetch_stage(store: WeightStore, stage: int) -> None:
-    """What the executor does before it uses a stage."""
+    """Fetch a stage, as the executor does before it uses the stage."""
     store.fetch(stage, aligned_empty(store.tier.layouts[stage].wire_bytes))
 
 
 def contents(store: WeightStore) -> dict[str, torch.Tensor | dict[str, object] | None]:
-    """Masters, optimizer state tensors and scalars, by name; state that was never written is left out."""
+    """Return masters, optimizer state tensors and scalars by name, without state that was never written."""
     found: dict[str, torch.Tensor | dict[str, object] | None] = {}
     for stage in store.stages:
         runs: dict[str, list[torch.Tensor]] = {}
@@ -126,7 +126,7 @@ def contents(store: WeightStore) -> dict[str, torch.Tensor | dict[str, object] |
 
 
 def assert_same(left: WeightStore, right: WeightStore) -> None:
-    """Both stores hold the same bits."""
+    """Assert that both stores hold the same bits."""
     ours, theirs = contents(left), contents(right)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():

@@ -1,6 +1,6 @@
-"""Training runs that kill themselves at a file operation, and resume in another process.
+"""Run trainings that kill themselves at a file operation and resume in another process.
 
-Called with a folder and a tier; prints what became of each run as JSON. Runs are forks of this process, which
+Called with a folder and a tier; prints the outcome of each run as JSON. Runs are forks of this process, which
 has imported everything and started no thread.
 """
 
@@ -49,7 +49,7 @@ def batch_of(step: int) -> torch.Tensor:
 
 
 def train(model_dir: Path, model: nn.Module, plan: Plan) -> None:
-    """From the last checkpoint to the last step, with a checkpoint and a line of history after each."""
+    """Train from the last checkpoint to the last step; write a checkpoint and history after each step."""
     history = History(model_dir / "history.jsonl")
     checkpoints = CheckpointManager(model_dir, keep_n=2)
     optimizer = OptimizerSpec("AdamW", {"lr": 0.1})
@@ -71,7 +71,7 @@ def train(model_dir: Path, model: nn.Module, plan: Plan) -> None:
 
 
 def count_operations(kill_at: int | str | None) -> Callable[[], int]:
-    """Count the file operations of this process; kill it before number `kill_at`, or the first so named."""
+    """Count the file operations of this process; kill it before the operation with this number or name."""
     counted = 0
 
     def counting(operation: Callable[..., object]) -> Callable[..., object]:
@@ -92,7 +92,7 @@ def count_operations(kill_at: int | str | None) -> Callable[[], int]:
 
 
 def fork(model_dir: Path, tier: str, trace: Trace, kill_at: int | str | None = None) -> int:
-    """Run `train` in a process of its own; gives its exit status."""
+    """Run `train` in a forked process; return its exit status."""
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint is said, with the file and the name, and nothing is lost."""
+"""Errors in a checkpoint are reported with file and tensor name, and no earlier checkpoint is lost."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, descri
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """A complete checkpoint; tests damage copies of it."""
+    """Write a complete checkpoint; tests damage copies of it."""
     model_dir = tmp_path_factory.mktemp("run")
     store = make_store()
     train(store, 0)
@@ -177,7 +177,7 @@ def test_buffers_must_match(checkpoint):
 
 
 def test_manifest_names_only_its_own_files(checkpoint):
-    """A manifest from elsewhere cannot make the reader open a file outside of the checkpoint."""
+    """A forged manifest cannot make the reader open a file outside of the checkpoint."""
     path = checkpoint / "manifest.json"
     document = json.loads(path.read_text())
     document["content"]["files"]["../x.safetensors"] = {"num_bytes": 0, "chunks": []}
@@ -230,7 +230,7 @@ def test_foreign_folders(tmp_path):
 
 @contextlib.contextmanager
 def largest_file(num_bytes: int):
-    """No file may grow beyond `num_bytes`; to the writer it looks like a full disk."""
+    """Limit the size of every file to `num_bytes`, which the writer sees as a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -299,7 +299,7 @@ def test_leftovers_are_cleared_away(checkpoint):
 
 
 def test_kill_while_one_checkpoint_replaces_another(checkpoint):
-    """Between the two renames there is no folder of that name: the older one gets it back."""
+    """Between the two renames no folder has the name of the checkpoint; the older one is renamed back."""
     model_dir = checkpoint.parent
     Path(shutil.copytree(checkpoint, model_dir / "checkpoint_1.partial"))
     checkpoint.rename(model_dir / "checkpoint_1.replaced")

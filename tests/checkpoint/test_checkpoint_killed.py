@@ -1,4 +1,4 @@
-"""A run that is killed at any instant goes on from its last complete checkpoint to the same bits."""
+"""A run that is killed at any instant resumes from its last complete checkpoint to the same bits."""
 
 import json
 import os

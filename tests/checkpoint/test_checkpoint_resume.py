@@ -1,4 +1,4 @@
-"""What is loaded from a checkpoint is, bit for bit, what was saved, whatever the plan."""
+"""A checkpoint loads bit for bit as it was saved, with every plan."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A snapshot taken while training goes on equals one taken while everything stands still."""
+"""A snapshot taken during training equals one taken while training is paused."""
 
 import itertools
 import threading
@@ -31,7 +31,7 @@ def trained(folder: Path | None, steps: int, **options):
 
 
 def assert_is_step(path: Path, steps: int, **options) -> None:
-    """The checkpoint equals a store that stopped after `steps` steps."""
+    """Assert that the checkpoint equals a store that stopped after `steps` steps."""
     loaded, reference = make_store(**options), trained(None, steps, **options)
     SavedCheckpoint(path).restore(loaded)
     assert_same(loaded, reference)
@@ -40,7 +40,7 @@ def assert_is_step(path: Path, steps: int, **options) -> None:
 @pytest.mark.parametrize("saved_before", range(NUM_STAGES + 1))
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_training_overtakes_the_snapshot(tmp_path, tier, saved_before):
-    """Some stages are saved, then training goes two steps on, then the rest is saved."""
+    """Some stages are saved, then training takes two steps, then the other stages are saved."""
     options = {"wire": torch.bfloat16, "optimizer": MOMENTUM}
     store = trained(tmp_path / "tier" if tier == "disk" else None, 2, **options)
     snapshot = Snapshot(store, tmp_path / "c", 2)
@@ -57,7 +57,7 @@ def test_training_overtakes_the_snapshot(tmp_path, tier, saved_before):
 @pytest.mark.parametrize("used", [(0, 1, 2, 3), (1, 3), (2,), ()])
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3), (2,), ()])
 def test_pending_updates_of_both_ages(tmp_path, used, order):
-    """The next step uses some stages: their update is later than the snapshot, that of the others is not."""
+    """The next step updates some stages after the snapshot; the pending update of the others is older."""
     store, reference = trained(None, 2), trained(None, 2)
     snapshot = Snapshot(store, tmp_path / "c", 2)
     for run in (store, reference):
@@ -69,7 +69,7 @@ def test_pending_updates_of_both_ages(tmp_path, used, order):
 
 
 def test_a_weight_that_is_replaced_meanwhile_is_saved_as_it_was(tmp_path):
-    """As a mask or a moving average replaces it, between two updates."""
+    """A mask or a moving average replaces weights between two updates in this way."""
     store = trained(None, 2)
     snapshot = Snapshot(store, tmp_path / "c", 2)
     store.parameters.write_param((1, 0), torch.zeros(store.stages[1].params[0].shape))
@@ -79,7 +79,7 @@ def test_a_weight_that_is_replaced_meanwhile_is_saved_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_threads(tmp_path, tier):
-    """A save at every step, in the background of the next ones."""
+    """Each step is saved in the background while the next steps run."""
     store = make_store(tmp_path / "tier" if tier == "disk" else None, wire=torch.bfloat16)
     manager = CheckpointManager(tmp_path)
     paths = []
@@ -94,7 +94,7 @@ def test_threads(tmp_path, tier):
 
 @pytest.mark.parametrize("pieces_read", [0, 1])
 def test_update_waits_for_the_stage_being_saved(tmp_path, monkeypatch, pieces_read):
-    """A stage that one thread begins to save is not saved or changed by another."""
+    """A stage that one thread is saving is not saved or changed by another."""
     store = trained(None, 1)
     train(store, 1)  # an update of the snapshot's own step is pending
     snapshot = Snapshot(store, tmp_path / "c", 2)
@@ -182,7 +182,7 @@ def batch(step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("slabs", [2, 99])
 def test_weights_on_the_device_follow_updates_by_the_snapshot(tmp_path, slabs):
-    """The snapshot applies updates before the executor asks for them: no slab may keep older weights."""
+    """The snapshot applies updates before the executor needs them, so no slab may keep older weights."""
 
     def losses(folder: Path | None) -> list[float]:
         found = []

@@ -1,4 +1,4 @@
-"""A commit that is undone leaves an earlier one of the same stage to be applied."""
+"""When a commit is undone, an earlier commit of the same stage is still applied."""
 
 import torch
 from checkpoint_runs import assert_same, fetch_stage, make_store
@@ -9,7 +9,7 @@ UPDATE = Update(1, {"lr": 0.1})
 
 
 def committed(store, *, undo_second):
-    """A store in which one parameter of stage 0 was updated, and maybe the other one, which is undone."""
+    """Commit an update of stage 0 and, if asked to, commit and undo a second one; return the store."""
     store.begin_step()
     fetch_stage(store, 0)
     for index, spec in enumerate(store.stages[0].params):

@@ -1,4 +1,4 @@
-"""Models for the tests of comparisons."""
+"""Models for the tests of `headwater conform`."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def with_loss_and_optimizer():
 
 
 class KnowsItIsStreamed(nn.Linear):
-    """Computes something else when it is streamed."""
+    """A model that computes a different result when it is streamed."""
 
     def forward(self, x):
         return super().forward(x) + 0.5 * hasattr(self, "_headwater")
@@ -34,7 +34,7 @@ def different():
 
 
 class Transforms(nn.Linear):
-    """Uses a transform of torch.func in its forward, which is refused."""
+    """A model with a transform of torch.func in its forward, which is refused."""
 
     def forward(self, x):
         return super().forward(x) + torch.func.grad(lambda v: v.tanh().sum())(x)
@@ -49,7 +49,7 @@ def unsteady():
 
 
 class Breaks(nn.Linear):
-    """Raises a foreign error when it is streamed."""
+    """A model that raises an error of another library when it is streamed."""
 
     def forward(self, x):
         if hasattr(self, "_headwater"):

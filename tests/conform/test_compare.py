@@ -1,4 +1,4 @@
-"""Comparison of a model with plain PyTorch: verdicts, messages and the certificate."""
+"""The comparison of a model with plain PyTorch: verdicts, messages and the certificate."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ SUBJECTS = Path(__file__).with_name("subjects.py")
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Children are calls: what they compute is the same."""
+    """Replace child processes by calls in this process, which compute the same."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""Random models: programs, shrinking, and the processes of a campaign."""
+"""Random models: their programs, shrinking, and the processes of a campaign."""
 
 import json
 import os

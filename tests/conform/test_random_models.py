@@ -21,7 +21,7 @@ SMALL = (1, 1)
 
 @pytest.fixture(autouse=True)
 def same_conditions(monkeypatch):
-    """One thread, and rates of the machine that are looked up once."""
+    """Use one thread, and look up the rates of the machine once."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rates = calibrate("cpu")

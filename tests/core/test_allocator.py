@@ -1,4 +1,4 @@
-"""What malloc does with large blocks that are freed."""
+"""malloc returns large freed blocks to the system."""
 
 import os
 import subprocess

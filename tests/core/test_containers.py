@@ -1,4 +1,4 @@
-"""Containers get their items back, also those of classes with methods of their own."""
+"""Containers get their items back, also those of classes that override methods."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 
@@ -8,14 +8,14 @@ from headwater.core.containers import items_of, restore
 
 
 class MakesItems(OrderedDict):
-    """Makes an object of each class that is read, as the table of activations in transformers does."""
+    """A dictionary that returns an object of a class on each read, like the activations of transformers."""
 
     def __getitem__(self, key):
         return super().__getitem__(key)()
 
 
 class ReadOnly(dict):
-    """Refuses every write."""
+    """A container that refuses every write."""
 
     def __setitem__(self, key, value):
         raise TypeError("read only")

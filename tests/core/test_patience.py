@@ -1,4 +1,4 @@
-"""Long work is named on stderr, short work is not."""
+"""Long work is announced on stderr, short work is not."""
 
 import time
 

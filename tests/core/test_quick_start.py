@@ -1,4 +1,4 @@
-"""Processes that tests start by a fork are like those of a new interpreter."""
+"""Processes that tests start by a fork behave like those of a new interpreter."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Modules that another user has planted in the working folder are not imported."""
+"""Modules that another user has put into the working folder are not imported."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Safetensors files written and read in any runs, against the safetensors library."""
+"""Safetensors files are written and read in arbitrary runs, and compared with the safetensors library."""
 
 import math
 
@@ -25,7 +25,7 @@ LAYOUT = {name: (value.dtype, tuple(value.shape)) for name, value in TENSORS.ite
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A file in small chunks, and its checksums."""
+    """Write a file in small chunks; return it and its checksums."""
     path = tmp_path_factory.mktemp("file") / "x.safetensors"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "CHUNK_BYTES", 24)
@@ -59,7 +59,7 @@ def test_files_of_the_library_are_read(tmp_path):
 
 @given(data=st.data())
 def test_any_runs(written, data):
-    """Runs that begin and end anywhere in a chunk, one after the other from the same reader."""
+    """Runs begin and end anywhere in a chunk, and the same reader reads them one after the other."""
     file = TensorFile(*written)
     for _ in range(4):
         name = data.draw(st.sampled_from(sorted(TENSORS)))

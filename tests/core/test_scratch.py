@@ -1,4 +1,4 @@
-"""Files in a folder that other users share: links that they have planted there lead nowhere."""
+"""Files in a folder that other users share: symbolic links of other users are not followed."""
 
 import errno
 import multiprocessing
@@ -39,7 +39,7 @@ def as_mallory(act, *arguments):
 
 @pytest.fixture
 def shared():
-    """A folder in which everybody may write. Other users cannot reach `tmp_path`."""
+    """Return a folder in which every user may write; other users cannot reach `tmp_path`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o1777)
@@ -48,7 +48,7 @@ def shared():
 
 @pytest.fixture(params=["without a name", "with a name for a moment"])
 def file_system(request, monkeypatch):
-    """One that knows files without names, and one that does not."""
+    """Run with a file system that supports files without names, and with one that does not."""
     if request.param == "without a name":
         return
     real = os.open

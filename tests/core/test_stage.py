@@ -1,4 +1,4 @@
-"""Where parameters lie in a slab."""
+"""The layout of parameters in a slab."""
 
 import hypothesis.strategies as st
 import pytest

@@ -1,4 +1,4 @@
-"""A session of tests leaves nothing behind."""
+"""A test session leaves no files behind."""
 
 import os
 import subprocess

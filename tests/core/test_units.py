@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Sizes in the form in which people write and read them."""
 
 import hypothesis.strategies as st
 import pytest

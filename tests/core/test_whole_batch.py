@@ -1,4 +1,4 @@
-"""What ranks ask of a batch of which each computes a part: sums, and rows with the gradient of the whole."""
+"""Sums and rows over the whole batch when each rank computes a part of it, and their gradients."""
 
 import torch
 from torch.testing import assert_close
@@ -11,7 +11,7 @@ BATCH = torch.arange(24.0).view(6, 4).sin()
 
 
 def spread(x):
-    """A loss that is no mean over samples."""
+    """Return a loss that is not a mean over samples."""
     return torch.pdist(x).log().mean() + x.std(0).square().sum()
 
 

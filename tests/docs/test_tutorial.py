@@ -53,7 +53,7 @@ def test_the_script_of_the_readme(tmp_path):
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives the titles of a page."""
+    """Return the anchors that GitHub makes of the titles of a page."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""What the ranks of a host say when another host does not answer: who is missing."""
+"""The error of a host's ranks when another host does not answer names the missing ranks."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ TIMEOUT_S = 3.0
 
 
 def test_a_timeout_names_the_host_that_is_missing():
-    """The ranks of the first host wait already when their leader asks the other host, which says nothing."""
+    """The ranks of the first host already wait when their leader asks the silent host."""
     missed = multiprocessing.get_context("fork").Event()
 
     def wait(fabric):
@@ -48,7 +48,7 @@ def test_a_timeout_names_the_host_that_is_missing():
 
 
 def test_values_of_all_ranks_are_waited_for_as_long_as_anything():
-    """A rank that does not come is missed after the run's timeout, not after that of the first meeting."""
+    """A missing rank is reported after the timeout of the run, not after that of the rendezvous."""
     missed = multiprocessing.get_context("fork").Event()
 
     def ask(fabric):
@@ -66,7 +66,7 @@ def test_values_of_all_ranks_are_waited_for_as_long_as_anything():
 
 
 def test_waiting_for_a_stopped_rank_reports_that_it_is_stopped():
-    """A process that SIGSTOP has stopped does not answer, and is not gone either."""
+    """A process that SIGSTOP has stopped does not answer, although it has not ended."""
 
     def wait(fabric):
         if fabric.rank == 1:

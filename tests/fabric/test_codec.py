@@ -1,4 +1,4 @@
-"""Messages between ranks: what comes back, and that nothing else does, whatever the bytes are."""
+"""Messages between ranks: values survive a round trip, and arbitrary bytes can only be refused."""
 
 import dataclasses
 import json

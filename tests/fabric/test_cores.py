@@ -1,4 +1,4 @@
-"""Which cores are a rank's on a machine of several NUMA nodes."""
+"""The cores of a rank on a machine with several NUMA nodes."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from headwater.fabric.cores import cores_of_ranks
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Makes a machine of these nodes, of which this process may use some cores."""
+    """Return a function that makes a machine of NUMA nodes on which this process may use `allowed` cores."""
 
     def make(*nodes, allowed=range(1024)):
         monkeypatch.setattr("headwater.fabric.cores._NODES", tmp_path)

@@ -1,4 +1,4 @@
-"""The launcher of ranks: what is started again and what is not, and who is a rank."""
+"""The launcher of ranks: when ranks are started again, and which processes are ranks."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ TWO = Placement(1, 1)
 
 
 def counted(tmp_path, rank, ending):
-    """A program whose rank of that number ends so the first time; it writes a line each time it starts."""
+    """Return a program whose rank `rank` runs `ending` at its first start; a file counts the starts."""
     return f"""
 import os, pathlib, signal, time
 rank, starts = int(os.environ["RANK"]), pathlib.Path({str(tmp_path)!r}) / f"starts_{{os.environ['RANK']}}"

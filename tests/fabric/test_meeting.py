@@ -1,4 +1,4 @@
-"""What a rank says that does not find the others, while it waits and in the end."""
+"""The messages of a rank that does not find the others, while it waits and at its timeout."""
 
 import _thread
 import os
@@ -16,7 +16,7 @@ OWN = meeting.Process("here", os.getpid(), 0)
 
 @pytest.fixture
 def unused_port():
-    """A port at which nobody listens."""
+    """Return a port at which no process listens."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
@@ -24,7 +24,7 @@ def unused_port():
 
 @pytest.fixture
 def rank(monkeypatch, unused_port):
-    """Makes this process one of three ranks, none of which is anywhere."""
+    """Return a function that makes this process one of three ranks; the others do not exist."""
 
     def begin(number, **environment):
         told = {"RANK": number, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
@@ -63,7 +63,7 @@ def test_a_waiting_rank_prints_the_reason_and_times_out(rank, unused_port, capfd
 
 @pytest.fixture
 def hears_interrupts():
-    """Whoever starts the tests in the background may have had them ignored."""
+    """Handle SIGINT, which is ignored if a shell started the tests in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Which of several ranks that failed was the cause."""
+"""The choice of the cause among several failed ranks."""
 
 import signal
 

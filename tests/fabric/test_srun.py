@@ -1,4 +1,4 @@
-"""What `srun` tells its tasks. The variables are those that Slurm 22.05 sets."""
+"""Ranks from the environment of `srun` tasks. The variables are those that Slurm 22.05 sets."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Other users of the machine who would be a rank: none of what they send is run, and the ranks still meet."""
+"""Other users who pretend to be a rank: their messages are not run, and the ranks still rendezvous."""
 
 import contextlib
 import encodings.idna  # noqa: F401  another user cannot read it any more where root has Python
@@ -34,7 +34,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be sev
 
 
 class Harmful:
-    """Unpickled, it writes a file with the user's number."""
+    """An object that, when unpickled, writes a file with the user id."""
 
     def __init__(self, path):
         self.path = path
@@ -120,7 +120,7 @@ open(sys.argv[1] + os.environ["RANK"], "w").write(json.dumps([words, sorted(os.e
 
 
 def find_and_pretend(known, messages):
-    """Speaks to every socket that has appeared."""
+    """Pretend to be a rank at every new socket of this machine."""
     answers = []
     for name in set(LISTENING.findall(Path("/proc/net/unix").read_text())) - known:
 
@@ -275,7 +275,7 @@ def test_nonsense_before_the_handshake_is_refused():
 
 @pytest.fixture
 def pair():
-    """Makes two connected sockets, which do not outlive the test."""
+    """Yield a function that returns two connected sockets, which are closed after the test."""
     with contextlib.ExitStack() as opened:
         yield lambda: [opened.enter_context(each) for each in socket.socketpair()]
 

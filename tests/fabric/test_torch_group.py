@@ -1,4 +1,4 @@
-"""Collectives of `torch.distributed` among ranks: the default group, groups of some, and what is refused."""
+"""Collectives of `torch.distributed` among ranks: the default group, other groups, and refused calls."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_invalid_collectives_are_refused_without_waiting():
 
 
 def test_much_is_sent_by_all_at_once():
-    """More than the system's buffers take: nobody may wait for the others to receive first."""
+    """The data exceed the system's buffers, so no rank may wait for the others to receive first."""
 
     def swap(fabric):
         own = torch.full((5_000_000,), float(fabric.rank))

@@ -50,13 +50,13 @@ SMALL = {"layers": 6, "hidden": 768, "vocabulary": 50257, "length": 512}
 
 
 def work(shape=None, **changes):
-    """A GPT in bf16, trained with Adam."""
+    """Return the work of training a GPT in bf16 with Adam."""
     given = {"precision": Precision("bf16"), "optimizer_state_bytes": 8} | changes
     return Work(trace_for=gpt(**(shape or SMALL)), **given)
 
 
 def point(cluster, num_csx, batch_size, shape=None, **changes):
-    """A simulated step."""
+    """Return the simulation of one step."""
     return simulate_point(work(shape, **changes), place(cluster, num_csx), batch_size)
 
 

@@ -1,4 +1,4 @@
-"""Traces of models that were never built: a GPT's stages and costs by arithmetic."""
+"""Synthetic traces: the stages and costs of a GPT, computed by arithmetic without building it."""
 
 import functools
 
@@ -10,7 +10,7 @@ from headwater.plan.types import StageCost, Trace
 def gpt_trace(
     micro_batch_size=1, *, layers=4, hidden=64, vocabulary=512, length=32, precision="bf16", tied=True
 ):
-    """Embedding, `layers` blocks and a head; the embedding is used twice where it is tied."""
+    """Return a trace of an embedding, `layers` blocks and a head; a tied embedding is used twice."""
     wire = Precision(precision).wire_dtype
     tokens = micro_batch_size * length
 
@@ -52,5 +52,5 @@ def gpt_trace(
 
 
 def gpt(**shape):
-    """`trace_for` of a GPT, which remembers what it has traced."""
+    """Return the `trace_for` of a GPT, which caches its traces."""
     return functools.cache(functools.partial(gpt_trace, **shape))

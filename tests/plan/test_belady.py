@@ -1,4 +1,4 @@
-"""Belady's rule against exhaustive search, and the contract that the executor relies on."""
+"""Belady's rule against exhaustive search, and the contract on which the executor relies."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ schedules = st.lists(st.integers(0, 4), min_size=1, max_size=7)
 
 
 def fewest_fetches(sequence: tuple[int, ...], slabs: int) -> int:
-    """Fewest fetches of `sequence` from empty slabs, over every possible choice of victims."""
+    """Return the fewest fetches of `sequence` from empty slabs, over every possible choice of victims."""
 
     @cache
     def cost(index: int, resident: frozenset[int]) -> int:
@@ -80,7 +80,7 @@ def test_prefetch_does_not_evict_a_stage_that_is_used_earlier():
     assert policy.choose_victim(1, 4, [2], use_at=6) is None
     # While 2 runs backward, 3 is not needed again in this step and makes room.
     assert policy.choose_victim(1, 5, [3], use_at=6) == 3
-    # Positions go on counting in the next step.
+    # Positions continue to count in the next step.
     assert policy.choose_victim(1, 4 + 8, [2], use_at=6 + 8) is None
 
 

@@ -1,4 +1,4 @@
-"""Plans are within every budget and never slower with more memory; refusals suggest what fits."""
+"""Plans are within every budget and never slower with more memory; refusals suggest settings that fit."""
 
 import dataclasses
 from pathlib import Path
@@ -49,7 +49,7 @@ def precision_of(request):
 
 
 def with_fixed(plan):
-    """Whether a plan obeys the decisions it was given."""
+    """Return the decisions of a plan that a user can fix."""
     return (plan.tier, plan.slabs, plan.micro_batch_size, plan.gradient_tier)
 
 

@@ -1,4 +1,4 @@
-"""The calibration measures something, remembers it, and doubts it where it should."""
+"""The calibration measures the machine, caches the rates, and measures again when they are in doubt."""
 
 import dataclasses
 import json
@@ -24,13 +24,13 @@ def taken(fp32=1.0, quick_s=0.02, cpu_share=1.0):
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    """A process without measured rates; restored afterwards."""
+    """Make this a process without measured rates; restore them afterwards."""
     monkeypatch.setattr(module, "_IN_THIS_PROCESS", {})
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine whose measurements are told: change what `measurements` and `quick` hold."""
+    """Return a machine with given measurements, which tests set in `measurements` and `quick`."""
 
     class Machine:
         measurements: list[Measurement] = []  # noqa: RUF012
@@ -44,7 +44,7 @@ def machine(monkeypatch):
 
 
 def calibrate(**arguments):
-    """The rates that a new process finds."""
+    """Return the rates that a new process finds."""
     module._IN_THIS_PROCESS.clear()
     return module.calibrate(**arguments)
 

@@ -1,4 +1,4 @@
-"""Simulated steps against the planner's own prediction, and against sums done by hand."""
+"""Simulated steps against the planner's prediction, and against sums done by hand."""
 
 import dataclasses
 import math
@@ -86,7 +86,7 @@ def test_with_infinite_links_and_memory_only_computation_takes_time(cluster):
 
 
 def moved(simulated):
-    """Bytes over each resource that is a link."""
+    """Return the bytes that each link carries."""
     timeline = simulated.step.timeline
     return {
         " ".join(words): timeline.bytes_over(number)
@@ -107,7 +107,7 @@ def test_accelerators_fetch_weights_once_for_each_pass_where_few_fit_and_send_ev
     micro_batches = few.plan.num_micro_batches
     over = moved(few)
     assert micro_batches == 4
-    # Of six blocks in two slabs four are fetched anew in each pass, all of them in the first.
+    # Two slabs hold two of six blocks, so each pass fetches four again; the first pass fetches all six.
     block = few.plan.trace.stages[1].slab_bytes
     fetched = WEIGHTS + (2 * micro_batches - 1) * 4 * block
     for rank in range(4):

@@ -1,4 +1,4 @@
-"""Resources serve in order, one task at a time; networkx finds the same length of the step."""
+"""Resources serve one task at a time, in order; networkx finds the same length of the step."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ SECONDS = st.integers(0, 20).map(float)  # whole numbers: sums are exact
 
 @st.composite
 def jobs(draw):
-    """Tasks as `(kind, seconds, resources, after)`; four resources."""
+    """Draw tasks `(kind, seconds, resources, after)` on four resources."""
     count = draw(st.integers(1, 30))
     return [
         (

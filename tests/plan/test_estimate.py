@@ -1,4 +1,4 @@
-"""Estimated dry runs against made ones."""
+"""Estimated dry runs against real dry runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = DecoderConfig(
 
 
 class Traces:
-    """Dry runs of a small GPT, counted."""
+    """Counts the dry runs of a small GPT."""
 
     def __init__(self):
         self.model = build_model(CONFIG, device="meta").train()

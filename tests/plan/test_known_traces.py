@@ -1,4 +1,4 @@
-"""Runs of one program share the traces of its dry runs."""
+"""Runs of the same program share the traces of its dry runs."""
 
 import torch
 from torch import nn

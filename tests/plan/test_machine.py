@@ -1,4 +1,4 @@
-"""What is free: the machine's own memory, less where a container or a limit confines the process."""
+"""The free memory: that of the machine, or less if a container or a limit confines the process."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ UNLIMITED_V1 = 9223372036854771712
 
 @pytest.fixture
 def tree(tmp_path):
-    """Makes a file system with `/proc/self` and control groups: `tree(cgroup, mounts, files)`."""
+    """Return a function that makes `/proc/self` and control groups: `tree(cgroup, mounts, files)`."""
 
     def make(cgroup, mounts, files):
         texts = {"proc/self/cgroup": cgroup, "proc/self/mountinfo": "\n".join([ROOT_MOUNT, *mounts])} | files

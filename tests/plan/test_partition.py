@@ -1,4 +1,4 @@
-"""Which parameters make a stage."""
+"""The division of a model's parameters into stages."""
 
 import pytest
 import torch

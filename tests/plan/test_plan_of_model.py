@@ -1,4 +1,4 @@
-"""Plans from dry runs of real models: sizes that are known, and plans in seconds."""
+"""Plans from dry runs of real models have known sizes and take seconds."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Predicted bytes and seconds against sums done by hand."""
+"""Predicted bytes and seconds equal sums done by hand."""
 
 import dataclasses
 

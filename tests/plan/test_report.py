@@ -1,4 +1,4 @@
-"""A plan is shown with its stages collapsed, its memories against budgets, and as a picture."""
+"""The report of a plan: equal stages in one row, memory beside its budgets, and a drawing."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""Operators of a dry run whose values are known."""
+"""Operators that a dry run computes with real values."""
 
 import pytest
 import torch

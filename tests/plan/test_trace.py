@@ -1,4 +1,4 @@
-"""The dry run: what it finds, what it costs, and that it touches nothing."""
+"""The dry run: its findings, its cost, and that it changes nothing."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def test_flops_of_a_gpt(layers, hidden, batch):
 
 
 class Classifier(nn.Module):
-    """Its loss makes the gradient of the weight in place, a part of the rows after the other."""
+    """A model whose loss writes the gradient of the weight in place, some rows at a time."""
 
     def __init__(self, width, classes):
         super().__init__()
@@ -78,7 +78,7 @@ def test_flops_and_bytes_lie_where_they_arise():
 
 
 class SharedInside(nn.Module):
-    """A layer that has a stage of its own runs in the middle of each block."""
+    """A model in which a shared layer, which is a stage, runs in the middle of each block."""
 
     def __init__(self, shared):
         super().__init__()
@@ -116,7 +116,7 @@ def test_costs_around_a_shared_layer_are_those_of_the_block():
 
 
 def saved_bytes(model, x):
-    """What autograd really keeps of a forward, weights and input left out, each storage once."""
+    """Return the bytes that autograd keeps of a forward, without weights and input, each storage once."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
     kept = {}
 
@@ -255,7 +255,7 @@ def test_results_that_depend_on_data():
 
 
 class Images(nn.Module):
-    """Images of any size in one row of patches; their sizes decide shapes, and tokens which layer runs."""
+    """A model of images of any size in one row of patches; sizes decide shapes, tokens decide the layer."""
 
     def __init__(self):
         super().__init__()
@@ -317,7 +317,7 @@ def test_the_batch_is_not_written_to():
 
 
 class Routed(nn.Module):
-    """Sorts rows by a weight's verdict and splits them by its counts: no fake tensor knows how."""
+    """A model that sorts and splits rows by the values of a weight, which a fake tensor does not have."""
 
     def __init__(self):
         super().__init__()
@@ -351,7 +351,7 @@ def test_what_weights_decide_is_not_found_without_them():
 
 
 class Grouped(nn.Module):
-    """Rows go to the expert of their group; they are too short for a kernel in bf16."""
+    """A model that sends rows to the expert of their group; rows are too short for the bf16 kernel."""
 
     def __init__(self):
         super().__init__()
@@ -404,7 +404,7 @@ def status_kib(key):
 
 def test_175b_parameters_need_no_memory():
     trace_gpt()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status_kib("VmRSS")
     trace = trace_gpt(layers=96, hidden=12288, vocabulary=50257, batch=1, length=2048)
     assert 174e9 < sum(stage.numel for stage in trace.stages) < 176e9

@@ -1,4 +1,4 @@
-"""The thread that adds gradients: order, backlog and errors."""
+"""The thread that adds gradients to sums: order, backlog and errors."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The exchange of sums between hosts: runs are divided into parts, and sums have one order of additions."""
+"""The exchange of sums between hosts: runs are divided into parts and added in a fixed order."""
 
 import torch
 from hypothesis import given
@@ -27,7 +27,7 @@ def test_the_parts_of_runs_are_equal_and_have_every_element_once(spans, count):
 
 
 class TwoHosts:
-    """The connection of a host to one that sends given bytes."""
+    """A connection to another host that sends given bytes."""
 
     num_hosts = 2
 

@@ -1,4 +1,4 @@
-"""Buffers of gradients in memory and on disk: the same answers."""
+"""Gradient buffers in memory and on disk behave the same."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Norms of gradients against those of torch."""
+"""Gradient norms equal those of torch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is known of sums: present, consumed, sparse, measured."""
+"""The status of gradient sums: present, consumed, sparse, measured."""
 
 import torch
 

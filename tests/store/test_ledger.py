@@ -1,4 +1,4 @@
-"""The ledger of commits: pending updates, transactions, and what can be undone."""
+"""The ledger of commits: pending updates, transactions and undoing."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -73,7 +73,7 @@ def test_commits_of_a_replaced_store_cannot_be_undone():
 
 
 class Model(RuleBasedStateMachine):
-    """A ledger beside lists of what each commit has and has not applied."""
+    """A ledger, and a simple model of it: for each commit, lists of applied and pending updates."""
 
     def __init__(self):
         super().__init__()

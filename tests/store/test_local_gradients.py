@@ -1,4 +1,4 @@
-"""The gradients of a single rank, in memory and on disk: sums, loans and undone steps."""
+"""The gradients of a single rank, in memory and on disk: sums, borrowed sums and undone steps."""
 
 import pytest
 import torch

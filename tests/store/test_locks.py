@@ -1,4 +1,4 @@
-"""The locks of stages, and stages that are torn."""
+"""The locks of stages, and torn stages, whose change failed halfway."""
 
 import threading
 

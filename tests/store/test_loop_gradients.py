@@ -1,4 +1,4 @@
-"""Sums of several ranks that a loop looks at, changes, gives up and takes back: as on one rank.
+"""Gradient sums of several ranks that a loop reads, changes, commits and undoes, as on one rank.
 
 The ranks are threads of one process, or processes that believe to be on two hosts.
 """
@@ -41,7 +41,7 @@ def backward(sums, rank, micro_batch=0, keys=KEYS):
 
 @pytest.fixture(params=[(1, "memory"), (2, "memory"), (2, "disk")], ids=lambda case: f"{case[0]} {case[1]}")
 def on_ranks(request, tmp_path):
-    """Calls a program with the sums and the rank, on each rank; gives what they give."""
+    """Return a function that calls `program(sums, rank)` on each rank and returns the results."""
 
     hosts, tier = request.param
 

@@ -1,4 +1,4 @@
-"""An fp32 master as a bf16 wire value and its lower half: no bit is lost, the wire value is the nearest."""
+"""An fp32 master is stored as a bf16 wire value and a lower half, which lose no bit."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,4 +1,4 @@
-"""Which rank updates which pieces: each piece has one owner, and owners have equal parts."""
+"""The owners of pieces, which update them: each piece has one owner, and owners have equal parts."""
 
 import torch
 from hypothesis import given

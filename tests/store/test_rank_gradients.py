@@ -1,4 +1,4 @@
-"""The gradients of ranks of one host in `train_step`, which are threads here."""
+"""The gradients of `train_step` with several ranks of one host, which are threads here."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Access to stages: due updates are applied first, other threads wait, and a hook sees each change."""
+"""Access to stages: due updates come first, other threads block, and a hook is called before changes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sums of gradients on disk hold what sums in memory hold."""
+"""Gradient sums on disk hold the same values as those in memory."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Where bytes lie, and what happens when the disk does not do as it is told."""
+"""The layout of the store's files, and errors of the disk."""
 
 import errno
 import itertools

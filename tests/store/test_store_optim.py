@@ -1,4 +1,4 @@
-"""The weight store against `torch.optim`: masters, optimizer state and norms, bit for bit."""
+"""The weight store equals `torch.optim` bit for bit: masters, optimizer state and norms."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
 from headwater.store.update import Update
 
-# The third parameter is larger than what is updated at once, and is no multiple of it.
+# The third parameter is larger than a piece, which is updated at once, and not a multiple of it.
 SHAPES = (((300, 100), (7,)), ((1100, 1003), (8, 8)))
 PLACES = [(stage, param) for stage, shapes in enumerate(SHAPES) for param in range(len(shapes))]
 ADAMW = OptimizerSpec("AdamW", {"lr": 0.01, "weight_decay": 0.1})
@@ -35,7 +35,7 @@ def make_stages(wire=torch.float32, dtype=torch.float32, frozen=()):
 
 
 class Pair:
-    """A store and plain parameters that begin with the same values."""
+    """A store and plain parameters with the same initial values."""
 
     def __init__(self, tier, folder, spec, wire=torch.float32, gradient_tier="memory"):
         generator = torch.Generator().manual_seed(0)

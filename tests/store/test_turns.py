@@ -1,4 +1,4 @@
-"""The order of additions: the same for every speed of the ranks, and without deadlock."""
+"""The order of additions does not depend on the speed of the ranks, and cannot deadlock."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from headwater.store.gradients.turns import TurnQueue
 
 
 class Counters:
-    """Numbers in memory; a wait that would block raises instead."""
+    """Counters in memory; a wait that would block raises an error instead."""
 
     def __init__(self, count):
         self.values = [0] * count

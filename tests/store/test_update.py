@@ -1,4 +1,4 @@
-"""A step's update: its options, and the factor of its gradients."""
+"""The update of a step: its options, and the factor of its gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bytes that change on the disk are an error that says where, and never a number."""
+"""Changed bytes on the disk raise an error that names the place; they are never used as values."""
 
 import os
 
@@ -38,7 +38,7 @@ def make_store(folder, *, verify):
 
 
 def flip(file, offset):
-    """Change one bit of a file behind its back."""
+    """Change one bit of a file without the store's knowledge."""
     page = offset // PAGE_BYTES * PAGE_BYTES
     buffer = aligned_empty(PAGE_BYTES)
     os.preadv(file._fd, [memoryview(buffer.numpy())], page)

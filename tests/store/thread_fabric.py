@@ -19,7 +19,7 @@ class _Shared:
 
 
 class ThreadFabric(Fabric):
-    """One of `size` ranks; see `ranks`."""
+    """A rank that is a thread; `ranks` starts them."""
 
     def __init__(self, rank: int, size: int, shared: _Shared) -> None:
         self.rank = self.local_rank = rank
@@ -72,14 +72,14 @@ class ThreadFabric(Fabric):
 
 
 def ranks(size: int, program: Callable[[Fabric], object]) -> list[object]:
-    """What `program` gives on each of so many ranks."""
+    """Return the results of `program` on each rank."""
     shared, results = _Shared(size), [None] * size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
             results[rank] = program(ThreadFabric(rank, size, shared))
-        except BaseException as error:  # noqa: BLE001 it is raised by whoever has started the ranks
+        except BaseException as error:  # noqa: BLE001 `ranks` raises it in the calling thread
             errors.append(error)
             shared.barrier.abort()
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of the streaming engine."""
+"""Fixtures of the tests of the streaming engine."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ pytest.register_assert_rewrite("harness")
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
-    """torch may divide a sum differently for another number of threads."""
+    """Use one thread: torch may split a sum differently for another number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

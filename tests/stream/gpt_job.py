@@ -30,5 +30,5 @@ def gpt_job(**options) -> Job:
 
 @functools.cache
 def plain_gpt(steps: int, micro_batches: int = 1) -> History:
-    """What plain PyTorch makes of `gpt_job`."""
+    """Return the history of `gpt_job` in plain PyTorch."""
     return train_plain(gpt_job(micro_batches=micro_batches), steps=steps)

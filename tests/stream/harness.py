@@ -1,4 +1,4 @@
-"""Trains a model twice, in plain PyTorch and by weight streaming, and compares what came out."""
+"""Train a model in plain PyTorch and by weight streaming, and compare the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAMW = OptimizerSpec("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A model, the batch of each (step, micro-batch), the loss, the optimizer, and what follows a step."""
+    """A model, the batch of each (step, micro-batch), the loss, the optimizer, and a call after each step."""
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int, int], Any]
@@ -52,7 +52,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How weights are streamed."""
+    """Options of weight streaming."""
 
     tier: str = "memory"
     slabs: int = 2
@@ -71,7 +71,7 @@ class Setting:
 
 @dataclasses.dataclass
 class History:
-    """What a run gave: one entry a step, and the state at the end."""
+    """The results of a run: one entry per step, and the final state."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)
@@ -80,7 +80,7 @@ class History:
 
 
 def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Plan:
-    """The plan that `setting` describes."""
+    """Return the plan that `setting` describes."""
     partition = find_stages(model, setting.precision, setting.patterns)
     trace = trace_step(
         model, job.make_batch(0, 0), setting.precision, loss_function=job.loss, partition=partition
@@ -107,7 +107,7 @@ def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Pla
 
 
 def make_engine(job: Job, setting: Setting, folder: Path, *, initial: Initial | None = None) -> Engine:
-    """An engine for `job`."""
+    """Return an engine for `job`."""
     model = job.model()
     plan = make_plan(job, model, setting, folder)
     return Engine(model, plan, job.optimizer, initial=initial, seed=SEED, loss_function=job.loss)
@@ -134,7 +134,7 @@ def collect(engine: Engine, history: History) -> History:
 
 
 def train_plain(job: Job, *, steps: int, precision: Precision = FP32) -> History:
-    """Train in plain PyTorch, as one writes it without this library."""
+    """Train in plain PyTorch, without this library."""
     model = job.model()
     optimizer = job.optimizer.build(job.optimizer.groups(model.named_parameters()))
     history = History()
@@ -173,7 +173,7 @@ def _clip(job: Job, model: nn.Module) -> None:
 
 
 def assert_equal(streamed: History, plain: History) -> None:
-    """Every number of two runs is the same, to the last bit."""
+    """Assert that all numbers of two runs are bit-identical."""
     assert streamed.losses == plain.losses
     assert streamed.norms == plain.norms
     _assert_same(streamed.weights, plain.weights)
@@ -187,7 +187,7 @@ def _assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def check(job: Job, setting: Setting, folder: Path, *, steps: int = 3) -> History:
-    """Streaming gives what plain PyTorch gives; returns what that is."""
+    """Assert that streaming equals plain PyTorch; return the history of plain PyTorch."""
     plain = train_plain(job, steps=steps)
     assert all(loss == loss for loss in plain.losses), "the reference itself is not finite"
     assert_equal(train_streamed(job, setting, folder, steps=steps), plain)
@@ -195,7 +195,7 @@ def check(job: Job, setting: Setting, folder: Path, *, steps: int = 3) -> Histor
 
 
 def regression(make_model: Callable[[], nn.Module], *shape: int, **options: Any) -> Job:
-    """A job that fits the mean square of a model's output on random input of `shape`."""
+    """Return a job that minimises the mean square of a model's output on random input of `shape`."""
 
     def batch(step: int, index: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * step + index)
@@ -210,6 +210,6 @@ def regression(make_model: Callable[[], nn.Module], *shape: int, **options: Any)
 def token_batch(
     step: int, index: int, *, vocabulary: int = 96, shape: tuple[int, ...] = (2, 12)
 ) -> torch.Tensor:
-    """Random token ids `[batch, seq]`."""
+    """Return random token ids `[batch, seq]`."""
     generator = torch.Generator().manual_seed(1000 * step + index)
     return torch.randint(0, vocabulary, shape, generator=generator)

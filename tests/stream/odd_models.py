@@ -1,4 +1,4 @@
-"""Models that use weights in unusual ways, each legal PyTorch."""
+"""Models that use weights in unusual ways, all of them legal PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def linears(count: int) -> list[nn.Linear]:
 
 
 class Twice(nn.Module):
-    """One module used twice, and once more within another order."""
+    """One module is used twice, and once more in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Pair:
 
 
 class ManyOutputs(nn.Module):
-    """Takes a tuple and keywords, gives tuples, dictionaries and dataclasses."""
+    """Takes a tuple and keywords, and returns tuples, dictionaries and dataclasses."""
 
     class Block(nn.Module):
         def __init__(self, kind: str) -> None:
@@ -64,7 +64,7 @@ class ManyOutputs(nn.Module):
 
 
 class ClassToken(nn.Module):
-    """Parameters held by the container itself: a token and a position table."""
+    """The container itself holds parameters: a token and a position table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ClassToken(nn.Module):
 
 
 class ForeignRead(nn.Module):
-    """A head that multiplies with the weight of an embedding that it does not own."""
+    """The head multiplies by the weight of an embedding that another module owns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ForeignRead(nn.Module):
 
 
 class PassesViews(nn.Module):
-    """A view of a weight travels into another module, and is used after its owner is done."""
+    """A view of a weight is passed to another module and used after its owner's forward."""
 
     class User(nn.Module):
         def __init__(self) -> None:
@@ -136,7 +136,7 @@ class EncoderDecoder(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes to the one expert that the router likes best; an expert may get none."""
+    """Each token goes to the expert with the highest router score; an expert may get no token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Unused(nn.Module):
 
 
 class Nested(nn.Module):
-    """Containers within containers."""
+    """A model of containers within containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,12 +252,12 @@ def parametrized() -> nn.Module:
 
 
 def spectral() -> nn.Module:
-    """Its forward moves the vectors that the weight is computed with."""
+    """Return a model with spectral norm, whose forward changes the vectors behind its weights."""
     return nn.Sequential(*(nn.utils.parametrizations.spectral_norm(layer) for layer in linears(4)))
 
 
 class MovingAverage(nn.Module):
-    """Replaces a buffer in its forward, where others change it in place."""
+    """The forward assigns a new tensor to a buffer instead of changing it in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class EmptyParameter(nn.Module):
 
 
 class KeepsOutputs(nn.Module):
-    """Keeps what it computes, and the graphs with it."""
+    """Keeps its outputs, and so their graphs."""
 
     def __init__(self) -> None:
         super().__init__()

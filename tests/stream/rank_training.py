@@ -1,4 +1,4 @@
-"""What several ranks train in tests, each on its part of every batch."""
+"""A small model, and its training on several ranks, each with its part of every batch."""
 
 import torch
 from harness import SEED, Job
@@ -49,7 +49,7 @@ def tokens(step, index):
 
 
 def plan_of(precision, micro_batches, net=Net):
-    """Weights in place in memory; each stage is read in the module of its name."""
+    """Return a plan with weights in place in memory; each stage is read in the module of its name."""
     stages = find_stages(net(), precision).stages
     nothing = StageCost(flops=0, saved_bytes=1, input_bytes=0, output_bytes=0, transient_bytes=0)
     trace = Trace(
@@ -74,24 +74,24 @@ def plan_of(precision, micro_batches, net=Net):
 
 
 def nothing_beside(engine):
-    """What is called before each update, and after it."""
+    """Return two functions that do nothing, to be called before each update and after each step."""
     return lambda update: None, lambda step: None
 
 
 def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, beside=nothing_beside, **options):
-    """Losses and norms, an evaluation after each step, and the weights at the end.
+    """Return losses and norms, the results of an evaluation after each step, and the final weights.
 
-    A store rank evaluates nothing.
+    A store rank does not evaluate.
 
     Args:
         fabric: the ranks.
-        plan: for the micro-batch of one rank.
-        micro_batches: of each rank.
+        plan: the plan for the micro-batch of one rank.
+        micro_batches: the number of micro-batches of each rank.
         net: makes the model.
-        make_batch: gives the batch of a step and micro-batch; by default this rank's part of `tokens`.
-        read: gives the weights; `wire` if not given.
-        beside: gives, for an engine, what is called before each update and after each step.
-        options: of the engine.
+        make_batch: returns the batch of a step and micro-batch; by default this rank's part of `tokens`.
+        read: returns the weights of an engine; the default is `wire`.
+        beside: returns two functions for an engine: one to call before each update, one after each step.
+        options: options of the engine.
     """
 
     def part(step, index):
@@ -113,7 +113,7 @@ def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, besi
 
 
 def wire(engine):
-    """All weights in memory, as they travel."""
+    """Return all weights in memory, in their wire dtype."""
     engine.store.flush()
     return [
         (spec.name, value.clone())
@@ -125,5 +125,5 @@ def wire(engine):
 
 
 def masters(engine):
-    """All masters, on the first rank of the host that has them."""
+    """Return all masters on rank 0, and nothing on other ranks."""
     return engine.named_masters() if engine.fabric.rank == 0 else []

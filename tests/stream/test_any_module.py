@@ -1,4 +1,4 @@
-"""Any `nn.Module` works, however it uses its weights, to the bits of plain PyTorch."""
+"""Any `nn.Module` streams to the bits of plain PyTorch, in whatever way it uses its weights."""
 
 import pytest
 import torch

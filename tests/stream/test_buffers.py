@@ -1,4 +1,4 @@
-"""Buffers through steps that fail, and weights that have no values."""
+"""Buffers in steps that fail, and weights on the meta device."""
 
 from __future__ import annotations
 

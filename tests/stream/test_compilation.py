@@ -1,4 +1,4 @@
-"""Compiled stages train like plain ones."""
+"""Compiled stages train like those that are not compiled."""
 
 from __future__ import annotations
 

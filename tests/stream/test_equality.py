@@ -1,4 +1,4 @@
-"""In fp32, streaming gives the bits of plain PyTorch: losses, norms and weights, whatever the plan."""
+"""In fp32, streaming computes the bits of plain PyTorch with every plan: losses, norms and weights."""
 
 import itertools
 

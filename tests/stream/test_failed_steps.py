@@ -1,4 +1,4 @@
-"""A step commits or leaves no trace, and says where it failed."""
+"""A step commits or leaves no trace, and its error names the place of the failure."""
 
 import errno
 import os
@@ -37,7 +37,7 @@ SETTINGS = [
 
 
 class Fault(nn.Module):
-    """Passes its input on, until it is told to fail."""
+    """A layer that returns its input, until the test makes it fail."""
 
     class _Backward(torch.autograd.Function):
         @staticmethod
@@ -81,7 +81,7 @@ def make_job(**options) -> Job:
 def train_with_fault(
     setting: Setting, folder: Path, kind: str, error: type[Exception], *, job: Job | None = None
 ) -> tuple[History, Exception]:
-    """Four steps; before the third, one that fails."""
+    """Train four steps, with a failing step before the third."""
     job = job or make_job(micro_batches=2)
     history = History()
     with make_engine(job, setting, folder) as engine:
@@ -98,7 +98,7 @@ def train_with_fault(
 
 
 def raised(error: type[Exception], call: Callable[[], object]) -> Exception:
-    """The error that `call` raises, without the frames that would keep the failed step's tensors alive."""
+    """Return the error that `call` raises, without the frames that would keep the step's tensors alive."""
     with pytest.raises(error) as caught:
         call()
     return caught.value.with_traceback(None)
@@ -161,7 +161,7 @@ def test_skipping_a_non_finite_step(kind, setting, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder in which no file may be larger than 64 KiB."""
+    """Return a folder in which no file may be larger than 64 KiB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, before[1]))
     yield tmp_path
@@ -229,7 +229,7 @@ def test_a_forward_that_writes_into_its_weights_is_followed(setting, tmp_path):
 
 
 def test_a_forward_that_writes_into_narrow_weights_is_refused(tmp_path):
-    """They are rounded copies of the masters."""
+    """Narrow weights are rounded copies of the masters, so a change of them would be lost."""
     job = Job(renormalizing, token_batch, lambda model, tokens: (model(tokens) - 1).square().mean())
     with (
         make_engine(job, Setting("memory", 2, precision=Precision("bf16")), tmp_path) as engine,

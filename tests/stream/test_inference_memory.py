@@ -1,4 +1,4 @@
-"""An evaluation takes the memory that its plan says, and not what training would."""
+"""An evaluation uses the memory that its plan predicts, which is less than that of training."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The fast fp32 matrix product against torch's own."""
+"""The fast fp32 matrix product against that of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 
 class Counting(FastMatmul):
-    """Counts the products it is offered."""
+    """A mode that records the products that it is offered."""
 
     def __init__(self, products):
         super().__init__(products)

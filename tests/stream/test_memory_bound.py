@@ -1,4 +1,4 @@
-"""The disk tier holds a few stages in memory, never the model."""
+"""The disk tier holds a few stages in memory, never the whole model."""
 
 import json
 import os
@@ -49,7 +49,7 @@ print(json.dumps({"rise": status("VmHWM") - before, "state": 12 * DEPTH * WIDTH 
 
 
 def rise(folder: Path, tier: str, gradient_tier: str, *, micro_batches: int = 1) -> tuple[int, int]:
-    """(rise of the peak, bytes of weights and optimizer state) of a run in a process of its own."""
+    """Run in a separate process; return the rise of its memory peak and the bytes of weights and state."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), tier, gradient_tier, str(micro_batches)],
         capture_output=True,

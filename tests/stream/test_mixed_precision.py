@@ -1,4 +1,4 @@
-"""bf16 and fp16: masters keep 32 bits, the loss follows fp32."""
+"""Training in bf16 and fp16: masters keep 32 bits, and the loss follows that of fp32."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ RATE = OptimizerSpec("AdamW", {"lr": 2e-3, "weight_decay": 0.1})
 
 
 def learnable_job(**options) -> Job:
-    """A GPT on text that repeats, so that the loss falls."""
+    """Return a job that trains a GPT on repeated text, so that the loss falls."""
 
     def batch(step: int, index: int) -> torch.Tensor:
         starts = torch.randint(0, 96, (4, 1), generator=torch.Generator().manual_seed(100 * step + index))
@@ -64,7 +64,7 @@ def test_every_plan_gives_the_same_bf16_bits(tmp_path):
 
 
 def test_updates_smaller_than_bf16_can_hold_add_up(tmp_path):
-    """A weight of 1 that loses 1e-4 a step: in bf16 alone it would stay 1."""
+    """A weight of 1 decreases by 1e-4 a step: without an fp32 master it would stay 1 in bf16."""
     optimizer = OptimizerSpec("SGD", {"lr": 1.0})
     job = regression(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, 4, optimizer=optimizer)
     with make_engine(job, Setting("disk", precision=BF16), tmp_path) as engine:

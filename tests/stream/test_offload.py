@@ -1,4 +1,4 @@
-"""Activations on disk: what is written and read, how often, in which order, and in how much memory."""
+"""Activations on disk: the number and order of writes and reads, and their memory."""
 
 import gc
 import threading
@@ -16,7 +16,7 @@ ELEMENTS = 64 << 10  # of fp32: a quarter of a MiB
 
 
 class Disk(module.BlockFile):
-    """A file that remembers what was asked of all of them, and waits while `gate` is shut."""
+    """A file that records the calls of all such files, and blocks while `gate` is closed."""
 
     log: list[tuple[str, str]]
     gate: threading.Event

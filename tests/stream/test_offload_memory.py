@@ -1,4 +1,4 @@
-"""Activations that leave for the disk leave no more in memory than the plan says."""
+"""Offloaded activations use no more memory than the plan predicts."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Models of noise: each trains with two slabs to the bits of plain PyTorch."""
+"""Diffusion models: each trains with two slabs to the bits of plain PyTorch."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""A student beside its teacher: both stream to the bits of plain PyTorch, the teacher's average too."""
+"""DINO: a student and its teacher, a moving average, stream to the bits of plain PyTorch."""
 
 import functools
 
@@ -95,7 +95,7 @@ def batch(step, index):
 
 @torch.no_grad()
 def follow(model, step):
-    """What one writes in plain PyTorch."""
+    """Update the teacher's moving average in plain PyTorch."""
     for part in (model.image_model_trunks, model.heads):
         for ours, theirs in zip(part.model[0].parameters(), part.model[1].parameters(), strict=True):
             kept = CONFIG.ema[0].momentum(step + 1)

@@ -118,7 +118,7 @@ def test_what_learns(name):
 
 
 def test_an_image_that_is_not_there_changes_nothing():
-    """A feature beyond the end of the sequence goes nowhere; one within it is what its place shows."""
+    """An image feature with a position beyond the sequence is ignored; one within it is used."""
     build = job("llava")
     model, batch = build.model().eval(), build.make_batch(0, 0)
     other = {**batch, "images": batch["images"].clone()}

@@ -1,4 +1,4 @@
-"""Ranks with a device each, whose memory is not the host's: the bits of ranks that compute in host memory."""
+"""Ranks with one device each, which cannot read host memory, compute the bits of ranks on the CPU."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ BF16 = Precision("bf16")
 
 
 class Beside(Device):
-    """Stands for an accelerator: it computes in memory of its own, to which copies take a while."""
+    """A stand-in for an accelerator: it has separate memory, and copies to that take a while."""
 
     torch_device = torch.device("cpu")
     reads_host = False
@@ -58,7 +58,7 @@ class Beside(Device):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Stand-ins for accelerators."""
+    """Replace accelerators by stand-ins."""
     make = {"cpu": make_device, "cuda": lambda name: Beside()}
     engine = "headwater.stream.engine"
     monkeypatch.setattr(f"{engine}.make_device", lambda name: make[name](name))
@@ -102,7 +102,7 @@ def test_a_device_for_each_rank(
 
 
 def trained(engine):
-    """All weights, on ranks that compute, as each reads them."""
+    """Return all weights as this rank reads them; none on ranks that do not compute."""
     engine.store.flush()
     if engine.plan.device != "cpu":
         classes = {stage.slab_bytes for stage in engine.store.stages}
@@ -126,7 +126,7 @@ def test_more_ranks_than_accelerators_are_refused(there, ranks, num_memx, monkey
     monkeypatch.setattr("torch.cuda.get_device_properties", uuid)
 
     def taken(fabric):
-        """The device that the rank computes on from now on, or why it does not."""
+        """Take an accelerator for the rank; return the device number or the error."""
         told = []
         monkeypatch.setattr("torch.cuda.set_device", lambda device: told.append(device.index))
         try:

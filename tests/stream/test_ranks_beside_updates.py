@@ -1,4 +1,4 @@
-"""Masks and moving averages on several ranks: the same wherever ranks are and wherever weights lie."""
+"""Masks and moving averages are the same for any number of hosts and any tier of the weights."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ class Short(Net):
 
 
 class Taught(nn.Module):
-    """A net, and one that is the average of it; of a number both are in one stage."""
+    """A student, and a teacher that is its moving average; the stage of `gain` also holds its average."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Taught(nn.Module):
 
 
 def beside(engine):
-    """Two thirds of the student's weights are masked in several ways, and the teacher follows it."""
+    """Return functions that mask the student's weights in several ways and let the teacher follow it."""
     specs = [spec for stage in engine.store.stages for spec in stage.params if spec.requires_grad]
     shapes = {spec.name: torch.Size(spec.shape) for spec in specs}
     parts = {"student.blocks.1.up.weight": [Part("some", slice(0, 9)), Part("rest", slice(9, None))]}
@@ -69,7 +69,7 @@ def beside(engine):
 
 
 def check_masks(sparsifier, engine):
-    """What is masked is zero, on every rank that reads all."""
+    """Assert that masked weights are zero on every rank that reads all weights."""
     seen = dict(fetched(engine) if engine.plan.tier == "disk" else wire(engine))
     for name in sparsifier.names if seen else ():
         assert not seen[name][~sparsifier.mask_of(name)].any(), name
@@ -77,7 +77,7 @@ def check_masks(sparsifier, engine):
 
 
 def trained(ranks, hosts, num_memx, precision, micro_batches, disk=None):
-    """What each rank gives, in memory or on disk."""
+    """Return the results of each rank, with weights in memory or on disk."""
     plan = plan_of(precision, micro_batches, Taught)
     options = {}
     if disk is not None:

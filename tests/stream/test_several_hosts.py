@@ -1,4 +1,4 @@
-"""Ranks that share memory in groups, and send the rest: the same numbers as ranks of one host."""
+"""Ranks on several hosts, which share memory only within a host, compute the numbers of ranks on one host."""
 
 import functools
 from pathlib import Path
@@ -20,21 +20,21 @@ from headwater.store.update import Update
 
 
 class Choosing(Net):
-    """Leaves out blocks, other ones for other batches."""
+    """A model that skips blocks, depending on the batch."""
 
     def chosen(self, tokens):
         return [block for index, block in enumerate(self.blocks) if index != int(tokens.sum()) % 6]
 
 
 def trained(count, hosts, precision=FP32, micro_batches=1, net=Net):
-    """What each of so many ranks gives."""
+    """Return the results of each rank."""
     plan = plan_of(precision, micro_batches, net)
     work = functools.partial(train, plan=plan, micro_batches=micro_batches, net=net)
     return run_ranks(work, count, hosts)
 
 
 def assert_close(ours, theirs, rel):
-    """Two ranks saw the same to this relative difference; 0 for the same bits."""
+    """Assert that two ranks saw the same up to this relative difference; 0 means the same bits."""
     assert len(ours[0]) == len(theirs[0])
     for mine, other in zip(ours[0], theirs[0], strict=True):
         assert mine == pytest.approx(other, rel=rel, abs=0)
@@ -72,7 +72,7 @@ STAGE = StageSpec(0, "matrix", (ParamSpec("weight", (8,), torch.float32, torch.f
 
 
 def descend(fabric):
-    """One step of descent with two gradients of the same micro-batch."""
+    """Take one step of gradient descent with two gradients of the same micro-batch."""
     rule = UpdateRule(OptimizerSpec("SGD", {"lr": 1.0}))
     store = build_store([STAGE], rule, lambda own: MemoryTier(own.layouts, fabric=fabric), fabric=fabric)
     store.parameters.write(0, lambda piece: piece.master.zero_())
@@ -94,14 +94,14 @@ def test_a_second_gradient_of_a_micro_batch_reaches_all_hosts(hosts):
 
 
 def shared_bytes():
-    """How much of what ranks share this process has mapped."""
+    """Return how many bytes of memory that ranks share this process has mapped."""
     spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
              if "memfd:headwater" in line]  # fmt: skip
     return sum(int(end, 16) - int(start, 16) for start, end in spans)
 
 
 def allocate_again(fabric):
-    """What the second rank finds in memory of the first, and how much more is in use at the end."""
+    """Return what each rank finds in memory that rank 0 filled, and how much more is mapped at the end."""
     before, found = shared_bytes(), []
     for number in range(1, 4):
         memory = fabric.allocate(1 << 20)

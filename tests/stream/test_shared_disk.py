@@ -1,4 +1,4 @@
-"""The disk tier of several hosts, and with store ranks: the bits of the memory tier at the same ranks."""
+"""The disk tier on several hosts or with store ranks computes the bits of the memory tier."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ BF16 = Precision("bf16")
 
 
 def fetched(engine):
-    """All weights, as they travel, on the ranks that bring them from the disk."""
+    """Return all weights in their wire dtype on ranks that read the disk, and nothing on other ranks."""
     engine.store.flush()
     weights = []
     for stage in engine.store.stages if engine.fabric.local_rank == 0 else ():
@@ -29,7 +29,7 @@ def fetched(engine):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Stages of many pieces, groups and blocks, whose hosts' parts begin within pages."""
+    """Make pieces, groups and blocks so small that a stage has many, and hosts' parts begin within pages."""
     monkeypatch.setattr("headwater.store.layout.PIECE_ELEMENTS", 60)
     monkeypatch.setattr("headwater.store.layout.GROUP_BYTES", PAGE_BYTES)
     monkeypatch.setattr("headwater.store.disk._WIRE_BLOCK_BYTES", PAGE_BYTES)

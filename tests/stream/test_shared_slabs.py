@@ -1,4 +1,4 @@
-"""Slabs that several ranks share: every rank sees the weights it asks for, whatever the others do."""
+"""Slabs that several ranks share: every rank sees the weights that it requested, whatever the others do."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from headwater.stream.weights import SlabWeights
 
 @functools.cache
 def in_memory(precision, micro_batches):
-    """What two ranks give whose weights are in memory."""
+    """Return the results of two ranks with weights in memory."""
     plan = plan_of(precision, micro_batches)
     return run_ranks(lambda fabric: train(fabric, plan, micro_batches, read=masters))
 
@@ -61,7 +61,7 @@ STAGES = [
 
 
 class Numbers:
-    """Stands for a store: the image of a stage is its number and version, read with delays."""
+    """A stand-in for a store: the image of a stage is its number and version, read with delays."""
 
     def __init__(self, rank, failing=None):
         self.versions = [1] * len(STAGES)
@@ -78,7 +78,7 @@ class Numbers:
     def fetch(self, stage, into, up_to):
         if stage == self._failing:
             raise DiskFullError("there is no room")
-        into[:128] = 255  # whoever computes with a slab meanwhile sees it
+        into[:128] = 255  # a rank that used the slab during the copy would see this value
         time.sleep(self._random.choice([0, 0, 0.001]))
         into[:128].view(torch.int64)[:] = 1000 * stage + self.versions[stage]
 
@@ -90,7 +90,7 @@ def make_weights(fabric, store, slabs):
 
 
 def wander(fabric, seed, slabs):
-    """Go through schedules, each rank leaving out other uses, and holding views for a while."""
+    """Run schedules in which each rank skips different uses and holds views for a while."""
     shared, own = random.Random(seed), random.Random(f"{seed} {fabric.rank}")
     store = Numbers(fabric.rank)
     weights = make_weights(fabric, store, slabs)

@@ -1,4 +1,4 @@
-"""What a checkpoint of the disk tier takes of host memory is in the plan."""
+"""The plan counts the host memory that a checkpoint of the disk tier uses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks that take longer than steps: training goes on, and they are of their step."""
+"""With slow checkpoints of several ranks training continues, and each checkpoint is of its step."""
 
 import dataclasses
 import faulthandler
@@ -17,7 +17,7 @@ from headwater.trainer.pretrained import checkpoint_weights
 
 
 def train(fabric, plan, folder, slow, steps):
-    """A snapshot of the first step, which this rank begins late if it is to, and further steps meanwhile."""
+    """Take a snapshot of the first step while further steps run; the rank `slow` begins its snapshot late."""
 
     def part(step, index):
         return tokens(step, index)[fabric.rank : fabric.rank + 1] if fabric.computes else None

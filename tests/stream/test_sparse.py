@@ -1,4 +1,4 @@
-"""Sparse training while weights are streamed, against torch's pruning and against plain loops."""
+"""Sparse training of streamed weights against torch's pruning and against plain loops."""
 
 import math
 
@@ -36,7 +36,7 @@ def weights_of(engine):
 
 
 def train_streamed(job, setting, folder, groups, parts=None):
-    """Losses, norms, weights, masks and the sparsifier of a streamed run."""
+    """Return losses, norms, weights, masks and the sparsifier of a streamed run."""
     losses, norms = [], []
     with make_engine(job, setting, folder) as engine:
         shapes = {name: value.shape for name, value in engine.named_masters()}
@@ -55,7 +55,7 @@ def train_streamed(job, setting, folder, groups, parts=None):
 
 
 def train_plain(job, model, amend):
-    """The same in plain PyTorch; `amend` is called before each step of the optimizer."""
+    """Return the same for plain PyTorch; `amend` is called before each step of the optimizer."""
     optimizer = job.optimizer.build(job.optimizer.groups(model.named_parameters()))
     losses, norms = [], []
     for step in range(STEPS):
@@ -95,7 +95,7 @@ def test_a_static_mask_trains_to_the_bits_of_torchs_pruning(setting, optimizer, 
 
 
 def rigl(model, masks, freq, fraction):
-    """RigL as in the paper, on the flattened weights of a plain model."""
+    """Apply RigL as in its paper (arXiv:1911.11134) to the flattened weights of a plain model."""
 
     def amend(step, optimizer):
         for name, parameter in model.named_parameters():

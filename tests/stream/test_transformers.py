@@ -1,4 +1,4 @@
-"""Models that others wrote: each trains with two slabs to the bits of plain PyTorch."""
+"""Models of the transformers library: each trains with two slabs to the bits of plain PyTorch."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A weight that is read while it is not on the device comes from the store, and is never a wrong number."""
+"""A weight that is read while it is not on the device is read from the store, with its right values."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ SETTINGS = [Setting("memory", 2), Setting("disk", 2), Setting("memory", 2, "reco
 
 
 class LateReader(nn.Module):
-    """Reads a weight in a place where the dry run did not see it read, once it is told to."""
+    """A model that, when told to, reads a weight at a place where the dry run did not see it read."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -60,7 +60,7 @@ def with_penalty(model, x):
 
 
 class TwoDoors(nn.Module):
-    """Its forward is seen by the dry run; the loss uses another way in."""
+    """A model whose forward the dry run sees, while the loss calls another method."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Updates that run beside a commit: each is of the whole commit, however late their thread comes to it."""
+"""Updates that run during a commit: each applies the whole commit, however late its thread starts."""
 
 import time
 
@@ -10,7 +10,7 @@ from headwater.store.stages import StageAccess
 
 
 def test_an_update_does_not_begin_with_half_of_a_commit(monkeypatch):
-    """An update that is left in the queue of one commit may reach a stage while the next commit is made."""
+    """An update left in the queue of one commit may reach a stage while the next commit is made."""
     plan, queue = plan_of(FP32, 1), StageAccess._queue
 
     def work(fabric):

@@ -1,4 +1,4 @@
-"""Tiny models of the transformers library, one of each kind that reads weights in its own way."""
+"""Tiny models of the transformers library, one for each distinct way of reading weights."""
 
 from __future__ import annotations
 
@@ -153,5 +153,5 @@ NAMES = sorted(_MAKERS)
 
 
 def zoo_job(name: str) -> Job:
-    """The job of one model."""
+    """Return the job of one model."""
     return Job(*_MAKERS[name])

@@ -1,4 +1,4 @@
-"""What callbacks write, read back by others."""
+"""The files of callbacks can be read by other libraries."""
 
 import dataclasses
 import io

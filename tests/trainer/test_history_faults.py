@@ -1,4 +1,4 @@
-"""A history that a kill, a full disk or a loss of power has interrupted."""
+"""The history of a run after a kill, a full disk or a loss of power."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from headwater.trainer.history import History, read_history, read_last_steps
 
 
 def start_of(number):
-    """The event of a run that resumes at a step."""
+    """Return the event of a run that resumes at a step."""
     return FitStart(number, 4, PLAN)
 
 

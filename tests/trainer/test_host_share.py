@@ -1,4 +1,4 @@
-"""What of the weight store a plan counts against a host."""
+"""The part of the weight store that a plan counts against each host."""
 
 import pytest
 

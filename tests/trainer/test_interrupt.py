@@ -1,4 +1,4 @@
-"""Signals become requests, and data workers do not hear Ctrl-C."""
+"""Signals become requests to stop, and data workers do not receive Ctrl-C."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from headwater.trainer.interrupt import interrupts, shielded
 
 
 class BlockedSignals(Dataset):
-    """Says of each sample whether the process that reads it has SIGINT blocked."""
+    """A data set whose sample is True if the process that reads it has blocked SIGINT."""
 
     def __len__(self):
         return 6

@@ -1,4 +1,4 @@
-"""A run stops with a checkpoint before memory is full, and says that it exceeds its budget."""
+"""A run stops with a checkpoint before memory is full, and warns when it exceeds its budget."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""Schedules for parameters of different tags: against groups of plain PyTorch, and what is refused."""
+"""Schedules for parameters of different tags equal groups of plain PyTorch; wrong options are refused."""
 
 import pytest
 import torch

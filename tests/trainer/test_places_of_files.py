@@ -1,4 +1,4 @@
-"""Files of a run at whose place something else lies."""
+"""Paths of a run's files at which something else exists."""
 
 import errno
 import logging
@@ -31,7 +31,7 @@ FILES = (
 
 
 def put(kind, path):
-    """Put something else than a file at `path`; return how an error calls it."""
+    """Put something that is not a file at `path`; return its name in error messages."""
     if kind == "folder":
         path.mkdir(parents=True)
         return "found a folder"
@@ -45,7 +45,7 @@ def put(kind, path):
 
 @contextmanager
 def another_user():
-    """Take the rights of root away, which may write everywhere."""
+    """Drop the rights of root, which may write everywhere."""
     if os.geteuid():
         yield
         return
@@ -58,7 +58,7 @@ def another_user():
 
 @pytest.fixture
 def protected():
-    """A folder that its user may read and not write; pytest's own may not be read by another user."""
+    """Yield a folder that its user may read but not write; other users cannot reach pytest's folders."""
     with tempfile.TemporaryDirectory() as above:
         Path(above).chmod(0o755)
         folder = Path(above) / "protected"

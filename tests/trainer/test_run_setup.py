@@ -1,4 +1,4 @@
-"""From params to workloads, starting points and files."""
+"""Workloads, starting points and files that follow from the params."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_optimizer_state_bytes(optimizer, expected):
     [
         ([], None, None),
         ([], 4, 4),
-        ([], 5, None),  # the batch is no multiple of it any more
+        ([], 5, None),  # the batch is not a multiple of it any more
         (["micro_batch_size=2"], 4, 2),
         (["trainer.init.loop.grad_accum_steps=8"], None, 2),
         (["trainer.init.loop.grad_accum_steps=8", "micro_batch_size=2"], None, 2),

@@ -1,4 +1,4 @@
-"""Pairs of texts need a model that tells two segments apart; others are told so before they train."""
+"""Pairs of texts need a model with two segments; other models are refused before training."""
 
 import h5py
 import numpy as np
@@ -19,7 +19,7 @@ def one_batch(config, segments):
 
 
 def masked(folder):
-    """A sample of two texts, as `headwater data --mode masked` writes them."""
+    """Return a sample of two texts, as `headwater data --mode masked` writes it."""
     with h5py.File(folder / "data-0.h5", "w") as file:
         for name in ("input_ids", "attention_mask", "token_type_ids"):
             file[name] = np.ones((2, LENGTH), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Micro-batches with unequal numbers of labels make the step that the whole batch makes."""
+"""Micro-batches with unequal numbers of labels compute the same step as the whole batch."""
 
 import json
 
@@ -26,7 +26,7 @@ MODELS = {
 
 
 class Batches:
-    """Four texts, of which the first two have few labels."""
+    """Four texts; the first two have few labels."""
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The state of a run between ranks."""
+"""The exchange of a run's state between ranks."""
 
 import torch
 

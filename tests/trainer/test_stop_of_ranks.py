@@ -1,4 +1,4 @@
-"""Ranks that hear a signal at different moments end after the same step."""
+"""Ranks that receive a signal at different moments end after the same step."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from headwater.trainer.loop import Trainer
 
 
 def asked_to_stop(interrupt, others, meanwhile=lambda: None, failure=None):
-    """What one rank finds when the others say this, and something happens while it waits for them."""
+    """Return True if a rank is asked to stop, with the other ranks' answers and a call while it waits."""
 
     def gather(value):
         meanwhile()

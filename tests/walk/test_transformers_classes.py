@@ -1,6 +1,6 @@
-"""Classes of the transformers library of every kind, streamed with the fewest slabs: equal to plain PyTorch.
+"""Classes of the transformers library of every kind equal plain PyTorch, streamed with the fewest slabs.
 
-The whole library is walked by `python -m benchmarks.transformers_walk`.
+`python -m benchmarks.transformers_walk` compares the whole library.
 """
 
 import pytest

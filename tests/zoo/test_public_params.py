@@ -1,4 +1,4 @@
-"""The public Model Zoo's params files are understood, and their models traced."""
+"""The params files of the public Model Zoo load, and their models can be traced."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""Every params file of the public Model Zoo trains: two steps, its sizes shrunk, all else as it says."""
+"""Every params file of the public Model Zoo trains two steps with smaller sizes and no other change."""
 
 import json
 
@@ -49,7 +49,7 @@ SMALL = {
 
 
 def shrunk(value, key=None):
-    """A section with small sizes."""
+    """Return a section with small sizes."""
     if isinstance(value, dict):
         return {name: shrunk(below, name) for name, below in value.items()}
     if key in SMALL and value is not None:
@@ -62,7 +62,7 @@ def shrunk(value, key=None):
 
 
 def overrides(section, prefix):
-    """The keys of a section that shrinking changes, as overrides."""
+    """Return overrides for the keys of a section that shrinking changes."""
     small = shrunk(section)
     return {f"{prefix}.{key}": small[key] for key in section if small[key] != section[key]}
 
@@ -82,7 +82,7 @@ def small_params(file, model_dir):
 
 
 class Synthetic:
-    """Batches of the shapes that a model reads, of random values."""
+    """A data set of random batches with the shapes that a model reads."""
 
     def __init__(self, example):
         self.example = example

@@ -1,4 +1,4 @@
-"""LLaVA learns real captions of real photographs by looking at them."""
+"""LLaVA learns captions of photographs, and uses the images."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ TRAINED = 4
 
 
 def prepared(folder):
-    """Captions to train on and others, as the shipped params read them."""
+    """Prepare captions for training and for validation, as the shipped params read them."""
     records = [json.loads(line) for line in (COCO / "captions.jsonl").read_text().splitlines()]
     texts = [caption for record in records for caption in record["captions"][:TRAINED]]
     TrainBPE(1000).train(texts).save(str(folder / "tokenizer.json"))
@@ -53,9 +53,9 @@ def params(folder, **more):
 
 
 def found_images(model, loader, every):
-    """How often a caption is likelier with its own image than with three others.
+    """Return how often a caption is likelier with its image than with three others.
 
-    A model that does not look finds all four alike.
+    For a model that ignores images all four are equally likely.
     """
     (batch,) = open_data(loader, model.config, seed=0, repeat=False).create_dataloader()
     # Where each record's first caption is: preparation shuffles them.
@@ -75,7 +75,7 @@ def found_images(model, loader, every):
 @pytest.mark.slow
 @pytest.mark.real_data
 def test_captions(tmp_path):
-    """By chance an image is found in 0.25; bigrams, smoothed at best, have 4.34 on the captions held out."""
+    """Chance finds 0.25 of the images; the best smoothed bigrams have loss 4.34 on the held-out captions."""
     if not COCO.is_dir():
         pytest.skip("the data sets are not here")
     prepared(tmp_path)

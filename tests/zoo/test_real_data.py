@@ -1,4 +1,4 @@
-"""Models of the package learn from real data what a broken one could not.
+"""Models of the package reach an accuracy on real data that a broken model could not reach.
 
 The default suite trains them for a few seconds; `scripts/real_data` trains them as they ship.
 """
@@ -13,7 +13,7 @@ DATA = SHARED / "data"
 
 
 def trained(params, tmp_path, data, **overrides):
-    """The last evaluation of a run of shipped params on data that are not shipped."""
+    """Return the accuracy of a run of shipped params on data that are not shipped."""
     if not DATA.is_dir():
         pytest.skip("the data sets are not here")
     keys = {"trainer.init.model_dir": str(tmp_path), **overrides}
@@ -28,7 +28,7 @@ WHOLE = (pytest.mark.slow, pytest.mark.real_data)
 
 
 def steps(count):
-    """Overrides for a run of so many steps, evaluated at its end."""
+    """Return overrides for a run of `count` steps with an evaluation at its end."""
     return {"trainer.init.loop.max_steps": count, "trainer.init.loop.eval_frequency": count}
 
 

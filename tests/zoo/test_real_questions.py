@@ -1,4 +1,4 @@
-"""A small model learns real questions by heart, and its answers are the right ones to the letter."""
+"""A small model memorises real questions, and its answers match to the letter."""
 
 from pathlib import Path
 
@@ -20,9 +20,9 @@ STEPS = 100
 @pytest.mark.slow
 @pytest.mark.real_data
 def test_questions_learnt_by_heart(tmp_path):
-    """Most texts are read in two windows or more, of which one holds the answer.
+    """Most texts are read in two or more windows; one of these holds the answer.
 
-    The first sentence of each text has F1 0.106, and is the whole answer to none.
+    The first sentence of each text has F1 0.106, and never matches the whole answer.
     """
     if not QUESTIONS.is_file():
         pytest.skip("the data sets are not here")

@@ -1,4 +1,4 @@
-"""Small models sum up real papers: by a sentence of the abstract, and in words of their own."""
+"""Small models summarise real papers, by a sentence of the abstract and in new words."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ LENGTH = 256
 
 
 def prepared(source, folder, tokenizer, mode, **options):
-    """Samples that the shipped params read, none of them held back."""
+    """Prepare samples that the shipped params read, without a validation split."""
     prepare(
         [source],
         folder,
@@ -40,7 +40,7 @@ def prepared(source, folder, tokenizer, mode, **options):
 
 
 def trained(params, folder, steps, keys):
-    """A run of shipped params: its last evaluation, and its model."""
+    """Run shipped params; return the last evaluation and the model."""
     keys = {f"trainer.{key}": value for key, value in keys.items()}
     loop = {"max_steps": steps, "eval_frequency": steps}
     keys |= {"trainer.init.model_dir": str(folder / "run"), "trainer.init.loop": loop}
@@ -54,7 +54,7 @@ def trained(params, folder, steps, keys):
 @pytest.mark.slow
 @pytest.mark.real_data
 def test_the_sentence_that_sums_up(tmp_path):
-    """The best fixed sentence, the first, is the labelled one in 0.200 of the abstracts; chance is 0.160."""
+    """Always choosing the first sentence is right in 0.200 of the abstracts, and chance in 0.160."""
     if not PAPERS.is_dir():
         pytest.skip("the data sets are not here")
     train, dev = (
@@ -71,14 +71,14 @@ def test_the_sentence_that_sums_up(tmp_path):
 
 
 def unigram_perplexity(learnt, rows):
-    """Of the summaries in `rows`, with the shares of tokens in others, none of which is 0."""
+    """Return the perplexity of the summaries in `rows` under the smoothed token frequencies in `learnt`."""
     counts = torch.bincount(learnt[:, 2][learnt[:, 1] == 1], minlength=2048).double() + 0.1
     shares = (counts / counts.sum()).log()
     return math.exp(-shares[rows[:, 2][rows[:, 1] == 1]].mean())
 
 
 def of_next_documents(rows):
-    """The samples with the summary of each after the document of the next one."""
+    """Return the samples with each document replaced by that of the next sample."""
     out = torch.zeros_like(rows)
     for number, row in enumerate(rows):
         following = rows[(number + 1) % len(rows)]
@@ -91,7 +91,7 @@ def of_next_documents(rows):
 
 
 def losses(model, rows):
-    """Of each sample, summed over the labels that count."""
+    """Return the loss of each sample, summed over its labels."""
     found = []
     for part in rows.split(16):
         with torch.no_grad():
@@ -109,7 +109,7 @@ def samples(folder):
 @pytest.mark.slow
 @pytest.mark.real_data
 def test_summaries_are_of_their_papers(tmp_path):
-    """Words are guessed far better than by their frequency, and better than after another paper."""
+    """Words are predicted far better than by their frequency, and better than after another paper."""
     if not PAPERS.is_dir():
         pytest.skip("the data sets are not here")
     source, dev = PAPERS / "train.jsonl.gz", tmp_path / "dev.jsonl"

@@ -1,4 +1,4 @@
-"""Params files that ship: models of the published sizes, traced as they would be trained."""
+"""Shipped params files: their models have the published sizes, and can be traced."""
 
 import functools
 import math
@@ -119,7 +119,7 @@ ELSEWHERE = ("dino/", "dit/", "gpt/cerebras", "llava/", "multimodal_simple/")
 
 
 def full_size():
-    """Names of the files whose models are not small ones of our own."""
+    """Return the names of the files with models of published sizes, without the small test models."""
     return [name for name in shipped_params() if "tiny" not in name and not name.startswith(ELSEWHERE)]
 
 
@@ -161,7 +161,7 @@ def test_models_have_the_published_number_of_parameters(name):
     [("small", 22_056_576), ("base", 86_580_480), ("large", 304_368_640), ("giant", 1_136_480_768)],
 )
 def test_encoders_of_dinov2_have_the_parameters_of_the_public_checkpoints(name, published):
-    """Those have positions for images of 518 x 518."""
+    """The public checkpoints have positions for images of 518 x 518."""
     config = params(f"dino/dinov2_{name}").init.model
     model = meta_model(config)
     width = model.image_model_trunks.model[0].class_token.weight.shape[-1]
@@ -176,7 +176,7 @@ def test_the_first_transformer_has_the_layers_of_torch():
         theirs = torch.nn.Transformer(
             model.d_model, model.num_heads, model.encoder_num_hidden_layers, 6, model.d_ff, batch_first=True
         )
-    biases = 3 * 6 * 4 * model.d_model  # of the attention, which has none here
+    biases = 3 * 6 * 4 * model.d_model  # biases of the attention, which this model does not have
     assert size("transformer/base") == count(theirs) - biases + model.src_vocab_size * model.d_model
 
 
@@ -197,7 +197,7 @@ Pegasus has them before.
 
 
 def with_format():
-    """Names of the smallest models whose class the transformers library has."""
+    """Return the names of the smallest models whose class exists in the transformers library."""
     known = {name for format in FORMATS for name in format.models} - WITHOUT_CLASS
     return [name for name in smallest() if params(name).init.model.name in known]
 

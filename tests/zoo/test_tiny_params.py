@@ -1,4 +1,4 @@
-"""The small run of each family learns: a few steps on a little data."""
+"""The small run of each model family learns in a few steps on little data."""
 
 import json
 
@@ -23,7 +23,7 @@ STEPS = 8
 
 
 def losses(name, folder, **overrides):
-    """The training losses of a shipped run with other values of some keys."""
+    """Return the training losses of a shipped run with some keys overridden."""
     keys = {
         "trainer.init.model_dir": str(folder),
         "trainer.init.loop": {"max_steps": STEPS},
@@ -44,13 +44,13 @@ def assert_learns(values):
 
 
 def loader(**keys):
-    """The keys of the data loader as overrides."""
+    """Return overrides for the keys of the data loader."""
     return {f"trainer.fit.train_dataloader.{key}": value for key, value in keys.items()}
 
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
-    """Text of which every other word is the same one."""
+    """Write a text in which every second word is the same."""
     generator = np.random.default_rng(0)
     folder = tmp_path_factory.mktemp("book")
     places = generator.integers(0, len(WORDS), 12_000)
@@ -64,7 +64,7 @@ def book(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def samples(book):
-    """Data for decoders, as `headwater data` makes them of the book."""
+    """Return data for decoders, as `headwater data` makes them from the book."""
     return prepared(book, "samples", "--vocab_size", "300", "--sequence_length", "64")
 
 
@@ -111,7 +111,7 @@ def test_a_small_encoder_decoder_learns(book, tmp_path):
 
 
 def test_small_encoders_of_questions_and_passages_learn(tmp_path):
-    """Questions share their tokens with the right passage."""
+    """In the data, questions share tokens with the right passage."""
     generator = np.random.default_rng(0)
     questions = generator.integers(5, 45, (64, 1, 16))
     others = generator.integers(5, 45, (64, 1, 16))
@@ -128,7 +128,7 @@ def test_small_encoders_of_questions_and_passages_learn(tmp_path):
 
 
 def test_a_small_model_of_images_learns(tmp_path):
-    """Classes are brightnesses."""
+    """In the data, the class is the brightness."""
     image = pytest.importorskip("PIL.Image")
     for split in ("train", "val"):
         for label in range(10):
