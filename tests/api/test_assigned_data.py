@@ -90,7 +90,7 @@ TIES = [tied_before, tied_transposed, tied_by_detach, views_of_one_tensor]
 
 @pytest.mark.parametrize("tie", TIES)
 @pytest.mark.parametrize("when", ["before compile", "before the first forward"])
-def test_parameters_that_share_memory_are_refused(tie, when, tmp_path):
+def test_parameters_with_shared_memory_are_refused(tie, when, tmp_path):
     model = stack()
     place = Place("memory", tmp_path)
     if when == "before compile":
@@ -105,7 +105,7 @@ def test_parameters_that_share_memory_are_refused(tie, when, tmp_path):
 
 
 @pytest.mark.parametrize("tie", TIES[:3])
-def test_ties_by_data_after_a_forward_are_refused(tie, tmp_path):
+def test_tying_weights_by_data_after_a_forward_is_refused(tie, tmp_path):
     model = Place("memory", tmp_path).compile(stack())
     train(model, adamw(model.parameters()), 1)
     with pytest.raises(StreamError, match=r"0\.0\.weight"):
@@ -114,7 +114,7 @@ def test_ties_by_data_after_a_forward_are_refused(tie, tmp_path):
 
 
 @some_plan
-def test_views_of_one_tensor_that_share_nothing(plan, tmp_path):
+def test_parameters_that_are_disjoint_views_of_one_tensor(plan, tmp_path):
     def script(place):
         model = stack()
         base = torch.randn(12, 6)

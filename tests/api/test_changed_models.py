@@ -146,7 +146,7 @@ def each_change(first=0, names=None):
 
 
 @each_change()
-def test_changed_between_steps(plan, change, tmp_path):
+def test_model_changed_between_steps_equals_plain(plan, change, tmp_path):
     def script(place):
         model = place.compile(stack())
         first = adamw(model.parameters())
@@ -159,7 +159,7 @@ def test_changed_between_steps(plan, change, tmp_path):
 
 
 @each_change(1, ["new_layer", "wider_head", "tie", "prune_one", "own_forward"])
-def test_changed_after_an_evaluation(plan, change, tmp_path):
+def test_model_changed_after_an_evaluation_equals_plain(plan, change, tmp_path):
     def script(place):
         model = place.compile(stack())
         before = evaluate(model)
@@ -171,7 +171,7 @@ def test_changed_after_an_evaluation(plan, change, tmp_path):
 
 
 @each_change(2, ["new_parameter", "swap", "remove", "insert_first", "own_forward"])
-def test_optimizer_from_before_the_change(plan, change, tmp_path):
+def test_optimizer_made_before_a_change_of_the_model_keeps_its_parameters(plan, change, tmp_path):
     """The optimizer still updates a parameter that left the model, and does not update a new one."""
 
     def script(place):
@@ -187,7 +187,7 @@ def test_optimizer_from_before_the_change(plan, change, tmp_path):
 
 
 @each_change(0, ["new_parameter", "swap", "remove", "append", "tie"])
-def test_changed_between_backward_and_the_first_step(plan, change, tmp_path):
+def test_model_changed_between_backward_and_the_first_step_equals_plain(plan, change, tmp_path):
     def script(place):
         model = place.compile(stack())
         params = list(model.parameters())
@@ -201,7 +201,7 @@ def test_changed_between_backward_and_the_first_step(plan, change, tmp_path):
 
 
 @each_change(1, ["new_parameter", "swap", "append"])
-def test_changed_within_gradient_accumulation(plan, change, tmp_path):
+def test_model_changed_during_gradient_accumulation_equals_plain(plan, change, tmp_path):
     def script(place):
         model = place.compile(stack())
         params = list(model.parameters())
@@ -222,7 +222,7 @@ def test_changed_within_gradient_accumulation(plan, change, tmp_path):
 
 
 @some_plan
-def test_heads_that_take_turns_keep_their_values_and_moments(plan, tmp_path):
+def test_alternating_heads_keep_their_values_and_moments(plan, tmp_path):
     def script(place):
         model = place.compile(stack())
         heads = [model[3], nn.Linear(6, 2), nn.Linear(6, 3)]
@@ -237,7 +237,7 @@ def test_heads_that_take_turns_keep_their_values_and_moments(plan, tmp_path):
 
 
 @some_plan
-def test_changed_within_a_traced_step(plan, tmp_path):
+def test_model_changed_within_a_traced_step_equals_plain(plan, tmp_path):
     def script(place):
         model = place.compile(stack())
         optimizer = adamw(model.parameters())
@@ -284,7 +284,7 @@ def test_state_dict_between_a_change_and_the_next_forward(plan, tmp_path):
 
 
 @pytest.mark.parametrize("of", [lambda weight: weight, lambda weight: weight.data, torch.Tensor.detach])
-def test_a_parameter_made_of_one_in_the_same_model_is_refused(of, tmp_path):
+def test_a_new_parameter_that_shares_memory_with_another_is_refused(of, tmp_path):
     """In plain PyTorch both parameters share memory."""
     model = Place("memory", tmp_path).compile(stack())
     train(model, adamw(model.parameters()), 1)
@@ -294,7 +294,7 @@ def test_a_parameter_made_of_one_in_the_same_model_is_refused(of, tmp_path):
     cstorch.release(model)
 
 
-def test_set_takes_values_and_refuses_other_memory(tmp_path):
+def test_set_copies_values_and_refuses_other_memory(tmp_path):
     model = Place("memory", tmp_path).compile(stack())
     evaluate(model)
     weight = model[0][0].weight
@@ -312,7 +312,7 @@ def test_set_takes_values_and_refuses_other_memory(tmp_path):
 
 
 @some_plan
-def test_parts_of_a_parameter_outlive_its_streaming(plan, tmp_path):
+def test_views_of_a_parameter_work_after_it_left_the_model(plan, tmp_path):
     def script(place):
         model = place.compile(stack())
         optimizer = adamw(model.parameters())
@@ -341,7 +341,7 @@ def test_training_continues_after_release(plan, tmp_path):
 
 
 @some_plan
-def test_parameters_that_a_call_lends_do_not_change_the_model(plan, tmp_path):
+def test_parameters_of_functional_call_do_not_change_the_model(plan, tmp_path):
     def script(place):
         model, other = place.compile(stack()), stack()
         optimizer = adamw(model.parameters())

@@ -56,7 +56,7 @@ def test_statistics_are_updated_once_for_each_run_of_a_block(plan, whole, reentr
 
 
 @odd_plans
-def test_a_checkpoint_around_the_model(plan, tmp_path):
+def test_a_checkpoint_around_the_model_equals_plain(plan, tmp_path):
     def script(place):
         model = place.compile(nn.Sequential(*(block() for _ in range(3))))
         return train(
@@ -68,7 +68,7 @@ def test_a_checkpoint_around_the_model(plan, tmp_path):
 
 
 @odd_plans
-def test_what_hooks_of_the_user_see_does_not_hold_weights(plan, tmp_path):
+def test_values_kept_by_user_hooks_do_not_keep_weights_alive(plan, tmp_path):
     def script(place):
         def on_cpu(function, x):
             with torch.autograd.graph.save_on_cpu():
@@ -114,7 +114,7 @@ class SelfAttention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
-def test_one_tensor_for_several_arguments_of_a_recomputed_stage(tmp_path):
+def test_a_recomputed_stage_may_get_one_tensor_for_several_arguments(tmp_path):
     def script(place):
         model = place.compile(SelfAttention())
         return train(model, lambda number: model(randn(4, 6, seed=number)).square().mean())

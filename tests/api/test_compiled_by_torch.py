@@ -17,7 +17,7 @@ def fresh_compiler():
 
 
 @plans
-def test_a_part_is_compiled_after_the_first_forward(plan, tmp_path):
+def test_torch_compiles_a_submodule_after_the_first_forward(plan, tmp_path):
     def script(place):
         model = place.compile(stack())
         optimizer = adamw(model.parameters())
@@ -30,7 +30,7 @@ def test_a_part_is_compiled_after_the_first_forward(plan, tmp_path):
 
 
 @plans
-def test_a_part_is_compiled_before_streaming(plan, tmp_path):
+def test_torch_compiles_a_submodule_before_streaming(plan, tmp_path):
     def script(place):
         model = stack()
         model[1].compile(backend="eager")
@@ -42,7 +42,7 @@ def test_a_part_is_compiled_before_streaming(plan, tmp_path):
 
 @plans
 @pytest.mark.parametrize("streamed_before", [False, True])
-def test_a_streamed_model_is_compiled(plan, streamed_before, tmp_path):
+def test_torch_compiles_a_streamed_model(plan, streamed_before, tmp_path):
     def script(place):
         model = place.compile(stack())
         optimizer = adamw(model.parameters())

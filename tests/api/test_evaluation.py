@@ -11,7 +11,7 @@ WITHOUT = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 @extreme_plans
 @pytest.mark.parametrize("without", WITHOUT)
 @pytest.mark.parametrize("first", ["evaluation", "step"])
-def test_evaluation_between_steps(plan, without, first, tmp_path):
+def test_evaluation_between_steps_equals_plain(plan, without, first, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -38,7 +38,7 @@ def test_evaluation_between_steps(plan, without, first, tmp_path):
 
 
 @extreme_plans
-def test_batches_that_grow_and_shrink(plan, tmp_path):
+def test_batch_sizes_may_grow_and_shrink(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -56,7 +56,7 @@ def test_batches_that_grow_and_shrink(plan, tmp_path):
 
 
 @extreme_plans
-def test_a_larger_batch_while_gradients_wait(plan, tmp_path):
+def test_a_larger_batch_during_gradient_accumulation(plan, tmp_path):
     """The model is planned again in the middle of a gradient accumulation."""
 
     def script(place):
@@ -77,7 +77,7 @@ def test_a_larger_batch_while_gradients_wait(plan, tmp_path):
 
 
 @extreme_plans
-def test_a_larger_batch_before_the_backward_of_another(plan, tmp_path):
+def test_a_larger_batch_between_forward_and_backward_of_another(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -94,7 +94,7 @@ def test_a_larger_batch_before_the_backward_of_another(plan, tmp_path):
 
 
 @some_plan
-def test_a_model_that_is_never_trained(plan, tmp_path):
+def test_a_model_may_be_evaluated_without_training(plan, tmp_path):
     def script(place):
         model = place.compile(Net().requires_grad_(False).eval())
         return [model(x) for x, _ in batches(3)], model
@@ -104,7 +104,7 @@ def test_a_model_that_is_never_trained(plan, tmp_path):
 
 @extreme_plans
 @pytest.mark.parametrize("first", ["the part", "the whole"])
-def test_a_part_is_called_by_itself(plan, first, tmp_path):
+def test_a_submodule_of_a_streamed_model_can_be_called_directly(plan, first, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -153,7 +153,7 @@ class Encoder(nn.Module):
 
 @extreme_plans
 @pytest.mark.parametrize("first", ["the method", "the whole"])
-def test_a_method_beside_forward(plan, first, tmp_path):
+def test_methods_other_than_forward_equal_plain(plan, first, tmp_path):
     def script(place):
         model = place.compile(Encoder())
         optimizer = adamw(model.parameters())

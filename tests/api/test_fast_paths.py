@@ -37,7 +37,7 @@ def evaluated(model, *args, **kwargs):
 
 
 @odd_plans
-def test_an_encoder_gives_zeros_at_padded_positions(plan, tmp_path):
+def test_an_encoder_returns_zeros_at_padded_positions(plan, tmp_path):
     def script(place):
         model = place.compile(Classifier())
         x = randn(3, 5, 8, seed=9)
@@ -51,7 +51,7 @@ def test_an_encoder_gives_zeros_at_padded_positions(plan, tmp_path):
 
 
 @odd_plans
-def test_the_encoder_is_the_model(plan, tmp_path):
+def test_an_encoder_that_is_the_whole_model_takes_the_fast_path(plan, tmp_path):
     def script(place):
         model = place.compile(encoder())
         x = randn(3, 5, 8, seed=9)
@@ -74,7 +74,7 @@ def test_a_frozen_encoder_takes_the_fast_path_while_gradients_are_recorded(plan,
 
 
 @odd_plans
-def test_layers_and_attention_by_themselves(plan, tmp_path):
+def test_single_layers_and_attention_take_the_fast_path(plan, tmp_path):
     class Attention(nn.MultiheadAttention):
         def forward(self, x):
             return super().forward(x, x, x, need_weights=False)[0]
@@ -89,7 +89,7 @@ def test_layers_and_attention_by_themselves(plan, tmp_path):
 
 
 @odd_plans
-def test_a_hook_of_the_user_still_turns_the_fast_path_off(plan, tmp_path):
+def test_a_user_hook_turns_the_fast_path_off(plan, tmp_path):
     def script(place):
         model = place.compile(Classifier())
         model.encoder.layers[1].linear1.register_forward_hook(lambda module, args, output: output * 2)

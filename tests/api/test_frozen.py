@@ -19,7 +19,7 @@ def train(model, optimizer, steps):
 
 @extreme_plans
 @pytest.mark.parametrize("optimizer_has", ["all", "trained"])
-def test_layers_are_unfrozen_later(plan, optimizer_has, tmp_path):
+def test_layers_may_be_unfrozen_during_training(plan, optimizer_has, tmp_path):
     def script(place):
         model = Net()
         model.embedding.requires_grad_(False)
@@ -39,7 +39,7 @@ def test_layers_are_unfrozen_later(plan, optimizer_has, tmp_path):
 
 
 @extreme_plans
-def test_layers_are_frozen_later(plan, tmp_path):
+def test_layers_may_be_frozen_during_training(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -66,7 +66,7 @@ class LoRA(nn.Module):
 
 
 @extreme_plans
-def test_adapters_written_by_hand(plan, tmp_path):
+def test_handwritten_adapters_equal_plain(plan, tmp_path):
     def script(place):
         model = Net().requires_grad_(False)
         for block in model.blocks:
@@ -81,7 +81,7 @@ def test_adapters_written_by_hand(plan, tmp_path):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 @some_plan
 @pytest.mark.parametrize("compiled", ["outside", "inside"])
-def test_adapters_of_peft(plan, compiled, tmp_path):
+def test_peft_adapters_equal_plain(plan, compiled, tmp_path):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

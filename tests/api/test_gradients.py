@@ -42,7 +42,7 @@ EDITS = {
 
 @extreme_plans
 @pytest.mark.parametrize("edit", EDITS)
-def test_gradients_are_edited(edit, plan, tmp_path):
+def test_edited_gradients_equal_plain(edit, plan, tmp_path):
     def edit_and_forget(model):
         result = EDITS[edit](model)
         return result if isinstance(result, torch.Tensor | dict) else None
@@ -66,7 +66,7 @@ ZEROING = {
 @extreme_plans
 @pytest.mark.parametrize("zeroing", ZEROING)
 @pytest.mark.parametrize("when", ["before forward", "before backward", "after step"])
-def test_every_way_to_forget_gradients(zeroing, when, plan, tmp_path):
+def test_every_way_to_clear_gradients_equals_plain(zeroing, when, plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -90,7 +90,7 @@ def test_every_way_to_forget_gradients(zeroing, when, plan, tmp_path):
 
 
 @extreme_plans
-def test_a_parameter_that_got_no_gradient_this_time_has_zeros(plan, tmp_path):
+def test_a_parameter_unused_in_a_step_has_a_zero_gradient(plan, tmp_path):
     """With `set_to_none=False` an optimizer also moves the parameters that a step did not use."""
 
     def script(place):
@@ -117,7 +117,7 @@ def test_a_parameter_that_got_no_gradient_this_time_has_zeros(plan, tmp_path):
 
 
 @some_plan
-def test_a_spent_gradient_is_loud(plan, tmp_path):
+def test_reading_a_consumed_gradient_raises(plan, tmp_path):
     """The store has consumed the gradient, which plain PyTorch would still have, so reading it must fail."""
     place = Place(plan, tmp_path)
     model = place.compile(Net())
@@ -140,7 +140,7 @@ def test_a_spent_gradient_is_loud(plan, tmp_path):
 
 
 @extreme_plans
-def test_a_step_without_a_new_backward(plan, tmp_path):
+def test_steps_without_backward_use_assigned_gradients(plan, tmp_path):
     """One step without gradients, then one with gradients that the loop has assigned."""
 
     def script(place):
@@ -160,7 +160,7 @@ def test_a_step_without_a_new_backward(plan, tmp_path):
 
 
 @extreme_plans
-def test_gradients_kept_by_the_user_are_the_users(plan, tmp_path):
+def test_changing_kept_gradients_after_a_step_does_not_change_the_update(plan, tmp_path):
     """A change after the step does not affect the update that the store applies later."""
 
     def script(place):
@@ -182,7 +182,7 @@ def test_gradients_kept_by_the_user_are_the_users(plan, tmp_path):
 
 
 @extreme_plans
-def test_penalties_written_into_the_loss(plan, tmp_path):
+def test_penalties_on_weights_in_the_loss_equal_plain(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -201,7 +201,7 @@ def test_penalties_written_into_the_loss(plan, tmp_path):
 
 
 @extreme_plans
-def test_autograd_grad_of_inputs(plan, tmp_path):
+def test_gradient_penalty_with_second_derivatives_equals_plain(plan, tmp_path):
     """A gradient penalty as in WGAN-GP needs second derivatives of the model."""
 
     def script(place):
@@ -225,7 +225,7 @@ def test_autograd_grad_of_inputs(plan, tmp_path):
 
 
 @every_plan
-def test_autograd_grad_of_inputs_alone(plan, tmp_path):
+def test_autograd_grad_of_only_the_inputs_equals_plain(plan, tmp_path):
     def script(place):
         model = place.compile(
             nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -238,7 +238,7 @@ def test_autograd_grad_of_inputs_alone(plan, tmp_path):
 
 
 @extreme_plans
-def test_autograd_grad_of_parameters(plan, tmp_path):
+def test_autograd_grad_of_parameters_equals_plain(plan, tmp_path):
     """The loop assigns the results of `torch.autograd.grad` to the parameters."""
 
     def script(place):
@@ -259,7 +259,7 @@ def test_autograd_grad_of_parameters(plan, tmp_path):
 
 @extreme_plans
 @pytest.mark.parametrize("registered", ["before compile", "after the first step"])
-def test_hooks_on_parameters(plan, registered, tmp_path):
+def test_hooks_on_parameters_equal_plain(plan, registered, tmp_path):
     def script(place):
         model, seen = Net(), []
 
@@ -315,7 +315,7 @@ def test_the_optimizer_steps_in_backward(plan, tmp_path):
 
 
 @extreme_plans
-def test_hooks_on_modules(plan, tmp_path):
+def test_hooks_on_modules_equal_plain(plan, tmp_path):
     """Observing hooks are added after the first step: the dry run before it would show them fake tensors."""
 
     def script(place):
@@ -344,7 +344,7 @@ def test_hooks_on_modules(plan, tmp_path):
 
 
 @extreme_plans
-def test_the_optimizer_is_wrapped_as_sharpness_aware_minimization_does(plan, tmp_path):
+def test_sharpness_aware_minimization_equals_plain(plan, tmp_path):
     """Each step has two forwards; the loop changes the weights between them and restores them after."""
 
     def script(place):

@@ -83,7 +83,7 @@ def test_sparse_gradients_are_summed_and_set_to_zero(plan, tmp_path):
 
 @odd_plans
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_sparse_embedding_that_is_updated_in_pieces(plan, name, tmp_path, monkeypatch):
+def test_a_sparse_embedding_larger_than_a_piece_equals_plain(plan, name, tmp_path, monkeypatch):
     monkeypatch.setattr("headwater.store.layout.PIECE_ELEMENTS", 50)
 
     def script(place):
@@ -183,7 +183,7 @@ def test_complex_gradients_are_clipped(plan, tmp_path):
 
 @odd_plans
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad"])
-def test_the_default_settings_of_torch_give_the_bits_of_plain_pytorch(plan, kind, tmp_path):
+def test_default_optimizer_settings_equal_plain(plan, kind, tmp_path):
     def script(place):
         model = place.compile(Net())
         options = {"momentum": 0.9} if kind == "SGD" else {"weight_decay": 0.1}

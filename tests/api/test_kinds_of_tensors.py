@@ -31,7 +31,7 @@ class PackedInput(nn.Module):
 
 
 @odd_plans
-def test_packed_sequences_as_input(plan, tmp_path):
+def test_packed_sequences_may_be_inputs(plan, tmp_path):
     def script(place):
         model = place.compile(PackedInput())
 
@@ -60,7 +60,7 @@ class PackedInside(nn.Module):
 
 
 @odd_plans
-def test_packed_sequences_inside_and_as_output(plan, tmp_path):
+def test_packed_sequences_may_be_made_inside_and_returned(plan, tmp_path):
     def script(place):
         model = place.compile(PackedInside())
         lengths = torch.tensor([2, 5, 4])
@@ -119,7 +119,7 @@ class Containers(nn.Module):
 
 
 @odd_plans
-def test_subclasses_of_tuples_and_lists(plan, tmp_path):
+def test_subclasses_of_tuples_and_lists_pass_between_layers(plan, tmp_path):
     def script(place):
         model = place.compile(Containers())
 
@@ -157,7 +157,7 @@ class Graph(nn.Module):
 
 
 @odd_plans
-def test_sparse_tensors_made_in_a_forward(plan, tmp_path):
+def test_sparse_tensors_may_be_made_in_a_forward(plan, tmp_path):
     def script(place):
         model = place.compile(Graph())
         edges = torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])
@@ -166,7 +166,7 @@ def test_sparse_tensors_made_in_a_forward(plan, tmp_path):
     check(script, plan, tmp_path)
 
 
-def test_a_large_sparse_tensor_counts_with_its_indices_and_values(tmp_path):
+def test_a_large_sparse_tensor_is_counted_by_its_indices_and_values(tmp_path):
     """As a dense matrix this graph would take 40 GB, and no plan would fit."""
 
     def script(place):
@@ -181,7 +181,7 @@ def test_a_large_sparse_tensor_counts_with_its_indices_and_values(tmp_path):
 
 @odd_plans
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-def test_nested_tensors_as_input(plan, layout, tmp_path):
+def test_nested_tensors_may_be_inputs(plan, layout, tmp_path):
     def script(place):
         model = place.compile(stack())
 
@@ -208,7 +208,7 @@ class JaggedInside(nn.Module):
 
 
 @odd_plans
-def test_jagged_tensors_made_in_a_forward(plan, tmp_path):
+def test_jagged_tensors_may_be_made_in_a_forward(plan, tmp_path):
     def script(place):
         model = place.compile(JaggedInside())
         return train(model, lambda number: model(randn(5, 6, seed=number)).square().mean())
@@ -234,7 +234,7 @@ class WithoutElements(nn.Module):
 @odd_plans
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
 @pytest.mark.parametrize("bias", [False, True])
-def test_layers_without_elements(plan, bias, tmp_path):
+def test_layers_with_empty_weights_equal_plain(plan, bias, tmp_path):
     def script(place):
         model = place.compile(WithoutElements(bias))
         return train(model, lambda number: model(randn(3, 8, seed=number)).square().mean())
@@ -243,7 +243,7 @@ def test_layers_without_elements(plan, bias, tmp_path):
 
 
 @odd_plans
-def test_a_first_batch_without_samples(plan, tmp_path):
+def test_the_first_batch_may_be_empty(plan, tmp_path):
     def script(place):
         model = place.compile(stack())
         return train(model, lambda number: model(randn(4 * number, 6, seed=number)).square().sum())
@@ -252,7 +252,7 @@ def test_a_first_batch_without_samples(plan, tmp_path):
 
 
 @odd_plans
-def test_evaluation_of_batches_without_samples(plan, tmp_path):
+def test_empty_batches_may_be_evaluated(plan, tmp_path):
     def script(place):
         model = place.compile(stack()).eval()
         with torch.no_grad():

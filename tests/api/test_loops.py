@@ -9,7 +9,7 @@ import headwater as cstorch
 
 
 @every_plan
-def test_a_plain_loop(plan, tmp_path):
+def test_a_basic_training_loop_equals_plain(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -48,7 +48,7 @@ def train_step(model, optimizer, batch):
 
 @every_plan
 @pytest.mark.parametrize("traced", [True, False])
-def test_gradient_accumulation(plan, traced, tmp_path):
+def test_gradient_accumulation_equals_plain(plan, traced, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -94,7 +94,7 @@ class Discriminator(nn.Module):
 @every_plan
 @pytest.mark.parametrize("order", ["generator first", "discriminator first"])
 @pytest.mark.parametrize("detach", [True, False])
-def test_two_models_that_play_against_each_other(plan, order, detach, tmp_path):
+def test_generator_and_discriminator_equal_plain(plan, order, detach, tmp_path):
     def script(place):
         generator, discriminator = place.compile(Generator()), place.compile(Discriminator())
         generator_optimizer = adamw(generator.parameters(), lr=0.01)
@@ -133,7 +133,7 @@ def test_two_models_that_play_against_each_other(plan, order, detach, tmp_path):
 
 
 @extreme_plans
-def test_two_models_in_one_loss_and_one_backward(plan, tmp_path):
+def test_two_models_may_share_one_loss_and_backward(plan, tmp_path):
     def script(place):
         generator, discriminator = place.compile(Generator()), place.compile(Discriminator())
         optimizer = adamw([*generator.parameters(), *discriminator.parameters()])
@@ -174,7 +174,7 @@ def test_the_discriminator_is_frozen_while_the_generator_learns(plan, tmp_path):
 
 
 @extreme_plans
-def test_a_part_of_a_model_that_is_not_streamed(plan, tmp_path):
+def test_a_head_outside_of_the_streamed_model_equals_plain(plan, tmp_path):
     def script(place):
         body, head = place.compile(Net()), nn.Linear(5, 5)
         optimizer = adamw([*body.parameters(), *head.parameters()])
@@ -208,7 +208,7 @@ def test_several_forwards_before_one_backward(plan, tmp_path):
 
 
 @extreme_plans
-def test_a_graph_is_used_twice(plan, tmp_path):
+def test_backward_may_run_twice_through_a_graph(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -227,7 +227,7 @@ def test_a_graph_is_used_twice(plan, tmp_path):
 
 
 @extreme_plans
-def test_a_forward_between_forward_and_backward(plan, tmp_path):
+def test_another_forward_may_run_between_forward_and_backward(plan, tmp_path):
     """Backward needs the weights of the first forward after the second one has used the slabs."""
 
     def script(place):
@@ -249,7 +249,7 @@ def test_a_forward_between_forward_and_backward(plan, tmp_path):
 
 
 @extreme_plans
-def test_a_closure_given_to_the_optimizer(plan, tmp_path):
+def test_optimizer_closures_equal_plain(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -269,7 +269,7 @@ def test_a_closure_given_to_the_optimizer(plan, tmp_path):
 
 
 @extreme_plans
-def test_schedulers_of_torch(plan, tmp_path):
+def test_torch_schedulers_equal_plain(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters(), lr=0.02)
@@ -288,7 +288,7 @@ def test_schedulers_of_torch(plan, tmp_path):
 
 
 @extreme_plans
-def test_the_learning_rate_is_changed_by_hand(plan, tmp_path):
+def test_the_loop_may_change_the_learning_rate(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters(), lr=0.02)
@@ -303,7 +303,7 @@ def test_the_learning_rate_is_changed_by_hand(plan, tmp_path):
 
 
 @extreme_plans
-def test_data_decide_the_order(plan, tmp_path):
+def test_layers_may_run_in_an_order_that_depends_on_data(plan, tmp_path):
     class Routed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -330,7 +330,7 @@ def test_data_decide_the_order(plan, tmp_path):
 
 
 @some_plan
-def test_the_loop_of_the_documents_in_a_class(plan, tmp_path):
+def test_a_loop_in_a_class_equals_plain(plan, tmp_path):
     class Trainer:
         def __init__(self, place):
             self.model = place.compile(Net())
@@ -355,7 +355,7 @@ def test_the_loop_of_the_documents_in_a_class(plan, tmp_path):
 @extreme_plans
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_call_that_was_broken_off_leaves_nothing(when, error, plan, tmp_path):
+def test_an_interrupted_call_leaves_no_trace(when, error, plan, tmp_path):
     """In a notebook a user interrupts the training cell and runs it again."""
 
     def script(place):
@@ -389,7 +389,7 @@ def test_a_call_that_was_broken_off_leaves_nothing(when, error, plan, tmp_path):
 
 
 @extreme_plans
-def test_a_model_that_calls_itself(plan, tmp_path):
+def test_a_model_may_call_itself_recursively(plan, tmp_path):
     class Recursive(nn.Module):
         def __init__(self):
             super().__init__()

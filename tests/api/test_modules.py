@@ -91,7 +91,7 @@ class Flexible(nn.Module):
 
 
 @extreme_plans
-def test_arguments_of_every_kind(plan, tmp_path):
+def test_arguments_of_every_kind_are_passed_on(plan, tmp_path):
     def script(place):
         model = place.compile(Flexible())
 
@@ -133,7 +133,7 @@ class Checkpointed(nn.Module):
 
 @extreme_plans
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "sequential"])
-def test_checkpointing_inside_the_model(plan, way, tmp_path):
+def test_checkpointing_inside_the_model_equals_plain(plan, way, tmp_path):
     def script(place):
         model = place.compile(Checkpointed(way))
         return train(model, lambda number: model(torch.randn(3, 6, requires_grad=True)).square().mean())
@@ -143,7 +143,7 @@ def test_checkpointing_inside_the_model(plan, way, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
 @some_plan
-def test_checkpointing_of_transformers(plan, tmp_path):
+def test_checkpointing_of_transformers_equals_plain(plan, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=23, n_positions=16, n_embd=8, n_layer=3, n_head=2)
 
@@ -202,7 +202,7 @@ class Recurrent(nn.Module):
 
 
 @extreme_plans
-def test_a_state_is_carried_from_step_to_step(plan, tmp_path):
+def test_recurrent_state_is_carried_between_steps(plan, tmp_path):
     def script(place):
         model = place.compile(Recurrent())
         state = None
@@ -219,7 +219,7 @@ def test_a_state_is_carried_from_step_to_step(plan, tmp_path):
 
 
 @extreme_plans
-def test_losses_over_several_calls_in_time(plan, tmp_path):
+def test_backpropagation_through_time_equals_plain(plan, tmp_path):
     """Backpropagation through time: each call takes the state of the call before; then comes one backward."""
 
     def script(place):
@@ -260,7 +260,7 @@ def test_parametrized_weights(plan, tmp_path):
 
 
 @extreme_plans
-def test_weights_given_to_functional_call(plan, tmp_path):
+def test_functional_call_uses_the_given_weights(plan, tmp_path):
     """In an inner step of meta-learning the model runs with weights that are not its parameters."""
 
     def script(place):
@@ -291,7 +291,7 @@ def test_the_model_is_part_of_a_larger_one(plan, tmp_path):
 
 
 @some_plan
-def test_two_models_share_a_part(plan, tmp_path):
+def test_two_models_may_share_a_submodule(plan, tmp_path):
     """A plain model uses a module of a streamed model."""
 
     def script(place):

@@ -189,7 +189,7 @@ def test_state_is_read_and_changed_between_steps(plan, change, tmp_path):
 
 
 @plans
-def test_momentum_dropped_by_name(plan, tmp_path):
+def test_momentum_of_named_parameters_can_be_deleted(plan, tmp_path):
     def script(place):
         model = place.compile(stack())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
@@ -233,7 +233,7 @@ def test_replaced_parameter_carries_its_state_over(plan, kept, tmp_path):
 
 
 @plans
-def test_state_of_a_released_model_is_an_ordinary_one(plan, tmp_path):
+def test_optimizer_state_of_a_released_model_is_a_plain_dictionary(plan, tmp_path):
     def script(place):
         model = place.compile(stack())
         optimizer = adamw(model.parameters())
@@ -270,7 +270,7 @@ def test_moment_of_another_shape_is_refused(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.NAdam])
-def test_numbers_of_a_loaded_state_get_the_dtype_of_their_parameter(kind, dtype, tmp_path):
+def test_loaded_state_gets_the_dtype_of_its_parameter(kind, dtype, tmp_path):
     """torch converts the loaded state in the same way, except for `step`."""
 
     def script(place):
@@ -332,7 +332,7 @@ def test_state_of_a_parameter_without_dimensions_is_stored_and_loaded(kind, plan
 
 @plans
 @pytest.mark.parametrize("back", [False, True])
-def test_state_that_an_optimizer_makes_at_once_is_kept_for_frozen_parameters(back, plan, tmp_path):
+def test_state_made_by_the_constructor_is_kept_for_frozen_parameters(back, plan, tmp_path):
     """Adagrad creates the state of each parameter in its constructor."""
 
     def script(place):

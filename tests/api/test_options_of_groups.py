@@ -81,7 +81,7 @@ def test_state_follows_the_options_of_the_group(plan, name, shape, tmp_path):
 @plans
 @pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("first", [0, 0.9])
-def test_momentum_changes_during_the_run(plan, shape, first, tmp_path):
+def test_momentum_may_change_during_a_run(plan, shape, first, tmp_path):
     def script(place):
         model = place.compile(stack(shape))
         optimizer = torch.optim.SGD(groups(model, momentum=first, dampening=0.1), lr=0.01)
@@ -96,7 +96,7 @@ def test_momentum_changes_during_the_run(plan, shape, first, tmp_path):
 
 @plans
 @pytest.mark.parametrize("make", KEEPS.values(), ids=KEEPS)
-def test_state_of_a_group_is_loaded_again(plan, make, tmp_path):
+def test_state_of_a_group_survives_saving_and_loading(plan, make, tmp_path):
     def script(place):
         model = place.compile(stack(SMALL))
         first = make(model)
@@ -113,7 +113,7 @@ def test_state_of_a_group_is_loaded_again(plan, make, tmp_path):
 
 @plans
 @pytest.mark.parametrize("options", [{"amsgrad": False}, {"amsgrad": True}])
-def test_plain_pytorch_loads_the_state_of_a_group_and_gives_it_back(plan, options, tmp_path):
+def test_state_of_a_group_moves_to_plain_pytorch_and_back(plan, options, tmp_path):
     def adam(model):
         return torch.optim.Adam(groups(model, **options), lr=0.01, amsgrad=not options["amsgrad"])
 
@@ -132,7 +132,7 @@ def test_plain_pytorch_loads_the_state_of_a_group_and_gives_it_back(plan, option
 
 
 @plans
-def test_state_is_loaded_whose_option_was_switched_off(plan, tmp_path):
+def test_state_of_a_disabled_option_is_loaded(plan, tmp_path):
     def script(place):
         model = place.compile(stack(SMALL))
         first = torch.optim.SGD(groups(model, momentum=0.9), lr=0.01)
@@ -185,7 +185,7 @@ def test_running_optimizer_loads_a_state_with_fewer_tensors(plan, tmp_path):
     check(script, plan, tmp_path)
 
 
-def test_load_that_is_refused_leaves_the_state(tmp_path):
+def test_a_refused_load_leaves_the_state_unchanged(tmp_path):
     model = Place("slabs", tmp_path).compile(stack(SMALL))
     optimizer = torch.optim.Adam(groups(model, amsgrad=True), lr=0.01)
     one_step(model, optimizer, 0)
@@ -198,7 +198,7 @@ def test_load_that_is_refused_leaves_the_state(tmp_path):
 
 
 @plans
-def test_option_of_a_group_changes_before_its_first_gradient(plan, tmp_path):
+def test_an_option_may_change_before_the_first_gradient(plan, tmp_path):
     def script(place):
         model = place.compile(stack(SMALL))
         optimizer = torch.optim.Adam(groups(model), lr=0.01)
@@ -218,7 +218,7 @@ def test_option_of_a_group_changes_before_its_first_gradient(plan, tmp_path):
         (torch.optim.RMSprop, {"momentum": 0.5}, "momentum_buffer"),
     ],
 )
-def test_option_that_plain_pytorch_cannot_change_is_refused(kind, option, missing, tmp_path):
+def test_an_option_change_that_plain_pytorch_rejects_is_refused(kind, option, missing, tmp_path):
     model = Place("slabs", tmp_path).compile(stack(SMALL))
     optimizer = kind(groups(model), lr=0.01)
     one_step(model, optimizer, 0)
@@ -248,7 +248,7 @@ class LateSum(torch.optim.Optimizer):
                 param.sub_(param.grad, alpha=group["lr"])
 
 
-def test_state_that_begins_late_is_refused(tmp_path):
+def test_state_that_an_optimizer_creates_late_is_refused(tmp_path):
     model = Place("slabs", tmp_path).compile(stack(SMALL))
     optimizer = LateSum(model.parameters())
     with pytest.raises(ConfigError, match=r"LateSum.*step 3 keeps 'sum'"):
@@ -269,7 +269,7 @@ RATES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("make", RATES.values(), ids=RATES)
-def test_rate_is_a_tensor(make, dtype, tmp_path):
+def test_a_tensor_learning_rate_equals_plain(make, dtype, tmp_path):
     def script(place):
         model = place.compile(stack(SMALL))
         optimizer = make(model.parameters(), lr=torch.tensor(0.01, dtype=dtype))
@@ -283,7 +283,7 @@ def test_rate_is_a_tensor(make, dtype, tmp_path):
     check(script, "slabs", tmp_path)
 
 
-def test_validation_takes_a_rate_that_is_a_tensor():
+def test_validate_only_accepts_a_tensor_learning_rate():
     model = stack(SMALL)
     optimizers = [torch.optim.Adam(model.parameters(), lr=lr) for lr in (0.01, torch.tensor(0.01))]
     reports = [cstorch.validate_only(model, inputs(0), optimizer=each) for each in optimizers]

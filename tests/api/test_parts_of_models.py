@@ -17,7 +17,7 @@ def block():
 
 
 @odd_plans
-def test_traced_parts(plan, tmp_path):
+def test_traced_submodules_equal_plain(plan, tmp_path):
     def script(place):
         traced = torch.jit.trace(block(), randn(2, 6, seed=0))
         model = place.compile(nn.Sequential(block(), traced, block()))
@@ -27,7 +27,7 @@ def test_traced_parts(plan, tmp_path):
 
 
 @odd_plans
-def test_scripted_parts_train(plan, tmp_path):
+def test_scripted_submodules_equal_plain(plan, tmp_path):
     """torch's interpreter rounds differently after its first calls, and the dry run may be one of them."""
     losses = []
     for where in (None, plan):
@@ -70,7 +70,7 @@ class Generating(Layers):
         (Generating, "got a generator, which runs after its weights are gone"),
     ],
 )
-def test_forwards_that_run_elsewhere_are_refused_with_the_reason(plan, kind, reason, tmp_path):
+def test_forwards_in_threads_and_generators_are_refused_with_a_reason(plan, kind, reason, tmp_path):
     place = Place(plan, tmp_path)
     model = place.compile(kind())
     with pytest.raises(StreamError, match=reason):

@@ -27,7 +27,7 @@ def trained(place):
     ],
     ids=["data transposed", "data part", "transposed", "part", "data", "detached"],
 )
-def test_a_part_that_requires_a_gradient_has_its_own_values_and_gradient(take, plan, tmp_path):
+def test_a_view_that_requires_a_gradient_has_separate_values_and_gradient(take, plan, tmp_path):
     def script(place):
         model, _ = trained(place)
         part = take(model[0].weight).requires_grad_()

@@ -24,7 +24,7 @@ def compiled():
     ],
     ids=["detach", "view", "state_dict", "numpy"],
 )
-def test_a_tensor_taken_before_the_first_forward_is_named(take):
+def test_a_warning_names_tensors_taken_before_the_first_forward(take):
     model = compiled()
     kept = take(model)
     with pytest.warns(StaleTensorWarning, match=r"made of 0\.weight.* before the first forward keeps"):
@@ -32,7 +32,7 @@ def test_a_tensor_taken_before_the_first_forward_is_named(take):
     assert kept is not None
 
 
-def test_copies_and_what_is_gone_are_not_named():
+def test_copies_and_deleted_tensors_cause_no_warning():
     model = compiled()
     kept = [model[0].weight.detach().clone(), model[0].weight.t, [p.shape for p in model.parameters()]]
     model.state_dict()

@@ -77,7 +77,7 @@ def from_a_file(model, folder):
         from_a_file,
     ],
 )
-def test_a_parameter_of_other_values_trains_like_in_plain_pytorch(plan, change, tmp_path):
+def test_a_parameter_made_from_other_values_equals_plain(plan, change, tmp_path):
     def script(place):
         model = place.compile(stack())
         losses = train(model)
@@ -114,7 +114,7 @@ def test_a_parameter_that_is_tied_by_its_values_is_refused():
         train(model)
 
 
-def test_a_plain_optimizer_of_a_parameter_without_memory_says_what_to_write():
+def test_a_plain_optimizer_of_a_stored_value_raises_with_the_remedy():
     model = cstorch.compile(stack(), cstorch.backend("CSX"))
     train(model)
     weight = nn.Parameter(model[0].weight.detach())

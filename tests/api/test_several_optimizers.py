@@ -12,7 +12,7 @@ def sgd(params):
 
 @some_plan
 @pytest.mark.parametrize("second", [sgd, adamw])
-def test_optimizers_that_take_turns_keep_their_moments(plan, second, tmp_path):
+def test_alternating_optimizers_keep_their_moments(plan, second, tmp_path):
     def script(place):
         model = place.compile(stack())
         optimizers = [adamw(model.parameters()), second(model.parameters())]
@@ -23,7 +23,7 @@ def test_optimizers_that_take_turns_keep_their_moments(plan, second, tmp_path):
 
 
 @some_plan
-def test_a_kept_state_shows_the_optimizer_that_it_was_taken_of(plan, tmp_path):
+def test_a_kept_state_dict_shows_its_optimizer(plan, tmp_path):
     def script(place):
         model = place.compile(stack())
         first = adamw(model.parameters())

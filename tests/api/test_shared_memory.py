@@ -13,7 +13,7 @@ plans = pytest.mark.parametrize("plan", ["memory", "slabs", "disk"])
 
 @plans
 @pytest.mark.parametrize("take", [lambda p: p.data, lambda p: p.detach()], ids=["data", "detach"])
-def test_weights_swapped_by_data_for_an_evaluation(take, plan, tmp_path):
+def test_averaged_weights_may_be_swapped_in_by_data(take, plan, tmp_path):
     """A common form of weight averaging: `backup = p.data; p.data = shadow; …; p.data = backup`."""
 
     def script(place):
@@ -142,7 +142,7 @@ CHANGES = [
 
 @plans
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_memory_of_a_parameter_is_shared(change, plan, tmp_path):
+def test_views_of_a_parameter_share_its_memory(change, plan, tmp_path):
     def script(place):
         model = place.compile(stack())
         optimizer = adamw(model.parameters())

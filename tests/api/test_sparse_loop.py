@@ -61,7 +61,7 @@ def trained(kind, optimizer_name, algorithm):
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("algorithm", ["Static", "SET", "RigL"])
-def test_streamed_equals_plain(optimizer, algorithm):
+def test_sparse_streamed_training_equals_plain(optimizer, algorithm):
     losses, zeros, weights, _ = trained("CSX", optimizer, algorithm)
     plain_losses, plain_zeros, plain_weights, _ = trained("CPU", optimizer, algorithm)
     assert losses == plain_losses
@@ -73,7 +73,7 @@ def test_streamed_equals_plain(optimizer, algorithm):
     assert zeros[-1] == masked or algorithm == "SET"
 
 
-def test_masks_change_on_the_schedule_alone():
+def test_masks_change_only_on_the_schedule():
     static, changing = (trained("CPU", "AdamW", algorithm) for algorithm in ("Static", "RigL"))
     assert static[0][:3] == changing[0][:3]  # the third step has its loss before its mask changes
     assert static[0][3:] != changing[0][3:]
@@ -91,7 +91,7 @@ def test_masks_are_saved_and_loaded():
         other.load_state_dict(before.state_dict())
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_sparsity_options_are_refused():
     parameters = list(make_model().named_parameters())
     with pytest.raises(ConfigError, match="schedule"):
         cstor.sparse.RigLSparsityOptimizer(parameters, sparsity=0.9)
@@ -131,7 +131,7 @@ def test_a_step_that_fails_leaves_masks_and_weights_as_they_were(kind):
 
 
 @pytest.mark.parametrize("kind", ["CPU", "CSX"])
-def test_dense_training_before_leaves_nothing_that_moves_masked_weights(kind):
+def test_masked_weights_stay_zero_after_dense_training(kind):
     model = cstor.compile(make_model(), kind)
     optimizer = cstor.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     for number, (inputs, targets) in enumerate(batches()):

@@ -34,7 +34,7 @@ def train(model, optimizer, steps):
 
 
 @every_plan
-def test_states_go_out_and_come_back_in_the_middle(plan, tmp_path):
+def test_states_are_saved_and_loaded_during_training(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -53,7 +53,7 @@ def test_states_go_out_and_come_back_in_the_middle(plan, tmp_path):
 @extreme_plans
 @pytest.mark.parametrize("when", ["before any forward", "after a forward"])
 @pytest.mark.parametrize("way", ["headwater", "torch"])
-def test_a_resumed_run_equals_an_undisturbed_one(plan, when, way, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(plan, when, way, tmp_path):
     save = cstorch.save if way == "headwater" else torch.save
     load = cstorch.load if way == "headwater" else torch.load
     file = tmp_path / "state"
@@ -127,7 +127,7 @@ def test_the_optimizer_state_is_loaded_before_the_first_forward(plan, tmp_path):
 
 
 @extreme_plans
-def test_a_step_is_seen_by_whatever_reads_next(plan, tmp_path):
+def test_a_step_is_visible_to_every_following_read(plan, tmp_path):
     """The new values are visible right after the step, although the store applies the update later."""
 
     def script(place):
@@ -166,7 +166,7 @@ WRITES = {
 
 @extreme_plans
 @pytest.mark.parametrize("write", WRITES)
-def test_what_is_written_to_a_parameter_is_not_lost(plan, write, tmp_path):
+def test_values_written_to_a_parameter_are_kept(plan, write, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -182,7 +182,7 @@ def test_what_is_written_to_a_parameter_is_not_lost(plan, write, tmp_path):
 
 
 @extreme_plans
-def test_vectors_of_all_parameters(plan, tmp_path):
+def test_parameters_to_vector_and_back_equals_plain(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())
@@ -195,7 +195,7 @@ def test_vectors_of_all_parameters(plan, tmp_path):
 
 
 @extreme_plans
-def test_averages_kept_by_the_user(plan, tmp_path):
+def test_moving_averages_kept_by_the_loop_equal_plain(plan, tmp_path):
     """The loop keeps an exponential moving average and swaps it in for each evaluation."""
 
     def script(place):
@@ -220,7 +220,7 @@ def test_averages_kept_by_the_user(plan, tmp_path):
 
 
 @some_plan
-def test_averaged_model_of_torch(plan, tmp_path):
+def test_averaged_model_of_torch_equals_plain(plan, tmp_path):
     """`AveragedModel` copies the model, so the test makes it before the model is compiled."""
 
     def script(place):
@@ -255,7 +255,7 @@ def test_a_copy_of_a_streamed_model_is_refused(tmp_path):
 
 
 @some_plan
-def test_a_released_model_is_plain(plan, tmp_path):
+def test_a_released_model_is_a_plain_model(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         optimizer = adamw(model.parameters())

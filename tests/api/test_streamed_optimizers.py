@@ -54,7 +54,7 @@ def test_every_optimizer(name, plan, tmp_path):
 
 
 @extreme_plans
-def test_matrices_by_muon_and_the_rest_by_adamw(plan, tmp_path):
+def test_muon_for_matrices_and_adamw_for_other_parameters(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         inner = [param for block in model.blocks for param in block.parameters() if param.dim() == 2]
@@ -66,7 +66,7 @@ def test_matrices_by_muon_and_the_rest_by_adamw(plan, tmp_path):
 
 
 @extreme_plans
-def test_two_optimizers_take_turns(plan, tmp_path):
+def test_two_optimizers_may_alternate(plan, tmp_path):
     """One steps in even steps, the other in odd ones; gradients accumulate until their optimizer steps."""
 
     def script(place):
@@ -87,7 +87,7 @@ def test_two_optimizers_take_turns(plan, tmp_path):
 
 
 @extreme_plans
-def test_groups_with_options_of_their_own(plan, tmp_path):
+def test_groups_with_different_options_equal_plain(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         groups = (
@@ -109,7 +109,7 @@ def test_groups_with_options_of_their_own(plan, tmp_path):
 
 
 @extreme_plans
-def test_another_optimizer_takes_over(plan, tmp_path):
+def test_another_optimizer_may_replace_the_first(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         first = adamw(model.parameters())
@@ -122,7 +122,7 @@ def test_another_optimizer_takes_over(plan, tmp_path):
 
 
 @extreme_plans
-def test_a_new_optimizer_of_the_same_kind_begins_anew(plan, tmp_path):
+def test_a_new_optimizer_of_the_same_kind_starts_without_state(plan, tmp_path):
     def script(place):
         model = place.compile(Net())
         losses = train(model, [adamw(model.parameters())], batches(2))
@@ -133,7 +133,7 @@ def test_a_new_optimizer_of_the_same_kind_begins_anew(plan, tmp_path):
 
 
 @some_plan
-def test_kernels_that_are_not_fused(plan, tmp_path):
+def test_foreach_false_equals_plain(plan, tmp_path):
     """If `foreach` or `fused` is given, the engine uses the same kernel as torch."""
 
     def script(place):
@@ -145,7 +145,7 @@ def test_kernels_that_are_not_fused(plan, tmp_path):
 
 
 @some_plan
-def test_an_optimizer_of_the_users_own(plan, tmp_path):
+def test_an_optimizer_class_of_the_user_equals_plain(plan, tmp_path):
     class SignDescent(torch.optim.Optimizer):
         def __init__(self, params, lr=0.01, decay=0.9):
             super().__init__(params, {"lr": lr, "decay": decay})

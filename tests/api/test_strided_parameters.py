@@ -44,7 +44,7 @@ def adafactor(params):
 @extreme_plans
 @pytest.mark.parametrize("make", [matrices, Pictures])
 @pytest.mark.parametrize("optimize", [adamw, rmsprop, adafactor])
-def test_strides_and_bits(plan, make, optimize, tmp_path):
+def test_strides_and_values_equal_plain(plan, make, optimize, tmp_path):
     def script(place):
         model = place.compile(make())
         optimizer = optimize(model.parameters())
@@ -102,11 +102,11 @@ def transposed_during_training(compile_, optimize):
 
 
 @pytest.mark.parametrize("optimize", [rmsprop, adafactor, lambda params: torch.optim.AdamW(params, lr=0.01)])
-def test_a_weight_that_is_transposed_during_training(optimize, tmp_path):
+def test_a_weight_may_be_transposed_during_training(optimize, tmp_path):
     check(lambda place: transposed_during_training(place.compile, optimize), "memory", tmp_path)
 
 
-def test_fused_kernels_keep_the_state_of_a_transposed_weight_with_its_elements():
+def test_fused_kernels_keep_the_state_of_a_transposed_weight_in_its_order():
     """torch's fused CPU kernels read memory in order, so tensors with different strides would be mixed up."""
 
     def adam(fused):

@@ -39,12 +39,12 @@ def derivatives(model, transform):
 
 
 @pytest.mark.parametrize("transform", [jvp, jacobian, dual_numbers])
-def test_derivatives_of_a_model_in_memory(transform, tmp_path):
+def test_torch_func_derivatives_of_a_model_in_memory_equal_plain(transform, tmp_path):
     check(lambda place: derivatives(place.compile(stack()), transform), "memory", tmp_path)
 
 
 @pytest.mark.parametrize("plan", ["slabs"])
-def test_forward_mode_derivatives_where_weights_come_and_go(plan, tmp_path):
+def test_forward_mode_derivatives_of_a_streamed_model_equal_plain(plan, tmp_path):
     check(lambda place: derivatives(place.compile(stack()), dual_numbers), plan, tmp_path)
 
 
@@ -63,7 +63,7 @@ def test_a_model_that_recomputes_keeps_its_activations_in_a_transform(tmp_path):
 
 @pytest.mark.parametrize("plan", ["slabs", "recompute on disk"])
 @pytest.mark.parametrize("transform", [jvp, jacobian])
-def test_transforms_are_refused_where_weights_come_and_go(plan, transform, tmp_path):
+def test_torch_func_transforms_of_a_streamed_model_are_refused(plan, transform, tmp_path):
     place = Place(plan, tmp_path)
     model = place.compile(stack())
     x = randn(4, 3, seed=1)

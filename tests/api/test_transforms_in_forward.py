@@ -47,7 +47,7 @@ def losses(gradient, options=None):
 
 
 @pytest.mark.parametrize("options", [{}, {"tier": "memory", "num_slabs": 2, "activations": "recompute"}])
-def test_a_transform_is_refused_and_the_remedy_works(options):
+def test_the_remedy_in_the_error_for_a_transform_works(options):
     with pytest.raises(StreamError, match=r"(?s)torch\.func.*where: Descends.*torch\.autograd\.grad"):
         losses(by_transform, options)
     more = {**options, "num_slabs": 4} if options else {}
@@ -76,7 +76,7 @@ def loss_and_gradients(place):
 
 
 @pytest.mark.parametrize("plan", ["memory", "disk", "recompute", "recompute on disk"])
-def test_a_stage_within_vmap(plan, tmp_path):
+def test_a_stage_within_vmap_equals_plain(plan, tmp_path):
     check(loss_and_gradients, plan, tmp_path)
 
 

@@ -85,7 +85,7 @@ class Found(Exception):
 
 
 @plans
-def test_a_hook_that_ends_the_forward(plan, tmp_path):
+def test_a_hook_may_end_the_forward_by_an_exception(plan, tmp_path):
     def script(place):
         model = place.compile(stack())
         found = []
@@ -105,7 +105,7 @@ def test_a_hook_that_ends_the_forward(plan, tmp_path):
     check(script, plan, tmp_path)
 
 
-def test_an_error_of_the_dry_run_alone_is_raised(tmp_path):
+def test_an_error_that_only_the_dry_run_has_is_raised(tmp_path):
     class OnlyReal(nn.Linear):
         def forward(self, x):
             if torch._C._len_torch_dispatch_stack():
@@ -141,7 +141,7 @@ class Reading(nn.Module):
 
 
 @plans
-def test_tables_that_make_their_items_are_left_alone(plan, tmp_path):
+def test_dictionaries_that_create_items_on_read_are_unchanged(plan, tmp_path):
     def script(place):
         torch.manual_seed(0)
         network = nn.Sequential(Reading(nn.Linear(6, 6)), Reading(nn.Linear(6, 3)))

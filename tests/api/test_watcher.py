@@ -43,7 +43,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_is_seen_named_and_taken_back(what):
+def test_a_structural_change_is_detected_named_and_undone(what):
     net = model()
     before = Structure(net)
     assert before.is_current
@@ -56,7 +56,7 @@ def test_a_change_is_seen_named_and_taken_back(what):
     assert now.is_current
 
 
-def test_buffers_hooks_modes_and_values_do_not_count():
+def test_buffers_hooks_modes_and_values_are_not_structural_changes():
     net = model()
     before = Structure(net)
     net(torch.randn(4, 3)).sum().backward()
@@ -66,7 +66,7 @@ def test_buffers_hooks_modes_and_values_do_not_count():
     assert before.is_current
 
 
-def test_names_follow_the_parameters():
+def test_old_names_of_moved_parameters_are_found():
     net = model()
     before = Structure(net)
     net.insert(0, nn.Linear(3, 3))
@@ -81,7 +81,7 @@ def test_names_follow_the_parameters():
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, torch.clone])
-def test_parameters_of_a_functional_call_are_lent(kind):
+def test_parameters_of_a_functional_call_are_recognised(kind):
     net = model()
     seen = []
     net.register_forward_pre_hook(lambda module, args: seen.append(has_lent_parameters(net)))

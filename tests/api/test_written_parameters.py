@@ -46,13 +46,13 @@ INITIALIZERS = {
 
 
 @pytest.mark.parametrize("options", PLANS, ids=["memory", "slabs"])
-def test_torch_s_initializers_write_a_parameter(options):
+def test_torch_initializers_write_to_a_parameter(options):
     for name, arguments in INITIALIZERS.items():
         assert_same_after(lambda m, name=name, a=arguments: getattr(nn.init, name)(m[0].weight, *a), options)
 
 
 @pytest.mark.parametrize("options", PLANS, ids=["memory", "slabs"])
-def test_layers_are_reset(options):
+def test_reset_parameters_of_layers_equals_plain(options):
     assert_same_after(lambda model: [layer.reset_parameters() for layer in model], options)
 
 
@@ -68,7 +68,7 @@ def test_a_value_with_a_gradient_is_added_to_data(options):
 
 
 @pytest.mark.parametrize("options", PLANS, ids=["memory", "slabs"])
-def test_a_change_that_is_recorded_is_refused_as_plain_pytorch_does(options):
+def test_in_place_changes_with_gradients_enabled_are_refused(options):
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         model_of(None)[0].weight.add_(1)
     with pytest.raises(StreamError, match="changed in place"):

@@ -36,7 +36,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     "make", [Odd, lambda: GPT2LMHeadModel(GPT2Config(vocab_size=8000, n_embd=256, n_layer=2, n_head=4))]
 )
-def test_values_are_those_of_torch(make, tmp_path):
+def test_initial_values_equal_those_of_torch(make, tmp_path):
     torch.manual_seed(3)
     plain, after = make().state_dict(), torch.rand(())
     torch.manual_seed(3)

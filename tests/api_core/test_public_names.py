@@ -55,7 +55,7 @@ def module(name):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_names_are_there_and_explained(name):
+def test_public_names_exist_and_have_docstrings(name):
     for public in PUBLIC[name]:
         thing = getattr(module(name), public)
         if inspect.isclass(thing) or inspect.isfunction(thing):
@@ -63,7 +63,7 @@ def test_names_are_there_and_explained(name):
 
 
 @pytest.mark.parametrize("name", ["headwater", "headwater.metrics", "headwater.utils.data"])
-def test_nothing_else_is_public(name):
+def test_no_other_name_is_public(name):
     assert sorted(module(name).__all__) == sorted(PUBLIC[name])
 
 
@@ -75,5 +75,5 @@ def test_the_package_lists_its_names():
 
 
 @pytest.mark.parametrize("name", [n for n in PUBLIC["headwater"] if not n.startswith("_")])
-def test_the_older_spelling(name):
+def test_experimental_module_has_the_same_objects(name):
     assert getattr(module("headwater.experimental"), name) is getattr(module("headwater"), name)

@@ -34,6 +34,6 @@ def rates(steps, *, own_call, resumed_at=None):
 
 @pytest.mark.parametrize("resumed_at", [None, 3])
 @pytest.mark.parametrize("own_call", [False, True])
-def test_once_a_step(own_call, resumed_at):
+def test_the_schedule_advances_once_a_step(own_call, resumed_at):
     expected = [1 - step / 10 for step in range(6)]
     assert rates(6, own_call=own_call, resumed_at=resumed_at) == pytest.approx(expected)

@@ -68,7 +68,7 @@ def test_optimizer_step_equals_torch(scale, clip, streamed):
 
 @both
 @pytest.mark.parametrize("unscale", [False, True])
-def test_a_dynamic_scale_equals_torchs(unscale, streamed):
+def test_a_dynamic_scale_equals_that_of_torch(unscale, streamed):
     model, optimizer = job(streamed=streamed)
     scaler = GradScaler("dynamic", init_scale=2.0**12, steps_per_increase=2)
     expected, torchs = job()
@@ -87,7 +87,7 @@ def test_a_dynamic_scale_equals_torchs(unscale, streamed):
 
 
 @both
-def test_step_says_whether_it_was_applied(streamed):
+def test_step_returns_true_if_it_was_applied(streamed):
     model, optimizer = job(streamed=streamed)
     scaler = GradScaler("dynamic", init_scale=8.0)
     applied = []
@@ -126,7 +126,7 @@ def test_scale_takes_nested_tensors_and_widens_half_scalars():
     assert scaled["b"][0] == 102400.0, "past the range of fp16"
 
 
-def test_state_goes_on_where_it_was():
+def test_a_loaded_scaler_continues_with_the_same_scale():
     scaler = GradScaler("dynamic", init_scale=2.0**10, steps_per_increase=3)
     model, optimizer = job()
     for _, batch in zip(range(2), batches(bad={0}), strict=False):
@@ -143,7 +143,7 @@ def test_state_goes_on_where_it_was():
 
 
 @pytest.mark.parametrize(("unscale", "streamed"), [(False, False), (True, False), (False, True)])
-def test_a_gradient_that_no_scale_can_save_is_an_error(unscale, streamed):
+def test_a_gradient_that_overflows_at_the_smallest_scale_raises(unscale, streamed):
     model, optimizer = job(streamed=streamed)
     before = [param.clone() for param in model.parameters()]
     scaler = GradScaler("dynamic", init_scale=2.0)

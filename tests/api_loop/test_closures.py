@@ -27,7 +27,7 @@ def call(function, *args, event=None, **kwargs):
     return Call(function, args, kwargs, () if event is None else (event,))
 
 
-def test_a_call_whose_values_are_there_runs_at_once():
+def test_a_call_with_available_values_runs_at_once():
     seen = []
     ClosureQueue().add(
         call(lambda *args, **kwargs: seen.append((args, kwargs)), 1, event=FakeEvent(True), b=2)
@@ -35,7 +35,7 @@ def test_a_call_whose_values_are_there_runs_at_once():
     assert seen == [((1,), {"b": 2})]
 
 
-def test_a_late_value_holds_up_those_behind_it():
+def test_a_late_value_delays_the_calls_behind_it():
     queue, seen, events = ClosureQueue(), [], [FakeEvent(), FakeEvent(True), FakeEvent()]
     for number, event in enumerate(events):
         queue.add(call(seen.append, number, event=event))
@@ -48,7 +48,7 @@ def test_a_late_value_holds_up_those_behind_it():
     assert [event.waits for event in events] == [0, 0, 1], "only the last one was waited for"
 
 
-def test_a_queue_that_is_full_waits_for_its_oldest_call_alone():
+def test_a_full_queue_waits_only_for_its_oldest_call():
     queue, seen, events = ClosureQueue(longest=2), [], [FakeEvent() for _ in range(4)]
     for number, event in enumerate(events):
         queue.add(call(seen.append, number, event=event))
@@ -60,7 +60,7 @@ def test_a_queue_that_is_full_waits_for_its_oldest_call_alone():
     st.lists(st.tuples(st.sampled_from(["add", "ready", "all", "complete"]), st.integers(0, 9))),
     st.integers(0, 4),
 )
-def test_whatever_happens_calls_run_in_order_and_once(actions, longest):
+def test_calls_always_run_once_and_in_order(actions, longest):
     queue, seen, events = ClosureQueue(longest), [], []
     for action, which in actions:
         if action == "add":
@@ -85,7 +85,7 @@ def failing(message):
     return call(fail)
 
 
-def test_a_failure_names_the_closure_and_those_behind_it_still_run():
+def test_a_failure_names_the_closure_and_later_closures_still_run():
     queue, seen, event = ClosureQueue(), [], FakeEvent()
     queue.add(call(seen.append, 1, event=event))
     queue.add(failing("first"))
@@ -110,7 +110,7 @@ def test_all_run_even_if_some_fail():
     assert seen == [1, 2, 3]
 
 
-def test_run_now_comes_after_all_that_waits_even_if_that_fails():
+def test_run_now_runs_after_all_waiting_calls_even_if_they_fail():
     queue, seen, event = ClosureQueue(), [], FakeEvent()
     queue.add(call(seen.append, 1, event=event))
     queue.add(failing("first"))
@@ -119,7 +119,7 @@ def test_run_now_comes_after_all_that_waits_even_if_that_fails():
     assert seen == [1, "now"]
 
 
-def test_a_queue_is_left_alone_by_the_closures_it_runs():
+def test_a_closure_cannot_run_the_queue_that_runs_it():
     queue, seen, event = ClosureQueue(), [], FakeEvent()
 
     def nosy():
@@ -150,7 +150,7 @@ def test_values_are_copies_without_a_graph():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_values_travel_while_the_device_goes_on():
+def test_cuda_values_are_copied_without_blocking():
     value = torch.ones(2**20, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)

@@ -25,7 +25,7 @@ def firsts(batches):
     return [int(batch[0]) for batch in batches]
 
 
-def test_the_input_function_is_called_once_with_its_arguments_and_iterated_anew():
+def test_the_input_function_is_called_once_and_its_result_iterated_again():
     calls = []
 
     def input_fn(count, *, start):
@@ -38,7 +38,7 @@ def test_the_input_function_is_called_once_with_its_arguments_and_iterated_anew(
     assert calls == [(3, 5, True)] and not is_streamer()
 
 
-def test_an_input_function_that_is_a_generator_is_called_anew():
+def test_an_input_function_that_is_a_generator_is_called_for_each_pass():
     reading = []
 
     def input_fn():
@@ -53,7 +53,7 @@ def test_an_input_function_that_is_a_generator_is_called_anew():
         len(loader)
 
 
-def test_a_torch_loader_is_read_as_it_is():
+def test_a_torch_loader_returns_the_same_batches():
     data = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
 
     def input_fn():
@@ -72,7 +72,7 @@ def in_worker(_batch):
     return torch.tensor([is_streamer()])
 
 
-def test_workers_of_torch_are_streamers():
+def test_workers_of_a_torch_loader_are_streamers():
     loader = torch.utils.data.DataLoader(range(2), num_workers=1, collate_fn=in_worker)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process that has threads
@@ -80,18 +80,18 @@ def test_workers_of_torch_are_streamers():
 
 
 @given(st.integers(1, 5), st.integers(1, 12) | st.none())
-def test_passes_give_as_many_batches_as_asked_for(size, wanted):
+def test_passes_return_the_requested_number_of_batches(size, wanted):
     given = list(passes(range(size), wanted))
     assert given == [index % size for index in range(wanted or size)]
 
 
 @given(st.integers(1, 6), st.booleans())
-def test_the_last_batch_is_known(size, known):
+def test_the_last_batch_is_marked(size, known):
     marked = list(with_last(iter(range(size)), size if known else None))
     assert marked == [(index, index == size - 1) for index in range(size)]
 
 
-def test_nothing_is_read_ahead_where_the_length_is_known():
+def test_no_batch_is_read_ahead_if_the_length_is_known():
     taken = []
 
     class Loader:
@@ -119,7 +119,7 @@ def test_nothing_is_read_ahead_where_the_length_is_known():
     ],
 )
 @pytest.mark.parametrize("sized", [True, False])
-def test_checkpoints_are_at_their_steps_and_at_the_last(steps, checkpoint_steps, size, expected, sized):
+def test_checkpoints_run_at_their_steps_and_at_the_last_step(steps, checkpoint_steps, size, expected, sized):
     saved = []
     save = checkpoint_closure(saved.append)
     loader = numbers(size) if sized else DataLoader(lambda: iter(numbers(size)))
@@ -129,7 +129,7 @@ def test_checkpoints_are_at_their_steps_and_at_the_last(steps, checkpoint_steps,
     assert saved == expected
 
 
-def test_step_closures_are_at_activation_steps_and_at_the_last():
+def test_step_closures_run_at_activation_steps_and_at_the_last_step():
     seen = []
     note = step_closure(seen.append)
     executor = DataExecutor(numbers(7), activation_steps=3)
@@ -138,7 +138,7 @@ def test_step_closures_are_at_activation_steps_and_at_the_last():
     assert seen == [3, 6, 7]
 
 
-def test_a_second_iteration_counts_on():
+def test_a_second_iteration_continues_the_step_count():
     saved = []
     save = checkpoint_closure(saved.append)
     executor = DataExecutor(numbers(4), checkpoint_steps=3)
@@ -148,7 +148,7 @@ def test_a_second_iteration_counts_on():
     assert saved == [3, 4, 6, 8] and executor.step == 8
 
 
-def test_an_evaluation_within_the_loop_has_closures_of_its_own():
+def test_an_evaluation_within_the_loop_has_separate_closures():
     seen = []
     note, save = step_closure(seen.append), checkpoint_closure(seen.append)
     for _ in DataExecutor(numbers(2), activation_steps=2, checkpoint_steps=1):
@@ -159,7 +159,7 @@ def test_an_evaluation_within_the_loop_has_closures_of_its_own():
     assert seen == ["evaluated"] * 2 + ["saved"] + ["evaluated"] * 2 + ["trained", "saved"]
 
 
-def test_a_loop_that_is_left_early_ends():
+def test_leaving_a_loop_early_ends_it():
     saved = []
     save = checkpoint_closure(saved.append)
     for _ in DataExecutor(numbers(9), checkpoint_steps=5):
@@ -169,7 +169,7 @@ def test_a_loop_that_is_left_early_ends():
     assert saved == ["after"]
 
 
-def test_a_step_that_fails_ends_neither_the_loop_nor_its_count():
+def test_a_failed_step_does_not_end_the_loop_or_its_count():
     done = []
 
     @trace
@@ -245,11 +245,11 @@ def test_error_names_the_part_of_a_batch_that_is_not_a_tensor(name):
 @pytest.mark.parametrize(
     "batch", [(torch.ones(2, 3), torch.tensor(1.0)), {"x": torch.ones(2), "y": None}, torch.ones(3)]
 )
-def test_scalars_and_absent_tensors_are_fine(batch):
+def test_scalars_and_none_in_a_batch_are_accepted(batch):
     assert next(iter(DataExecutor([batch]))) is batch
 
 
-def test_a_smaller_last_batch_is_fine_and_ragged_ones_can_be_asked_for():
+def test_a_smaller_last_batch_is_accepted_and_other_sizes_on_request():
     assert len(list(DataExecutor([torch.ones(4), torch.ones(3)]))) == 2
     assert len(list(DataExecutor([(torch.ones(4), torch.ones(3))], ragged=True))) == 1
 
@@ -286,7 +286,7 @@ def nothing():
 
 
 @pytest.mark.parametrize("message", BAD_LOADERS)
-def test_error_says_why_a_loader_has_no_batches(message):
+def test_an_error_explains_why_a_loader_has_no_batches(message):
     error, make = BAD_LOADERS[message]
     with pytest.raises(error, match=message):
         make()

@@ -45,7 +45,7 @@ def plain_losses(optimizer_class, steps, **clip):
 
 
 @pytest.mark.parametrize("kind", ["CPU", "CSX"])
-def test_the_short_script(kind, capsys):
+def test_the_short_documented_script_equals_plain(kind, capsys):
     model = cstorch.compile(make_model(), kind)
     loss_fn = nn.NLLLoss()
     optimizer = cstorch.optim.SGD(model.parameters(), lr=0.01)
@@ -77,7 +77,7 @@ def test_the_short_script(kind, capsys):
 
 
 @pytest.mark.parametrize("kind", ["CPU", "CSX"])
-def test_the_full_script_with_its_checkpoints(kind, tmp_path):
+def test_the_full_documented_script_with_checkpoints_equals_plain(kind, tmp_path):
     def run(num_steps, checkpoint=None):
         backend = cstorch.backend(kind)
         with backend.device:

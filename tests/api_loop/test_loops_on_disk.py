@@ -237,9 +237,7 @@ def small_blocks(monkeypatch):
         (accumulates, 2, 1, None, "both"),
     ],
 )
-def test_loops_on_disk_give_the_bits_of_loops_in_memory(
-    work, ranks, hosts, precision, on_disk, small_blocks, tmp_path
-):
+def test_loops_on_disk_equal_loops_in_memory(work, ranks, hosts, precision, on_disk, small_blocks, tmp_path):
     given = {"precision": precision, "num_slabs": 5 if ranks // hosts > 2 else 4}
     start = functools.partial(run, work=work)
     here = ON_DISK[on_disk] | {"verify_disk": True}
@@ -275,7 +273,7 @@ def fails_alone(loop, *, after_update):
 
 
 @pytest.mark.parametrize("after_update", [False, True])
-def test_a_rank_that_fails_alone_waits_for_nobody(after_update, tmp_path):
+def test_a_rank_that_fails_alone_ends_all_ranks(after_update, tmp_path):
     work = functools.partial(fails_alone, after_update=after_update)
     options = ON_DISK["both"] | {"num_slabs": 4}
     with pytest.raises(AssertionError) as failed:

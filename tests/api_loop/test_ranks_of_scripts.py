@@ -87,7 +87,7 @@ def two(train, tmp_path_factory):
     return train(tmp_path_factory.mktemp("two"))
 
 
-def test_two_ranks_give_what_plain_pytorch_gives(two, plain):
+def test_two_ranks_equal_plain_pytorch(two, plain):
     expected, folder = plain
     ranks = [json.loads((two[1] / f"seen_{rank}.json").read_text()) for rank in range(2)]
     assert len(expected.closures) == 2 * (ranks_script.STEPS - 1)
@@ -104,18 +104,18 @@ def flat(values):
     return [each for row in values for each in row]
 
 
-def test_what_a_script_prints_is_printed_once(two, request):
+def test_the_output_of_a_script_is_printed_once(two, request):
     begun = 1 if "python" in request.node.name else 2  # each rank comes to where the number is said
     assert [two[0].count(words) for words in ("begun", "trained", "every rank warns")] == [begun, 1, 1]
 
 
-def test_the_same_ranks_give_the_same_bits(two, train, tmp_path):
+def test_repeated_runs_of_the_same_ranks_are_bit_identical(two, train, tmp_path):
     train(tmp_path)
     name = "seen_0.json"
     assert (tmp_path / name).read_text() == (two[1] / name).read_text()
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_one(two, plain):
+def test_a_checkpoint_of_two_ranks_resumes_on_one(two, plain):
     name = f"checkpoint_{ranks_script.STEPS - 1}.mdl"
     losses = []
     for kind, folder in (("CSX", two[1]), ("CPU", plain[1])):
@@ -156,7 +156,7 @@ print(json.dumps([masks.sparsity_of("weight"), model.weight.tolist()]))
 """
 
 
-def test_masks_of_two_ranks_are_those_of_one():
+def test_masks_of_two_ranks_equal_those_of_one():
     found = []
     for num_csx in (1, 2):
         code, output, error = run("-c", SPARSE.format(num_csx=num_csx))
@@ -185,7 +185,7 @@ def test_masks_of_two_ranks_are_those_of_one():
     ],
     ids=["raises", "killed", "odd", "undivided", "plain parameter"],
 )  # fmt: skip
-def test_what_ends_a_rank_ends_all_and_is_said_once(text, told):
+def test_an_error_of_a_rank_ends_all_ranks_and_is_printed_once(text, told):
     code, output, error = run("-c", loop(text))
     assert code != 0 and output == ""
     for part in told:
@@ -200,12 +200,12 @@ def test_what_ends_a_rank_ends_all_and_is_said_once(text, told):
         ("hw.backend('CPU'); hw.utils.CSConfig(num_csx=2)", "plain PyTorch .CPU. computes on one rank"),
     ],
 )
-def test_a_number_that_cannot_be_is_refused_in_the_first_process(text, told):
+def test_an_invalid_number_of_ranks_is_refused_in_the_first_process(text, told):
     with pytest.raises(ConfigError, match=told):
         exec(text, {"hw": hw})
 
 
-def test_tasks_of_srun_are_ranks_and_the_one_that_fails_says_which_it_is():
+def test_srun_tasks_are_ranks_and_a_failing_one_names_itself():
     text = loop(
         "for x in hw.utils.data.DataExecutor(batches):\n    step(x)\n    if rank: raise ValueError('a bug')"
     )
@@ -228,13 +228,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_ranks_that_train_by_themselves_are_told(monkeypatch, caplog):
+def test_ranks_that_train_separately_get_a_warning(monkeypatch, caplog):
     monkeypatch.setenv("WORLD_SIZE", "2")
     hw.backend("CSX")
     assert "num_csx is 1: each of them trains by itself" in caplog.text
 
 
-def test_what_cannot_be_run_again_is_refused(tmp_path):
+def test_a_script_from_stdin_cannot_start_ranks(tmp_path):
     code, _, error = run("-", input="import headwater as hw\nhw.backend('CSX', num_csx=2)")
     assert code == 1 and "the script was read from stdin" in error
 
@@ -310,7 +310,7 @@ assert all(map(torch.equal, *after))
 """
 
 
-def test_optimizers_in_turns_keep_the_state_of_all_ranks(tmp_path):
+def test_alternating_optimizers_keep_the_state_of_all_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(IN_TURNS)
     code, output, error = run(script, tmp_path / "saved.mdl")

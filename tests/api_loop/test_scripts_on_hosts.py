@@ -44,7 +44,7 @@ def run(folder, before="", within="", seed="0", num_csx=2, end=""):
     ],
     ids=["raises", "killed"],
 )
-def test_what_ends_a_rank_ends_those_of_other_hosts_and_names_it(tmp_path, within, told):
+def test_an_error_of_a_rank_ends_other_hosts_and_names_the_rank(tmp_path, within, told):
     codes, logs = run(tmp_path, within=within)
     assert 0 not in codes
     assert told in logs[1] and re.search(r"rank\s*:? 1", logs[1]), logs[1]
@@ -66,7 +66,7 @@ def test_what_ends_a_rank_ends_those_of_other_hosts_and_names_it(tmp_path, withi
     ],
     ids=["argument", "number", "closure"],
 )
-def test_what_is_refused(tmp_path, options, told):
+def test_scripts_that_differ_between_hosts_are_refused(tmp_path, options, told):
     codes, logs = run(tmp_path, **options)
     assert 0 not in codes
     assert told in logs[0], logs[0]
@@ -80,7 +80,7 @@ def test_weights_that_differ_at_the_start_are_those_of_the_first_host(tmp_path):
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
 
 
-def test_the_script_of_the_documents(tmp_path):
+def test_the_documented_script_runs_on_two_hosts(tmp_path):
     text = re.search(r"## Your own loop.*?```python\n(.*?)```", (DOCS / "scale.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(text[1])
     codes, logs = run_on_hosts(tmp_path / "train.py", (), tmp_path)

@@ -35,7 +35,7 @@ def plain_evaluation(model):
     return torch.cat([model(inputs) for inputs, _ in data_fn()])
 
 
-def test_a_script_in_sessions_equals_plain_torch():
+def test_a_script_with_sessions_equals_plain_torch():
     cbtorch.initialize("CPU", cs_ip="1.2.3.4")
     model = cbtorch.module(make_model())
     loader = cbtorch.dataloader(data_fn)
@@ -52,7 +52,7 @@ def test_a_script_in_sessions_equals_plain_torch():
     assert torch.equal(outputs, plain_evaluation(expected))
 
 
-def test_a_session_sets_modes_and_puts_them_back():
+def test_a_session_sets_modes_and_restores_them():
     cbtorch.initialize("CPU")
     model = cbtorch.module(make_model())
     model[1].eval()
@@ -65,14 +65,14 @@ def test_a_session_sets_modes_and_puts_them_back():
     assert model.training and not model[1].training and torch.is_grad_enabled()
 
 
-def test_loaders_and_functions_become_the_same():
+def test_dataloader_accepts_a_loader_or_a_function():
     for source in (data_fn, data_fn()):
         loader = cbtorch.dataloader(source)
         assert isinstance(loader, DataExecutor)
         assert len(list(loader)) == len(list(loader)) == 5
 
 
-def test_wrong_use_is_named(monkeypatch):
+def test_wrong_use_of_sessions_raises_with_the_reason(monkeypatch):
     monkeypatch.setattr(cbtorch, "_backend", None)
     with pytest.raises(StreamError, match=r"initialize\(\) has not been called"):
         cbtorch.module(make_model())
@@ -82,7 +82,7 @@ def test_wrong_use_is_named(monkeypatch):
         cbtorch.Session([], "training")
 
 
-def test_the_older_spelling_has_every_name():
+def test_the_older_module_has_every_name():
     assert headwater.experimental.__version__ == headwater.__version__
     assert set(dir(headwater)) <= set(dir(headwater.experimental))
     with pytest.raises(AttributeError):

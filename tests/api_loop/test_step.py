@@ -46,7 +46,7 @@ class Ledger:
         self.events.append("abort")
 
 
-def test_a_step_gives_values_without_their_graph():
+def test_a_step_returns_values_without_their_graph():
     model = nn.Linear(3, 2)
 
     @trace
@@ -64,7 +64,7 @@ def test_a_step_gives_values_without_their_graph():
         assert torch.equal(outputs, model(torch.ones(4, 3)) * 2.0)
 
 
-def test_what_a_step_returns_keeps_no_activation_alive():
+def test_the_result_of_a_step_keeps_no_activation_alive():
     kept = []
 
     @trace
@@ -78,7 +78,7 @@ def test_what_a_step_returns_keeps_no_activation_alive():
     assert kept[0]() is None and loss.shape == ()
 
 
-def test_a_step_is_a_transaction_and_one_within_another_is_part_of_it():
+def test_a_step_is_a_transaction_and_a_nested_step_is_part_of_it():
     ledger = Ledger()
 
     @trace
@@ -95,7 +95,7 @@ def test_a_step_is_a_transaction_and_one_within_another_is_part_of_it():
     assert ledger.events == ["begin", "end"]
 
 
-def test_a_failed_step_is_aborted_and_the_loop_goes_on():
+def test_a_failed_step_is_aborted_and_the_loop_continues():
     ledger = Ledger()
 
     @trace
@@ -119,7 +119,7 @@ def test_methods_can_be_traced():
     assert Trainer().step(2) == 6
 
 
-def test_closures_get_plain_values_and_give_nothing():
+def test_closures_get_plain_values_and_return_none():
     seen = []
 
     @step_closure
@@ -131,7 +131,7 @@ def test_closures_get_plain_values_and_give_nothing():
     assert seen == [(torch.Tensor, 4.0, "loss")] and gather.__name__ == "gather"
 
 
-def test_a_closure_may_keep_what_it_gets():
+def test_a_closure_may_keep_its_arguments():
     kept, memory = [], []
 
     @step_closure
@@ -151,7 +151,7 @@ def test_a_closure_may_keep_what_it_gets():
     assert sum(value.untyped_storage().nbytes() for value in kept) == 3 * 4
 
 
-def test_within_a_step_closures_wait_for_its_commit():
+def test_closures_in_a_step_run_after_its_commit():
     ledger, seen = Ledger(), []
     total = torch.zeros(1)
 
@@ -177,7 +177,7 @@ def test_within_a_step_closures_wait_for_its_commit():
     assert [value for value, _ in seen] == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_an_exception_in_a_closure_names_it_and_the_loop_goes_on():
+def test_an_exception_in_a_closure_names_it_and_the_loop_continues():
     seen = []
 
     @step_closure
@@ -196,7 +196,7 @@ def test_an_exception_in_a_closure_names_it_and_the_loop_goes_on():
     assert seen == [0.0, 1.0]
 
 
-def test_a_closure_within_a_closure_is_part_of_it():
+def test_a_closure_called_in_a_closure_runs_at_once():
     seen = []
 
     @step_closure
@@ -226,7 +226,7 @@ def test_a_closure_that_evaluates_may_use_traced_steps_and_read_their_values():
 
 @pytest.mark.parametrize("activation", [True, False])
 @pytest.mark.parametrize("checkpoint", [True, False])
-def test_the_loop_says_which_calls_truly_run(activation, checkpoint):
+def test_the_loop_decides_which_closures_run(activation, checkpoint):
     seen = []
     note, save = step_closure(seen.append), checkpoint_closure(seen.append)
     with driven_by(FakeLoop(activation=activation, checkpoint=checkpoint)):
@@ -241,7 +241,7 @@ def test_the_loop_says_which_calls_truly_run(activation, checkpoint):
     assert seen[-1] == "without a loop"
 
 
-def test_a_checkpoint_within_a_step_is_taken_after_it():
+def test_a_checkpoint_within_a_step_is_saved_after_the_step():
     ledger, seen = Ledger(), []
     save = checkpoint_closure(lambda: seen.append(ledger.events[-1]))
     trace(save)()
@@ -274,6 +274,6 @@ print("the loop is over")
 """
 
 
-def test_what_waits_runs_when_the_program_ends():
+def test_waiting_closures_run_when_the_program_ends():
     ran = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines() == ["the loop is over", "first", "second"]

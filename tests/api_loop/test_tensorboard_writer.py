@@ -24,7 +24,7 @@ def test_scalars_written_in_closures_are_in_the_file(tmp_path):
     assert [(event.step, event.value) for event in events] == [(0, 0.0), (1, 2.0), (2, 4.0)]
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_an_error_names_the_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"SummaryWriter needs .*\n.*pip install 'headwater\[plot\]'"):
         tensorboard.SummaryWriter  # noqa: B018

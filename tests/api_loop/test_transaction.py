@@ -44,7 +44,7 @@ class Account:
         return [verb for verb, account in self.log if account is self]
 
 
-def test_a_step_is_kept():
+def test_a_transaction_without_errors_commits():
     account = Account()
     with transaction():
         assert is_open()
@@ -75,7 +75,7 @@ def test_an_inner_transaction_is_part_of_the_outer_one():
     assert account.value == 0
 
 
-def test_who_joins_during_a_step_takes_part_in_it():
+def test_a_participant_that_joins_during_a_step_is_part_of_it():
     accounts = []
     with pytest.raises(ValueError), transaction():
         accounts.append(Account())
@@ -85,7 +85,7 @@ def test_who_joins_during_a_step_takes_part_in_it():
     assert accounts[0].verbs == ["begin", "abort"] and accounts[0].value == 0
 
 
-def test_participants_are_held_weakly_and_can_leave():
+def test_participants_are_weakly_referenced_and_can_leave():
     log = []
     account = Account(log)
     kept = Account(log)
@@ -98,7 +98,7 @@ def test_participants_are_held_weakly_and_can_leave():
     assert log == []
 
 
-def test_one_that_cannot_begin_aborts_those_that_have():
+def test_a_failing_begin_aborts_participants_that_have_begun():
     log = []
     first, second, third = Account(log), Account(log, fails_at="begin"), Account(log)
     with pytest.raises(RuntimeError, match="begin"), transaction():
@@ -107,7 +107,7 @@ def test_one_that_cannot_begin_aborts_those_that_have():
     assert not is_open() and third.verbs == []
 
 
-def test_one_that_cannot_end_aborts_those_that_have_not():
+def test_a_failing_end_aborts_participants_that_have_not_ended():
     log = []
     first, second, third = Account(log), Account(log, fails_at="end"), Account(log)
     with pytest.raises(RuntimeError, match="end"), transaction():
@@ -116,7 +116,7 @@ def test_one_that_cannot_end_aborts_those_that_have_not():
     assert (first.value, third.value) == (0, 1)
 
 
-def test_one_that_cannot_abort_does_not_keep_the_others_from_it():
+def test_a_failing_abort_does_not_stop_the_others_from_aborting():
     first, _second, third = Account(), Account(fails_at="abort"), Account()
     with pytest.raises(RuntimeError, match="abort") as caught, transaction():
         first.value = third.value = 1

@@ -73,7 +73,7 @@ def test_options_that_differ_between_ranks_are_refused_on_every_rank(outcomes, c
 
 
 @pytest.mark.parametrize("schedule", unlike_models_script.SCHEDULES)
-def test_options_that_change_on_all_ranks_give_what_one_rank_and_plain_pytorch_give(outcomes, schedule):
+def test_options_that_change_on_all_ranks_equal_one_rank_and_plain_pytorch(outcomes, schedule):
     plain = unlike_models_script.trained_with(schedule, hw.backend("CPU"))
     one = unlike_models_script.trained_with(schedule, hw.backend("CSX"))
     assert one == plain

@@ -49,7 +49,7 @@ def value():
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_read_works_and_warns_once_at_the_line_that_reads(name, value):
+def test_reading_a_traced_value_works_and_warns_once_per_line(name, value):
     read, expected = READS[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -61,7 +61,7 @@ def test_a_read_works_and_warns_once_at_the_line_that_reads(name, value):
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_read_where_values_are_known_is_silent(name, value):
+def test_reading_a_known_value_does_not_warn(name, value):
     read, expected = READS[name]
     with reading_is_free():
         assert read(value) == expected
@@ -77,7 +77,7 @@ def test_arithmetic_works_and_keeps_no_graph(value):
         assert mixed.item() == pytest.approx(8.5 / 3)
 
 
-def test_it_shares_memory_with_what_it_was(value):
+def test_an_untraced_value_shares_memory_with_the_traced_one(value):
     plain = untraced(value)
     assert type(plain) is torch.Tensor and plain.data_ptr() == value.data_ptr()
     assert untraced(plain) is plain
@@ -90,7 +90,7 @@ def test_files_and_copies_hold_plain_tensors(value, tmp_path):
     assert type(pickle.loads(pickle.dumps(value))) is torch.Tensor
 
 
-def test_backward_outside_the_step_says_where_it_belongs(value):
+def test_backward_outside_the_step_raises_with_its_right_place(value):
     with pytest.raises(StreamError, match="within the traced function"):
         value.backward()
     weight = torch.tensor(2.0, requires_grad=True)
@@ -109,7 +109,7 @@ class Output:
     made: list = dataclasses.field(init=False, default_factory=list)
 
 
-def test_every_tensor_in_a_tree_is_changed_and_all_else_stays():
+def test_map_tensors_changes_only_the_tensors_of_a_tree():
     one = torch.ones(())
     tree = {
         "pair": Pair(one, [one, "text", None]),
@@ -125,7 +125,7 @@ def test_every_tensor_in_a_tree_is_changed_and_all_else_stays():
     assert changed["class"] is Output and tree["output"].loss == 1
 
 
-def test_leaves_have_paths():
+def test_leaves_of_a_tree_have_paths():
     paths = []
     tree = {"a": [1, UserDict(b=(2,))], "c": Output(3, "n", {"d": 4})}
     map_leaves(lambda path, leaf: paths.append((path, leaf)), tree, "batch")

@@ -182,7 +182,7 @@ def test_model_made_by_model_init_is_streamed(tmp_path):
     assert_same_run(ours, plain)
 
 
-def test_adapters_of_peft(tmp_path):
+def test_peft_adapters_equal_plain(tmp_path):
     def adapted():
         config = LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
         return get_peft_model(gpt2(), config)
