@@ -1,7 +1,7 @@
 """The dry run: one micro-batch through the model on fake tensors, without memory or data.
 
-What is read where is recorded operator by operator, so that a weight is streamed to the place that reads it
-and not only to the module that owns it.
+The reads of every weight are recorded operator by operator. So a weight is streamed also to a module that
+reads it without owning it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from headwater.plan.types import StageCost, Trace
 from headwater.plan.writes import ParameterWrites, changed_by
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
-"""Computes the scalar loss of a batch."""
+"""Returns the scalar loss of a batch."""
 
 
 def call_model(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The default loss function: the model returns it."""
+    """Return the output of the model as the loss; this is the default loss function."""
     loss: torch.Tensor = model(batch)
     return loss
 
@@ -50,11 +50,11 @@ class OperatorCall:
 
     Attributes:
         func: the operator, an overload of `torch.ops`.
-        args: its arguments, tensors and others in any nesting, those given by name last.
-        out: what it returned.
-        stage: index of the stage whose cost it is.
-        flops: floating-point operations; 0 where torch counts none.
-        backward: whether it belongs to the backward.
+        args: its arguments, tensors and others in any nesting; keyword arguments are last.
+        out: its result.
+        stage: index of the stage to whose cost it is added.
+        flops: floating-point operations; 0 if torch does not count them for this operator.
+        backward: true if it belongs to the backward.
     """
 
     func: Any
@@ -66,7 +66,7 @@ class OperatorCall:
 
 
 Observer = Callable[[OperatorCall], None]
-"""Is told of every operator of a dry run, in order."""
+"""Called with every operator of a dry run, in order."""
 
 
 def trace_step(
@@ -79,18 +79,24 @@ def trace_step(
     observer: Observer | None = None,
     inference: bool = False,
 ) -> Trace:
-    """Record which stage is used when, and what it costs.
+    """Record the order in which a step uses stages, and the costs of each stage.
 
     Args:
-        model: parameters and buffers may be on the meta device; nothing of it is changed.
-        batch: tensors (real, fake or meta) in any nesting; the first dimension of the first one is the number
-            of samples. Of real ones that hold integers or truth values the values count, of others only the
-            shapes.
+        model: the model; parameters and buffers may be on the meta device. The model is not changed.
+        batch: tensors (real, fake or meta) in any nesting. The first dimension of the first tensor is the
+            number of samples. The dry run uses the values of real integer and bool tensors, and only the
+            shapes of all other tensors.
         precision: precision of the run; fp32 if not given.
-        loss_function: gives the scalar loss.
+        loss_function: returns the scalar loss.
         partition: the stages; found automatically if not given.
-        observer: is told of every operator.
-        inference: run the forward alone, without gradients; the loss may then be any tensor.
+        observer: called with every operator.
+        inference: run only the forward, without gradients; the loss may then be any tensor.
+
+    Returns:
+        The trace.
+
+    Raises:
+        StreamError: if a forward returns a generator, or reads no weights in the thread that calls it.
     """
     precision = precision or Precision()
     partition = partition or find_stages(model, precision)
@@ -123,7 +129,7 @@ def trace_step(
 
 @contextmanager
 def autocast(precision: Precision, device: str) -> Iterator[None]:
-    """The autocast region in which a mixed-precision forward runs."""
+    """Enter the autocast region of a forward; without effect if the precision is not mixed."""
     if not precision.mixed:
         yield
         return
@@ -132,9 +138,9 @@ def autocast(precision: Precision, device: str) -> Iterator[None]:
 
 
 class _Step(nn.Module):
-    """Gives a step, forward and backward, the form that `functional_call` wants.
+    """A module for `functional_call` whose forward is a step, forward and backward.
 
-    Both belong in it: a part of a forward may run again in backward, and must find the same parameters.
+    Backward must be inside the call: a recomputed forward runs there, and must find the same parameters.
     """
 
     def __init__(self, model: nn.Module, step: Callable[[Any], None]) -> None:
@@ -146,11 +152,11 @@ class _Step(nn.Module):
 def _batch_size(batch: Any) -> int:
     first = next(iter(tensors_in(batch)), None)
     size = int(first.size(0)) if first is not None and first.dim() else 1
-    return max(size, 1)  # a batch without samples is planned for as one of one sample
+    return max(size, 1)  # a batch without samples is planned as one sample
 
 
 def _check_output(output: object, where: str) -> None:
-    """Check that a forward has run when its call ends.
+    """Check that a forward has run completely when its call returns.
 
     Raises:
         StreamError: if it returned a generator.
@@ -180,7 +186,7 @@ class _Cost:
 
 
 class _Recorder(TorchDispatchMode):
-    """Watches module calls and operators; see `_Recorder.trace` for what comes of it."""
+    """A dispatch mode that records module calls and operators; `trace` returns the result."""
 
     def __init__(
         self,
@@ -205,7 +211,7 @@ class _Recorder(TorchDispatchMode):
         self._keep_alive: list[torch.Tensor] = []
         self._modules: list[str] = []  # qualified names of the modules whose forward runs
         self._units: list[int] = []  # stages among them
-        self._inputs: list[set[int]] = []  # storages that entered each of them
+        self._inputs: list[set[int]] = []  # storages of the inputs of each of these stages
         self._current = 0
         self._in_backward = False
         self._saved: set[int] = set()
@@ -275,7 +281,7 @@ class _Recorder(TorchDispatchMode):
 
     def _enter_unit(self, stage: int, inputs: Sequence[torch.Tensor]) -> None:
         if self._units:
-            # What follows backward is of the stage around this one again.
+            # After the backward of this stage, the backward of the surrounding stage continues.
             outer, entered = self._units[-1], self._inputs[-1]
             self._when_backward_reaches((t for t in inputs if _storage(t) not in entered), outer)
         self._units.append(stage)
@@ -292,7 +298,7 @@ class _Recorder(TorchDispatchMode):
         self._when_backward_reaches(outputs, stage)
 
     def _when_backward_reaches(self, tensors: Iterable[torch.Tensor], stage: int) -> None:
-        """The backward of what made these tensors is of `stage`."""
+        """Set the current stage to `stage` when backward reaches one of these tensors."""
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._set_current(stage))
@@ -306,7 +312,7 @@ class _Recorder(TorchDispatchMode):
         self._writes.note_saved(tensor)
         if key not in self._stage_of_storage and key not in self._saved and key not in inputs:
             self._saved.add(key)
-            self._keep_alive.append(tensor)  # a storage that were freed could give its address to another
+            self._keep_alive.append(tensor)  # a new storage could get the address of a freed one
             self._costs[self._current].saved_bytes += num_bytes(tensor)
         return tensor
 
@@ -315,7 +321,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # no operator, and asked oftener than all operators together
+            return args[0].fake_device  # not an operator, and very frequent
         out = self._computes_on.call(func, args, kwargs)
         if not self._in_backward:
             self._writes.note_operator(changed_by(func, args, kwargs))
@@ -337,9 +343,10 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _bytes_beside(self, func: Any, out: Any) -> int:
-        """Bytes that are short-lived: in inference all that is alive, else what the operator returned.
+        """Return the short-lived bytes at this operator.
 
-        In training most of what is alive is what autograd has saved, which is counted where it is saved.
+        In inference these are the bytes of all living tensors. In training they are the bytes of the
+        operator's results only, because most living tensors are saved by autograd and counted in `_pack`.
         """
         tensors = _tensors(out)
         if not self._inference:
@@ -349,9 +356,9 @@ class _Recorder(TorchDispatchMode):
         return self._alive.num_bytes
 
     def _read(self, stage: int) -> None:
-        """A forward operator reads a parameter of `stage`."""
+        """Record that a forward operator reads a parameter of `stage`."""
         if not self._modules:
-            return  # outside of every forward it is read from the store
+            return  # outside of all forwards it is read from the store
         unit = self._partition.units[stage]
         site = unit.path if unit.path in self._modules else self._modules[-1]
         self._sites.setdefault(site, set()).add(stage)
@@ -382,7 +389,7 @@ class _Recorder(TorchDispatchMode):
             sites.setdefault(unit.path, set()).add(index)
         written = self._writes.written
         holders = (s.index for s in self._partition.stages for p in s.params if p.name in written)
-        once = self._writes.units.union(holders)  # the forwards of these cannot run again
+        once = self._writes.units.union(holders)  # stages whose forwards cannot run again
         return Trace(
             stages=self._partition.stages,
             uses=tuple(self._uses),
@@ -402,9 +409,9 @@ class _Recorder(TorchDispatchMode):
 
 @functools.cache
 def _flop_count(operator: Any) -> Callable[..., int] | None:
-    """What counts an operator's floating-point operations.
+    """Return the function that counts an operator's floating-point operations; `None` if torch has none.
 
-    Torch counts those that return their result; what writes to its first argument (`addmm_`) does the same.
+    An in-place operator (`addmm_`) is counted like the operator that returns its result (`addmm`).
     """
     found, name = flop_registry.get(operator), operator.__name__
     if found is None and name.endswith("_") and getattr(torch.ops.aten, name, None) is operator:
@@ -413,5 +420,5 @@ def _flop_count(operator: Any) -> Callable[..., int] | None:
 
 
 def _tensors(tree: Any) -> Sequence[torch.Tensor]:
-    """Those that an operator takes or returns."""
+    """Return the tensors among an operator's arguments or results."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

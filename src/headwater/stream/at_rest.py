@@ -1,18 +1,18 @@
-"""Operations on tensors whose values are in the weight store: read before, written back after.
+"""Operations on tensors whose values are in the weight store: values are read before, and written back after.
 
 [Note: parameters at rest]
 Inside the forward of its module a parameter is a plain `nn.Parameter` over a slab. Between forwards the same
-object has the class `ParameterAtRest`, which sees every torch operation on it: shapes and dtypes are answered
-at once, values are read from the store, what an operation writes goes back to the store, and gradients go to
-where the others are. What is a view of a parameter in plain PyTorch (`param.data`, `param[0]`, …) is a
-`PartAtRest`, for which the same holds. So nothing can read a weight that is not there, wherever a model or a
-loop does it, and nothing that is written is lost.
+object is at rest: it has the class `ParameterAtRest`, which intercepts every torch operation on it. Shapes
+and dtypes are known without the store. Values are read from the store, and values that an operation changes
+are written back. Gradients are added to the sums in the store. A view of a parameter in plain PyTorch
+(`param.data`, `param[0]`, …) is a `PartAtRest`, which works the same way. So a model or a loop can read and
+write weights anywhere: it never reads memory without values, and no write is lost.
 
 [Note: new parameters]
-`nn.Parameter(tensor)` shares the memory of the tensor, which a tensor at rest does not have. So the new
-parameter is a copy, and remembers in `taken_from` whose values it has. Both in one model would be tied in
-plain PyTorch, which is refused. `nn.Parameter.__new__` calls `detach`, expects a tensor of the same
-class, and sets `_is_param`; at that moment the copy becomes a plain parameter.
+`nn.Parameter(tensor)` shares the memory of the tensor, but a tensor at rest has no such memory. So the new
+parameter is a copy, and its attribute `taken_from` refers to the original. In plain PyTorch the two would be
+tied, so a model with both of them is refused. `nn.Parameter.__new__` calls `detach`, expects a tensor of the
+same class, and sets `_is_param`; at that moment the copy becomes a plain parameter.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DATA: Any = torch.Tensor.data
 """The attribute `data`; its getter and setter are functions that `__torch_function__` sees."""
 
 LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
-"""What the one element of memory of a tensor at rest cannot answer."""
+"""Functions whose result is wrong for the expanded single element of a tensor at rest."""
 
 View = Callable[[torch.Tensor], torch.Tensor]
 T = TypeVar("T", bound=torch.Tensor)
@@ -62,15 +62,15 @@ class Memory:
     """The memory to which a parameter points; it lives while a tensor at rest shares it.
 
     [Note: other memory]
-    `p.data = other` lets `p` point to other memory. Tensors that were taken of `p` before keep the former
-    memory and its values. So all tensors at rest that are taken of a parameter share one `Memory`. It reads
+    `p.data = other` makes `p` point to other memory. Views that were taken of `p` before keep the former
+    memory and its values. So all tensors at rest that are views of a parameter share one `Memory`. It reads
     and writes the store until the parameter gets other memory. Then it copies the values to `kept`, if a
     tensor at rest still needs them. If such a tensor is assigned to `p.data` again, its `Memory` returns to
     the store.
 
     Attributes:
         param: the parameter.
-        kept: the values, if they are not those of the parameter in the store.
+        kept: the values, if they are no longer the parameter's values in the store; else `None`.
     """
 
     def __init__(self, param: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ class Memory:
 
 
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
-"""The memory of each parameter of which a tensor at rest was taken, by the identity of the parameter."""
+"""Identity of a parameter -> its present memory, if a tensor at rest is a view of it."""
 
 
 def leave_memory(param: Any) -> None:
@@ -125,11 +125,11 @@ def enter_store(param: torch.Tensor) -> None:
 
 
 class AtRest:
-    """A tensor whose values are in the weight store, or a part of one.
+    """A tensor whose values are in the weight store, or a view of such a tensor.
 
     Attributes:
-        home: where they are.
-        owner: the parameter that counts changes in place, as autograd wants to know them.
+        home: the place of the values.
+        owner: the parameter whose version counter counts changes in place, for autograd.
     """
 
     __slots__ = ()
@@ -143,7 +143,7 @@ class AtRest:
         return iter(tensor.unbind(0))
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: what another library writes to this memory would be lost."""
+        """Raise `StreamError`: values that another library writes to this memory would be lost."""
         raise StreamError(
             "another library would share the memory of a tensor whose values lie in the weight store",
             where=self.home.spec.name,
@@ -151,7 +151,7 @@ class AtRest:
         )
 
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of all values; each subclass has its own."""
+        """Return this tensor as a view of all values; defined by each subclass."""
         # Abstract, but not by `abc`: a class cannot have both ABCMeta and the metaclass of torch.Tensor.
         raise NotImplementedError
 
@@ -168,7 +168,7 @@ class AtRest:
         """Return the values as a plain tensor; torch does not ask `__torch_function__` for this.
 
         Raises:
-            StreamError: if another class is wanted: what is written to such a tensor would be lost.
+            StreamError: if `cls` is another class: values that are written to such a tensor would be lost.
         """
         if cls is not torch.Tensor:
             raise StreamError(
@@ -181,10 +181,10 @@ class AtRest:
 
 
 class PartAtRest(AtRest, torch.Tensor):
-    """What is a view of a parameter in plain PyTorch.
+    """A tensor at rest that would be a view of a parameter in plain PyTorch.
 
     Attributes:
-        source: has the home of the values: another one after the model was planned again.
+        source: the object whose `home` is the place of the values; that place changes with a new plan.
         meta: a tensor of the same shape and strides on the meta device.
         selection: returns this view of the whole parameter.
     """
@@ -224,12 +224,12 @@ class PartAtRest(AtRest, torch.Tensor):
 
 
 class Values:
-    """Reads the values of a parameter in pieces, wherever they are when it is called.
+    """A function that reads the values of a parameter in pieces, from the place where they are at that time.
 
-    Two of them are equal if they read the same parameter.
+    Two of these objects are equal if they read the same parameter.
 
     Args:
-        param: a parameter that is at rest now, and may be bound, in another store, or a plain one later.
+        param: a parameter at rest. Later it may be bound, in another store, or a plain parameter.
     """
 
     def __init__(self, param: torch.Tensor) -> None:
@@ -250,7 +250,7 @@ class Values:
 
 
 class DetachedAtRest(AtRest, LazyTensor):
-    """A detached parameter: a lazy tensor that can be written, as can its views.
+    """A detached parameter: a lazy tensor that can be written, also through its views.
 
     Attributes:
         source: the memory of the parameter.
@@ -261,7 +261,7 @@ class DetachedAtRest(AtRest, LazyTensor):
 
     @classmethod
     def of(cls, param: Any) -> DetachedAtRest:
-        """Return one of a parameter at rest."""
+        """Return the detached tensor of a parameter at rest."""
         found = cls(Values(param), param.home.spec.shape, param.home.spec.dtype)
         found.source, found.owner = found.read_pieces.memory, param  # type: ignore[attr-defined]
         return found
@@ -290,9 +290,9 @@ class DetachedAtRest(AtRest, LazyTensor):
         self._is_param = value
 
     def _become_lazy(self) -> None:
-        """Become a lazy tensor that is only read, because a tensor that requires a gradient is not written.
+        """Become a read-only lazy tensor, because a tensor that requires a gradient must not be written.
 
-        So does the tensor that it was made of: `nn.Parameter(tensor)` expects both to have one class.
+        The tensor that it was detached from becomes one too, as `nn.Parameter(tensor)` expects one class.
         """
         made_of = self.again_of
         self.__class__ = LazyTensor  # type: ignore[assignment]
@@ -343,7 +343,7 @@ def values_of(value: object) -> torch.Tensor | None:
 
 
 def home_of(value: object) -> Home | None:
-    """Return the home of a tensor whose values are those of a parameter in a store, or of a part of one."""
+    """Return the home of a parameter in a store, given the parameter or a view of it; else `None`."""
     if isinstance(value, AtRest):
         home = getattr(value, "home", None)
         return home if isinstance(home, Home) else None
@@ -364,7 +364,7 @@ def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the class of `value` that becomes a plain parameter; see [Note: new parameters].
 
     Args:
-        value: a parameter at rest, or a part of one.
+        value: a parameter at rest, or a view of one.
         source: that parameter.
     """
     plain = _plain_view(value)
@@ -374,7 +374,7 @@ def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
 
 
 def read_copy(value: Any) -> torch.Tensor:
-    """Return a copy of what a tensor at rest, or a lazy one, has in the store."""
+    """Return a copy of the values that a tensor at rest, or a lazy tensor, has in the store."""
     if isinstance(value, LazyTensor):
         return value.materialize()
     copy: torch.Tensor = value.view_of(value.home.read())
@@ -382,7 +382,7 @@ def read_copy(value: Any) -> torch.Tensor:
 
 
 def becomes_parameter(caller: FrameType) -> bool:
-    """True if a function of tensors is called by `nn.Parameter(tensor)`."""
+    """True if `caller` is the frame of `nn.Parameter(tensor)`."""
     return caller.f_code is nn.Parameter.__new__.__code__
 
 
@@ -405,7 +405,7 @@ def moved(home: Home, name: str) -> StreamError:
 
 
 def is_metadata(func: Any) -> bool:
-    """Whether a function of tensors needs no values."""
+    """True if a function of tensors needs no values."""
     if func in _METADATA:
         return True
     is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
@@ -413,13 +413,22 @@ def is_metadata(func: Any) -> bool:
 
 
 def stand_in(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:
-    """A tensor of NaN, with one element of memory, that is known by its kind; dtype and device of `like`."""
+    """Return a tensor of class `kind` that shows NaN everywhere (integers: 0) and has one element of memory.
+
+    Args:
+        kind: the class.
+        shape: the shape.
+        like: has the dtype and the device.
+    """
     value = float("nan") if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(tuple(shape)).as_subclass(kind)
 
 
 class _Read(torch.autograd.Function):
-    """The wire values of a parameter, or the values of a part of one; their gradient is that tensor's."""
+    """A read from the store as an autograd function: its gradient is the gradient of the tensor at rest.
+
+    A parameter is read in its wire dtype, a view of a parameter in the dtype of the master.
+    """
 
     @staticmethod
     def forward(ctx: Any, leaf: Any) -> torch.Tensor:
@@ -432,25 +441,28 @@ class _Read(torch.autograd.Function):
 
 
 def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` with values from the store; what it changes in place goes back there.
+    """Run `func` with values from the store, and write values that it changes in place back to the store.
 
     Raises:
         StreamError: if it changes a parameter that requires a gradient while gradients are recorded.
     """
-    if getattr(func, "__module__", None) == "torch.nn.init":  # they turn gradients off, but only later
+    if getattr(func, "__module__", None) == "torch.nn.init":  # these turn gradients off too late for the read
         with torch.no_grad():
             return _Operation(func, args, kwargs).run()
     return _Operation(func, args, kwargs).run()
 
 
 def _plain_view(leaf: Any) -> Any:
-    """Return a part of a parameter that has become a plain one as a view of it; anything else as it is."""
+    """Return a tensor at rest that has left the store as a plain view; return any other value unchanged."""
     home: Any = getattr(leaf, "home", None) if isinstance(leaf, AtRest) else None
     return leaf.view_of(home.read()) if isinstance(home, KeptHome) else leaf
 
 
 def whole_memory(value: object, param: Any) -> Memory | None:
-    """Return the memory, present or former, of a parameter if a tensor is a view of all its elements."""
+    """Return the memory of a view that has all elements and the layout of a parameter; else `None`.
+
+    It may be the present memory of the parameter or a former one.
+    """
     if not isinstance(value, PartAtRest | DetachedAtRest) or not isinstance(value.source, Memory):
         return None
     layout, own = value.meta, param.home.meta
@@ -460,18 +472,18 @@ def whole_memory(value: object, param: Any) -> Memory | None:
 
 
 def present_memory(param: torch.Tensor) -> Memory | None:
-    """Return the memory of a parameter if a tensor at rest shares it."""
+    """Return the present memory of a parameter if a tensor at rest shares it; else `None`."""
     return _memories.get(id(param))
 
 
 def plain_value(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor at rest whose values have left the store as a plain one; any other as it is."""
+    """Return a tensor at rest that has left the store as a plain tensor; any other tensor unchanged."""
     found: torch.Tensor = _plain_view(value)
     return found
 
 
 class _Operation:
-    """One operation on tensors of which some are at rest."""
+    """One operation that has tensors at rest among its arguments."""
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._func = func
@@ -485,7 +497,7 @@ class _Operation:
         versions = {key: value._version for key, value in values.items()}
         results, structure = tree_flatten(self._call(values))
         self._write_back({key for key, value in values.items() if value._version != versions[key]}, values)
-        # A value to which something with a gradient was added is a part of a graph.
+        # A value that was changed in place by a tensor with a gradient is now part of a graph.
         unchanged = ((key, value) for key, value in values.items() if not _is_recorded(value))
         same = {id(value): self._at_rest[key] for key, value in unchanged}
         returned = (
@@ -507,7 +519,7 @@ class _Operation:
             self._wholes[leaf.home] = leaf.home.read()
         view: torch.Tensor = leaf.view_of(self._wholes[leaf.home])
         if leaf.requires_grad and not torch.is_grad_enabled():
-            # Without recording too: torch chooses the kernel of a matrix product by this flag.
+            # Keep the flag without recording too: torch chooses the kernel of a matrix product by it.
             return view.detach().requires_grad_()
         return view
 
@@ -522,9 +534,9 @@ class _Operation:
             home.write(self._wholes[home])
 
     def _part(self, index: int, result: Any) -> Any:
-        """What stands for a result that is a view of the only tensor at rest; any other as it is."""
+        """Return a `PartAtRest` for a result that is a view of the only home; any other result unchanged."""
         if isinstance(result, numpy.ndarray) and self._at_rest:
-            result.flags.writeable = False  # what is written to a copy would be lost
+            result.flags.writeable = False  # a write to a copy would be lost
         if type(result) is not torch.Tensor or _is_recorded(result) or len(self._wholes) != 1:
             return result
         if not has_storage(result):
@@ -559,7 +571,7 @@ _noted: set[str] = set()
 
 
 def _note_read(name: str) -> None:
-    """Say once of each parameter that it is read where streaming does not expect it."""
+    """Log, once for each parameter, that it is read outside of its module's forward."""
     if name not in _noted:
         _noted.add(name)
         logger.info("%s is read outside of its module's forward: it is fetched for that each time", name)

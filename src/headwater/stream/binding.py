@@ -1,4 +1,4 @@
-"""Parameters of the user's model, bound to weights while they are used and loud while they are not."""
+"""Parameters of the user's model: bound to weights while they are used, and at rest otherwise."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from headwater.stream.saved_tensors import WeightHandle, changed_in_place
 
 
 def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
-    """What an unbound parameter holds: right shape and dtype, NaN everywhere, one element of memory."""
+    """Return the tensor of an unbound parameter: its shape and wire dtype, NaN, one element of memory."""
     dtype = param.wire_dtype
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(param.shape)
 
 
 class Binder:
-    """Owns the `nn.Parameter` objects of a model.
+    """The owner of a model's `nn.Parameter` objects, which binds them to weights and unbinds them.
 
     Attributes:
-        departed: the parameters that were let go, by their place in the store.
-        on_leave: called with such a parameter; gives it what the store has of it.
+        departed: the parameters that have become plain ones, by their place in the store.
+        on_leave: called with such a parameter; copies its values from the store.
 
     Args:
-        model: whose parameters are bound and unbound, once they are adopted.
-        store: where their values are otherwise.
-        device: where the model computes.
-        stable: whether the memory that a stage is bound to is the stage's for good.
-        writable: whether what the model writes into a bound weight reaches the store.
-        written: names of the parameters that the model's own forward changes, as the dry run saw.
+        model: the model. Its parameters are bound and unbound after `adopt`.
+        store: the place of the values of unbound parameters.
+        device: the device that computes.
+        stable: true if each stage is always bound to the same memory.
+        writable: true if bound weights are the memory of the store, so that writes to them reach it.
+        written: names of the parameters that the model's forward changed in the dry run.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Binder:
             {index for index, spec in enumerate(stage.params) if spec.name in written}
             for stage in self._stages
         ]
-        self._views: dict[int, list[torch.Tensor]] = {}  # what the parameters of a stage were given
-        self._bound: dict[int, list[int]] = {}  # stage -> how often each had been changed in place by then
-        self._address: dict[int, int] = {}  # stage -> the memory that its parameters are views of
+        self._views: dict[int, list[torch.Tensor]] = {}  # stage -> the bound views of its parameters
+        self._bound: dict[int, list[int]] = {}  # bound stage -> versions of its parameters
+        self._address: dict[int, int] = {}  # stage -> address of its parameters' memory
         self._stage_at: dict[int, int] = {}
         self.departed: dict[ParamKey, nn.Parameter] = {}
         self.on_leave: Callable[[ParamKey, nn.Parameter], None] = lambda key, param: give_back(
@@ -76,11 +76,17 @@ class Binder:
         )
 
     def values(self, stage: int) -> list[torch.Tensor]:
-        """What the parameters of a stage hold now."""
+        """Return the present values of a stage's parameters."""
         return [self._model.get_parameter(spec.name).detach() for spec in self._stages[stage].params]
 
     def adopt(self, stage: int) -> None:
-        """Take over the parameters of a stage; what they hold is forgotten. The objects stay the same."""
+        """Make the parameters of a stage parameters at rest, and drop their values from memory.
+
+        The objects stay the same. A gradient that a parameter has already moves to the store.
+
+        Raises:
+            StreamError: if another compiled model streams a parameter already.
+        """
         self._params[stage] = [self._model.get_parameter(spec.name) for spec in self._stages[stage].params]
         for index, param in enumerate(self._params[stage]):
             if isinstance(param, ParameterAtRest):
@@ -93,9 +99,9 @@ class Binder:
             value = self._placeholders[stage][index]
             enter_store(param)
             gradient, param.grad = param.grad, None
-            if gradient is not None:  # of a backward before there was streaming
+            if gradient is not None:  # from a backward before streaming began
                 self._store.set_gradient(stage, index, gradient.to("cpu"))
-            if param.is_meta:  # it cannot be given other data, but the object can become another tensor
+            if param.is_meta:  # torch forbids `.data =` here, but allows to swap the objects
                 other = nn.Parameter(value, requires_grad=spec.requires_grad)
                 other.__dict__.update(param.__dict__)
                 torch.utils.swap_tensors(param, other)
@@ -109,7 +115,7 @@ class Binder:
     def let_go(self, key: ParamKey) -> None:
         """Turn one parameter into a plain one, with its values, gradient and optimizer state.
 
-        A dummy takes its place here until the model is planned again.
+        A dummy parameter replaces it here until the model is planned again.
         """
         stage, index = key
         param = self._params[stage][index]
@@ -122,16 +128,16 @@ class Binder:
         self.departed[key] = param
 
     def release(self) -> None:
-        """Let every parameter be an ordinary one that holds NaN."""
+        """Turn every parameter into a plain one that holds NaN."""
         self.unbind_all()
         for stage in range(len(self._stages)):
-            self._set_classes(stage)  # first: what is assigned to a parameter at rest goes to the store
+            self._set_classes(stage)  # first: assigning to a parameter at rest would write to the store
             self._point(stage, None)
             for param in self._params[stage]:
                 vars(param).pop("home", None)
 
     def parameters(self) -> Iterator[tuple[int, int, nn.Parameter]]:
-        """(stage, index in the stage, parameter) of every parameter."""
+        """Yield (stage, index in the stage, parameter) of every parameter."""
         for stage, params in enumerate(self._params):
             for index, param in enumerate(params):
                 yield stage, index, param
@@ -141,7 +147,7 @@ class Binder:
         return stage in self._bound
 
     def bind(self, stage: int, image: torch.Tensor) -> None:
-        """Let the parameters of a stage be views of `image`."""
+        """Make the parameters of a stage plain parameters that are views of `image`."""
         address = image.data_ptr()
         if stage in self._bound and self._address.get(stage) == address:
             return
@@ -151,19 +157,19 @@ class Binder:
         self._bound[stage] = self._versions(stage)
 
     def _point(self, stage: int, image: torch.Tensor | None) -> None:
-        """Let the parameters of a stage be views of `image`, or placeholders."""
+        """Point the parameters of a stage to views of `image`, or to placeholders if it is `None`."""
         params = self._params[stage]
         if image is None:
             views = self._placeholders[stage]
             self._address.pop(stage, None)
             self._views.pop(stage, None)
         else:
-            with torch.inference_mode(False):  # what is made there could not be trained with later
+            with torch.inference_mode(False):  # inference tensors could not be trained later
                 views = self._stages[stage].views(image)
             self._views[stage] = views
             self._address[stage] = image.data_ptr()
             self._stage_at[image.data_ptr()] = stage
-        with torch._C.DisableTorchFunctionSubclass():  # what is assigned at rest would go to the store
+        with torch._C.DisableTorchFunctionSubclass():  # else a parameter at rest would write to the store
             for param, view in zip(params, views, strict=True):
                 param.data = view
 
@@ -172,7 +178,7 @@ class Binder:
             param.__class__ = cls
 
     def handle_of(self, tensor: torch.Tensor) -> WeightHandle | None:
-        """What stands for a tensor that autograd saves, if it is a view of bound weights."""
+        """Return the handle of a tensor that is a view of bound weights; `None` for any other tensor."""
         if not has_storage(tensor):
             return None
         stage = self._stage_at.get(tensor.untyped_storage().data_ptr())
@@ -183,21 +189,21 @@ class Binder:
         return WeightHandle.of(tensor, stage, index, self._params[stage][index]._version)
 
     def check_unchanged(self, handle: WeightHandle) -> None:
-        """Check that a weight is still what it was when autograd saved it.
+        """Check that a weight has not changed since autograd saved it.
 
         Raises:
-            StreamError: if it was updated or written to meanwhile.
+            StreamError: if it was updated or written to since then.
         """
         param = self._params[handle.stage][handle.param]
         if param._version != handle.version:
             raise changed_in_place(param)
 
     def forget_saved(self) -> None:
-        """Let every graph that has saved a parameter itself fail in backward: it will be bound no longer."""
+        """Make backward fail in every graph that has saved a parameter object: it will not be bound again."""
         torch.autograd.graph.increment_version([param for _, _, param in self.parameters()])
 
     def rest(self, stage: int) -> None:
-        """Let the parameters of a stage rest; their memory stays for what autograd has saved of it.
+        """Make the parameters of a stage parameters at rest. Their memory stays for autograd's saved tensors.
 
         Raises:
             StreamError: if the model wrote into one of them where the dry run did not.
@@ -208,7 +214,7 @@ class Binder:
         """Unbind the parameters of a stage. They keep their memory only if it is permanent.
 
         Raises:
-            StreamError: as `rest` does.
+            StreamError: see `rest`.
         """
         values = self._values_to_keep(stage)
         if stage in self._address and not self._stable:
@@ -216,9 +222,9 @@ class Binder:
         self._rest(stage, values)
 
     def _values_to_keep(self, stage: int) -> dict[int, torch.Tensor]:
-        """Return the values that the forward has given to parameters and that the store does not have.
+        """Return the values that the forward has assigned to parameters and that the store does not have.
 
-        Whatever has got other memory by `param.data = ...` is given that of the stage again.
+        A parameter that got other memory by `param.data = ...` gets the memory of the stage again.
         """
         if stage not in self._bound:
             return {}
@@ -252,10 +258,10 @@ class Binder:
             self._keep(stage, index, value)
 
     def _keep(self, stage: int, index: int, value: torch.Tensor) -> None:
-        """Write to the store what the forward made of a parameter.
+        """Write the value that the forward has given to a parameter to the store.
 
         Raises:
-            StreamError: if the store cannot have it.
+            StreamError: if its shape or dtype is not that of the parameter.
         """
         spec = self._stages[stage].params[index]
         if value.shape != spec.shape or value.dtype != spec.dtype:
@@ -272,6 +278,6 @@ class Binder:
         return [param._version for param in self._params[stage]]
 
     def unbind_all(self) -> None:
-        """Let every parameter rest."""
+        """Unbind the parameters of all stages."""
         for stage in {**self._address, **self._bound}:
             self.unbind(stage)

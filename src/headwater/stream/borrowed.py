@@ -1,4 +1,4 @@
-"""Weights in slabs that another rank fills: the one that leads the host."""
+"""Weights in slabs that another rank fills: the leader of the host."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from headwater.stream.weights import NOTHING, Weights
 
 
 class BorrowedWeights(Weights):
-    """Finds stages in the slabs that ranks of a host share, and asks the leader for what is not there.
+    """Weights in the slabs that the ranks of a host share. The host's leader fetches missing stages.
 
     See [Note: shared slabs].
 
     Args:
-        store: knows which version of a stage is wanted.
+        store: the weight store, which has the present version of each stage.
         stages: the stages.
-        slabs: slabs of each size class, at most; as the leader has them.
+        slabs: maximum number of slabs of each size class; the same as on the leader.
         fabric: the ranks that share them.
     """
 
@@ -37,7 +37,7 @@ class BorrowedWeights(Weights):
         self.stable = self._pool.holds_all
         self._policy = CachePolicy([], self._pool.slab_class, self._pool.capacity)
         self._position = 0
-        self._wanted = NOTHING  # what `require` was last asked for; its caller may not hold a view yet
+        self._wanted = NOTHING  # last stage of `require`; its caller may not hold a view yet
 
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
         self._policy = CachePolicy(schedule, self._pool.slab_class, self._pool.capacity)
@@ -54,7 +54,7 @@ class BorrowedWeights(Weights):
         self._directory.move_to(position)
 
     def _let_go(self) -> None:
-        """Hold no slab any more of which there is no view."""
+        """Release every slab that has no views."""
         for slab in self._pool.slabs:
             if slab.stage not in (None, self._wanted) and not slab.in_use:
                 slab.stage = None
@@ -75,7 +75,7 @@ class BorrowedWeights(Weights):
         return slab.buffer
 
     def _take(self, want: Want) -> Slab | None:
-        """Hold the slab in which a stage lies, or say that it is wanted."""
+        """Hold and return the slab with a stage. If it is in no slab, ask for it and return `None`."""
         with self._directory.exclusive():
             self._wanted = NOTHING
             self._let_go()

@@ -1,4 +1,4 @@
-"""Buffers of the model: they stay on the device, and a step that fails leaves them as they were."""
+"""Buffers of the model: they stay on the device, and a failed step does not change them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Buffers:
     """The buffers of a model, moved to the device.
 
     Args:
-        model: whose buffers they are.
-        device: where it computes.
+        model: the model.
+        device: the device that computes.
 
     Raises:
         StreamError: if a buffer has no values.
@@ -38,14 +38,14 @@ class Buffers:
         self._model.get_submodule(path)._buffers[leaf] = buffer
 
     def remember(self) -> Callable[[], None]:
-        """What puts them back to what they are now."""
+        """Return a function that restores the present values of the buffers."""
         buffers = self._model.named_buffers(remove_duplicate=False)
         before = [(name, buffer, buffer.clone()) for name, buffer in buffers]
         return lambda: self._put_back(before)
 
     @contextmanager
     def transaction(self) -> Iterator[Callable[[], None]]:
-        """Within it buffers may change; they are put back if it fails, or if what it gives is called."""
+        """Yield a function that restores the buffers. It also runs if the context raises an exception."""
         undo = self.remember()
         try:
             yield undo

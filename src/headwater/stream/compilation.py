@@ -17,19 +17,20 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def _cache_folder() -> Path:
-    """Return where compiled code is kept. torch's own choice in /tmp can be made first by another user."""
+    """Return the folder of compiled code. Another user could create torch's default folder in /tmp first."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     with disk_errors(root):
         return private_folder(root / "headwater" / "compiled")
 
 
 def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> None:
-    """Compile the forward of every module that makes a stage and has equals; the others run once a step.
+    """Compile the forward of the module of every stage whose shapes occur more than once.
 
-    Modules of one class with equal shapes share a compilation: weights are inputs to it, not constants.
+    Modules of one class with equal shapes share a compilation: weights are its inputs, not constants. Other
+    stages run only once a step and are not compiled.
 
     Args:
-        model: its modules' `forward` is replaced.
+        model: the model; the `forward` of its modules is replaced.
         stages: the stages.
     """
     if _CACHE not in os.environ:

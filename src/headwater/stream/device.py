@@ -1,4 +1,4 @@
-"""The one place that knows how CPU and CUDA differ: memory, copies, and who waits for whom."""
+"""Compute devices. All differences between CPU and CUDA are here: memory, copies, synchronization."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Device(abc.ABC):
     """A compute device.
 
     Attributes:
-        torch_device: where slabs and batches go.
-        reads_host: whether the device computes on host memory, so that weights need not be copied to it.
+        torch_device: the device of slabs and batches.
+        reads_host: true if the device computes on host memory, so that weights need not be copied.
     """
 
     torch_device: torch.device
@@ -26,28 +26,35 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def allocate_slab(self, num_bytes: int) -> torch.Tensor:
-        """Memory for one stage on the device, uint8."""
+        """Return memory for one stage on the device, a uint8 tensor."""
 
     @abc.abstractmethod
     def page_lock(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Let copies from host memory to the device run by themselves, until what is returned is called."""
+        """Page-lock host memory, so that copies to the device are asynchronous.
+
+        Returns:
+            A function that unlocks the memory.
+        """
 
     @abc.abstractmethod
     def compute_mark(self) -> object:
-        """A point in the compute thread's work; a copy that waits for it does not overtake that work."""
+        """Return a mark after the work that the compute thread has queued, for `copying`."""
 
     @abc.abstractmethod
     @contextmanager
     def copying(self, after: object) -> Iterator[None]:
-        """Surrounds the fetch thread's copies: they begin after `after`, and are done at the end."""
+        """Enter a context for copies of the fetch thread. They start after the mark `after`.
+
+        All of them are complete at the end of the context.
+        """
 
     @abc.abstractmethod
     def synchronize(self) -> None:
-        """Wait for everything the compute thread has asked for."""
+        """Block until all work that the compute thread has queued is complete."""
 
 
 class CpuDevice(Device):
-    """Host memory is device memory; everything is done when the call returns."""
+    """The CPU: host memory is device memory, and every operation is complete when its call returns."""
 
     torch_device = torch.device("cpu")
     reads_host = True
@@ -70,7 +77,7 @@ class CpuDevice(Device):
 
 
 class CudaDevice(Device):
-    """The current CUDA device: slabs in its memory, filled on a stream of their own from host memory."""
+    """The current CUDA device: slabs are in its memory, and are filled on a separate stream."""
 
     reads_host = False
 
@@ -84,7 +91,12 @@ class CudaDevice(Device):
         return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.torch_device)
 
     def page_lock(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Unlike torch's page-locked memory, what is locked here is no more than there is, and may be shared.
+        """Page-lock existing memory, which may be shared between processes.
+
+        torch's own page-locked memory is a new allocation, of a size rounded up, and cannot be shared.
+
+        Returns:
+            A function that unlocks the memory.
 
         Raises:
             StreamError: if the system does not allow it.
@@ -113,7 +125,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def copying(self, after: object) -> Iterator[None]:
-        torch.cuda.set_device(self.torch_device)  # of this thread, which would touch the first one otherwise
+        torch.cuda.set_device(self.torch_device)  # for this thread, which would use device 0 otherwise
         with torch.cuda.stream(self._copies):
             if isinstance(after, torch.cuda.Event):
                 self._copies.wait_event(after)
@@ -125,7 +137,11 @@ class CudaDevice(Device):
 
 
 def make_device(name: str) -> Device:
-    """The device called `cpu` or `cuda`."""
+    """Return the device called `cpu` or `cuda`.
+
+    Raises:
+        PlanError: for another name, or if torch finds no CUDA device.
+    """
     if name == "cpu":
         return CpuDevice()
     if name == "cuda":

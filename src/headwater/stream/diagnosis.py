@@ -1,4 +1,4 @@
-"""Finding the stage that first gave a number that is none."""
+"""A search for the first stage whose output is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwater.core.trees import tensors_in
 def first_non_finite_stage(
     model: nn.Module, stages: Sequence[StageSpec], forward: Callable[[], object]
 ) -> str | None:
-    """Run `forward` once more and name the first stage whose output is not finite; `None` if all are."""
+    """Run `forward` again and return the name of the first stage with a non-finite output, or `None`."""
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:

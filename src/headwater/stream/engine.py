@@ -1,4 +1,4 @@
-"""A model, a plan and an optimizer made into something that trains: the face of the streaming engine."""
+"""The streaming engine: trains a model with a plan and an optimizer."""
 
 from __future__ import annotations
 
@@ -32,28 +32,27 @@ from headwater.stream.step import StepReport, TrainStep
 from headwater.stream.storage import make_store, make_weights
 
 Initial = Callable[[ParamSpec], torch.Tensor]
-"""Gives the initial value of a parameter."""
+"""Returns the initial value of a parameter."""
 
 
 class Engine:
-    """Trains a model by weight streaming.
+    """An engine that trains one model by weight streaming.
 
     Args:
         model: any module; parameters may be on the meta device if `initial` is given. The engine owns its
-            parameters from here on: outside a forward their values are in the store, and read from there.
-        plan: what `headwater.plan` decided.
-        optimizer: how parameters are updated.
-        initial: initial values; what the model's parameters hold if not given.
-        seed: seeds the generator anew for each micro-batch, keyed by step and micro-batch; `None` leaves the
-            ambient generator alone.
-        loss_function: computes the loss of a batch; the model itself if not given.
-        fast_matmul: let fp32 matrix products on the CPU differ from torch's own by rounding, where that is
-            faster.
+            parameters from now on: outside a forward their values are in the store, and are read from there.
+        plan: the plan of `headwater.plan`.
+        optimizer: the optimizer, or update rules.
+        initial: returns initial values; the present values of the model's parameters if not given.
+        seed: the random generator is seeded for each micro-batch with a seed derived from this one, the step
+            and the micro-batch. `None` leaves the generator of the process alone.
+        loss_function: returns the loss of a batch; the model itself if not given.
+        fast_matmul: use faster fp32 matrix products on the CPU, which differ from torch's by rounding.
         compile_blocks: compile the forward of repeated stages with `torch.compile`.
-        verify_disk: compare what is read of the disk tier with checksums of what was written.
+        verify_disk: compare data that is read from the disk tier with the checksums of the written data.
         fabric: the ranks that train together, each on a part of every batch.
-        own_loop: whether a loop of the user's own trains, and not `train_step`; of several ranks each gives
-            the gradient of its part's loss then, and these are averaged.
+        own_loop: true if the user's loop trains instead of `train_step`. With several ranks, each rank then
+            computes the gradient of the loss of its part, and these gradients are averaged.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Engine:
         )
         self._step = TrainStep(self.store, self.executor, self.buffers, self._micro_batches, fabric)
         self._detached = False
-        return_pages()  # initial values took more memory than a step may
+        return_pages()  # initial values took more memory than a step is allowed to take
 
     def _fill(self, stage: int, initial: Initial | None) -> None:
         specs = self.store.stages[stage].params
@@ -132,39 +131,43 @@ class Engine:
         amend: Callable[[Update], None] = lambda update: None,
         shares: Sequence[float] | None = None,
     ) -> StepReport:
-        """One optimizer step; the loss is the mean over its micro-batches.
+        """Run one optimizer step; the loss is the weighted mean over its micro-batches.
 
         Args:
-            micro_batches: what the loss function takes, one after the other; of a store rank as many `None`.
+            micro_batches: the arguments of the loss function, one for each micro-batch. A store rank passes
+                the same number of `None`.
             update: step number, learning rate, clipping.
-            amend: called when all gradients are there and before they are measured; it may change them, and
-                the weights, through the store.
-            shares: of each micro-batch in the loss; those of all ranks together make 1. Equal ones if not
-                given.
+            amend: called after all gradients are computed and before their norm is. It may change gradients
+                and weights in the store.
+            shares: the weight of each micro-batch in the loss; the sum over all ranks is 1. Equal weights if
+                not given.
+
+        Returns:
+            The report of the step.
 
         Raises:
-            NonFiniteError: if a loss or gradient is not finite, unless `update` says to skip such steps; the
-                step leaves no trace.
+            NonFiniteError: if a loss or gradient is not finite, unless `update` says to skip such steps. The
+                step is undone.
         """
         return self._step.run(micro_batches, update, amend, shares)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
-        """The loss of a batch, without gradients; train or eval mode is the caller's business."""
+        """Return the loss of a batch, computed without gradients. The caller sets train or eval mode."""
         with self.inference():
             return self._micro_batches.loss(batch)
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Within it the model computes without gradients; its forward may be called in any way."""
+        """Enter a context in which the model computes without gradients and may be called in any way."""
         self.executor.begin()
         with torch.no_grad(), self._micro_batches.matmul(), self._micro_batches.precision():
             yield
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 master) of every parameter, up to date, a stage at a time; aliases are left out."""
+        """Yield (name, master) of every parameter, up to date, one stage at a time; without aliases."""
         for stage in self.store.stages:
             masters = [torch.empty(spec.shape, dtype=spec.dtype) for spec in stage.params]
-            # Read to the end before anything is handed out: reading holds the stage.
+            # Read all pieces before the first yield: the stage's lock is held while it is read.
             for piece in self.store.parameters.read(stage.index, with_states=False):
                 flat = masters[piece.param].view(-1)
                 flat[piece.start : piece.start + piece.master.numel()].copy_(piece.master)
@@ -172,15 +175,15 @@ class Engine:
 
     @property
     def departed(self) -> dict[ParamKey, nn.Parameter]:
-        """The parameters that have become plain ones since this engine was made."""
+        """The parameters that have become plain ones since this engine was created."""
         return self._binder.departed
 
     def when_departed(self, action: Callable[[ParamKey, nn.Parameter], None]) -> None:
-        """Call `action` with each parameter that becomes a plain one; it copies its values out."""
+        """Call `action` with each parameter that becomes a plain one; `action` copies its values."""
         self._binder.on_leave = action
 
     def parameters(self) -> Iterator[tuple[ParamKey, nn.Parameter]]:
-        """Yield every parameter with its place in the store, whatever the model has become."""
+        """Yield every parameter with its place in the store, even if it is no longer in the model."""
         for stage, index, param in self._binder.parameters():
             yield (stage, index), param
 
@@ -189,7 +192,7 @@ class Engine:
         return self.store.parameters.read_param(keys_by_name(self.store.stages)[name])
 
     def detach(self) -> None:
-        """Leave the model, whose parameters then hold NaN; the store stays, and what moved out for graphs."""
+        """Leave the model, whose parameters then hold NaN. The store and offloaded activations stay."""
         self._detached = True
         self.executor.leave()
         self._binder.release()
@@ -199,13 +202,13 @@ class Engine:
 
         Args:
             successor: the engine that has the model now.
-            unchanged: whether the model has the structure that it had here.
+            unchanged: true if the model has the same structure as for this engine.
         """
         self.executor.hand_over(successor.executor, unchanged=unchanged)
         self.store.close()
 
     def close(self) -> None:
-        """Leave the model, and give back memory, threads and files."""
+        """Leave the model, and free memory, threads and files."""
         if not self._detached:
             self.detach()
         self.executor.close()

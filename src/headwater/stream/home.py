@@ -1,4 +1,4 @@
-"""Where the values and the gradient of a parameter are, and how they are reached."""
+"""The place of a parameter in the weight store: reads and writes its values and its gradient."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headwater.store.store import WeightStore
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """Where the values and the gradient of a parameter are.
+    """The place of a parameter's values and gradient in a weight store.
 
     Attributes:
         store: the weight store.
-        stage: its stage.
-        index: its index in the stage.
-        device: where the values go that are read.
-        let_go: turns the parameter into a plain one that this home has no more to do with.
+        stage: the parameter's stage.
+        index: the parameter's index in the stage.
+        device: the device of values that are read.
+        let_go: returns the function that turns the parameter into a plain one; `None` after the engine's end.
     """
 
     store: WeightStore
@@ -45,12 +45,12 @@ class Home:
             return self.spec.like_the_parameter(torch.empty(self.spec.shape, device="meta"))
 
     def read(self) -> torch.Tensor:
-        """A copy of the master, fit to be trained with wherever it is made."""
+        """Return a copy of the master that can be trained, even if it is read in inference mode."""
         with torch.inference_mode(False):
             return self.store.parameters.read_param(self.key).to(self.device)
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """The master in pieces, each valid until the next is asked for."""
+        """Yield the master in pieces; each is valid until the next one is read."""
         with closing(
             self.store.parameters.read(self.stage, with_states=False, params={self.index})
         ) as pieces:
@@ -75,21 +75,21 @@ class Home:
 
     @property
     def gradient_is_spent(self) -> bool:
-        """Whether a step has used the gradient, and nobody has forgotten it since."""
+        """True if a step has consumed the gradient and it has not been dropped since."""
         return self.key in self.store.gradients.status.consumed
 
     def gradient(self) -> torch.Tensor | None:
-        """The sum that no optimizer has used yet."""
+        """Return the gradient that no optimizer has consumed yet, or `None`."""
         return self.store.gradients.borrow(self.key)
 
     def zero_gradient(self) -> None:
-        """Replace it by zeros; a sparse one by a sparse one without entries."""
+        """Replace the gradient by zeros; a sparse gradient by a sparse one without entries."""
         spec = self.spec
         zeros = torch.zeros(spec.shape, dtype=spec.wire_dtype)
         self.set_gradient(zeros.to_sparse(1) if self.key in self.store.gradients.status.sparse else zeros)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Replace or drop it."""
+        """Replace the gradient, or drop it if `gradient` is `None`."""
         if gradient is None:
             self.store.gradients.drop(self.key)
         else:

@@ -1,4 +1,4 @@
-"""Memory that has taken the place of the weight store for tensors at rest that were taken before a change."""
+"""Values in memory that replace the weight store for views that were taken before a parameter changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class _Named:
 
 
 class KeptHome:
-    """A home whose values are in memory: what is read is the memory itself.
+    """A home whose values are in memory; `read` returns that memory, not a copy.
 
     Attributes:
         spec: has the name of the parameter to which the values belonged.

@@ -1,4 +1,4 @@
-"""Parameters that leave the weight store become plain ones again."""
+"""Copies from the weight store to parameters that leave it and become plain ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from headwater.stream.at_rest import leave_store
 def give_back(
     store: WeightStore, key: ParamKey, param: nn.Parameter, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Give a parameter that is no longer at rest its values and its gradient, and the optimizer its state.
+    """Copy the values, the gradient and the optimizer state of a parameter out of the store.
 
     Args:
-        store: has them.
-        key: the parameter's place there.
+        store: the weight store.
+        key: the parameter's place in the store.
         param: a plain parameter of the same shape.
         optimizer: the optimizer that updates the parameter; its state is left alone if not given.
     """
@@ -34,11 +34,11 @@ def give_back(
 def give_state_back(
     store: WeightStore, key: ParamKey, param: nn.Parameter, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Give an optimizer the state of a parameter that the store has.
+    """Copy the optimizer state of a parameter from the store to the optimizer.
 
     Args:
-        store: has it.
-        key: the parameter's place there.
+        store: the weight store.
+        key: the parameter's place in the store.
         param: the parameter.
         optimizer: the optimizer that has updated the parameter until now.
     """

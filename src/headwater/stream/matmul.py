@@ -1,8 +1,8 @@
-"""Matrix products in fp32 by whichever library is faster on this machine.
+"""Matrix products in fp32 by the faster of two libraries, MKL and oneDNN.
 
-torch gives fp32 products to MKL, which on processors of other makers than its own runs at half of what oneDNN
-reaches with the same result to rounding (about 1e-6). Which of the two is faster, and for which of the three
-products of a linear layer, is measured once and not assumed.
+torch computes fp32 products with MKL. On processors that are not Intel's, MKL has about half the speed of
+oneDNN, and the results differ by rounding (about 1e-6). A measurement, made once, decides which library is
+used for each of the three products of a linear layer.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PROBE = (1024, 768, 1536)  # rows, inner, columns of the products that are timed
-_WORTH_IT = 1.1  # how much faster oneDNN must be
-_SMALLEST_FLOPS = 1 << 24  # below, the detour through Python costs more than it gains
+_PROBE = (1024, 768, 1536)  # rows, inner dimension, columns of the timed products
+_WORTH_IT = 1.1  # minimum speed of oneDNN relative to MKL
+_SMALLEST_FLOPS = 1 << 24  # below this, the Python overhead exceeds the gain
 
 
 class Product(enum.Enum):
-    """The products of a linear layer, told apart by which factor is transposed in memory."""
+    """The products of a linear layer, distinguished by the factor that is transposed in memory."""
 
     FORWARD = "x @ w.T"
     INPUT_GRADIENT = "g @ w"
@@ -30,23 +30,23 @@ class Product(enum.Enum):
 
     @classmethod
     def of(cls, left: torch.Tensor, right: torch.Tensor) -> Product:
-        """Which one `left @ right` looks like."""
+        """Return the kind of the product `left @ right`."""
         if not left.is_contiguous():
             return cls.WEIGHT_GRADIENT
         return cls.INPUT_GRADIENT if right.is_contiguous() else cls.FORWARD
 
 
 def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`left @ right + bias` of fp32 matrices through oneDNN."""
+    """Return `left @ right + bias` of fp32 matrices, computed by oneDNN."""
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
     return out
 
 
 class FastMatmul(TorchDispatchMode):
-    """Within it the products in `products` go through oneDNN.
+    """A context in which oneDNN computes some products.
 
     Args:
-        products: which; by default those that are faster there.
+        products: the products for oneDNN; by default those that are faster there on this machine.
     """
 
     def __init__(self, products: frozenset[Product] | None = None) -> None:
@@ -76,7 +76,7 @@ class FastMatmul(TorchDispatchMode):
 
 @functools.cache
 def faster_products() -> frozenset[Product]:
-    """The products for which oneDNN is clearly faster than torch's default on this machine."""
+    """Return the products for which oneDNN is clearly faster than torch's default on this machine."""
     if not torch.backends.mkldnn.is_available():
         return frozenset()
     rows, inner, columns = _PROBE
@@ -90,7 +90,7 @@ def faster_products() -> frozenset[Product]:
 
 
 def _gain(left: torch.Tensor, right: torch.Tensor) -> float:
-    """How many times faster oneDNN is; both are timed in turn, the best of each counts."""
+    """Return the speed of oneDNN relative to torch's default, by the best of alternating timings."""
     times = [(_seconds(torch.mm, left, right), _seconds(onednn_product, left, right)) for _ in range(6)]
     return min(default for default, _ in times) / min(onednn for _, onednn in times)
 

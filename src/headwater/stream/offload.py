@@ -1,7 +1,7 @@
-"""Activations that leave the device until backward wants them: to disk, or to page-locked host memory.
+"""Offloading of activations until backward needs them: to disk, or to page-locked host memory.
 
-What moves is a whole storage, once, however many views of it autograd saves: it is what would stay in memory
-otherwise. A view comes back as the same view of the storage that came back.
+A whole storage is moved, and only once, even if autograd saves several views of it: any view would keep the
+whole storage in memory. A view is restored as the same view of the restored storage.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from headwater.store.files import BlockFile
 from headwater.stream.saved_tensors import changed_in_place
 
 _SMALLEST_BYTES = 64 << 10
-"""What is smaller stays: moving it costs more than it frees."""
+"""Smaller storages stay: moving them costs more than it saves."""
 
 
 class Moved(abc.ABC):
-    """A storage that has moved out."""
+    """An offloaded storage."""
 
     def __init__(self) -> None:
         self._returned: weakref.ref[torch.UntypedStorage] | None = None
 
     def bring_back(self) -> torch.Tensor:
-        """Its bytes on the device; the same memory for as long as somebody holds it."""
+        """Return the bytes on the device; the same memory while a reference to it exists."""
         storage = None if self._returned is None else self._returned()
         if storage is not None:
             return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -44,11 +44,11 @@ class Moved(abc.ABC):
 
     @abc.abstractmethod
     def _fetch(self) -> torch.Tensor:
-        """Its bytes, in memory of their own."""
+        """Return the bytes in separate memory."""
 
 
 class SavedView:
-    """What autograd keeps in place of a tensor that has moved out; calling it gives the tensor back."""
+    """An object that autograd saves instead of an offloaded tensor; calling it returns the tensor."""
 
     def __init__(self, moved: Moved, tensor: torch.Tensor) -> None:
         self._moved = moved
@@ -62,7 +62,7 @@ class SavedView:
 
 
 class Offload(abc.ABC):
-    """Moves activations out."""
+    """A function that offloads activations."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, weakref.ref[Moved]]] = (
@@ -70,10 +70,11 @@ class Offload(abc.ABC):
         )
 
     def __call__(self, tensor: torch.Tensor) -> SavedView | None:
-        """Begin to move a tensor out, unless the storage that it lies in has moved as it is now.
+        """Start to offload the storage of a tensor, unless its present version is offloaded already.
 
         Returns:
-            What brings it back when called; `None` if it stays: it is too small, or not plain memory.
+            A function that returns the tensor again; `None` if the tensor stays, because it is too small or
+            not plain memory.
         """
         if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
@@ -89,15 +90,15 @@ class Offload(abc.ABC):
 
     @abc.abstractmethod
     def move(self, tensor: torch.Tensor) -> Moved:
-        """Begin to move the storage of a tensor out."""
+        """Start to offload the storage of a tensor."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back threads."""
+        """Stop the threads."""
 
 
 class HostOffload(Offload):
-    """To page-locked host memory, in the order of the compute stream: right without further waiting."""
+    """Offloading to page-locked host memory, on the compute stream, whose order makes waiting unnecessary."""
 
     def move(self, tensor: torch.Tensor) -> Moved:
         return _OnHost(tensor)
@@ -119,13 +120,15 @@ class _OnHost(Moved):
 
 
 class DiskOffload(Offload):
-    """To files; for a device that has no other memory than the host's.
+    """Offloading to files, for a device that computes in host memory.
 
-    Storages are read ahead in the reverse of the order in which they were written, as backward wants them.
+    Storages are read ahead in the reverse of the order in which they were written, because backward needs
+    them in that order.
 
     Args:
-        folder: where the files go.
-        window_bytes: how much may be on its way out, and how much back, at once; one storage may always.
+        folder: folder of the files.
+        window_bytes: maximum bytes that are being written at a time, and maximum bytes that have been read
+            and are in memory. A single storage may be larger.
     """
 
     def __init__(self, folder: Path, window_bytes: int = OFFLOAD_WINDOW_BYTES) -> None:
@@ -147,13 +150,13 @@ class DiskOffload(Offload):
         path = self._folder / f"activation_{next(self._numbers)}.bin"
         moved = _OnDisk(self, tensor, path, self._writers)
         moved.written.add_done_callback(lambda _: self._leaving.leave(num_bytes))
-        while self._stack and self._stack[-1]() is None:  # no backward came for them
+        while self._stack and self._stack[-1]() is None:  # they were freed without backward
             self._stack.pop()
         self._stack.append(weakref.ref(moved))
         return moved
 
     def bring_back(self, moved: _OnDisk) -> torch.Tensor:
-        """The bytes of `moved`, for whom backward waits; what it will want next is read meanwhile."""
+        """Return the bytes of `moved`, for which backward waits, and start to read the following storages."""
         self._has_room(moved)
         back = self._read(moved)
         while self._stack:
@@ -173,7 +176,7 @@ class DiskOffload(Offload):
         return moved.back
 
     def _has_room(self, moved: _OnDisk) -> bool:
-        """Whether one more may come back; what was used before is let go for it."""
+        """Return true if one more storage may be read; drop used ones if there is too little room."""
         if not self._fits(moved):
             for other in [other for other in self._back if other.was_used]:
                 other.back = None
@@ -190,13 +193,13 @@ class DiskOffload(Offload):
 
 
 class _OnDisk(Moved):
-    """A storage in a file of its own, or on its way there or back.
+    """A storage in a separate file, or being written or read.
 
     Attributes:
-        num_bytes: its size.
-        written: done when it is in its file.
-        back: its bytes, once somebody has asked for them; let go when there is no room for them.
-        was_used: whether backward has had them.
+        num_bytes: size of the storage.
+        written: done when the storage is in its file.
+        back: the bytes, after a read was started; `None` before, and after they were dropped to make room.
+        was_used: true after backward has used the bytes.
     """
 
     def __init__(self, owner: DiskOffload, tensor: torch.Tensor, path: Path, writers: ThreadPool) -> None:
@@ -218,7 +221,7 @@ class _OnDisk(Moved):
             block = source[start : start + OFFLOAD_BLOCK_BYTES]
             buffer[: block.numel()].copy_(block)
             file.write(start, buffer[: round_up(block.numel())])
-        self._source()  # it has not changed meanwhile
+        self._source()  # check that it did not change during the write
         self._tensor = None
         return file
 
@@ -230,7 +233,7 @@ class _OnDisk(Moved):
         return _bytes_of(tensor)
 
     def read(self) -> torch.Tensor:
-        """The bytes again; on the reader's thread."""
+        """Return the bytes; runs on the reader's thread."""
         if self.written.cancel():
             return self._source()
         buffer = aligned_empty(self.num_bytes)
@@ -246,7 +249,7 @@ class _OnDisk(Moved):
 
 
 class _Window:
-    """Lets in so many bytes at a time, or one alone that is larger."""
+    """A limit on the sum of bytes that are inside at a time; a larger item may be inside alone."""
 
     def __init__(self, num_bytes: int) -> None:
         self._limit = num_bytes
@@ -254,7 +257,7 @@ class _Window:
         self._changed = threading.Condition()
 
     def enter(self, num_bytes: int) -> None:
-        """Wait until there is room."""
+        """Block until there is room, and add the bytes."""
         with self._changed:
             self._changed.wait_for(lambda: not self._inside or self._inside + num_bytes <= self._limit)
             self._inside += num_bytes
@@ -266,5 +269,5 @@ class _Window:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the storage that a tensor lies in."""
+    """Return the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""What a parameter is while its weights are in the store; see [Note: parameters at rest]."""
+"""Parameters while their weights are in the store; see [Note: parameters at rest]."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from headwater.stream.at_rest import (
 from headwater.stream.home import Home
 
 _BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
-"""They take parameters as places of a graph, not for their values."""
+"""Functions that use parameters as nodes of a graph and do not read their values."""
 
 _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 
 
 class ParameterAtRest(AtRest, nn.Parameter):
-    """A parameter whose values are in the weight store. Never built: a parameter becomes one, for a while."""
+    """A parameter whose values are in the weight store. Existing parameters get this class by assignment."""
 
     @property
     def source(self) -> Memory:
@@ -59,7 +59,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """The gradient in the store, which may be changed in place.
 
-        Once a step has used it, it is there until it is forgotten, as in plain PyTorch, but has no values.
+        After a step has consumed it, it exists until it is dropped, as in plain PyTorch, but has no values.
         """
         if not self.home.gradient_is_spent:
             return self.home.gradient()
@@ -95,7 +95,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
             return on_values(func, args, kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Self:
-        """Take the values of a tensor, as `torch.nn.utils.parametrize` wants it."""
+        """Take the values of a tensor, as `torch.nn.utils.parametrize` needs it."""
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
             raise moved(self.home, "set_")
         if torch.is_grad_enabled() and self.requires_grad:
@@ -124,10 +124,12 @@ class ParameterAtRest(AtRest, nn.Parameter):
 
 
 def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
-    """Do what `param.data = value` does.
+    """Assign `param.data = value`.
+
+    A value of another shape, dtype or stride order turns the parameter into a plain one.
 
     Raises:
-        StreamError: if that would tie two parameters.
+        StreamError: if the assignment would tie two parameters.
     """
     home, source, whole = param.home, home_of(value), whole_memory(value, param)
     if value is param or (whole is not None and whole is present_memory(param)):
@@ -148,17 +150,17 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
 
 
 def _is_replaced(param: object, value: torch.Tensor) -> bool:
-    """Whether `param.copy_(value)` needs nothing of what the parameter was, and is allowed."""
+    """True if `param.copy_(value)` is allowed and needs no old values of the parameter."""
     if not isinstance(param, ParameterAtRest) or isinstance(value, AtRest) or param.shape != value.shape:
         return False
     return not (torch.is_grad_enabled() and param.requires_grad)
 
 
 class SpentGradient(torch.Tensor):
-    """The gradient of a parameter after a step has used it up: it may be forgotten or set to zeros.
+    """The gradient of a parameter after a step has consumed it. It can only be dropped or set to zeros.
 
     Attributes:
-        home: of the parameter.
+        home: the place of the parameter in the store.
     """
 
     home: Home

@@ -1,4 +1,4 @@
-"""Forwards that keep only their inputs for backward, and run again there."""
+"""Recomputation: forwards that keep only their inputs for backward, and run again there."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class RecomputedForwards:
 
     Args:
         modules: the module of each of these stages.
-        enter: called with a stage before each run of its forward: binds the weights.
-        leave: called with it afterwards.
+        enter: called with a stage before each run of its forward; binds the weights.
+        leave: called with the stage afterwards.
     """
 
     def __init__(
@@ -42,28 +42,28 @@ class RecomputedForwards:
         self.hook()
 
     def hook(self) -> None:
-        """Let the forwards run again in backward, until `unhook`."""
+        """Replace the forwards by recomputed ones, until `unhook`."""
         for stage, module in self._modules.items():
             enter, leave = functools.partial(self._enter, stage), functools.partial(self._leave, stage)
             self._hooked.callback(_recompute_forward(module, enter, leave))
 
     def unhook(self) -> None:
-        """Give the modules their own forwards back."""
+        """Restore the original forwards of the modules."""
         self._hooked.close()
 
 
 def _recompute_forward(
     module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]
 ) -> Callable[[], None]:
-    """From now on `module` keeps only its inputs for backward and runs its forward again there.
+    """Replace the forward of a module by one that keeps only its inputs and runs again in backward.
 
     Args:
-        module: whose forward is wrapped.
-        enter: called before each run of the forward: binds the weights.
-        leave: called after it.
+        module: the module.
+        enter: called before each run of the forward; binds the weights.
+        leave: called after each run.
 
     Returns:
-        What gives the module its own forward back.
+        A function that restores the original forward.
     """
     forward = module.forward
     before = vars(module).get("forward")
@@ -82,8 +82,8 @@ def _recompute_forward(
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not is_wrapped:  # a forward that the user has set calls this one
             return forward(*args, **kwargs)
-        others = list(map(id, module.parameters())) != own  # lent by `functional_call`: gone in backward
-        kept = own_checkpoints.is_in_another() or in_transform()  # its tensors are gone in backward
+        others = list(map(id, module.parameters())) != own  # those of `functional_call` are gone in backward
+        kept = own_checkpoints.is_in_another() or in_transform()  # its tensors do not exist in backward
         kept = kept or parametrize._cache_enabled > 0  # the cache is gone when the forward runs again
         if others or kept or not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
@@ -96,7 +96,7 @@ def _recompute_forward(
             *tensors,
             use_reentrant=False,
             context_fn=lambda: (_nothing(), buffers),
-            determinism_check="none" if has_nested else "default",  # torch's asks for sizes that they lack
+            determinism_check="none" if has_nested else "default",  # torch's check needs their sizes
         )
 
     def unwrap() -> None:
@@ -114,14 +114,15 @@ def _recompute_forward(
 
 
 class _Tensor:
-    """Stands for a tensor among other arguments."""
+    """A mark for the place of a tensor among other arguments."""
 
 
 class _RepeatedCall:
-    """A call that finds its arguments as they were the first time, whatever the function does to them.
+    """A call that can be repeated with the original arguments, even if the function changes them.
 
-    The tensors among them are given to it each time, so that it does not hold them. The second call leaves no
-    trace in what hooks and forwards reach: a list to which a hook appends gets each output once.
+    Tensors among the arguments are passed to each call, so that this object does not keep them alive. All
+    effects of the second call on objects that hooks and forwards can reach are undone: a list to which a hook
+    appends gets each output once.
     """
 
     def __init__(
@@ -141,9 +142,10 @@ class _RepeatedCall:
         self._places = [places[identity] for identity in identities]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return those among the arguments, each once, before the first call.
+        """Return the tensors among the arguments, each once. Call this before the first call.
 
-        The second call must get one object for two arguments again: `nn.MultiheadAttention` looks at that.
+        If one tensor is two of the arguments, it must be one object in the second call too:
+        `nn.MultiheadAttention` compares its arguments by identity.
         """
         found = [leaf for leaf in tree_leaves(self._first) if isinstance(leaf, torch.Tensor)]
         return list({id(tensor): tensor for tensor in found}.values())
@@ -166,9 +168,9 @@ def _nothing() -> Iterator[None]:
 
 
 class _Buffers:
-    """A module's buffers before a forward; while entered, as often as it is, they are what they were.
+    """A context that restores the buffers that a module had before its first forward; may be entered again.
 
-    So a second forward begins with them, and leaves no trace.
+    The second forward starts with these buffers, and its changes to them are undone.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -192,5 +194,5 @@ class _Buffers:
 def _put(copies: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]]) -> None:
     for own, name, buffer, value in copies:
         own[name] = buffer
-        if not torch.equal(buffer, value):  # what did not change may be saved for another backward
+        if not torch.equal(buffer, value):  # an unchanged buffer may be saved for another backward
             buffer.copy_(value)

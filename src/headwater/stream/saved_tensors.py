@@ -1,9 +1,9 @@
-"""What autograd saves for backward: handles in place of weights, and activations that may move out.
+"""Tensors that autograd saves for backward: weights are saved as handles, activations may be offloaded.
 
 [Note: autograd and weights]
-Autograd saves the weights that backward needs as it saves anything else. A saved view of a slab would pin the
-slab until backward; so it is replaced by a handle (stage, dtype, shape, strides, offset), which is resolved
-against the slab that holds the stage when backward comes.
+Autograd saves the weights that backward needs, like any other tensor. A saved view of a slab would pin the
+slab until backward. So the view is replaced by a handle (stage, dtype, shape, strides, offset). In backward
+the handle is resolved to a view of the slab that holds the stage then.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.utils.checkpoint import checkpoint
 from headwater.core.errors import StreamError
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""What makes something else of a tensor that autograd saves, and what makes the tensor again."""
+"""A function that packs a tensor that autograd saves, and a function that unpacks it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightHandle:
-    """A view of a weight, without the weight.
+    """A description of a view of a weight, without the values.
 
     Attributes:
-        stage: its stage.
-        param: its index in the stage.
-        version: how often it had been changed in place when autograd saved it.
+        stage: the weight's stage.
+        param: the weight's index in the stage.
+        version: the version counter of the parameter when autograd saved the view.
         dtype: dtype, shape, strides and offset of the view in the memory of the stage.
     """
 
@@ -49,7 +49,7 @@ class WeightHandle:
         return cls(stage, param, version, view.dtype, *layout)
 
     def resolve(self, image: torch.Tensor) -> torch.Tensor:
-        """The view, in the memory that holds the stage now."""
+        """Return the view in `image`, the memory that holds the stage now."""
         whole = image[: image.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
         return whole.as_strided(self.shape, self.stride, self.storage_offset)
 
@@ -60,14 +60,14 @@ def without_weights(
     resolve: Callable[[WeightHandle], torch.Tensor],
     offload: Callable[[torch.Tensor], Any],
 ) -> Iterator[None]:
-    """Within it, what autograd saves holds no weights, and what `offload` takes is moved out.
+    """Enter a context in which autograd saves handles instead of weights, and activations are offloaded.
 
-    Hooks of the user around it, such as those of a checkpoint, get every tensor except weights.
+    The user's hooks around it, such as those of a checkpoint, get every tensor except weights.
 
     Args:
-        handle_of: what stands for a tensor that is a view of weights; `None` for another.
-        resolve: gives the view again, fetching its stage if it must.
-        offload: moves an activation out, and returns what brings it back when called; or returns `None`.
+        handle_of: returns the handle of a tensor that is a view of weights; `None` for other tensors.
+        resolve: returns the view of a handle, and fetches its stage if necessary.
+        offload: offloads an activation and returns a function that returns it again; `None` if it stays.
     """
     hooks = _WithoutWeights(handle_of, resolve, offload, _innermost_hooks())
     with saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -111,21 +111,21 @@ class _WithoutWeights:
             tensor = packed()
             return tensor
         tensor, version = packed
-        if tensor._version != version:  # autograd itself does not look where there are hooks
+        if tensor._version != version:  # with hooks, autograd does not check this
             raise changed_in_place(tensor)
         return tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class _PackedByUser:
-    """A tensor as a hook of the user packed it, and the hook that unpacks it."""
+    """A tensor that the user's hook has packed, and the hook that unpacks it."""
 
     value: Any
     unpack: Callable[[Any], torch.Tensor]
 
 
 def changed_in_place(tensor: torch.Tensor) -> StreamError:
-    """The error for a tensor that is not any more what it was when autograd saved it."""
+    """Return the error for a tensor that has changed since autograd saved it."""
     return StreamError(
         f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place",
         remedy="as in plain PyTorch: use the operator that gives a new tensor",
@@ -133,12 +133,12 @@ def changed_in_place(tensor: torch.Tensor) -> StreamError:
 
 
 class _OwnCheckpoints(threading.local):
-    """Tells checkpoints made here from those of the user.
+    """A record of the checkpoints made here, which distinguishes them from the user's checkpoints.
 
     [Note: checkpoints in a model]
-    A module that already runs in a checkpoint of the user keeps nothing for backward and runs again there. A
-    second checkpoint inside would hide that from the first, which would then run less of the module
-    again than in plain PyTorch: the statistics of a BatchNorm would be updated once instead of twice.
+    A module inside a checkpoint of the user keeps nothing for backward, and runs again there. A second
+    checkpoint inside it would hide saved tensors from the user's checkpoint, which would then run less of the
+    module again than in plain PyTorch: the statistics of a BatchNorm would be updated once instead of twice.
     """
 
     def __init__(self) -> None:
@@ -173,21 +173,21 @@ class _OwnCheckpoints(threading.local):
 
 
 def are_weights_kept_out() -> bool:
-    """True if `without_weights`, or a checkpoint made here, is the first to get what autograd saves now."""
+    """True if the innermost hooks for saved tensors are those of `without_weights` or of our checkpoint."""
     hooks = _innermost_hooks()
     ours = None if hooks is None else getattr(hooks[0], "__self__", None)
     return isinstance(ours, _WithoutWeights) or own_checkpoints.are_innermost()
 
 
 def _innermost_hooks() -> _Hooks | None:
-    """Return the pair of hooks for saved tensors that autograd would call now, or None."""
+    """Return the pair of hooks that autograd would call now for a saved tensor, or `None`."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 @contextmanager
 def apart_from_hooks() -> Iterator[None]:
-    """Keep tensors that autograd saves in the context from hooks of the user around it."""
+    """Enter a context in which the user's hooks do not get the tensors that autograd saves."""
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
 

@@ -1,4 +1,4 @@
-"""Calls of the modules whose forward reads weights."""
+"""Hooks around the forwards of modules that read weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ Stages = Sequence[int]
 
 
 class Sites:
-    """Calls `enter` with the stages of a module before its forward and `leave` after it, also if it fails.
+    """The hooks of a model: they call `enter` before the forward of a module and `leave` after it.
 
-    Hooks of the user run in between.
+    `leave` is called also if the forward raises an error. The user's hooks run in between.
 
     Args:
         model: the model.
         sites: qualified module name -> stages read while that module's forward runs.
-        enter: called with them before.
-        look_ahead: called after `enter` where a module looks at weights that its parts read afterwards.
-        leave: called after the forward.
+        stages: all stages.
+        enter: called with these stages before the forward.
+        look_ahead: called after `enter` if a module reads attributes of weights before its layers run.
+        leave: called with the stages after the forward.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Sites:
                 self._layers.callback(surround(module, layer))
 
     def remove(self) -> None:
-        """Leave every module alone again."""
+        """Remove all hooks."""
         self._layers.close()
 
 
@@ -68,9 +69,10 @@ def _ahead_of(
     look_ahead: Callable[[Stages], None],
     leave: Callable[[Stages], None],
 ) -> Layer:
-    """Show an encoder the weights of its first layer before that layer is called.
+    """Return a hook that provides the weights of an encoder's first layer before that layer is called.
 
-    torch takes a fast path in evaluation, with zeros at padded positions, only if these are plain tensors.
+    In evaluation torch's encoder uses a fast path, with zeros at padded positions, only if these weights are
+    plain tensors.
     """
 
     def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Slabs: memory for one stage at a time, and what ranks that share slabs know of each other."""
+"""Slabs, which are memory for one stage at a time, and the directory of slabs that ranks share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TEXT_BYTES = 2000
 
 
 class Slab:
-    """Memory for one stage of its class, and whoever in this process still holds a view of it."""
+    """Memory for one stage of a size class, with a count of the views that this process has of it."""
 
     def __init__(self, buffer: torch.Tensor, index: int, slab_class: int) -> None:
         self.buffer = buffer
@@ -39,7 +39,7 @@ class Slab:
 
     @property
     def in_use(self) -> bool:
-        """Whether a bound parameter, a running operator or anybody else holds a view of the slab."""
+        """True if a view of the slab exists, for example in a bound parameter or a running operator."""
         return self._references() > self._own_references
 
     @property
@@ -51,15 +51,15 @@ class SlabPool:
     """The slabs of each size class.
 
     Attributes:
-        slabs: all of them; the same on every rank that shares them.
+        slabs: all slabs, in the same order on every rank that shares them.
         slab_class: size class of each stage.
         capacity: number of slabs of each class.
-        holds_all: whether every stage has a slab, which is its own then.
+        holds_all: true if every stage has a separate slab.
 
     Args:
         stages: the stages.
-        slabs: slabs of each class, at most.
-        allocate: gives memory for one of so many bytes.
+        slabs: maximum number of slabs of each class.
+        allocate: returns memory for a slab, given its bytes.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class SlabPool:
         self.slabs = [Slab(allocate(size), index, size) for index, size in enumerate(sizes)]
 
     def close(self) -> None:
-        """Give back the memory."""
+        """Free the memory."""
         self.slabs.clear()
 
 
 def slab_classes(stages: Sequence[StageSpec]) -> list[int]:
-    """Size class of each stage: stages of equal size share their slabs."""
+    """Return the size class of each stage: stages of equal size share slabs."""
     return [stage.slab_bytes for stage in stages]
 
 
 @dataclasses.dataclass(frozen=True)
 class Want:
-    """What a rank waits for.
+    """A stage in a certain version, for which a rank waits.
 
     Attributes:
-        stage: which stage.
-        version: of it; see `WeightStore.version`.
+        stage: the stage.
+        version: the version of the stage; see `WeightStore.version`.
     """
 
     stage: int
@@ -95,19 +95,19 @@ class Want:
 
 
 class SlabDirectory:
-    """What lies in the slabs that the ranks of a host share, who holds which, and who waits for what.
+    """A table in shared memory: the stage in each slab of a host, the ranks that hold it, and waiting ranks.
 
     [Note: shared slabs]
-    The host's leader fills slabs, the others compute from them. A rank that wants a stage looks for it, and
-    notes that it holds the slab; if the stage is not there it notes what it wants, and the leader brings it.
-    The leader gives a slab to another stage when nobody holds it. Each of these is one exclusive section. A
-    rank lets go of what it has no views of when it looks for a stage, and when its forward or backward
-    ends; so whatever else it waits for it never holds more than it can use at once, and the plan has slabs
-    for that.
+    The host's leader fills slabs, and the other ranks compute from them. A rank that needs a stage looks for
+    its slab and records that it holds the slab. If the stage is in no slab, the rank records its want, and
+    the leader fetches the stage. The leader gives a slab to another stage only when no rank holds it. Each of
+    these operations is one exclusive section. When a rank looks for a stage, and when its forward or backward
+    ends, it lets go of all slabs without views. So a waiting rank holds only slabs that it is using. The plan
+    provides enough slabs for that.
 
     Args:
         fabric: the ranks.
-        num_slabs: how many there are.
+        num_slabs: number of slabs.
     """
 
     def __init__(self, fabric: Fabric, num_slabs: int) -> None:
@@ -119,69 +119,69 @@ class SlabDirectory:
         self._text = fabric.allocate(_TEXT_BYTES).numpy()
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """What is read within it stays so until it ends."""
+        """Return the lock of the host for changes of the slabs' stages and holders."""
         return self._fabric.exclusive()
 
     # the leader
 
     def publish(self, slab: int, want: Want) -> None:
-        """Say what lies in a slab."""
+        """Record the stage and the version in a slab."""
         with self.exclusive():
             self._content[slab] = want.stage, want.version
 
     def withdraw(self, slab: int) -> None:
-        """Say that nothing lies in a slab any more."""
+        """Record that a slab has no stage any more."""
         self._content[slab] = 0
 
     def is_held(self, slab: int) -> bool:
-        """Whether another rank holds a slab."""
+        """True if another rank holds a slab."""
         return bool(self._holds[slab].any())
 
     def wants(self) -> list[Want]:
-        """What ranks wait for."""
+        """Return the stages for which ranks wait."""
         return [Want(int(stage), int(version)) for stage, version, _ in self._wants if version]
 
     def positions(self) -> list[int]:
-        """Where the others that compute are in their schedules."""
+        """Return the positions of the other computing ranks in their schedules."""
         first = self._fabric.rank - self._rank
         others = [rank for rank in range(len(self._wants)) if rank != self._rank]
         return [int(self._wants[rank][2]) for rank in others if first + rank < self._fabric.num_csx]
 
     def fail(self, text: str) -> None:
-        """Say that a stage cannot be brought."""
+        """Record why a stage cannot be fetched."""
         data = text.encode()[: _TEXT_BYTES - 1]
         self._text[: len(data)] = np.frombuffer(data, np.uint8)
 
     # the others
 
     def find(self, want: Want) -> int | None:
-        """The slab in which a stage lies."""
+        """Return the slab that holds a stage in this version, or `None`."""
         found = np.flatnonzero((self._content == (want.stage, want.version)).all(1))
         return int(found[0]) if len(found) else None
 
     def hold(self, slab: int) -> None:
-        """Keep a slab as it is until `let_go`."""
+        """Record that this rank holds a slab, so that the slab keeps its stage until `let_go`."""
         self._holds[slab, self._rank] = 1
 
     def holds(self, slab: int) -> bool:
-        """Whether this rank holds a slab."""
+        """True if this rank holds a slab."""
         return bool(self._holds[slab, self._rank])
 
     def let_go(self, slab: int) -> None:
-        """See `hold`."""
+        """Record that this rank does not hold a slab any more; see `hold`."""
         self._holds[slab, self._rank] = 0
 
     def want(self, want: Want | None) -> None:
-        """Say what this rank waits for."""
+        """Record the stage for which this rank waits; `None` if it waits for no stage."""
         self._wants[self._rank, :2] = (0, 0) if want is None else (want.stage, want.version)
 
     def move_to(self, position: int) -> None:
-        """Say where this rank is in its schedule."""
+        """Record the position of this rank in its schedule."""
         self._wants[self._rank, 2] = position
 
     @property
     def failure(self) -> str:
-        """Why the leader cannot bring a stage; empty if it can."""
+        """The reason why the leader cannot fetch a stage; empty if it can."""
         return bytes(self._text).rstrip(b"\0").decode(errors="replace")
 
 

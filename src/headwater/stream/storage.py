@@ -1,4 +1,4 @@
-"""What a plan says of memory and disks, made: the weight store, and what brings weights to the device."""
+"""Construction of the weight store, of the weights on the device and of offloading, from a plan."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def make_store(
     fabric: Fabric,
     own_loop: bool,
 ) -> WeightStore:
-    """The weight store of this rank, with its tiers.
+    """Return the weight store of this rank, with its tiers.
 
     Args:
         plan: the plan.
-        rule: how parameters are updated.
-        device: where this rank computes.
+        rule: the update rules.
+        device: the device of this rank.
         order: (stage, param) of every parameter in the model's order.
-        verify_disk: compare what is read of the disk tier with checksums.
+        verify_disk: compare data that is read from the disk tier with checksums.
         fabric: the ranks that train together.
-        own_loop: whether a loop of the user's own trains.
+        own_loop: true if the user's loop trains.
     """
     one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
     sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
@@ -68,7 +68,7 @@ def make_store(
 
 
 def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric) -> Weights:
-    """What brings weights to the device of this rank."""
+    """Return the object that provides weights on the device of this rank."""
     if plan.in_place or not (fabric.computes or plan.shares_slabs):
         return InPlaceWeights(store)
     sharing = fabric if plan.shares_slabs else ALONE
@@ -78,7 +78,7 @@ def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric)
 
 
 def make_offload(plan: Plan) -> Offload | None:
-    """Return what moves activations out; `None` if the plan keeps them all."""
+    """Return the offloading of activations; `None` if the plan offloads none."""
     if Activations.OFFLOAD not in plan.activations:
         return None
     if plan.device != "cpu":
@@ -87,9 +87,10 @@ def make_offload(plan: Plan) -> Offload | None:
 
 
 def _disk_tier(ownership: Ownership, plan: Plan, verify: bool, fabric: Fabric, own_loop: bool) -> Tier:
-    """The disk tier of this host: its first rank makes the files, and those that update or read open them.
+    """Return the disk tier of this host. Its first rank creates the files; ranks that use them open them.
 
-    In a loop of one's own each rank reads weights wherever it likes, and finds what is updated in the files.
+    A rank uses the files if it updates stages or reads weights. In the user's loop every rank may read
+    weights at any time, so updates are then written to the files at once.
     """
     folder, layouts = _folder(plan), ownership.layouts
     kept = [ownership.host_groups(stage) for stage in range(len(layouts))]

@@ -11,12 +11,12 @@ _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
 def in_transform() -> bool:
-    """True inside any transform of `torch.func`, `vmap` among them: its tensors do not outlive it."""
+    """True inside any transform of `torch.func`, also `vmap`. The transform's tensors end with it."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_derivative() -> bool:
-    """True inside `torch.func.grad`, `vjp`, `jvp` and what is made of them; False inside `vmap` alone."""
+    """True inside `torch.func.grad`, `vjp`, `jvp` and functions that use them; false inside only `vmap`."""
     if not in_transform():
         return False
     return any(interpreter.key() in _DERIVATIVES for interpreter in get_interpreter_stack() or ())
@@ -26,7 +26,7 @@ def refuse_first_call() -> None:
     """Check that the first call of a model, which makes its plan, is not inside a transform.
 
     Raises:
-        StreamError: if it is.
+        StreamError: if the call is inside a transform.
     """
     if in_derivative():
         raise StreamError(
@@ -36,12 +36,12 @@ def refuse_first_call() -> None:
 
 
 def refuse_moving_weights() -> None:
-    """Check that a model whose weights come and go is not called inside a transform.
+    """Check that a model with fewer slabs than stages is not called inside a transform.
 
-    A transform wraps the weights and reads them later, when their memory holds others.
+    A transform wraps the weights and reads them later, when their memory holds other weights.
 
     Raises:
-        StreamError: if it is.
+        StreamError: if the call is inside a transform.
     """
     if in_derivative():
         raise StreamError(

@@ -1,4 +1,4 @@
-"""Weights on the device: in slabs that are filled ahead of use, or where they lie in the store."""
+"""Weights on the device: in slabs that are filled ahead of use, or in the memory of the store."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from headwater.stream.device import Device
 from headwater.stream.slabs import NO_VERSION, Slab, SlabDirectory, SlabPool, Want
 
 NOTHING = -1
-"""A stage that nobody has asked for."""
+"""The index of no stage."""
 
 _SERVE_EVERY_S = 5e-4
 
 
 @dataclasses.dataclass
 class StreamStatistics:
-    """What a step has moved.
+    """Counts of the data that a step has moved.
 
     Attributes:
-        bytes_in: wire bytes of weights brought to slabs.
-        bytes_out: bytes of gradients given to the store.
-        hits: uses whose weights were on the device, or on their way, when they were wanted.
-        misses: uses that found them absent.
+        bytes_in: wire bytes of weights copied to slabs.
+        bytes_out: bytes of gradients added to the store.
+        hits: number of uses of a stage that was on the device, or being fetched.
+        misses: number of uses of a stage that was neither.
         wait_s: seconds for which the compute thread waited for weights.
     """
 
@@ -47,17 +47,17 @@ class StreamStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Share of uses that were hits; 1 where there were none."""
+        """The fraction of uses that were hits; 1 without any use."""
         uses = self.hits + self.misses
         return self.hits / uses if uses else 1.0
 
 
 class Weights(abc.ABC):
-    """Brings each stage to the device when it is used. Called by the compute thread only.
+    """The weights on the device, which are fetched when they are used. Called by the compute thread only.
 
     Attributes:
-        stable: whether the memory that `require` returned is the stage's for good, so that nothing that
-            autograd saves of it needs to be looked up again. Its values change when the stage is updated.
+        stable: true if `require` always returns the same memory for a stage, so that views which autograd
+            saves stay valid. The values change when the stage is updated.
     """
 
     stable: bool
@@ -67,28 +67,28 @@ class Weights(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
-        """Say in which order stages will be used from now on, and that committed updates are to be seen.
+        """Set the order in which stages are used from now on; weights include all committed updates.
 
         Args:
             schedule: stage at each use.
-            repeats: whether it will be gone through again and again with the same weights.
+            repeats: true if the schedule is repeated with the same weights.
         """
 
     @abc.abstractmethod
     def rest(self) -> None:
-        """Say that whoever has asked for a stage has a view of it now, or wants none."""
+        """Record that the caller of `require` has a view of the last stage now, or does not need one."""
 
     @abc.abstractmethod
     def require(self, stage: int) -> torch.Tensor:
-        """The wire image of a stage on the device, up to date; waits for it if it must."""
+        """Return the wire image of a stage on the device, up to date. Blocks until it is there."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back memory and threads."""
+        """Free memory and stop threads."""
 
 
 class InPlaceWeights(Weights):
-    """The device computes on the store's own memory; nothing is copied, updates run when a stage is used."""
+    """Weights in the store's own memory: nothing is copied, and updates run when a stage is used."""
 
     stable = True
 
@@ -114,18 +114,19 @@ class InPlaceWeights(Weights):
 
 
 class SlabWeights(Weights):
-    """A pool of slabs per size class: Belady's rule decides what leaves, the schedule what is fetched next.
+    """Weights in a pool of slabs per size class, filled in the order of the schedule.
 
-    A slab is given to another stage only when nothing holds a view of it any more; so a weight can never
-    change under somebody's hands, whatever the model does with it. Of ranks that share slabs this is the one
-    that leads their host: it fills slabs for all of them, see [Note: shared slabs].
+    Belady's rule selects the stage that is evicted: the one whose next use is farthest away. A slab is given
+    to another stage only when no view of it exists, so weights that the model still uses are never
+    overwritten. If several ranks of a host share slabs, only the host's leader has an object of this class,
+    and fills slabs for all of them; see [Note: shared slabs].
 
     Args:
-        store: where weights come from.
+        store: the weight store.
         stages: the stages.
-        slabs: slabs of each size class, at most.
-        device: where slabs are.
-        fabric: the ranks that share them.
+        slabs: maximum number of slabs of each size class.
+        device: the device of the slabs.
+        fabric: the ranks that share the slabs.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class SlabWeights(Weights):
         self._policy = CachePolicy([], self._pool.slab_class, self._pool.capacity)
         self._position = 0
         self._repeats = False
-        self._wanted = NOTHING  # what `require` was last asked for; its caller may not hold a view yet
-        # updates run there too: beside a model that computes on the same cores, or with all of them
+        self._wanted = NOTHING  # last stage of `require`; its caller may not hold a view yet
+        # Updates run on this thread too: on one core beside a model on the CPU, else on all cores.
         pool = single_core_pool if device.reads_host else ThreadPoolExecutor
         self._thread = pool(1, "headwater-fetch")
         self._closing = threading.Event()
@@ -178,7 +179,7 @@ class SlabWeights(Weights):
         return slab is not None and slab.version == self._store.version(stage)
 
     def _drop_if_stale(self, stage: int) -> None:
-        """Let go of a stage that has changed, unless its slab is its own: then it will be filled anew."""
+        """Evict a stage with an old version, unless it has a separate slab that can be filled again."""
         if stage in self._resident and not self._is_current(stage) and not self.stable:
             self._resident.pop(stage).stage = None
 
@@ -197,25 +198,25 @@ class SlabWeights(Weights):
         return slab.buffer
 
     def _arrived(self, slab: Slab) -> None:
-        """Wait for a fetch; after one that failed the next use tries again."""
+        """Block until a fetch is complete. After a failed fetch, the next use fetches again."""
         assert slab.ready is not None, "a resident stage has been asked for"
         if slab.ready.exception() is not None:
             slab.version = NO_VERSION
         slab.ready.result()
 
     def _prefetch(self) -> None:
-        """Fetch what comes next in this step, as far as slabs are free or hold what comes later still."""
+        """Fetch the next stages of this step into slabs that are free or hold stages with a later use."""
         if all(self._is_current(stage.index) for stage in self._stages):
             return
         last = len(self._policy.schedule) - 1
         for distance, stage in self._policy.upcoming(self._position):
             if self._position + distance > last and not self._repeats:
-                return  # beyond the step's end the weights will have changed
+                return  # the weights change at the end of the step
             if not self._bring(stage, self._position + distance):
                 return
 
     def _bring(self, stage: int, use_at: int | None) -> Slab | None:
-        """The slab that holds a stage, or will; `None` if none is free as `_available_slab` says."""
+        """Return the slab of a stage and start a fetch if necessary; `None` if no slab is available."""
         self._drop_if_stale(stage)
         slab = self._resident.get(stage)
         if not self._is_current(stage):
@@ -225,7 +226,10 @@ class SlabWeights(Weights):
         return slab
 
     def _available_slab(self, stage: int, use_at: int | None) -> Slab | None:
-        """A slab that can be given to `stage` now without hurting a use before `use_at`."""
+        """Return a slab that can be given to `stage` now; `None` if no slab is free.
+
+        A stage that is used before `use_at` is not evicted.
+        """
         wanted = {self._wanted, *(want.stage for want in self._directory.wants())}
         slab_class = self._pool.slab_class[stage]
         slabs = [slab for slab in self._pool.slabs if slab.slab_class == slab_class]
@@ -243,18 +247,22 @@ class SlabWeights(Weights):
         return not slab.busy and not slab.in_use and not self._directory.is_held(slab.index)
 
     def _place(self, stage: int) -> Slab | None:
-        """The slab that holds a stage which is wanted now, or will, if one is free."""
+        """Return the slab of a stage that is needed now, or `None` if no slab is free."""
         with self._directory.exclusive():
             return self._bring(stage, None)
 
     def _wait_for_slab(self, stage: int) -> Slab:
-        """The same when one has become free."""
-        for other in self._pool.slabs:  # what is still on its way may be taken once it has arrived
+        """Return the slab of a stage that is needed now, after a slab has become free.
+
+        Raises:
+            StreamError: if no slab becomes free.
+        """
+        for other in self._pool.slabs:  # a slab may be taken after its fetch is complete
             if other.ready is not None and other.slab_class == self._pool.slab_class[stage]:
                 wait([other.ready])
         slab = self._place(stage)
         if slab is None:
-            gc.collect()  # an error of an earlier step and the graph it failed in may hold each other
+            gc.collect()  # the error of an earlier step and its graph may be a reference cycle
             slab = self._place(stage)
         if slab is None and self._fabric.local_size > 1:
             what = f"a slab for stage {self._stages[stage].name!r}"
@@ -284,7 +292,10 @@ class SlabWeights(Weights):
         )
 
     def _load(self, index: int, want: Want, up_to: int, mark: object) -> None:
-        """Bring what is wanted to a slab; a step that is committed meanwhile can still be undone."""
+        """Copy a stage to a slab, with the updates up to the commit `up_to`.
+
+        Later commits are not applied, so that they can still be rolled back.
+        """
         stage, buffer = want.stage, self._pool.slabs[index].buffer
         try:
             with torch.no_grad(), self._device.copying(mark):
@@ -299,12 +310,12 @@ class SlabWeights(Weights):
         self._directory.publish(index, want)
 
     def _serve(self) -> None:
-        """Bring what other ranks want."""
+        """Fetch the stages that other ranks want, until the weights are closed."""
         while not self._closing.wait(_SERVE_EVERY_S):
             if self._directory.wants():
                 with self._directory.exclusive():
                     for want in self._directory.wants():
-                        if want.version == self._store.version(want.stage):  # or this rank is not so far yet
+                        if want.version == self._store.version(want.stage):  # else this rank is behind
                             self._bring(want.stage, None)
 
     def close(self) -> None:
@@ -318,5 +329,5 @@ class SlabWeights(Weights):
 
 
 def shared_slab(fabric: Fabric, device: Device) -> Callable[[int], torch.Tensor]:
-    """What gives memory for a slab that the ranks of a host share, if there are several."""
+    """Return the allocator of slabs: in shared memory if the host has several ranks, else on the device."""
     return device.allocate_slab if fabric.local_size == 1 else fabric.allocate
