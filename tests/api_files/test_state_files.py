@@ -79,7 +79,7 @@ def assert_same(actual, expected):
         assert actual == expected
 
 
-def test_training_goes_on_from_a_file_to_the_same_bits(tmp_path):
+def test_training_continues_from_a_file_to_the_same_bits(tmp_path):
     path = tmp_path / "checkpoint_3.mdl"
     training = make_training(0)
     train(training, 3)

@@ -59,7 +59,7 @@ def values(module):
 
 
 @pytest.mark.parametrize("kind", [Plain, ReadsNumber, Selects, CustomFunction, Remembers])
-def test_graphs_compute_what_modules_compute(kind):
+def test_graphs_compute_the_results_of_their_modules(kind):
     torch.manual_seed(0)
     model = Stack(kind())
     _, found = captured(model)
@@ -69,7 +69,7 @@ def test_graphs_compute_what_modules_compute(kind):
     assert torch.equal(loaded(graph)(weights, [x])[0], model.layers[0](x))
 
 
-def test_dataclasses_go_in_and_out_of_graphs():
+def test_dataclasses_may_be_inputs_and_outputs_of_graphs():
     torch.manual_seed(0)
     _, found = captured(Odd())
     gives, takes = GivesPair(), TakesPair()
@@ -92,7 +92,7 @@ def test_torch_transformer_layers_share_a_graph():
         torch.testing.assert_close(loaded(graph)(values(layer), [x])[0], layer(x))
 
 
-def test_equal_modules_share_a_graph_and_others_do_not():
+def test_only_equal_modules_share_a_graph():
     class Scaled(Layer):
         def __init__(self, factor):
             super().__init__()
@@ -153,7 +153,7 @@ def test_a_shared_weight_is_in_the_graph_of_every_module_that_reads_it():
         (Remembers, "forward", "def forward", True),
     ],
 )
-def test_what_a_graph_cannot_hold_is_told_with_module_and_line(kind, operator, text, has_graph):
+def test_operations_outside_of_a_graph_are_reported_with_module_and_line(kind, operator, text, has_graph):
     _, found = captured(Stack(Plain(), kind(), kind()))
     (finding,) = found.findings
     assert finding.operator == operator
@@ -163,7 +163,7 @@ def test_what_a_graph_cannot_hold_is_told_with_module_and_line(kind, operator, t
     assert {graph.kind for graph in found.graphs} == {"Plain"} | ({kind.__name__} if has_graph else set())
 
 
-def test_indices_are_no_data_dependent_shape_and_masks_are():
+def test_only_masks_have_a_data_dependent_shape():
     class Indexes(Layer):
         def forward(self, x):
             return self.linear(x)[torch.tensor([0, 1])]
@@ -176,7 +176,7 @@ def test_indices_are_no_data_dependent_shape_and_masks_are():
     assert [finding.operator for finding in captured(Stack(Masks()))[1].findings] == ["aten.index"]
 
 
-def test_nothing_of_the_model_is_changed_and_nothing_is_printed(capfd, caplog):
+def test_capture_changes_no_model_and_prints_nothing(capfd, caplog):
     model = Odd()
     before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     attributes = [set(vars(module)) for module in model.modules()]
@@ -206,7 +206,7 @@ def test_mixed_precision_is_in_the_graph():
     assert 'weights_linear_weight: "bf16[8, 8]"' in found.graphs[0].text
 
 
-def test_mlir_is_of_every_graph_and_a_failure_is_a_finding():
+def test_mlir_is_written_for_every_graph_and_a_failure_is_reported():
     def lower(program, name):
         if "layers.1" in name:
             raise NotImplementedError("no conversion for aten.sigmoid")  # torch's converters raise this

@@ -64,14 +64,14 @@ def told(func, args):
 
 
 @pytest.mark.parametrize("func", CASES, ids=str)
-def test_tensors_of_one_dtype(func):
+def test_the_dry_run_refuses_the_float_dtypes_that_torch_refuses(func):
     for a, b in itertools.product(FLOATS, FLOATS):
         args = CASES[func](a, b)
         assert told(func, args) == refuses(func, args), (a, b)
 
 
 @pytest.mark.parametrize("func", INDEXED, ids=str)
-def test_indices(func):
+def test_the_dry_run_refuses_the_index_dtypes_that_torch_refuses(func):
     for dtype in INTEGERS:
         args = INDEXED[func](dtype)
         assert told(func, args) == refuses(func, args), dtype

@@ -53,7 +53,7 @@ def cross_entropy(model, batch):
 TOKENS = torch.zeros(4, 5, dtype=torch.long)
 
 
-def test_compile_only_writes_what_there_is_to_know(tmp_path):
+def test_compile_only_writes_plan_operators_and_graphs(tmp_path):
     model = Classifier()
     report = compile_only(
         model,
@@ -81,7 +81,7 @@ def test_compile_only_writes_what_there_is_to_know(tmp_path):
     assert "layers.0, layers.1, layers.2" in (report.compile_dir / "operators.txt").read_text()
 
 
-def test_operators_are_counted_as_torch_counts_them(tmp_path):
+def test_operator_counts_equal_those_of_torch(tmp_path):
     from torch.utils.flop_counter import FlopCounterMode
 
     model = Classifier()
@@ -100,7 +100,7 @@ def test_operators_are_counted_as_torch_counts_them(tmp_path):
     assert report.record.trace.costs[1].saved_bytes > 0
 
 
-def test_a_second_compilation_leaves_no_graph_of_the_first(tmp_path):
+def test_a_second_compilation_removes_the_graphs_of_the_first(tmp_path):
     (tmp_path / "graphs").mkdir()
     (tmp_path / "graphs" / "mine.py").write_text("# not ours")
     compile_only(Classifier(), (TOKENS, TOKENS), loss_function=cross_entropy, compile_dir=tmp_path)
@@ -109,7 +109,7 @@ def test_a_second_compilation_leaves_no_graph_of_the_first(tmp_path):
     assert graphs == ["0.py", "1.py", "mine.py"]
 
 
-def test_a_plan_that_does_not_fit_is_reported_and_the_rest_is_written(tmp_path):
+def test_a_plan_that_does_not_fit_is_reported_and_other_files_are_written(tmp_path):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(4)))
     report = compile_only(
@@ -122,7 +122,7 @@ def test_a_plan_that_does_not_fit_is_reported_and_the_rest_is_written(tmp_path):
     assert "no plan: the model does not fit" in printed(report)
 
 
-def test_findings_are_told_with_module_and_line(tmp_path):
+def test_findings_are_reported_with_module_and_line(tmp_path):
     model = Odd()
     report = compile_only(model, torch.zeros(4, WIDTH), compile_dir=tmp_path, resources=AMPLE)
     text = printed(report)
@@ -137,7 +137,7 @@ def test_findings_are_told_with_module_and_line(tmp_path):
     }  # fmt: skip
 
 
-def test_without_torch_mlir_one_line_says_so(tmp_path, monkeypatch):
+def test_without_torch_mlir_one_line_is_printed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_mlir", None)
     report = compile_only(nn.Linear(8, 4), torch.zeros(2, 8), compile_dir=tmp_path, resources=AMPLE)
     assert printed(report).count("torch-mlir is not installed: no MLIR is written") == 1
@@ -158,7 +158,7 @@ def test_with_torch_mlir_each_graph_is_lowered(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_a_valid_model_is_told_what_it_keeps():
+def test_a_valid_model_gets_a_report_of_its_state():
     model = Classifier()
     model.layers[1].requires_grad_(False)
     report = validate_only(
@@ -170,7 +170,7 @@ def test_a_valid_model_is_told_what_it_keeps():
     assert "batch: int64[4, 5], int64[4, 5]" in printed(report)
 
 
-def test_state_of_a_factored_optimizer_is_not_that_of_adam():
+def test_state_of_a_factored_optimizer_is_counted():
     model = nn.Linear(1000, 2000, bias=False, device="meta")
     report = validate_only(model, torch.zeros(2, 1000), optimizer=OptimizerSpec("Adafactor", {"lr": 1e-2}))
     assert report.state_bytes == 4 * (1000 + 2000)
@@ -190,7 +190,7 @@ def test_parameters_without_a_gradient_are_named():
     assert "without a gradient: unused.weight, unused.bias" in printed(report)
 
 
-def test_what_torch_warns_of_is_reported():
+def test_warnings_of_torch_are_reported():
     model = nn.Linear(8, 4)
     report = validate_only(
         model, (torch.zeros(2, 8), torch.zeros(2, 1)), loss_function=lambda m, b: F.mse_loss(m(b[0]), b[1])
@@ -203,7 +203,7 @@ def here(text, function):
     return f"{__file__}:{start + next(i for i, line in enumerate(lines) if text in line)}"
 
 
-def test_a_wrong_shape_is_told_with_module_line_shapes_and_remedy():
+def test_an_error_for_a_wrong_shape_has_module_line_shapes_and_remedy():
     model = Classifier()
     model.layers[1] = nn.Linear(WIDTH + 1, WIDTH)
     with pytest.raises(ModelError, match=r"RuntimeError: .*\[20, 8\] X \[9, 8\]") as caught:
@@ -224,7 +224,7 @@ def test_a_wrong_shape_is_told_with_module_line_shapes_and_remedy():
         (TOKENS[..., None].expand(4, 5, 2), r"batch_size \(20\) to match target batch_size \(40\)"),
     ],
 )
-def test_wrong_labels_are_the_loss_functions_business(labels, story):
+def test_wrong_labels_are_reported_at_the_loss_function(labels, story):
     with pytest.raises(ModelError, match=story) as caught:
         validate_only(Classifier(), (TOKENS, labels), loss_function=cross_entropy)
     assert caught.value.where.startswith(f"outside the model, {here('F.cross_entropy', cross_entropy)}")
@@ -239,12 +239,12 @@ def test_wrong_labels_are_the_loss_functions_business(labels, story):
         (lambda model, batch: {"loss": model(batch).mean()}, "the loss is a dict, not a tensor"),
     ],
 )
-def test_what_is_no_loss_is_refused(loss_function, story):
+def test_an_invalid_loss_is_refused(loss_function, story):
     with pytest.raises(ModelError, match=story):
         validate_only(Classifier(), TOKENS, loss_function=loss_function)
 
 
-def test_numpy_in_a_forward_is_told_with_its_line():
+def test_an_error_for_numpy_in_a_forward_names_the_line():
     class UsesNumpy(nn.Module):
         def __init__(self):
             super().__init__()
@@ -259,7 +259,7 @@ def test_numpy_in_a_forward_is_told_with_its_line():
     assert caught.value.remedy == "write this with torch operators: a dry run has shapes, but no values"
 
 
-def test_the_optimizer_must_be_the_models():
+def test_an_optimizer_of_another_model_is_refused():
     optimizer = torch.optim.SGD([*nn.Linear(3, 5).parameters()], lr=0.1)
     with pytest.raises(
         ModelError, match=r"2 of 2 parameters of the optimizer are not the model's \(\[5, 3\]"
@@ -280,7 +280,7 @@ def test_frozen_models_cannot_be_trained():
         validate_only(model, torch.zeros(2, 8))
 
 
-def test_check_does_what_a_backend_was_asked_for(tmp_path):
+def test_check_follows_the_options_of_the_backend(tmp_path):
     model, args = nn.Linear(8, 4), (torch.zeros(2, 8),)
     assert check(model, args, {}, EarlyOptions()) is None
     valid = check(model, args, {}, EarlyOptions(validate_only=True, precision=Precision("bf16")))

@@ -18,7 +18,7 @@ def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_fit_compiles_in_place_of_training(tmp_path, capsys):
+def test_fit_can_compile_instead_of_training(tmp_path, capsys):
     assert main(["fit", "gpt/tiny", "--model_dir", "run", "--compile_only"]) == 0
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"compile"}
     assert (tmp_path / "run" / "compile" / "graphs" / "blocks.0.py").is_file()
@@ -27,18 +27,18 @@ def test_fit_compiles_in_place_of_training(tmp_path, capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_fit_validates_in_place_of_training(tmp_path, capsys):
+def test_fit_can_validate_instead_of_training(tmp_path, capsys):
     assert main(["fit", "gpt/tiny", "--validate_only"]) == 0
     assert capsys.readouterr().out.startswith("valid: forward, loss and backward go together\n")
     assert not list(tmp_path.iterdir())
 
 
-def test_params_may_ask_for_it_and_name_the_folder(tmp_path):
+def test_compile_only_in_params_uses_the_named_folder(tmp_path):
     assert main(["fit", "gpt/tiny", "trainer.init.backend.compile_only=true", "--compile_dir", "there"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"there"}
 
 
-def test_the_older_form_may_ask_for_it(tmp_path, capsys):
+def test_compile_only_works_in_params_of_the_older_form(tmp_path, capsys):
     older = {
         "train_input": {"data_processor": "GptHDF5DataProcessor", "data_dir": "none", "batch_size": 2},
         "model": {
@@ -66,7 +66,7 @@ def losses(model, steps=3):
     return found
 
 
-def test_what_no_graph_holds_is_trained_all_the_same(tmp_path):
+def test_a_model_that_no_graph_can_hold_still_trains(tmp_path):
     torch.manual_seed(0)
     model = Odd()
     plain = copy.deepcopy(model)

@@ -56,12 +56,12 @@ def flip_byte(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def test_missing(tmp_path):
+def test_a_missing_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         load(tmp_path / "checkpoint_9")
 
 
-def test_interrupted(checkpoint):
+def test_a_checkpoint_without_a_manifest_is_refused(checkpoint):
     (checkpoint / "manifest.json").unlink()
     assert CheckpointManager(checkpoint.parent).latest() is None
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
@@ -118,7 +118,7 @@ def test_flipped_bytes_of_the_manifest_are_found(checkpoint):
         path.write_bytes(good)
 
 
-def test_verify(checkpoint):
+def test_verify_names_the_tensor_with_a_changed_byte(checkpoint):
     SavedCheckpoint(checkpoint).verify()
     flip_byte(checkpoint / "optimizer_0001.safetensors", -3)
     with pytest.raises(CorruptError, match=r"tensor block.0.weight/exp_avg_sq"):
@@ -130,7 +130,7 @@ def other_model(changes: dict[str, tuple[int, ...] | None]):
     return make_store(shapes=shapes, stages=[list(shapes)])
 
 
-def test_other_shape(checkpoint):
+def test_a_parameter_of_another_shape_is_refused(checkpoint):
     with pytest.raises(CheckpointError, match=r"head.weight has shape \(7, 3\) in the file and \(3, 7\)"):
         load(checkpoint, other_model({"head.weight": (3, 7)}))
 
@@ -158,7 +158,7 @@ def test_unknown_parameter(checkpoint):
     load(checkpoint, store, strict=False)
 
 
-def test_other_optimizer(checkpoint):
+def test_a_checkpoint_of_another_optimizer_is_refused(checkpoint):
     store = make_store(optimizer=MOMENTUM)
     with pytest.raises(CheckpointError, match="with AdamW, this one has SGD"):
         load(checkpoint, store)
@@ -214,7 +214,7 @@ def test_foreign_file_that_is_not_safetensors(tmp_path, content):
         load_weights(make_store(), path)
 
 
-def test_foreign_folders(tmp_path):
+def test_folders_without_valid_weights_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds no safetensors files"):
         load_weights(make_store(), tmp_path)
     values = {name: torch.ones(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
@@ -287,7 +287,7 @@ def test_really_full_disk(small_disk):
 # what a kill leaves
 
 
-def test_leftovers_are_cleared_away(checkpoint):
+def test_partial_and_replaced_checkpoints_are_removed(checkpoint):
     model_dir = checkpoint.parent
     partial = Path(shutil.copytree(checkpoint, model_dir / "checkpoint_2.partial"))
     replaced = Path(shutil.copytree(checkpoint, model_dir / "checkpoint_1.replaced"))
@@ -308,7 +308,7 @@ def test_kill_while_one_checkpoint_replaces_another(checkpoint):
     SavedCheckpoint(checkpoint).verify()
 
 
-def test_publish_and_retire(checkpoint):
+def test_publish_replaces_a_checkpoint_and_retire_removes_it(checkpoint):
     model_dir = checkpoint.parent
     partial = Path(shutil.copytree(checkpoint, model_dir / "checkpoint_1.partial"))
     (partial / "new").touch()
@@ -394,13 +394,13 @@ def scalar_of_unknown_dtype(document):
         (scalar_of_unknown_dtype, "optimizer state of embed.weight cannot be read"),
     ],
 )
-def test_a_forged_manifest(checkpoint, change, what):
+def test_a_forged_manifest_is_refused(checkpoint, change, what):
     forge(checkpoint, change)
     with pytest.raises(CorruptError, match=what):
         load(checkpoint)
 
 
-def test_a_manifest_of_deep_nesting(checkpoint):
+def test_a_deeply_nested_manifest_is_refused(checkpoint):
     (checkpoint / "manifest.json").write_text("[" * 200_000)
     with pytest.raises(CorruptError, match="manifest is damaged"):
         load(checkpoint)
@@ -408,7 +408,7 @@ def test_a_manifest_of_deep_nesting(checkpoint):
 
 
 @pytest.mark.parametrize("state", [b"[]", b'{"a": {"__tensor__": "none"}}', b"[" * 200_000, b'{"a": \xff}'])
-def test_a_state_that_no_run_has_written(checkpoint, state):
+def test_an_invalid_run_state_is_refused(checkpoint, state):
     (checkpoint / "trainer.json").write_bytes(state)
 
     def describe_state(document):
@@ -420,7 +420,7 @@ def test_a_state_that_no_run_has_written(checkpoint, state):
         load(checkpoint)
 
 
-def test_the_newest_whole_checkpoint(checkpoint, caplog):
+def test_newest_whole_skips_damaged_checkpoints(checkpoint, caplog):
     model_dir = checkpoint.parent
     shutil.copytree(checkpoint, model_dir / "checkpoint_7")
     manager = CheckpointManager(model_dir)

@@ -36,7 +36,7 @@ def save(store, model_dir: Path, step: int, state=None, **options) -> Path:
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM, ADAFACTOR], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_resumed_run_equals_undisturbed(tmp_path, tier, wire, optimizer):
+def test_a_resumed_store_equals_an_uninterrupted_one(tmp_path, tier, wire, optimizer):
     def new_store(name):
         folder = tmp_path / name if tier == "disk" else None
         return make_store(folder, wire=wire, optimizer=optimizer, shapes=LARGE)
@@ -55,7 +55,7 @@ def test_resumed_run_equals_undisturbed(tmp_path, tier, wire, optimizer):
     resumed.close()
 
 
-def test_plan_may_change(tmp_path):
+def test_a_checkpoint_loads_with_other_stages_and_dtypes(tmp_path):
     written = make_store(wire=torch.bfloat16, shapes=LARGE)
     for step in range(2):
         train(written, step)
@@ -73,7 +73,7 @@ def assert_same_by_name(left, right):
             assert torch.equal(value, right[name]), name
 
 
-def test_weight_files_are_the_model(tmp_path):
+def test_weight_files_hold_the_state_dict_of_the_model(tmp_path):
     store = make_store(wire=torch.bfloat16)
     train(store, 0)
     buffers = {"norm.count": torch.tensor(7), "norm.mean": torch.rand(3)}
@@ -160,7 +160,7 @@ def test_weights_from_foreign_files(tmp_path):
     assert all(torch.equal(found[name], halves[name].float().view(-1)) for name in SHAPES)
 
 
-def test_describe(tmp_path):
+def test_describe_returns_step_sizes_and_state(tmp_path):
     store = make_store()
     train(store, 0)
     path = save(store, tmp_path, 1, {"note": "x"})
@@ -171,7 +171,7 @@ def test_describe(tmp_path):
     assert description.num_bytes == sum(file.stat().st_size for file in files)
 
 
-def test_keep_n(tmp_path):
+def test_keep_n_removes_older_checkpoints(tmp_path):
     store = make_store(stages=[["head.weight"]])
     manager = CheckpointManager(tmp_path, keep_n=2)
     assert manager.latest() is None
@@ -185,7 +185,7 @@ def test_keep_n(tmp_path):
         CheckpointManager(tmp_path, keep_n=0)
 
 
-def test_same_step_again(tmp_path):
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     store = make_store(stages=[["head.weight"]])
     save(store, tmp_path, 1, {"attempt": 1})
     train(store, 0)

@@ -39,7 +39,7 @@ def assert_is_step(path: Path, steps: int, **options) -> None:
 
 @pytest.mark.parametrize("saved_before", range(NUM_STAGES + 1))
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_training_overtakes_the_snapshot(tmp_path, tier, saved_before):
+def test_a_snapshot_is_of_its_step_when_training_overtakes_it(tmp_path, tier, saved_before):
     """Some stages are saved, then training takes two steps, then the other stages are saved."""
     options = {"wire": torch.bfloat16, "optimizer": MOMENTUM}
     store = trained(tmp_path / "tier" if tier == "disk" else None, 2, **options)
@@ -56,7 +56,7 @@ def test_training_overtakes_the_snapshot(tmp_path, tier, saved_before):
 
 @pytest.mark.parametrize("used", [(0, 1, 2, 3), (1, 3), (2,), ()])
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3), (2,), ()])
-def test_pending_updates_of_both_ages(tmp_path, used, order):
+def test_a_snapshot_includes_only_updates_up_to_its_step(tmp_path, used, order):
     """The next step updates some stages after the snapshot; the pending update of the others is older."""
     store, reference = trained(None, 2), trained(None, 2)
     snapshot = Snapshot(store, tmp_path / "c", 2)
@@ -68,7 +68,7 @@ def test_pending_updates_of_both_ages(tmp_path, used, order):
     assert_same(store, reference)
 
 
-def test_a_weight_that_is_replaced_meanwhile_is_saved_as_it_was(tmp_path):
+def test_a_weight_replaced_during_a_snapshot_is_saved_with_its_old_values(tmp_path):
     """A mask or a moving average replaces weights between two updates in this way."""
     store = trained(None, 2)
     snapshot = Snapshot(store, tmp_path / "c", 2)
@@ -78,7 +78,7 @@ def test_a_weight_that_is_replaced_meanwhile_is_saved_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_threads(tmp_path, tier):
+def test_saves_at_every_step_run_in_the_background(tmp_path, tier):
     """Each step is saved in the background while the next steps run."""
     store = make_store(tmp_path / "tier" if tier == "disk" else None, wire=torch.bfloat16)
     manager = CheckpointManager(tmp_path)
@@ -123,7 +123,7 @@ def test_update_waits_for_the_stage_being_saved(tmp_path, monkeypatch, pieces_re
     assert_is_step(tmp_path / "c", 2)
 
 
-def test_failure_on_the_training_thread_stops_the_snapshot_only(tmp_path, monkeypatch):
+def test_a_failure_on_the_training_thread_stops_only_the_snapshot(tmp_path, monkeypatch):
     store = trained(None, 1)
     snapshot = Snapshot(store, tmp_path / "c", 1)
     (tmp_path / "c.partial" / "weights_0001.safetensors").unlink()
@@ -196,7 +196,7 @@ def test_weights_on_the_device_follow_updates_by_the_snapshot(tmp_path, slabs):
     assert losses(tmp_path) == losses(None)
 
 
-def test_full_disk_is_raised_by_the_next_call(tmp_path, monkeypatch):
+def test_a_full_disk_is_raised_by_the_next_call(tmp_path, monkeypatch):
     store = trained(None, 1)
     manager = CheckpointManager(tmp_path)
     first = manager.save(store, 1, {})

@@ -24,5 +24,5 @@ def committed(store, *, undo_second):
     return store
 
 
-def test_the_first_of_two_optimizers_of_a_stage_is_not_undone():
+def test_undoing_one_optimizer_keeps_the_update_of_another():
     assert_same(committed(make_store(), undo_second=True), committed(make_store(), undo_second=False))

@@ -24,7 +24,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_there_are_sixty_of_many_families():
+def test_the_catalogue_has_sixty_architectures_of_many_families():
     assert len(BY_NAME) == len(ARCHITECTURES) >= 60
     assert len({each.family for each in ARCHITECTURES}) >= 12
 
@@ -49,7 +49,7 @@ def test_an_architecture_is_equal_on_disk(name):
     assert f"| {name} |" in page([row], ["disk_recompute"])
 
 
-def test_a_model_that_does_not_train_plainly_is_a_row_with_the_reason():
+def test_a_model_that_fails_in_plain_pytorch_is_a_row_with_the_reason():
     def make():
         def optimizer(parameters):
             raise RuntimeError("no optimizer for these")

@@ -63,7 +63,7 @@ def test_a_hugging_face_folder_is_equal_in_processes(in_folder, capsys):
     assert output.endswith("equal: 1 plan computes what plain PyTorch computes\n")
 
 
-def test_a_run_does_not_see_what_another_run_has_left(in_folder):
+def test_a_run_does_not_see_the_state_of_an_earlier_run(in_folder):
     (in_folder / "counting.py").write_text(
         "import torch\n"
         "torch.calls = getattr(torch, 'calls', 0) + 1\n"

@@ -49,7 +49,7 @@ def test_an_equal_model_gets_a_certificate(factory, in_process):
     assert report.verdict == "equal: 2 plans compute what plain PyTorch computes"
 
 
-def test_a_different_model_is_named_with_step_tensor_and_both_values(in_process):
+def test_a_difference_is_reported_with_step_tensor_and_both_values(in_process):
     entry = compared("different", ["memory"]).entries[1]
     assert entry.outcome == "differs"
     name, values = entry.detail.split(": plain ")
@@ -71,7 +71,7 @@ def test_an_error_of_a_streamed_run_is_a_failure_with_its_trace(in_process):
     assert "subjects.py" in entry.trace
 
 
-def test_a_model_that_differs_from_itself_is_named_as_such(in_process):
+def test_a_model_that_is_not_deterministic_is_reported(in_process):
     report = compared("unsteady")
     assert [entry.outcome for entry in report.entries] == ["differs from itself"]
     assert report.verdict == "not compared: the plain run differs from itself"
@@ -85,7 +85,7 @@ def test_ranks_are_compared_within_a_tolerance_and_refused_with_dropout(in_proce
     assert found is not None and found.name == "step 1: loss"
 
 
-def test_a_crash_and_a_hang_end_a_child_only(tmp_path):
+def test_a_crash_or_hang_ends_only_a_child_process(tmp_path):
     def request(name, factory):
         return Request(f"{SUBJECTS}:{factory}", PLAIN, 1, 0, False, str(tmp_path), str(tmp_path / name))
 
@@ -119,12 +119,12 @@ def test_the_command_prints_and_writes_the_report(in_process, tmp_path, capsys):
         ([f"{SUBJECTS}:plain", "--random", "3"], "expected a model or --random, found both"),
     ],
 )
-def test_bad_input_is_said_with_exit_code_2(words, message, in_process, capsys):
+def test_bad_input_exits_with_code_2_and_a_message(words, message, in_process, capsys):
     assert main(["conform", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_first_difference_is_of_value_form_or_name():
+def test_first_difference_finds_values_shapes_dtypes_and_names():
     one = torch.tensor([1.0, 2.0])
     assert first_difference([("a", one)], [("a", one.clone())]) is None
     assert first_difference([("a", torch.tensor(float("nan")))], [("a", torch.tensor(float("nan")))]) is None
@@ -138,7 +138,7 @@ def test_the_first_difference_is_of_value_form_or_name():
     assert first_difference([("a", one)], []) is not None
 
 
-def test_a_folder_of_hugging_face_is_a_subject(tmp_path):
+def test_a_hugging_face_folder_can_be_compared(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=32, n_positions=16)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)

@@ -38,7 +38,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_programs_are_python_of_every_feature():
+def test_programs_are_valid_python_with_every_feature():
     features = Counter()
     for case in range(600):
         program = draw(7, case)
@@ -49,7 +49,7 @@ def test_programs_are_python_of_every_feature():
     assert draw(7, 3) == draw(7, 3) != draw(8, 3)
 
 
-def test_every_choice_of_a_feature_is_python():
+def test_every_choice_of_a_feature_is_valid_python():
     settings = draw_piece(random.Random(0), SETTINGS, 0)
     for kind in KINDS.values():
         piece = draw_piece(random.Random(0), kind, 1)
@@ -60,7 +60,7 @@ def test_every_choice_of_a_feature_is_python():
                 compile(source, "program.py", "exec")
 
 
-def test_a_fault_is_shrunk_to_its_feature(monkeypatch):
+def test_a_failing_program_is_shrunk_to_its_feature(monkeypatch):
     program = next(p for p in (draw(7, n) for n in range(1000)) if _only_cause(p) and usable(p))
 
     def compile_wrongly(model, backend):
@@ -87,7 +87,7 @@ def _only_cause(program):
     return "bilinear" in program.features() and len(program.pieces) > 2
 
 
-def test_a_tensor_of_a_weight_that_a_warning_names_is_no_fault():
+def test_a_kept_tensor_with_a_warning_is_not_a_fault():
     kept = Piece(KINDS["kept_reference"], 1, {"when": "before", "how": "detach"}, (0,))
     program = Program(3, draw_piece(random.Random(0), SETTINGS, 0), (kept,))
     (finding,) = judge(program, usable(program), ["memory"])
@@ -97,7 +97,7 @@ def test_a_tensor_of_a_weight_that_a_warning_names_is_no_fault():
     assert finding.verdict is Verdict.EQUAL
 
 
-def test_a_process_that_ends_or_hangs_costs_one_case(monkeypatch):
+def test_a_process_that_ends_or_hangs_loses_only_one_case(monkeypatch):
     def case(seed, case, *, shrinks, begin):
         begin(Part(case, "plain" if case == 3 else "disk", (), ""))
         if case in (2, 3):

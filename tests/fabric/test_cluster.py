@@ -47,7 +47,7 @@ def test_a_timeout_names_the_host_that_is_missing():
     assert "(node 1), ranks 2 to 3 for weights" in first[0]
 
 
-def test_values_of_all_ranks_are_waited_for_as_long_as_anything():
+def test_gathers_wait_for_the_timeout_of_the_run():
     """A missing rank is reported after the timeout of the run, not after that of the rendezvous."""
     missed = multiprocessing.get_context("fork").Event()
 

@@ -56,13 +56,13 @@ def test_decode_inverts_encode(value, kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
-def test_tensors_come_back_to_the_bit(dtype, shape):
+def test_tensors_are_bit_identical_after_a_round_trip(dtype, shape):
     value = torch.randn(shape).to(dtype)
     found = decode(encode(value, torch.Tensor), torch.Tensor)
     assert found.dtype == dtype and found.shape == value.shape and torch.equal(found, value)
 
 
-def test_an_error_comes_back_as_the_class_of_the_project_that_it_is():
+def test_an_error_is_decoded_to_its_project_class():
     class Special(CheckpointError):
         pass
 
@@ -131,7 +131,7 @@ def test_a_message_of_another_kind_is_refused(message, kind):
         decode(message, kind)
 
 
-def test_random_bytes_and_damaged_messages_give_a_value_of_the_kind_or_a_refusal():
+def test_damaged_messages_are_refused_or_decode_to_the_expected_kind():
     draw = random.Random(0)
     whole = encode(SAMPLE, Sample)
     assert torch.equal(decode(whole, Sample).by_key[0, 1], SAMPLE.by_key[0, 1])
@@ -158,7 +158,7 @@ def test_random_bytes_and_damaged_messages_give_a_value_of_the_kind_or_a_refusal
 
 
 @pytest.mark.parametrize("kind", [Plan, Start])
-def test_types_of_agree_can_be_encoded(kind):
+def test_types_passed_to_agree_can_be_encoded(kind):
     waiting, seen = [kind], []
     while waiting:
         kind = waiting.pop()
@@ -173,7 +173,7 @@ def test_types_of_agree_can_be_encoded(kind):
     assert len(seen) > 5
 
 
-def test_a_value_of_another_kind_is_not_sent():
+def test_a_value_of_an_unsupported_type_is_refused():
     for value, kind in ((3.0, int), ("a", int | None), (object(), Any), (SAMPLE, Precision)):
         with pytest.raises(TypeError):
             encode(value, kind)

@@ -36,7 +36,7 @@ def machine(monkeypatch, tmp_path):
         ([], range(4), 2, None),
     ],
 )
-def test_the_cores_of_a_rank_are_neighbours(machine, nodes, allowed, count, wanted):
+def test_cores_of_ranks_follow_the_numa_nodes(machine, nodes, allowed, count, wanted):
     machine(*nodes, allowed=allowed)
     assert cores_of_ranks(count) == wanted
 

@@ -31,7 +31,7 @@ if rank == {rank} and len(starts.read_text()) == 1:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_is_killed_is_started_again(rank, tmp_path, capsys):
+def test_a_killed_rank_is_restarted(rank, tmp_path, capsys):
     command = counted(tmp_path, rank, "os.kill(os.getpid(), signal.SIGKILL)")
     assert launch(TWO, ["-c", command], where="here", max_restarts=1) == 0
     assert f"rank {rank}" in (said := capsys.readouterr().err) and "SIGKILL" in said
@@ -63,14 +63,14 @@ raise SystemExit(2)
     assert "rank 1 (process " in said and "did not end and was killed" in said
 
 
-def test_so_often_and_no_more(tmp_path):
+def test_ranks_are_restarted_at_most_max_restarts_times(tmp_path):
     command = "import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 6)"
     with pytest.raises(RankError, match=f"ended by signal {signal.SIGRTMIN + 6}"):
         launch(TWO, ["-c", command], where="here", max_restarts=2)
 
 
 @pytest.mark.parametrize(("rank", "raises"), [(0, False), (1, True)])
-def test_an_error_is_not_started_again(rank, raises, tmp_path):
+def test_a_rank_that_exits_with_an_error_is_not_restarted(rank, raises, tmp_path):
     command = counted(tmp_path, rank, "raise SystemExit(3)")
     try:
         assert launch(TWO, ["-c", command], where="here", max_restarts=5) == 3
@@ -80,7 +80,7 @@ def test_an_error_is_not_started_again(rank, raises, tmp_path):
     assert len((tmp_path / f"starts_{rank}").read_text()) == 1
 
 
-def test_an_error_of_the_system_at_start_is_raised(monkeypatch):
+def test_a_system_error_at_the_start_is_raised(monkeypatch):
     def refuse(*args, **options):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 

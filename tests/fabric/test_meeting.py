@@ -78,7 +78,7 @@ def test_a_waiting_rank_can_be_interrupted(rank, hears_interrupts):
     timer.join()
 
 
-def test_a_rank_that_is_not_told_where_the_first_is(rank, monkeypatch):
+def test_a_rank_without_the_address_of_rank_0_is_refused(rank, monkeypatch):
     rank(1)
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(RankError, match="MASTER_PORT is not set") as caught:

@@ -26,7 +26,7 @@ def test_a_task_is_a_rank_and_all_tasks_of_a_step_agree_where_the_first_listens(
     assert slurm.as_rank({**TASK, "MASTER_PORT": "29500"})["MASTER_PORT"] == "29500"
 
 
-def test_processes_that_are_not_slurm_tasks():
+def test_processes_that_are_not_slurm_tasks_are_not_ranks():
     assert not slurm.is_task({})
     assert not slurm.is_task({**TASK, "SLURM_STEP_NUM_TASKS": "1"})
     assert not slurm.is_task({**TASK, "RANK": "0"})  # torchrun under srun
@@ -44,5 +44,5 @@ def test_processes_that_are_not_slurm_tasks():
         ("n-1[2]", "n-12"),
     ],
 )
-def test_the_first_host_of_a_list(hosts, first):
+def test_the_first_host_of_a_list_is_found(hosts, first):
     assert slurm.first_host(hosts) == first

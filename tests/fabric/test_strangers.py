@@ -137,7 +137,7 @@ def find_and_pretend(known, messages):
 
 
 @needs_root
-def test_another_user_hears_nothing_from_ranks_of_one_host(tmp_path):
+def test_another_user_receives_no_bytes_from_ranks_of_one_host(tmp_path):
     known = set(LISTENING.findall(Path("/proc/net/unix").read_text()))
     harm = tmp_path / "harm"
     with mallory(find_and_pretend, known, [pickle.dumps(Harmful(str(harm)))]) as seen:
@@ -183,7 +183,7 @@ def test_ranks_listen_only_at_the_address_that_is_named():
     assert run_ranks(listening) == [["127.0.0.1"], ["127.0.0.1"]]
 
 
-def test_ranks_with_other_secrets_do_not_meet(monkeypatch):
+def test_ranks_with_different_secrets_do_not_join(monkeypatch):
     monkeypatch.setattr(meeting, "take_secret", lambda environment: environment["RANK"].encode() * 16)
     monkeypatch.setattr(cluster, "DEFAULT_TIMEOUT_S", 1)
     with pytest.raises(AssertionError, match="does not know the secret") as caught:
@@ -212,7 +212,7 @@ def test_rank_0_reports_a_refused_connection(monkeypatch):
     knocking.join()
 
 
-def test_many_idle_connections_keep_no_rank_away():
+def test_many_idle_connections_do_not_block_a_rank():
     board = Switchboard(0, b"s" * 32, listen_at("127.0.0.1", 0, 1024))
     idle = [socket.create_connection(board.address) for _ in range(63)]
     connection = call(board.address, b"s" * 32, "something", 1, 0, 5)
@@ -257,7 +257,7 @@ def test_a_connection_to_an_ended_rank_fails_at_once():
     board.close()
 
 
-def test_nonsense_before_the_handshake_is_refused():
+def test_random_bytes_before_the_handshake_are_refused():
     draw = random.Random(0)
     secret_text = b"s" * 32
     good = struct.pack("<8s32sII32s", b"HWRANK1\n", bytes(32), 1, 0, bytes(32))
@@ -292,7 +292,7 @@ def test_both_ends_of_a_handshake_have_matching_keys(pair):
     assert keys.sending == other.receiving != keys.receiving == other.sending
 
 
-def test_an_answer_of_another_handshake_is_refused(pair):
+def test_a_replayed_handshake_answer_is_refused(pair):
     ours, theirs = pair()
     examining = threading.Thread(target=_examine, args=(theirs,))
     examining.start()
@@ -347,7 +347,7 @@ def test_a_closed_connection_raises_instead_of_returning_a_message(pair):
         connection.receive_message()
 
 
-def test_the_secret_is_made_once_and_is_private(tmp_path):
+def test_the_secret_is_created_once_and_is_private(tmp_path):
     environment = {"XDG_CONFIG_HOME": str(tmp_path)}
     found = {secret.take_secret(environment) for _ in range(3)}
     (path,) = tmp_path.rglob("*.secret")
@@ -365,7 +365,7 @@ def test_the_secret_is_made_once_and_is_private(tmp_path):
         secret.take_secret(environment)
 
 
-def test_the_secret_in_the_environment_is_taken_out_of_it():
+def test_the_secret_is_removed_from_the_environment():
     environment = {"HEADWATER_SECRET": "x" * 20}
     assert secret.take_secret(environment) == b"x" * 20 and not environment
     with pytest.raises(RankError, match="16 to 4096 bytes, got 5"):
@@ -382,12 +382,12 @@ def test_a_secret_of_another_user_is_refused(tmp_path):
         secret.take_secret({"HEADWATER_SECRET_FILE": str(path)})
 
 
-def test_sockets_of_a_host_have_no_file():
+def test_sockets_within_a_host_have_no_file():
     with listen_on_host(1) as listener:
         assert listener.getsockname().startswith(b"\0")
 
 
-def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path):
+def test_a_killed_launcher_leaves_no_files(tmp_path):
     waiting = f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(100)"
     program = f"""
 from headwater.core.placement import Placement

@@ -105,7 +105,7 @@ def test_invalid_collectives_are_refused_without_waiting():
     run_ranks(ask)
 
 
-def test_much_is_sent_by_all_at_once():
+def test_all_ranks_may_send_large_data_at_once():
     """The data exceed the system's buffers, so no rank may wait for the others to receive first."""
 
     def swap(fabric):

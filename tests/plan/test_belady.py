@@ -33,7 +33,7 @@ def one_class(slabs: int) -> tuple[list[int], dict[int, int]]:
 
 
 @given(schedules, st.integers(1, 4))
-def test_no_choice_of_victims_fetches_less_in_the_long_run(schedule, slabs):
+def test_the_number_of_fetches_is_minimal_up_to_a_constant(schedule, slabs):
     # Belady looks beyond the horizon of the search, so it may spend some fetches on the rounds that follow.
     rounds = 4
     policy = CachePolicy(schedule, *one_class(slabs))
@@ -43,7 +43,7 @@ def test_no_choice_of_victims_fetches_less_in_the_long_run(schedule, slabs):
 
 
 @given(schedules, st.integers(1, 4))
-def test_more_slabs_never_fetch_more(schedule, slabs):
+def test_more_slabs_never_need_more_fetches(schedule, slabs):
     few, many = (set(simulate(schedule, *one_class(count))) for count in (slabs, slabs + 1))
     assert many <= few
 
@@ -62,7 +62,7 @@ def test_next_use_is_the_first_of_upcoming(schedule, position, stage):
     assert policy.next_use(stage, position) == (expected[0] if expected else NEVER)
 
 
-def test_upcoming_is_one_full_round():
+def test_upcoming_uses_are_one_full_round():
     policy = CachePolicy([0, 1, 2], [0, 0, 0], {0: 2})
     assert list(policy.upcoming(1)) == [(1, 2), (2, 0), (3, 1)]
 

@@ -55,7 +55,7 @@ def with_fixed(plan):
 
 @settings(deadline=None, max_examples=150)
 @given(requests)
-def test_a_plan_is_within_every_budget_and_keeps_fixed_decisions(request):
+def test_plans_stay_within_budgets_and_keep_fixed_decisions(request):
     plan = best_plan(request)
     assume(plan is not None)
     assert fits(plan, request)
@@ -86,7 +86,7 @@ def test_the_settings_that_a_refusal_suggests_fit(request):
 
 @settings(deadline=None, max_examples=60)
 @given(requests)
-def test_a_refusal_asks_for_no_more_than_is_needed(request):
+def test_a_refusal_suggests_no_more_memory_than_needed(request):
     assume(best_plan(request) is None)
     for setting in enough(request):
         raised = setting.request.budgets
@@ -104,13 +104,13 @@ ARGUMENTS = {
 }
 
 
-def test_where_everything_fits_nothing_is_streamed_recomputed_or_split():
+def test_a_model_that_fits_is_not_streamed_recomputed_or_split():
     plan = make_plan(gpt(), resources=Resources(host_memory=GIB), **ARGUMENTS)
     assert (plan.tier, plan.in_place, plan.micro_batch_size) == ("memory", True, 4)
     assert set(plan.activations) == {Activations.KEEP}
 
 
-def test_without_a_calibration_no_time_is_promised():
+def test_without_a_calibration_no_time_is_predicted():
     unmeasured = make_plan(gpt(), resources=Resources(host_memory=GIB), **ARGUMENTS)
     measured = make_plan(gpt(), resources=Resources(host_memory=GIB), calibration=NOMINAL, **ARGUMENTS)
     assert unmeasured.prediction.step_s is None
@@ -194,7 +194,7 @@ def test_micro_batch_sizes_halve_at_least(batch_size, sizes):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_175_billion_parameters_are_planned(device):
+def test_a_model_of_175_billion_parameters_is_planned(device):
     largest = gpt(layers=96, hidden=12288, vocabulary=50257, length=2048)
     resources = Resources(device_memory=80 * GIB, host_memory=64 * GIB, disk=Path("tier"), disk_bytes=4 * TIB)
     arguments = ARGUMENTS | {"batch_size": 16, "base_bytes": GIB}
@@ -203,7 +203,7 @@ def test_175_billion_parameters_are_planned(device):
     assert plan.prediction.disk_bytes >= 12 * 175e9
 
 
-def test_masters_lie_apart_where_there_is_room():
+def test_masters_are_stored_whole_if_memory_allows():
     def plan(budget, **fixed):
         return make_plan(
             gpt(),
@@ -225,7 +225,7 @@ def test_masters_lie_apart_where_there_is_room():
     assert plan(GIB, num_slabs=2).masters == "split", "only where weights are read in place"
 
 
-def test_ranks_share_the_store_and_the_slabs_of_the_disk_tier_and_nothing_else():
+def test_ranks_share_only_the_store_and_the_slabs_of_the_disk_tier():
     def plan(ranks, tier, **fixed):
         choices = Fixed(tier=tier, gradient_tier="memory", micro_batch_size=2, **fixed)
         resources = Resources(host_memory=1 * GIB, disk=Path("tier"), disk_bytes=1 * GIB)
@@ -253,7 +253,7 @@ def test_ranks_share_the_store_and_the_slabs_of_the_disk_tier_and_nothing_else()
         plan(3, "disk", num_slabs=2)
 
 
-def test_ranks_with_an_accelerator_each_share_nothing_of_its_memory():
+def test_ranks_with_separate_accelerators_share_no_device_memory():
     def plan(ranks, tier):
         return make_plan(
             SMALL["fp32"],
@@ -278,7 +278,7 @@ def test_ranks_with_an_accelerator_each_share_nothing_of_its_memory():
         assert three.disk_parts == one.disk_parts
 
 
-def test_sums_of_gradients_that_hosts_exchange_stay_in_memory():
+def test_gradient_sums_that_hosts_exchange_stay_in_memory():
     held = [
         make_plan(
             SMALL["fp32"],
@@ -296,7 +296,7 @@ def test_sums_of_gradients_that_hosts_exchange_stay_in_memory():
     assert held[0] < sums <= held[1]
 
 
-def test_a_host_that_has_room_for_one_rank_and_not_for_three_is_refused():
+def test_a_host_with_memory_for_only_one_of_three_ranks_is_refused():
     def plan(ranks, memory):
         return make_plan(
             SMALL["fp32"],

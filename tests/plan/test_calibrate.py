@@ -49,7 +49,7 @@ def calibrate(**arguments):
     return module.calibrate(**arguments)
 
 
-def test_every_rate_of_a_cpu_is_measured_and_nothing_is_left(tmp_path):
+def test_every_rate_of_a_cpu_is_measured_and_no_file_is_left(tmp_path):
     rates = dataclasses.asdict(measure("cpu", tmp_path).rates)
     assert rates.pop("link_bytes_per_s") is None
     # fp16 is emulated on most CPUs; its slowest rate is some MB/s on an idle core.
@@ -57,7 +57,7 @@ def test_every_rate_of_a_cpu_is_measured_and_nothing_is_left(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_probes_take_turns_and_the_best_time_counts():
+def test_probes_alternate_and_the_best_time_is_used():
     turns = []
     naps_s = iter([0.1, 0.1, 0.002, 0.1, 0.1, 0.1])
     slow = Probe(lambda: (turns.append("slow"), time.sleep(next(naps_s))), on_cores=False)
@@ -66,7 +66,7 @@ def test_probes_take_turns_and_the_best_time_counts():
     assert 0.002 <= timing.best_s["slow"] < 0.1
 
 
-def test_a_process_that_waits_for_cores_is_not_alone():
+def test_a_process_that_waits_for_cores_is_on_a_busy_machine():
     assert not time_probes({"waits": Probe(lambda: time.sleep(0.01), on_cores=True)}).quiet
     assert time_probes({"waits": Probe(lambda: time.sleep(0.01), on_cores=False)}).quiet
 
@@ -107,12 +107,12 @@ BUSY, QUIET = 0.5, 1.0
         (BUSY, 0.02, QUIET, False),  # a quiet moment for a better one
     ],
 )
-def test_a_measurement_against_a_quick_check(then, now_s, now, holds):
+def test_a_quick_check_decides_if_a_measurement_still_holds(then, now_s, now, holds):
     known = Known(taken(quick_s=0.02, cpu_share=then), taken_s=0.0)
     assert known.holds(Timing({"quick": now_s}, now)) == holds
 
 
-def test_a_busy_measurement_counts_for_an_hour_with_a_warning(tmp_path, machine, caplog):
+def test_a_busy_measurement_is_used_for_an_hour_with_a_warning(tmp_path, machine, caplog):
     machine.measurements = [taken(1.0, cpu_share=BUSY), taken(9.0)]
     machine.quick = Timing({"quick": 0.02}, BUSY)
     with caplog.at_level(logging.WARNING):
@@ -151,7 +151,7 @@ def test_recalibrate_measures_again_even_on_a_busy_machine(tmp_path, machine):
     assert calibrate(cache=tmp_path / "cache.json", recalibrate=True).fp32_flops_per_s == 9.0
 
 
-def test_a_home_that_cannot_be_written_to_is_a_warning(tmp_path, machine, caplog):
+def test_an_unusable_home_causes_a_warning(tmp_path, machine, caplog):
     (tmp_path / "home").write_text("a file where a folder should be")
     machine.measurements = [taken(1.0), taken(2.0)]
     with caplog.at_level(logging.WARNING):
@@ -170,14 +170,14 @@ def test_a_user_without_a_home_has_no_cache(machine, monkeypatch):
     assert [calibrate().fp32_flops_per_s, calibrate().fp32_flops_per_s] == [1.0, 2.0]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_an_error_names_a_folder_that_cannot_be_written(tmp_path):
     file = tmp_path / "file"
     file.write_text("not a folder")
     with pytest.raises(ConfigError, match="file"):
         calibrate(disk=file, cache=tmp_path / "cache.json")
 
 
-def test_a_process_measures_once_whatever_the_time(tmp_path, machine):
+def test_a_process_measures_only_once(tmp_path, machine):
     machine.measurements = [taken(1.0)]
     assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
     machine.now_s += 40 * DAY_S
@@ -190,7 +190,7 @@ def test_a_measurement_that_fails_is_not_tried_again_by_this_process(tmp_path, m
     assert module.calibrate(cache=tmp_path / "cache.json") is None
 
 
-def test_old_rates_count_where_a_measurement_fails(tmp_path, machine):
+def test_old_rates_are_used_if_a_measurement_fails(tmp_path, machine):
     machine.measurements = [taken(1.0), None]
     calibrate(cache=tmp_path / "cache.json")
     machine.now_s += 31 * DAY_S
@@ -210,7 +210,7 @@ def test_a_measurement_ends_at_its_limit(tmp_path, caplog):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_measurement_needs_memory_that_is_free(monkeypatch, caplog):
+def test_a_measurement_needs_free_memory(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         assert measure_apart("cpu", None, budget=measuring.resident_bytes() + (100 << 20)) is None
         monkeypatch.setattr(measuring, "free_host_bytes", lambda: 50 << 20)

@@ -43,7 +43,7 @@ def fixed(**decisions):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [SMALL, SMALL | {"tied": False, "layers": 2}], ids=["tied", "untied"])
-def test_one_csx_in_place_takes_the_predicted_time(precision, shape):
+def test_one_csx_without_streaming_takes_the_predicted_time(precision, shape):
     one = point(BOXES, 1, BATCH, shape, precision=Precision(precision), **fixed())
     assert one.plan.in_place
     assert one.step.step_s == pytest.approx(one.plan.prediction.step_s, rel=1e-3)
@@ -70,7 +70,7 @@ def test_one_streaming_csx_takes_about_the_predicted_time(cluster, decisions, to
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda cluster: cluster.name)
-def test_with_infinite_links_and_memory_only_computation_takes_time(cluster):
+def test_with_infinite_bandwidth_only_computation_takes_time(cluster):
     memory = dataclasses.replace(cluster.host.memory, bytes_per_s=INFINITE, adamw_params_per_s=INFINITE)
     accelerator = cluster.host.accelerator
     if accelerator is not None and accelerator.link_bytes_per_s is not None:
@@ -123,7 +123,7 @@ def test_store_hosts_divide_the_traffic():
         assert over[f"store network {way}"] == pytest.approx(WEIGHTS * hosts / owners)
 
 
-def test_switches_carry_weights_and_gradients_once_whatever_the_number_of_systems():
+def test_switches_carry_weights_and_gradients_once_for_any_number_of_systems():
     for number, levels in ((4, 1), (16, 2), (64, 3)):
         over = moved(point(WAFERS, number, 4 * number, **fixed()))
         assert over["host network out"] == pytest.approx(WEIGHTS)  # one micro-batch
@@ -146,7 +146,7 @@ def test_switches_carry_weights_and_gradients_once_whatever_the_number_of_system
     bytes_per_s=st.floats(1e6, 1e12),
     slower=st.floats(1.0, 100.0),
 )
-def test_no_resource_is_used_twice_and_a_slower_link_is_never_faster(
+def test_no_resource_is_used_twice_at_once_and_slower_links_take_longer(
     cluster, num_csx, slabs, micro, bytes_per_s, slower
 ):
     decisions = {"fixed": Fixed(micro_batch_size=micro, activations=Activations.KEEP, num_slabs=slabs)}
@@ -173,7 +173,7 @@ def test_every_rank_computes_every_use_of_every_micro_batch_in_order(cluster):
         assert stages == [*plan.trace.schedule] * plan.num_micro_batches
 
 
-def test_a_step_is_bound_by_a_slow_network():
+def test_a_slow_network_limits_a_step():
     hosts = 8
     slow = point(with_network(BOXES, bytes_per_s=1e6), 2 * hosts, 8 * hosts, **fixed())
     least = 2 * WEIGHTS * (hosts - 1) / hosts / 1e6
@@ -181,7 +181,7 @@ def test_a_step_is_bound_by_a_slow_network():
     assert slow.parts["broadcast"] + slow.parts["reduce"] > 0.9 * least
 
 
-def test_offloaded_activations_go_out_and_come_back():
+def test_offloaded_activations_are_written_and_read():
     decisions = {"fixed": Fixed(micro_batch_size=4, activations=Activations.OFFLOAD)}
     one = point(SERVERS, 1, 4, **decisions)
     kept = sum(cost.saved_bytes + cost.input_bytes for cost in one.plan.trace.costs)
@@ -243,7 +243,7 @@ def test_gpts_scale_nearly_linearly_over_sixteen_systems(shape):
     assert sixteen.samples_per_s > 0.95 * 16 * one.samples_per_s
 
 
-def test_a_thousand_csx_of_a_model_of_400_billion_parameters():
+def test_a_thousand_csx_train_a_model_of_400_billion_parameters():
     shape = {"layers": 126, "hidden": 16384, "vocabulary": 128256, "length": 4096, "tied": False}
     host = dataclasses.replace(SERVERS.host, accelerator=Accelerator(140 * GB, 6e10))
     roomy = with_host(

@@ -38,7 +38,7 @@ def timeline_of(tasks):
 
 
 @given(jobs())
-def test_it_is_as_long_as_the_longest_path(tasks):
+def test_a_timeline_is_as_long_as_its_longest_path(tasks):
     graph = networkx.DiGraph()
     last = {}
     for number, (_, seconds, resources, after) in enumerate(tasks):
@@ -50,7 +50,7 @@ def test_it_is_as_long_as_the_longest_path(tasks):
 
 
 @given(jobs())
-def test_nothing_is_used_twice_at_once_and_nothing_begins_too_early(tasks):
+def test_resources_run_one_task_at_a_time_after_its_dependencies(tasks):
     timeline = timeline_of(tasks)
     for resource in range(4):
         own = [timeline.tasks[number] for number in timeline.of(resource)]
@@ -70,7 +70,7 @@ def test_a_longer_task_never_makes_another_end_earlier(tasks, data):
 
 
 @given(jobs())
-def test_parts_are_the_whole_step(tasks):
+def test_parts_of_a_rank_sum_to_the_whole_step(tasks):
     timeline = timeline_of(tasks)
     parts = rank_parts(timeline, 0)
     assert set(parts) == set(PARTS)
@@ -78,7 +78,7 @@ def test_parts_are_the_whole_step(tasks):
     assert sum(parts.values()) == pytest.approx(timeline.end_s)
 
 
-def test_waiting_counts_as_the_work_that_is_waited_for():
+def test_waiting_time_is_assigned_to_the_awaited_work():
     timeline = Timeline()
     rank, other, link = (timeline.resource("host", name) for name in ("rank 0", "rank 1", "link"))
     slow = timeline.add(Kind.COMPUTE, "forward", 0, 3.0, [other])

@@ -28,7 +28,7 @@ def test_a_second_run_of_a_program_makes_no_dry_runs():
     assert first[0].micro_batch_size == 2 and first[1].micro_batch_size == 3
 
 
-def test_a_dry_run_under_other_conditions_is_made():
+def test_other_conditions_need_a_new_dry_run():
     model, traces = stack(), KnownTraces()
     with traces.in_use():
         (first,) = run_program(model, (2,))
@@ -43,6 +43,6 @@ def test_a_dry_run_under_other_conditions_is_made():
     assert evaluated is not first and frozen is not evaluated and frozen != first
 
 
-def test_without_known_traces_each_dry_run_is_made():
+def test_without_known_traces_every_dry_run_is_repeated():
     first, second = run_program(stack(), (2, 2))
     assert first is not second and first == second

@@ -60,43 +60,43 @@ def test_the_tightest_level_of_the_hierarchy_binds(tree):
     assert memory_room(tree("0::/slice/job", [V2_MOUNT.format(root="/")], files)) == GIB
 
 
-def test_the_limit_from_which_on_a_group_is_slowed_down_counts(tree):
+def test_the_memory_high_limit_of_a_group_is_respected(tree):
     root = tree("0::/job", [V2_MOUNT.format(root="/")], v2("job", 8 * GIB, GIB, high=2 * GIB))
     assert memory_room(root) == GIB
 
 
-def test_a_container_that_sees_its_own_group_as_the_root(tree):
+def test_a_container_may_see_its_group_as_the_root(tree):
     root = tree("0::/", [V2_MOUNT.format(root="/")], v2(".", 2 * GIB, GIB))
     assert memory_room(root) == GIB
 
 
-def test_a_container_whose_mount_is_a_part_of_the_hierarchy(tree):
+def test_a_container_may_mount_a_part_of_the_hierarchy(tree):
     mount = V2_MOUNT.format(root="/docker/abc")
     assert memory_room(tree("0::/docker/abc/job", [mount], v2("job", 2 * GIB, GIB))) == GIB
     assert memory_room(tree("0::/elsewhere", [mount], v2(".", 3 * GIB, GIB))) == 2 * GIB
 
 
-def test_v1_is_found_by_its_controller(tree):
+def test_v1_groups_are_found_by_their_controller(tree):
     cgroup = "9:cpu:/other\n4:memory:/slice/job\n1:name=systemd:/\n0::/job"
     files = v1("slice/job", UNLIMITED_V1, 3 * GIB) | v1("slice", 4 * GIB, 3 * GIB, inactive=MIB)
     root = tree(cgroup, [CPU_MOUNT, V1_MOUNT.format(root="/")], files)
     assert memory_room(root) == GIB + MIB
 
 
-def test_a_group_beyond_its_limit_leaves_nothing(tree):
+def test_a_group_over_its_limit_has_no_room(tree):
     assert memory_room(tree("0::/job", [V2_MOUNT.format(root="/")], v2("job", GIB, 2 * GIB))) == 0
 
 
 @pytest.mark.parametrize("files", [{}, v2("job", "max", GIB)])
-def test_room_is_none_without_a_limit(tree, files):
+def test_without_a_limit_no_room_is_returned(tree, files):
     assert memory_room(tree("0::/job", [V2_MOUNT.format(root="/")], files)) is None
 
 
-def test_without_proc_there_is_no_limit(tmp_path):
+def test_without_proc_no_limit_applies(tmp_path):
     assert memory_room(tmp_path) is None
 
 
-def test_names_with_spaces_and_many_fields():
+def test_mounts_with_spaces_and_many_fields_are_parsed():
     mount = r"31 23 0:26 /a\040b /mnt/c\040d rw shared:1 master:2 - cgroup2 cgroup2 rw"
     (group,) = memory_groups("0::/a b/job", mount)
     assert group == Group(group.mount, group.mount / "job", 2)
@@ -121,7 +121,7 @@ def test_a_limit_of_the_address_space_lowers_the_budget():
     assert 0 < int(done.stdout) <= 64 * MIB < free_host_bytes()
 
 
-def test_budgets_that_are_set_stay(tmp_path):
+def test_budgets_set_by_the_user_are_kept(tmp_path):
     asked = Resources(host_memory=1, disk=tmp_path, disk_bytes=2)
     assert free_resources(asked, "cpu") == asked
     assert free_resources(Resources(), "cpu").host_memory > 0

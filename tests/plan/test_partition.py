@@ -56,13 +56,13 @@ def test_a_tied_weight_is_one_parameter_with_two_names():
     ]
 
 
-def test_patterns_come_first():
+def test_stages_of_patterns_come_first():
     assert names(gpt2(2), "transformer.h.*.mlp")[:2] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
     assert "transformer.h.0.attn" in names(gpt2(2), "transformer.h.*.mlp")
     assert names(gpt2(2), "transformer") == ["transformer"]
 
 
-def test_a_pattern_that_matches_nothing():
+def test_a_pattern_without_matches_is_refused():
     with pytest.raises(PlanError, match=r"'transformer\.blocks\.\*'") as caught:
         names(gpt2(), "transformer.blocks.*")
     assert "transformer" in caught.value.remedy
@@ -83,7 +83,7 @@ def test_a_model_without_parameters():
     ],
     ids=["one layer", "sequence", "sequence of one", "dictionary"],
 )
-def test_small_models(model, expected):
+def test_small_models_have_the_expected_stages(model, expected):
     assert names(model) == expected
 
 
@@ -97,7 +97,7 @@ def test_a_tower_inside_a_container_is_divided_if_it_is_large():
     assert names(model) == ["0.layers.0", "0.layers.1", "0.layers.2", "1"]
 
 
-def test_parameters_of_a_container_are_a_stage_of_their_own():
+def test_parameters_of_a_container_are_a_separate_stage():
     model = nn.Module()
     model.token = nn.Parameter(torch.zeros(3))
     model.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
@@ -110,7 +110,7 @@ def test_parameters_of_a_container_are_a_stage_of_their_own():
     assert [param.name for param in partition.stages[0].params] == ["token"]
 
 
-def test_wire_dtypes():
+def test_norms_and_fp64_keep_their_dtype_on_the_wire():
     class RMSNorm(nn.Module):
         def __init__(self):
             super().__init__()

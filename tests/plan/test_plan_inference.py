@@ -89,7 +89,7 @@ def test_depth_costs_no_activations():
     assert plan(True).prediction.host_parts["activations"] == peak < 64 * MIB
 
 
-def test_decisions_about_the_backward_do_not_concern_it():
+def test_decisions_about_the_backward_are_ignored():
     fixed = Fixed(activations=Activations.OFFLOAD, gradient_tier="disk", tier="disk")
     chosen = plan(True, fixed=fixed, disk=Path("tier"))
     assert set(chosen.activations) == {Activations.KEEP}
@@ -103,7 +103,7 @@ def test_a_forward_takes_less_time_than_a_step():
     assert forward.step_parts["update"] == 0
 
 
-def test_the_report_speaks_of_no_gradients():
+def test_the_report_does_not_mention_gradients():
     console = Console(record=True, width=120, file=io.StringIO())
     console.print(render_plan(plan(True)))
     assert "nothing is kept for backward" in console.export_text()

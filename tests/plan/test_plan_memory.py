@@ -40,12 +40,12 @@ def test_memory_loaded_by_the_dry_run_counts(monkeypatch):
     assert plan.prediction.host_parts["interpreter"] == 200 * MIB + LATE_BYTES
 
 
-def test_data_workers_count():
+def test_memory_of_data_workers_counts():
     plan = plan_within(8 * GIB, data_workers=3)
     assert plan.prediction.host_parts["data workers"] == 3 * WORKER_BYTES
 
 
-def test_the_remedy_holds_in_a_process_that_is_a_little_larger(monkeypatch):
+def test_the_remedy_also_fits_a_slightly_larger_process(monkeypatch):
     monkeypatch.setattr(budget, "resident_bytes", lambda: 200 * MIB)
     with pytest.raises(DoesNotFitError) as refused:
         plan_within(100 * MIB)
@@ -62,7 +62,7 @@ def test_a_budget_beyond_the_limit_of_a_control_group_is_lowered(monkeypatch):
 
 
 @pytest.mark.parametrize("asked", [None, 10 * MIB])
-def test_a_refusal_in_a_control_group_names_the_limit_that_would_do(monkeypatch, asked):
+def test_a_refusal_in_a_control_group_names_a_sufficient_limit(monkeypatch, asked):
     levels = [Level(300 * MIB, 250 * MIB, 250 * MIB), Level(16 * GIB, 0, 0)]
     monkeypatch.setattr(machine, "memory_levels", lambda: levels)
     for module in (budget, machine):
@@ -80,14 +80,14 @@ def test_a_refusal_in_a_control_group_names_the_limit_that_would_do(monkeypatch,
         plan_within(asked and parse_bytes(words[1]))
 
 
-def test_near_its_budget_a_plan_does_not_keep_pages():
+def test_memory_is_not_ample_near_the_budget():
     plan = plan_within(64 * GIB)
     assert plan.memory_is_ample
     near = Resources(host_memory=int(plan.prediction.host_bytes * 1.1))
     assert not dataclasses.replace(plan, budget=near).memory_is_ample
 
 
-def test_pools_keep_nothing_where_pages_are_returned(monkeypatch):
+def test_pools_keep_no_memory_if_they_are_off(monkeypatch):
     import torch
 
     monkeypatch.setattr(buffers._POOLS, "keep", False)

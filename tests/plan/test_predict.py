@@ -72,13 +72,13 @@ def test_on_disk_only_staging_stays_in_memory():
     assert prediction.host_parts["slabs"] == sum(plan.trace.stages[i].slab_bytes for i in (0, 1, 2))
 
 
-def test_gradients_and_activations_peak_at_different_times():
+def test_peaks_of_gradients_and_activations_are_not_added():
     trace = gpt_trace(layers=12, hidden=256, length=512, tied=False)
     whole = sum(cost.saved_bytes for cost in trace.costs)
     one = predict(make(trace)).host_parts
     several = predict(make(trace, num_micro_batches=2)).host_parts
     assert one["activations"] >= whole
-    assert one["gradients"] < 2 * numel(trace)  # at the turn none but the head's has come yet
+    assert one["gradients"] < 2 * numel(trace)  # at the turn to backward only the head's gradient exists
     assert several["gradients"] >= 4 * numel(trace)  # sums wait while the next forward runs
 
 
@@ -92,7 +92,7 @@ def test_recomputing_trades_bytes_for_time():
     assert recomputed.step_s - kept.step_s == pytest.approx(again)
 
 
-def test_disk_traffic_of_a_step():
+def test_disk_traffic_of_a_step_equals_the_sum_by_hand():
     # With a slab for each stage: 12 bytes a parameter in, 12 out. With two, blocks come again for backward.
     trace = gpt_trace(layers=6, tied=False)
     read, write = RATES.disk_read_bytes_per_s, RATES.disk_write_bytes_per_s
@@ -126,7 +126,7 @@ def test_a_step_takes_no_less_than_its_largest_part_and_no_more_than_all():
         assert prediction.step_s <= sum(parts.values()) * 1.5
 
 
-def test_stages_bound_together_need_slabs_together():
+def test_stages_used_together_need_slabs_at_once():
     trace = gpt_trace(layers=4)
     assert minimum_slabs(trace) == 2
     nested = dataclasses.replace(trace, sites={"blocks": (1, 2, 3), "blocks.3": (4,)})

@@ -49,7 +49,7 @@ def test_equal_stages_are_one_row(streamed):
     assert [(group.name, group.count) for group in groups] == [("embedding", 1), ("blocks.0…11", 12)]
 
 
-def test_the_printed_plan(streamed):
+def test_the_printed_plan_shows_its_decisions(streamed):
     text = printed(streamed)
     for word in ("blocks.0…11", "100 MiB", "disk", "weight store", "step", "overlap", "4 samples"):
         assert word in text
@@ -65,7 +65,7 @@ def test_times_have_units_and_the_overlap_is_explained(streamed):
     assert "e+0" not in text
 
 
-def test_the_rate_and_the_end_of_the_run_are_said(streamed):
+def test_the_report_has_the_rate_and_the_end_of_the_run(streamed):
     plan = dataclasses.replace(streamed, prediction=dataclasses.replace(streamed.prediction, step_s=2.0))
     assert "2 samples/s; 30 steps take 1.00 min" in printed(plan, run=RunLength(steps=30))
     assert "1.02 k tokens/s" in printed(plan, run=RunLength(512))
@@ -77,7 +77,7 @@ def test_a_run_of_months_gets_a_warning(streamed):
     assert "warning: at this rate the run takes 41.7 days" in printed(plan, run=RunLength(steps=1000))
 
 
-def test_names_of_stages_are_not_broken(streamed):
+def test_names_of_stages_are_not_wrapped(streamed):
     stages = tuple(
         dataclasses.replace(
             stage, name="position_embeddings_of_all_kinds" if stage.index == 0 else stage.name
@@ -90,16 +90,16 @@ def test_names_of_stages_are_not_broken(streamed):
     assert "position_embeddings_of_all_kinds" in console.export_text()
 
 
-def test_one_slab_is_not_several(streamed):
+def test_one_slab_is_written_in_the_singular(streamed):
     assert "1 slabs" not in printed(streamed)
 
 
-def test_no_step_time_without_a_calibration():
+def test_the_report_has_no_step_time_without_a_calibration():
     assert "Predicted step" not in printed(plan_for(GIB, calibration=None))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_drawing_is_a_picture(tmp_path, device):
+def test_the_drawing_is_a_png_file(tmp_path, device):
     resources = Resources(device_memory=GIB, host_memory=GIB)
     plan = plan_for(GIB, device=device, resources=resources)
     path = tmp_path / "new" / "plan.png"

@@ -23,7 +23,7 @@ class Counted:
 
 
 @pytest.mark.parametrize(("length", "computed"), [(64, 1), (2048, 0)])
-def test_mask_is_computed_only_if_it_is_small_enough_to_be_kept(length, computed):
+def test_a_mask_is_computed_only_if_it_is_small(length, computed):
     operators, compare = Operators(), Counted(torch.ops.aten.ge.Tensor)
     positions = torch.arange(length)
     with FakeTensorMode() as mode:

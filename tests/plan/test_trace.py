@@ -35,7 +35,7 @@ def trace_gpt(layers=4, hidden=256, vocabulary=1000, batch=2, length=128, precis
 
 
 @pytest.mark.parametrize(("layers", "hidden", "batch"), [(4, 256, 2), (3, 512, 1), (6, 128, 4)])
-def test_flops_of_a_gpt(layers, hidden, batch):
+def test_flops_of_a_gpt_equal_the_formula(layers, hidden, batch):
     length, vocabulary = 128, 1000
     trace = trace_gpt(layers, hidden, vocabulary, batch, length)
     tokens = batch * length
@@ -59,14 +59,14 @@ class Classifier(nn.Module):
         return linear_cross_entropy(hidden, self.weight, None, torch.zeros(len(hidden)), rows, chunk_rows=32)
 
 
-def test_flops_of_a_product_that_is_added_to_another():
+def test_flops_of_a_product_with_addition_are_counted():
     model, hidden = Classifier(64, 1000), torch.zeros(128, 64)
     trace = trace_step(model, hidden, Precision(), loss_function=lambda model, x: model(x))
     logits = gradient_of_weight = 2 * 128 * 64 * 1000
     assert sum(cost.flops + cost.backward_flops for cost in trace.costs) == logits + gradient_of_weight
 
 
-def test_flops_and_bytes_lie_where_they_arise():
+def test_flops_and_bytes_are_assigned_to_their_stage():
     trace = trace_gpt()
     blocks = [cost for stage, cost in zip(trace.stages, trace.costs, strict=True) if ".h." in stage.name]
     assert len({(cost.flops, cost.saved_bytes, cost.output_bytes) for cost in blocks}) == 1
@@ -145,7 +145,7 @@ def test_saved_bytes_are_those_that_autograd_keeps():
     assert [cost.output_bytes for cost in trace.costs] == [x.nbytes] * len(trace.costs)
 
 
-def test_order_of_use():
+def test_stages_are_used_in_the_order_of_the_forward():
     trace = trace_gpt(layers=3)
     name = {stage.index: stage.name for stage in trace.stages}
     assert [name[stage] for stage in trace.uses] == [
@@ -161,7 +161,7 @@ def test_order_of_use():
     assert trace.micro_batch_size == 2
 
 
-def test_sites_are_where_weights_are_read():
+def test_sites_are_the_modules_that_read_weights():
     trace = trace_gpt(layers=2)
     index = {stage.name: stage.index for stage in trace.stages}
     assert trace.sites["lm_head"] == (index["transformer.wte"],)
@@ -205,7 +205,7 @@ def test_named_stages():
     assert {"transformer.h.0.mlp", "transformer.h.0.attn"} <= trace.sites.keys()
 
 
-def test_nothing_of_the_model_is_changed():
+def test_the_dry_run_changes_no_model():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -275,14 +275,14 @@ class Images(nn.Module):
 
 
 @pytest.mark.parametrize(("token", "uses"), [(7, (0, 1, 2)), (8, (0, 1))])
-def test_integers_of_the_batch_decide_what_they_decide_in_a_step(token, uses):
+def test_integers_of_the_batch_have_their_values_in_the_dry_run(token, uses):
     batch = (torch.zeros(10, 4), torch.tensor([[1, 6], [2, 2]]), torch.tensor([token, token]))
     trace = trace_step(Images(), batch, loss_function=lambda model, batch: model(*batch))
     assert trace.uses == uses
     assert [cost.flops for cost in trace.costs[:2]] == [2 * 2 * 4 * 4, 2 * 6 * 4 * 4]
 
 
-def test_a_known_tensor_that_unknown_numbers_are_written_to_is_unknown():
+def test_writing_unknown_numbers_makes_a_known_tensor_unknown():
     class Marks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -332,7 +332,7 @@ class Routed(nn.Module):
         return self.norm(torch.cat([layer(part) for layer, part in zip(self.experts, parts, strict=True)]))
 
 
-def test_what_weights_decide_is_found_on_the_weights():
+def test_values_of_weights_may_decide_shapes():
     model, x = Routed(), torch.randn(7, 4)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
@@ -345,7 +345,7 @@ def test_what_weights_decide_is_found_on_the_weights():
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_what_weights_decide_is_not_found_without_them():
+def test_shapes_that_depend_on_weights_need_their_values():
     with pytest.raises(RuntimeError):
         trace_step(Routed().to("meta"), torch.randn(7, 4), loss_function=mean)
 
@@ -368,7 +368,7 @@ def test_grouped_products():
     assert trace.costs[0].output_bytes == plain.numel() * 4
 
 
-def test_distributions():
+def test_distributions_can_be_traced():
     def loss(model, x):
         return -torch.distributions.Categorical(logits=model(x)).log_prob(torch.tensor(1)).mean()
 
@@ -377,12 +377,12 @@ def test_distributions():
         torch.distributions.Categorical(logits=torch.tensor([float("nan")]))
 
 
-def test_a_batch_whose_elements_share_memory():
+def test_batches_with_shared_memory_can_be_traced():
     trace = trace_step(nn.Embedding(5, 4), torch.tensor([[1], [2]]).expand(2, 3), loss_function=mean)
     assert trace.uses == (0,)
 
 
-def test_an_error_of_the_model_is_the_model_s():
+def test_an_error_of_the_model_is_raised_unchanged():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trace_step(nn.Linear(4, 4), torch.zeros(2, 5), loss_function=mean)
 
@@ -390,7 +390,7 @@ def test_an_error_of_the_model_is_the_model_s():
 @pytest.mark.parametrize(
     "batch", [{"x": torch.zeros(6, 4)}, (torch.zeros(6, 4), "text"), [torch.zeros(6, 4, device="meta")]]
 )
-def test_batches_of_any_form(batch):
+def test_batches_of_any_form_have_a_micro_batch_size(batch):
     def loss(model, batch):
         return model(batch["x"] if isinstance(batch, dict) else batch[0]).mean()
 
@@ -402,7 +402,7 @@ def status_kib(key):
     return next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def test_175b_parameters_need_no_memory():
+def test_tracing_175_billion_parameters_needs_little_memory():
     trace_gpt()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status_kib("VmRSS")

@@ -22,7 +22,7 @@ def test_additions_run_in_the_order_of_their_submission(additions):
     assert done == list(range(20))
 
 
-def test_draining_ends_when_no_more_than_the_limit_waits(additions):
+def test_draining_blocks_until_at_most_the_limit_waits(additions):
     gates = [threading.Event() for _ in range(3)]
     for gate in gates:
         additions.submit(lambda gate=gate: gate.wait(20), 6)
@@ -35,7 +35,7 @@ def test_draining_ends_when_no_more_than_the_limit_waits(additions):
     additions.finish()
 
 
-def test_an_error_of_an_addition_is_raised_where_it_is_waited_for(additions):
+def test_finish_raises_the_error_of_an_addition(additions):
     def fail():
         raise ValueError("no memory")
 

@@ -14,7 +14,7 @@ STAGES = [StageSpec(0, "s", (ParamSpec("w", (6,), torch.float32, torch.bfloat16)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=5), st.integers(1, 6))
-def test_the_parts_of_runs_are_equal_and_have_every_element_once(spans, count):
+def test_parts_of_runs_are_equal_and_cover_every_element_once(spans, count):
     runs = [((0, i), min(span), max(span)) for i, span in enumerate(spans)]
     parts = [divide(runs, part, count) for part in range(count)]
 
@@ -39,7 +39,7 @@ class TwoHosts:
         return lambda: None
 
 
-def test_own_values_keep_their_precision_and_others_come_in_the_wire_dtype():
+def test_local_values_keep_their_precision_and_received_ones_have_the_wire_dtype():
     sizes = SumSizes(STAGES, torch.float32)
     storage = MemoryStorage(sizes, ALONE)
     own, theirs = torch.randn(6), torch.randn(6).to(torch.bfloat16)

@@ -20,14 +20,14 @@ def buffer(request, tmp_path):
     made.close()
 
 
-def test_gradients_are_held_until_they_are_taken(buffer):
+def test_gradients_are_kept_until_they_are_taken(buffer):
     buffer.put(0, [torch.ones(3, 2), None])
     assert torch.equal(buffer.look(0)[0], torch.ones(3, 2)) and buffer.look(0)[1] is None
     assert torch.equal(buffer.take(0)[0], torch.ones(3, 2))
     assert buffer.take(0) is None and buffer.look(0) == []
 
 
-def test_a_dropped_gradient_is_not_held(buffer):
+def test_a_dropped_gradient_is_removed(buffer):
     buffer.put(0, [torch.ones(3, 2), torch.zeros(3, 2)])
     buffer.drop(0, 0)
     assert buffer.look(0)[0] is None
@@ -35,7 +35,7 @@ def test_a_dropped_gradient_is_not_held(buffer):
     assert buffer.take(0) is None
 
 
-def test_saved_gradients_are_held_again(buffer):
+def test_saved_gradients_can_be_restored(buffer):
     buffer.put(0, [torch.ones(3, 2), None])
     buffer.keep(0)
     buffer.take(0)

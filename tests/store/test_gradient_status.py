@@ -18,7 +18,7 @@ def test_a_sum_that_changes_has_no_norm_until_it_is_measured_again():
     assert not status.sparse
 
 
-def test_the_first_stage_that_is_not_finite_is_noted():
+def test_the_first_non_finite_stage_is_recorded():
     status = GradientStatus()
     for key, norm in (((2, 0), 1.0), (B, float("nan")), (A, float("inf"))):
         status.measure(key, torch.tensor(norm))

@@ -21,7 +21,7 @@ def commit(ledger, *keys):
         ledger.add(stage, parts)
 
 
-def test_an_update_waits_until_it_is_applied():
+def test_an_update_is_pending_until_it_is_applied():
     ledger = Ledger()
     commit(ledger, (0, 0), (2, 1))
     assert ledger.stages == [0, 2] and 2 in ledger and 1 not in ledger
@@ -31,7 +31,7 @@ def test_an_update_waits_until_it_is_applied():
     assert ledger.waiting() == {(0, 0)}
 
 
-def test_a_later_commit_joins_an_earlier_one_that_waits_for_the_stage():
+def test_a_later_commit_joins_a_pending_one_of_the_same_stage():
     ledger = Ledger()
     commit(ledger, (0, 0))
     commit(ledger, (0, 1))

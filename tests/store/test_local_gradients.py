@@ -45,7 +45,7 @@ def test_micro_batches_are_summed_and_measured(gradients):
     assert gradients.take(0) is None
 
 
-def test_a_borrowed_sum_that_is_changed_is_what_counts(gradients):
+def test_changes_of_a_borrowed_sum_reach_norm_and_update(gradients):
     fill(gradients)
     gradients.complete()
     gradients.norm(KEYS)
@@ -59,7 +59,7 @@ def test_a_borrowed_sum_that_is_changed_is_what_counts(gradients):
     assert torch.equal(lent, torch.full((4,), 6.0))  # the update does not change what the loop still has
 
 
-def test_what_an_update_does_not_use_is_put_back(gradients):
+def test_unused_gradients_can_be_put_back(gradients):
     fill(gradients)
     gradients.complete()
     gradients.commit(KEYS[:1], (0, 1))
@@ -68,7 +68,7 @@ def test_what_an_update_does_not_use_is_put_back(gradients):
     assert torch.equal(gradients.borrow((0, 1)), torch.full((4,), 2.0))
 
 
-def test_a_gradient_for_a_consumed_sum_is_lost(gradients):
+def test_a_gradient_for_a_consumed_sum_is_ignored_until_it_is_dropped(gradients):
     fill(gradients)
     gradients.commit(KEYS, (0, 1))
     gradients.status.consume(KEYS[:1])
@@ -79,7 +79,7 @@ def test_a_gradient_for_a_consumed_sum_is_lost(gradients):
     assert gradients.borrow(KEYS[0]) is not None
 
 
-def test_a_replaced_or_multiplied_sum(gradients):
+def test_sums_can_be_replaced_and_multiplied(gradients):
     fill(gradients)
     gradients.replace((1, 0), torch.ones(4))
     gradients.multiply((1, 0), lambda: torch.full((4,), 5.0))
@@ -87,7 +87,7 @@ def test_a_replaced_or_multiplied_sum(gradients):
     assert torch.equal(gradients.borrow((1, 0)), torch.full((4,), 5.0))
 
 
-def test_an_undone_step_leaves_the_sums_of_before(gradients):
+def test_an_undone_step_restores_the_earlier_sums(gradients):
     fill(gradients, keys=KEYS[:3])
     gradients.remember()
     for key in KEYS[:2]:

@@ -30,7 +30,7 @@ def test_a_change_that_is_interrupted_leaves_the_stage_torn():
         pass
 
 
-def test_another_thread_waits_for_the_stage_and_not_for_another_one():
+def test_a_lock_blocks_only_threads_that_need_the_same_stage():
     locks, order = StageLocks(["first", "second"]), []
 
     def other():

@@ -65,7 +65,7 @@ def on_ranks(request, tmp_path):
     return start
 
 
-def test_every_rank_finds_the_sum_of_all_and_more_is_added_to_it(on_ranks):
+def test_every_rank_reads_the_sum_of_all_and_can_add_to_it(on_ranks):
     def program(sums, rank):
         assert sums.borrow((0, 0)) is None
         backward(sums, rank)
@@ -81,7 +81,7 @@ def test_every_rank_finds_the_sum_of_all_and_more_is_added_to_it(on_ranks):
             assert torch.equal(three, total(key) + total(key, 1) + more)
 
 
-def test_what_ranks_change_alike_is_what_counts(on_ranks):
+def test_equal_changes_on_all_ranks_reach_norm_and_update(on_ranks):
     def program(sums, rank):
         backward(sums, rank)
         sums.borrow((0, 0)).mul_(0.5)
@@ -105,7 +105,7 @@ def test_what_ranks_change_alike_is_what_counts(on_ranks):
         assert torch.equal(replaced, expected[1]) and torch.equal(untouched, expected[2])
 
 
-def test_a_part_may_be_committed_and_the_rest_goes_on(on_ranks):
+def test_some_gradients_may_be_committed_while_others_accumulate(on_ranks):
     def program(sums, rank):
         backward(sums, rank)
         sums.complete()
@@ -127,7 +127,7 @@ def test_a_part_may_be_committed_and_the_rest_goes_on(on_ranks):
 
 
 @pytest.mark.parametrize("looked", [False, True])
-def test_a_step_that_is_undone_leaves_the_sums_of_before(on_ranks, looked):
+def test_an_undone_step_restores_the_sums_of_all_ranks(on_ranks, looked):
     def program(sums, rank):
         backward(sums, rank, keys=KEYS[:2])
         if looked:
@@ -151,7 +151,7 @@ def test_a_step_that_is_undone_leaves_the_sums_of_before(on_ranks, looked):
         assert torch.equal(after[3], total((1, 1), 3))
 
 
-def test_a_gradient_that_is_not_finite_is_found_by_all(on_ranks):
+def test_every_rank_finds_a_non_finite_gradient(on_ranks):
     def program(sums, rank):
         backward(sums, rank)
         sums.add((1, 0), torch.full((4,), float("nan") if rank == 1 else 1.0), last=True)
@@ -162,7 +162,7 @@ def test_a_gradient_that_is_not_finite_is_found_by_all(on_ranks):
     assert on_ranks(program) == [(1, False)] * SIZE
 
 
-def test_what_one_rank_alone_has_is_found_by_all(on_ranks):
+def test_every_rank_finds_a_gradient_that_only_one_rank_has(on_ranks):
     def program(sums, rank):
         backward(sums, rank, keys=KEYS[:1] if rank == SIZE - 1 else [])
         found = sums.borrow(KEYS[0]).clone()

@@ -12,7 +12,7 @@ def test_a_checkpoint_without_a_manifest_is_not_complete(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", "[" * 5000, '{"format_version": 1}', "\x00"])
-def test_a_manifest_that_is_something_else_is_damaged(tmp_path, text):
+def test_a_manifest_with_other_contents_is_damaged(tmp_path, text):
     (tmp_path / MANIFEST_FILE).write_text(text)
     with pytest.raises(CorruptError, match="the manifest is damaged"):
         read_manifest(tmp_path)

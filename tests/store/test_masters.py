@@ -25,7 +25,7 @@ def split(master):
 
 @settings(deadline=None)
 @given(arrays(np.uint32, st.integers(1, 64), elements=FINITE_BITS))
-def test_no_bit_is_lost(bits):
+def test_splitting_and_joining_a_master_loses_no_bit(bits):
     master = floats(bits)
     out = torch.full_like(master, float("nan"))
     join_halves(*split(master), out)
@@ -34,7 +34,7 @@ def test_no_bit_is_lost(bits):
 
 @settings(deadline=None)
 @given(arrays(np.uint32, st.integers(1, 64), elements=FINITE_BITS))
-def test_the_wire_value_is_a_nearest_one(bits):
+def test_the_wire_value_is_a_nearest_bf16_value(bits):
     master = floats(bits).double()
     high, _ = split(master.float())
     nearest = master.float().to(torch.bfloat16)
@@ -44,7 +44,7 @@ def test_the_wire_value_is_a_nearest_one(bits):
     assert torch.equal(error[finite], smallest[finite])
 
 
-def test_every_upper_half_with_the_lower_halves_that_matter():
+def test_every_upper_half_is_joined_without_loss():
     upper = np.arange(2**16, dtype=np.uint32)
     upper = upper[(upper >> 7) & 0xFF != 0xFF]
     for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
@@ -54,7 +54,7 @@ def test_every_upper_half_with_the_lower_halves_that_matter():
         assert torch.equal(out.view(torch.int32), master.view(torch.int32))
 
 
-def test_ties_go_away_from_zero():
+def test_ties_are_rounded_away_from_zero():
     master = floats([0x3F808000, 0xBF808000, 0x3F807FFF])
     high, _ = split(master)
     assert high.view(torch.int16).tolist() == [0x3F81, 0xBF81 - 2**16, 0x3F80]
@@ -62,7 +62,7 @@ def test_ties_go_away_from_zero():
 
 @settings(deadline=None)
 @given(arrays(np.uint32, st.integers(1, 64), elements=FINITE_BITS))
-def test_masters_that_lie_apart_travel_as_the_same_values(bits):
+def test_split_masters_have_the_same_wire_values(bits):
     master = floats(bits | 0x8000) if len(bits) % 2 else floats(bits)
     wire = torch.empty(master.shape, dtype=torch.bfloat16)
     round_to_wire(master, wire)
@@ -78,7 +78,7 @@ def test_masters_that_lie_apart_travel_as_the_same_values(bits):
         (Encoding.COPY, torch.float16, ("master", torch.float32)),
     ],
 )
-def test_what_is_written_is_read(encoding, wire_dtype, field):
+def test_a_written_master_is_read_back(encoding, wire_dtype, field):
     master = torch.randn(100, generator=torch.Generator().manual_seed(0))
     wire = torch.empty(100, dtype=wire_dtype)
     rest = {} if field is None else {field[0]: torch.empty(100, dtype=field[1])}

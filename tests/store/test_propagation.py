@@ -41,7 +41,7 @@ def test_a_rank_waits_until_all_owners_have_applied_the_update():
     assert on_ranks(program) == [(1, SIZE)] * SIZE
 
 
-def test_an_update_after_the_named_commit_is_not_waited_for():
+def test_a_rank_does_not_wait_for_updates_after_the_named_commit():
     def program(fabric, ownership, propagation):
         if fabric.rank == 0:
             propagation.skipped(0, 5)

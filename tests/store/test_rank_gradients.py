@@ -29,7 +29,7 @@ def on_ranks(program, folder=None):
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_all_ranks_take_the_sum_that_was_added_in_the_ranks_order(tier, tmp_path):
+def test_all_ranks_get_the_sum_added_in_rank_order(tier, tmp_path):
     parts = [torch.tensor([1e8, 1.0, -1e8, 0.1]), torch.tensor([1.0, 1e8, 0.3, 1e8]), torch.full((4,), -1e8)]
 
     def program(gradients, rank):
@@ -79,7 +79,7 @@ def test_a_new_step_begins_with_empty_sums_and_masks_multiply_once():
         assert torch.equal(norm, found.norm()) and present == {A}
 
 
-def test_a_sum_that_is_not_finite_is_known_to_all():
+def test_every_rank_knows_of_a_non_finite_sum():
     def program(gradients, rank):
         gradients.discard()
         gradients.add(A, torch.full((4,), float("inf") if rank == 1 else 1.0), last=True)

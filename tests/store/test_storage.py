@@ -32,7 +32,7 @@ def both(request, tmp_path, monkeypatch):
     disk.close()
 
 
-def test_whole_sums_and_parts_of_them(both):
+def test_whole_sums_and_parts_on_disk_equal_those_in_memory(both):
     torch.manual_seed(0)
     for key in KEYS:
         numel = both[0].sizes.numel(key)
@@ -53,7 +53,7 @@ def test_whole_sums_and_parts_of_them(both):
         assert not sums.read((1, 2)).any()
 
 
-def test_a_byte_that_changes_on_disk_is_found(both):
+def test_a_changed_byte_on_disk_is_detected(both):
     _, disk = both
     disk.write((0, 0), torch.ones(3500))
     file = disk._files[0]

@@ -73,7 +73,7 @@ def test_host_memory_of_the_disk_tier_does_not_grow_with_the_model():
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_file_gives_back_what_was_written(direct, tmp_path):
+def test_a_file_returns_the_written_bytes(direct, tmp_path):
     file = BlockFile(tmp_path / "f.bin", 4 * PAGE_BYTES, direct=direct)
     data, back = aligned_empty(2 * PAGE_BYTES), aligned_empty(2 * PAGE_BYTES)
     data.random_(0, 256, generator=torch.Generator().manual_seed(0))
@@ -84,7 +84,7 @@ def test_a_file_gives_back_what_was_written(direct, tmp_path):
     file.close()
 
 
-def test_two_tiers_in_one_folder_do_not_meet_and_leave_nothing_behind(tmp_path):
+def test_two_tiers_in_one_folder_are_separate_and_leave_no_files(tmp_path):
     layout = stage_layout(stage_of([(64, 64)]), UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1})))
     tiers = [DiskTier([layout], tmp_path) for _ in range(2)]
     assert not list(tmp_path.iterdir())
@@ -97,7 +97,7 @@ def test_two_tiers_in_one_folder_do_not_meet_and_leave_nothing_behind(tmp_path):
         tier.close()
 
 
-def test_where_one_file_does_not_fit_none_is_kept(tmp_path):
+def test_no_file_stays_open_if_one_does_not_fit(tmp_path):
     descriptors = Path("/proc/self/fd")
     before = len(list(descriptors.iterdir()))
     sizes = {tmp_path / "a": PAGE_BYTES, tmp_path / "b": 1 << 60}
@@ -121,7 +121,7 @@ def test_a_short_file_is_corrupt(left, tmp_path):
     ("number", "error"),
     [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EIO, StoreError)],
 )
-def test_errors_of_the_system_name_the_file(number, error, tmp_path, monkeypatch):
+def test_system_errors_name_the_file(number, error, tmp_path, monkeypatch):
     file = BlockFile(tmp_path / "f.bin", PAGE_BYTES)
 
     def fail(*args):
@@ -133,13 +133,13 @@ def test_errors_of_the_system_name_the_file(number, error, tmp_path, monkeypatch
     file.close()
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_a_folder_that_cannot_be_created_raises(tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(StoreError, match="taken"):
         DiskTier([], tmp_path / "taken" / "store")
 
 
-def test_a_write_that_failed_is_told_each_time(tmp_path, monkeypatch):
+def test_a_failed_write_raises_at_every_settle(tmp_path, monkeypatch):
     layout = stage_layout(stage_of([(64, 64)]), UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1})))
     tier = DiskTier([layout], tmp_path)
     with monkeypatch.context() as patch:

@@ -121,7 +121,7 @@ def test_updates_on_fetch(tier, wire, spec, tmp_path):
 
 @pytest.mark.parametrize("gradient_tier", ["memory", "disk"])
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_stages_that_nobody_fetches_are_up_to_date_when_read(tier, gradient_tier, tmp_path):
+def test_stages_that_were_not_fetched_are_up_to_date_when_read(tier, gradient_tier, tmp_path):
     pair = Pair(tier, tmp_path, ADAMW, gradient_tier=gradient_tier)
     for number in range(3):
         pair.step(number)
@@ -129,7 +129,7 @@ def test_stages_that_nobody_fetches_are_up_to_date_when_read(tier, gradient_tier
     pair.store.close()
 
 
-def test_parameters_without_a_gradient_are_left_alone(tmp_path):
+def test_parameters_without_a_gradient_do_not_change(tmp_path):
     pair = Pair("disk", tmp_path, ADAMW)
     pair.step(0, skip=[(0, 1), (1, 0), (1, 1)])
     pair.step(1, skip=[(0, 0)])
@@ -150,7 +150,7 @@ def test_wire_image_is_the_master_rounded(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_leaves_no_trace(value, tmp_path):
+def test_a_non_finite_gradient_leaves_no_trace(value, tmp_path):
     pair = Pair("memory", tmp_path, ADAMW)
     pair.step(0)
     before = [piece.master.clone() for piece in pair.store.parameters.read(1)]
@@ -170,7 +170,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(value, tmp_path):
     pair.assert_same()
 
 
-def test_an_interrupted_step_is_forgotten(tmp_path):
+def test_an_interrupted_step_leaves_no_gradients(tmp_path):
     pair = Pair("disk", tmp_path, ADAMW, gradient_tier="disk")
     pair.step(0)
     pair.store.begin_step()
@@ -182,7 +182,7 @@ def test_an_interrupted_step_is_forgotten(tmp_path):
     pair.store.close()
 
 
-def test_micro_batches_are_summed_and_late_ones_may_miss_a_stage(tmp_path):
+def test_micro_batches_are_summed_and_may_skip_stages(tmp_path):
     pair = Pair("memory", tmp_path, OptimizerSpec("SGD", {"lr": 1.0}))
     expected = [param.detach().clone() for param in pair.params]
     pair.store.begin_step()
@@ -199,7 +199,7 @@ def test_micro_batches_are_summed_and_late_ones_may_miss_a_stage(tmp_path):
     assert torch.equal(masters[1, 1], expected[3].view(-1) - 4)
 
 
-def test_loss_scale_is_taken_out(tmp_path):
+def test_the_loss_scale_is_divided_out(tmp_path):
     scaled, plain = (Pair("memory", tmp_path, OptimizerSpec("SGD", {"lr": 0.5})) for _ in range(2))
     for pair, scale in ((scaled, 1024.0), (plain, 1.0)):
         pair.store.begin_step()

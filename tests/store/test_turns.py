@@ -36,7 +36,7 @@ def waits(queue, turn):
     return False
 
 
-def test_a_rank_has_one_first_turn_per_micro_batch_and_sum():
+def test_a_rank_has_one_first_turn_for_each_micro_batch_and_sum():
     (queue,) = queues(2, 1)
     assert not queue.has_begun
     assert queue.first(1).slot == 1
@@ -46,7 +46,7 @@ def test_a_rank_has_one_first_turn_per_micro_batch_and_sum():
     assert queue.first(1) is not None
 
 
-def test_turns_that_were_not_used_come_before_those_of_second_gradients():
+def test_unused_turns_come_before_those_of_second_gradients():
     (queue,) = queues(3, 1)
     queue.first(1)
     rest = queue.end_micro_batch()
@@ -69,7 +69,7 @@ def test_rank_one_waits_for_rank_zero():
     assert not waits(one, second)
 
 
-def test_nobody_adds_before_all_ranks_have_begun_the_micro_batch_together():
+def test_no_rank_adds_before_all_ranks_have_begun_the_micro_batch():
     zero, one = queues(1, 2, together=True)
     turn = zero.first(0)
     assert waits(zero, turn)
@@ -77,7 +77,7 @@ def test_nobody_adds_before_all_ranks_have_begun_the_micro_batch_together():
     assert not waits(zero, turn)
 
 
-def test_waiting_for_all_waits_for_the_rounds_that_this_rank_has_used():
+def test_wait_for_all_waits_for_the_rounds_that_this_rank_used():
     zero, one = queues(1, 2)
     turn = zero.first(0)
     zero.pass_on(turn)
@@ -96,7 +96,7 @@ used = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=3)
 
 
 @given(st.lists(used, min_size=1, max_size=3), st.booleans(), st.randoms(use_true_random=False))
-def test_additions_have_one_order_however_fast_the_ranks_are(programs, together, random):
+def test_the_order_of_additions_does_not_depend_on_the_speed_of_ranks(programs, together, random):
     num_ranks, num_micro_batches = len(programs), max(map(len, programs))
     every = queues(3, num_ranks, together=together)
     todo = []

@@ -53,7 +53,7 @@ def train(store):
     store.commit(Update(1, {"lr": 0.1}))
 
 
-def test_what_nobody_changed_passes(tmp_path):
+def test_unchanged_files_pass_verification(tmp_path):
     store = make_store(tmp_path, verify=True)
     for _ in range(3):
         train(store)
@@ -63,7 +63,7 @@ def test_what_nobody_changed_passes(tmp_path):
 
 
 @pytest.mark.parametrize("offset", [17, WIRE_BYTES - 9000])
-def test_a_changed_weight_is_found_when_it_is_fetched(tmp_path, offset):
+def test_a_changed_weight_is_detected_by_a_fetch(tmp_path, offset):
     store = make_store(tmp_path, verify=True)
     flip(store.tier._files[1], offset)
     into = aligned_empty(WIRE_BYTES)
@@ -75,7 +75,7 @@ def test_a_changed_weight_is_found_when_it_is_fetched(tmp_path, offset):
     store.close()
 
 
-def test_changed_optimizer_state_is_found_by_the_update_which_is_then_torn(tmp_path):
+def test_changed_optimizer_state_is_detected_by_the_update(tmp_path):
     store = make_store(tmp_path, verify=True)
     train(store)
     flip(store.tier._files[0], WIRE_BYTES + 100_000)
@@ -87,7 +87,7 @@ def test_changed_optimizer_state_is_found_by_the_update_which_is_then_torn(tmp_p
     store.close()
 
 
-def test_a_changed_gradient_is_found(tmp_path):
+def test_a_changed_gradient_is_detected(tmp_path):
     store = make_store(tmp_path, verify=True)
     train(store)
     flip(store.gradients._sums._buffer._files[1], 5000)
@@ -96,14 +96,14 @@ def test_a_changed_gradient_is_found(tmp_path):
     store.close()
 
 
-def test_without_verification_nothing_is_noticed(tmp_path):
+def test_without_verification_changed_bytes_are_not_detected(tmp_path):
     store = make_store(tmp_path, verify=False)
     flip(store.tier._files[1], 17)
     store.fetch(1, aligned_empty(WIRE_BYTES))
     store.close()
 
 
-def test_a_write_that_fails_is_not_taken_for_written(tmp_path):
+def test_a_failed_write_keeps_the_old_checksum(tmp_path):
     file = BlockFile(
         tmp_path / "f",
         PAGE_BYTES,

@@ -22,7 +22,7 @@ def test_odd_models(name, setting, tmp_path):
     check(JOBS[name](micro_batches=2), setting, tmp_path)
 
 
-def test_order_changes_for_many_steps(tmp_path):
+def test_layers_may_run_in_another_order_each_step(tmp_path):
     check(JOBS["random order"](), Setting("disk", 2), tmp_path, steps=20)
 
 

@@ -50,7 +50,7 @@ def test_a_step_that_is_not_applied_leaves_running_statistics_alone(skip):
         assert not torch.equal(before["layers.1.running_mean"], model.layers[1].running_mean)
 
 
-def test_reading_masters_does_not_keep_others_from_the_weights():
+def test_reading_masters_does_not_block_other_threads():
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     with engine_of(Normed(), x) as engine:
         engine.train_step([x], Update(0, {"lr": 0.1}))
@@ -59,7 +59,7 @@ def test_reading_masters_does_not_keep_others_from_the_weights():
 
 
 @pytest.mark.parametrize("what", ["weights", "buffer"])
-def test_values_that_are_not_there(what):
+def test_weights_and_buffers_on_the_meta_device_are_refused(what):
     x = torch.randn(16, 4)
     model = Normed()
     if what == "weights":

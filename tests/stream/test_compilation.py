@@ -47,7 +47,7 @@ def losses(*, compiled: bool) -> list[float]:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_give_the_same_losses_through_two_slabs():
+def test_compiled_blocks_have_the_same_losses_with_two_slabs():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ DISK = [
 
 
 @pytest.mark.parametrize("setting", IN_PLACE + MEMORY + DISK, ids=str)
-def test_every_setting(setting, tmp_path):
+def test_every_setting_equals_plain_pytorch(setting, tmp_path):
     assert_equal(train_streamed(gpt_job(), setting, tmp_path, steps=2), plain_gpt(2))
 
 
@@ -36,7 +36,7 @@ def test_every_setting(setting, tmp_path):
     ],
     ids=str,
 )
-def test_twenty_steps(setting, tmp_path):
+def test_twenty_steps_equal_plain_pytorch(setting, tmp_path):
     assert_equal(train_streamed(gpt_job(), setting, tmp_path, steps=20), plain_gpt(20))
 
 
@@ -50,7 +50,7 @@ def test_twenty_steps(setting, tmp_path):
     ],
     ids=str,
 )
-def test_three_micro_batches(setting, tmp_path):
+def test_three_micro_batches_equal_plain_pytorch(setting, tmp_path):
     streamed = train_streamed(gpt_job(micro_batches=3), setting, tmp_path, steps=3)
     assert_equal(streamed, plain_gpt(3, micro_batches=3))
 
@@ -101,7 +101,7 @@ def test_optimizers(optimizer, tier, tmp_path):
     check(regression(mlp, 8, 16, optimizer=optimizer), Setting(tier), tmp_path, steps=4)
 
 
-def test_weight_decay_only_where_it_belongs(tmp_path):
+def test_weight_decay_skips_norms_and_biases(tmp_path):
     spec = OptimizerSpec("AdamW", {"lr": 0.01, "weight_decay": 0.5}, no_decay=is_bias_or_norm)
     plain = check(regression(mlp, 8, 16, optimizer=spec), Setting("disk"), tmp_path)
     everywhere = OptimizerSpec("AdamW", {"lr": 0.01, "weight_decay": 0.5})
@@ -146,7 +146,7 @@ def test_mixed_dtypes_in_one_model(tmp_path):
     check(regression(Mixed, 4, 8, max_norm=None), Setting("disk"), tmp_path)
 
 
-def test_a_run_is_the_same_twice_and_needs_no_fresh_folder(tmp_path):
+def test_a_repeated_run_in_the_same_folder_is_bit_identical(tmp_path):
     setting = Setting("disk", 2, "recompute", "disk")
     runs = [train_streamed(gpt_job(), setting, tmp_path, steps=2) for _ in range(2)]
     assert_equal(runs[0], runs[1])

@@ -142,7 +142,7 @@ def test_non_finite_gradient_names_step_and_first_stage(setting, tmp_path):
 
 @pytest.mark.parametrize("kind", ["inf in forward", "nan in backward"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_skipping_a_non_finite_step(kind, setting, tmp_path):
+def test_a_non_finite_step_can_be_skipped(kind, setting, tmp_path):
     job = make_job()
     expected = train_streamed(job, setting, tmp_path, steps=3)
     with make_engine(job, setting, tmp_path) as engine:
@@ -176,7 +176,7 @@ def test_full_disk_is_refused_at_the_start(small_disk):
     assert "larger disk" in str(caught.value)
 
 
-def test_full_disk_for_gradients(small_disk, monkeypatch):
+def test_a_full_disk_for_gradients_raises(small_disk, monkeypatch):
     real = os.pwritev
 
     def full(fd, buffers, offset):
@@ -203,7 +203,7 @@ def test_truncated_stage_file(tmp_path):
         assert "checkpoint" in str(caught.value)
 
 
-def test_an_update_that_failed_is_never_read_as_if_it_had_not_been(tmp_path, monkeypatch):
+def test_weights_of_a_failed_update_cannot_be_read(tmp_path, monkeypatch):
     job = make_job()
     with make_engine(job, Setting("disk", 2), tmp_path) as engine:
         engine.train_step(job.batches(0), job.update(0))
@@ -223,7 +223,7 @@ FOLLOWED = [Setting("memory", 2), Setting("disk", 2), Setting("memory", 99), Set
 
 
 @pytest.mark.parametrize("setting", FOLLOWED, ids=str)
-def test_a_forward_that_writes_into_its_weights_is_followed(setting, tmp_path):
+def test_a_forward_that_writes_into_its_weights_equals_plain(setting, tmp_path):
     job = Job(renormalizing, token_batch, lambda model, tokens: (model(tokens) - 1).square().mean())
     check(job, setting, tmp_path)
 

@@ -62,7 +62,7 @@ print(json.dumps({"rise": rise, "predicted": predicted, "kept": kept}))
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_an_evaluation_stays_within_its_plan(tmp_path, tier):
+def test_an_evaluation_uses_no_more_memory_than_its_plan(tmp_path, tier):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path), tier],
         capture_output=True,

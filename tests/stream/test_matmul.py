@@ -42,20 +42,20 @@ def run(mode=None):
     return x.grad, layer.weight.grad, layer.bias.grad
 
 
-def test_every_product_of_a_linear_layer_is_taken_and_equal_to_rounding():
+def test_fast_products_of_a_linear_layer_are_equal_up_to_rounding():
     mode = Counting(ALL)
     for fast, exact in zip(run(mode), run(), strict=True):
         assert (fast - exact).norm() / exact.norm() < 1e-6
     assert set(mode.seen) == ALL
 
 
-def test_products_that_are_not_faster_stay_torchs_own():
+def test_products_that_are_not_faster_are_computed_by_torch():
     for fast, exact in zip(run(FastMatmul(frozenset())), run(), strict=True):
         assert torch.equal(fast, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_are_left_alone(dtype):
+def test_products_of_other_dtypes_are_computed_by_torch(dtype):
     x, w = torch.randn(256, 512, dtype=dtype), torch.randn(512, 384, dtype=dtype)
     with Counting(ALL) as mode:
         out = x @ w
@@ -63,7 +63,7 @@ def test_other_dtypes_are_left_alone(dtype):
     assert torch.equal(out, x @ w)
 
 
-def test_small_products_are_left_alone():
+def test_small_products_are_computed_by_torch():
     with Counting(ALL) as mode:
         torch.randn(8, 8) @ torch.randn(8, 8)
     assert not mode.seen
@@ -74,5 +74,5 @@ def test_bias_is_added():
     torch.testing.assert_close(onednn_product(x, w, bias), torch.addmm(bias, x, w))
 
 
-def test_what_is_faster_is_some_of_the_products():
+def test_faster_products_are_a_subset_of_all():
     assert faster_products() <= ALL

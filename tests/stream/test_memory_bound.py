@@ -87,6 +87,6 @@ def test_gradients_on_disk_are_summed_there_stage_by_stage(tmp_path):
     assert used < (slabs + staging + gradients + workspaces) * MIB < state / 2
 
 
-def test_the_measurement_would_see_the_state(tmp_path):
+def test_the_measured_peak_includes_the_state_in_the_memory_tier(tmp_path):
     used, state = rise(tmp_path, "memory", "memory")
     assert used > state

@@ -63,7 +63,7 @@ def test_every_plan_gives_the_same_bf16_bits(tmp_path):
         assert all(torch.equal(run.weights[name], value) for name, value in runs[0].weights.items())
 
 
-def test_updates_smaller_than_bf16_can_hold_add_up(tmp_path):
+def test_updates_below_the_resolution_of_bf16_accumulate(tmp_path):
     """A weight of 1 decreases by 1e-4 a step: without an fp32 master it would stay 1 in bf16."""
     optimizer = OptimizerSpec("SGD", {"lr": 1.0})
     job = regression(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, 4, optimizer=optimizer)

@@ -56,7 +56,7 @@ def counted(disk, what):
     return [name for kind, name in disk.log if kind == what]
 
 
-def test_views_of_one_storage_are_written_once_and_come_back_as_they_were(disk, offload):
+def test_views_of_one_storage_are_written_once_and_restored(disk, offload):
     packed = torch.randn(4, 3, ELEMENTS // 4)
     queries, keys, values = packed.unbind(1)
     views = [offload(tensor) for tensor in (queries, keys.t(), values[1:], packed.view(torch.int32))]
@@ -70,7 +70,7 @@ def test_views_of_one_storage_are_written_once_and_come_back_as_they_were(disk, 
     assert len(counted(disk, "read")) == 1
 
 
-def test_a_tensor_that_has_changed_since_is_another(disk, offload):
+def test_a_tensor_that_has_changed_is_written_again(disk, offload):
     tensor = torch.zeros(ELEMENTS)
     before = offload(tensor)
     wait_until_written(before)
@@ -81,7 +81,7 @@ def test_a_tensor_that_has_changed_since_is_another(disk, offload):
     assert after().sum() == ELEMENTS
 
 
-def test_another_tensor_at_the_same_address_is_another(offload):
+def test_another_tensor_at_the_same_address_is_written(offload):
     held = []
     for number in range(20):
         tensor = torch.full((ELEMENTS,), float(number))
@@ -91,7 +91,7 @@ def test_another_tensor_at_the_same_address_is_another(offload):
     assert [view()[0].item() for view in held] == list(range(20))
 
 
-def test_a_tensor_that_changes_before_it_is_written_is_an_error(disk, offload):
+def test_a_tensor_that_changes_before_it_is_written_raises(disk, offload):
     disk.gate.clear()
     tensor = torch.zeros(ELEMENTS)
     view = offload(tensor)
@@ -101,7 +101,7 @@ def test_a_tensor_that_changes_before_it_is_written_is_an_error(disk, offload):
         view()
 
 
-def test_what_is_still_here_is_not_read(disk, offload):
+def test_tensors_still_in_memory_are_not_read(disk, offload):
     disk.gate.clear()
     tensors = [torch.randn(ELEMENTS) for _ in range(3)]
     views = [offload(tensor) for tensor in tensors]  # two are being written, one waits
@@ -114,7 +114,7 @@ def test_what_is_still_here_is_not_read(disk, offload):
 @pytest.mark.parametrize(
     "tensor", [torch.zeros(16), torch.eye(512).to_sparse(), torch.randn(ELEMENTS).cfloat().conj()]
 )
-def test_what_is_small_or_not_plain_memory_stays(offload, tensor):
+def test_small_and_unusual_tensors_are_not_offloaded(offload, tensor):
     assert offload(tensor) is None
 
 
@@ -126,7 +126,7 @@ def moved(offload, count):
     return views
 
 
-def test_reading_ahead_goes_backwards_within_the_window(disk, offload):
+def test_tensors_are_prefetched_in_reverse_order_within_the_window(disk, offload):
     views = moved(offload, 10)
     views.pop()()
     offload._reader.submit(lambda: None).result()
@@ -136,7 +136,7 @@ def test_reading_ahead_goes_backwards_within_the_window(disk, offload):
     assert counted(disk, "read") == [f"activation_{number}" for number in range(9, -1, -1)]
 
 
-def test_what_was_used_gives_way_and_is_read_again(disk, offload):
+def test_used_tensors_are_evicted_and_read_again(disk, offload):
     views = moved(offload, 10)
     for number in reversed(range(10)):
         assert views[number]()[0].item() == number
@@ -144,7 +144,7 @@ def test_what_was_used_gives_way_and_is_read_again(disk, offload):
     assert counted(disk, "read").count("activation_9") == 2
 
 
-def test_no_more_than_a_window_waits_to_be_written(disk, offload):
+def test_at_most_one_window_waits_to_be_written(disk, offload):
     disk.gate.clear()
     done = []
     thread = threading.Thread(target=lambda: done.append(moved(offload, 5)))
@@ -158,12 +158,12 @@ def test_no_more_than_a_window_waits_to_be_written(disk, offload):
     assert len(done[0]) == 5
 
 
-def test_one_that_is_larger_than_the_window_passes(offload):
+def test_a_tensor_larger_than_the_window_is_offloaded(offload):
     large = torch.randn(8 * ELEMENTS)
     assert torch.equal(offload(large)(), large)
 
 
-def test_a_graph_that_nobody_goes_through_leaves_nothing(disk, offload):
+def test_a_graph_without_a_backward_leaves_no_tensors(disk, offload):
     views = moved(offload, 4)
     del views
     gc.collect()
@@ -172,7 +172,7 @@ def test_a_graph_that_nobody_goes_through_leaves_nothing(disk, offload):
     assert not offload._back
 
 
-def test_a_failing_disk_is_an_error_of_the_backward(disk, offload, monkeypatch):
+def test_a_failing_disk_raises_in_backward(disk, offload, monkeypatch):
     def fail(self, offset, into):
         raise OSError(5, "Input/output error")
 
@@ -182,7 +182,7 @@ def test_a_failing_disk_is_an_error_of_the_backward(disk, offload, monkeypatch):
         view()
 
 
-def test_a_backward_through_moved_activations_is_that_of_plain_pytorch(offload):
+def test_backward_with_offloaded_activations_equals_plain(offload):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
     batch = torch.randn(4, 64, 128)

@@ -52,7 +52,7 @@ def test_streams_to_the_same_bits(positions, setting, tmp_path):
     assert_equal(train_streamed(job(positions), setting, tmp_path, steps=3), expected)
 
 
-def test_images_are_made_with_streamed_weights(tmp_path):
+def test_images_are_generated_with_streamed_weights(tmp_path):
     pytest.importorskip("diffusers")
     process = {"sampler": {"name": "ddim", "num_inference_steps": 3}, "pipeline": {"guidance_scale": 2.0}}
     config = DiTConfig.model_validate({**DIT.model_dump(exclude_unset=True), "reverse_process": process})

@@ -132,7 +132,7 @@ def test_streams_to_the_same_bits(setting, micro_batches, tmp_path):
     assert_equal(train_streamed(job(micro_batches=micro_batches), setting, tmp_path, steps=3), expected)
 
 
-def test_the_teacher_follows_and_is_not_the_student():
+def test_the_teacher_moves_towards_the_student():
     start, weights = dict(build_model(CONFIG).named_parameters()), plain(1).weights
     for name, value in weights.items():
         if name.endswith("ffn.output.weight") and ".model.0." in name:
@@ -141,7 +141,7 @@ def test_the_teacher_follows_and_is_not_the_student():
             assert (value - student).norm() < (start[name] - student).norm()
 
 
-def test_averages_of_what_is_trained_or_not_there(tmp_path):
+def test_averages_of_trained_or_missing_parameters_are_refused(tmp_path):
     with make_engine(job(), Setting("memory", 2), tmp_path) as engine:
         with pytest.raises(ConfigError, match="must not be trained"):
             MovingAverages(engine.store, [Average("heads.model.0.", "heads.model.1.", lambda step: 0.5)])

@@ -98,7 +98,7 @@ def test_streams_to_the_same_bits(name, setting, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_learns(name):
+def test_only_trainable_parameters_change(name):
     model, trained = job(name).model(), plain(name).weights
     for parameter, before in model.named_parameters():
         assert torch.equal(before, trained[parameter]) != before.requires_grad, parameter
@@ -117,7 +117,7 @@ def test_what_learns(name):
     assert not any(name.startswith(unused) for name in learns)
 
 
-def test_an_image_that_is_not_there_changes_nothing():
+def test_an_absent_image_does_not_change_the_output():
     """An image feature with a position beyond the sequence is ignored; one within it is used."""
     build = job("llava")
     model, batch = build.model().eval(), build.make_batch(0, 0)

@@ -81,7 +81,7 @@ def stand_ins(monkeypatch):
         (4, 2, 2, FP32, 1, Net, ("tier", "gradient_tier"), Activations.KEEP),
     ],
 )
-def test_a_device_for_each_rank(
+def test_ranks_with_one_device_each_equal_ranks_on_the_cpu(
     ranks, hosts, num_memx, precision, micro_batches, net, on_disk, policy, stand_ins, tmp_path
 ):
     memory = plan_of(precision, micro_batches, net)

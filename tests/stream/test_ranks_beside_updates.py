@@ -99,7 +99,7 @@ def trained(ranks, hosts, num_memx, precision, micro_batches, disk=None):
         (4, 2, 2, BF16, 1),
     ],
 )
-def test_the_disk_tier_gives_the_bits_of_the_memory_tier(
+def test_the_disk_tier_equals_the_memory_tier(
     ranks, hosts, num_memx, precision, micro_batches, small_blocks, tmp_path
 ):
     placed = ranks, hosts, num_memx, precision, micro_batches
@@ -115,7 +115,7 @@ def test_the_disk_tier_gives_the_bits_of_the_memory_tier(
     assert sum(bool(weights) for _, weights in disk) == hosts
 
 
-def test_two_ranks_give_what_one_gives_and_hosts_what_one_host_gives(small_blocks):
+def test_two_ranks_equal_one_and_two_hosts_equal_one(small_blocks):
     def halves(step, index):
         return tokens(step, 0).chunk(2)[index]
 

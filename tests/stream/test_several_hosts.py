@@ -43,13 +43,13 @@ def assert_close(ours, theirs, rel):
 
 
 @pytest.mark.parametrize(("net", "precision"), [(Choosing, FP32), (Net, Precision("bf16"))])
-def test_two_hosts_of_a_rank_each_give_the_bits_of_two_ranks_of_one_host(net, precision):
+def test_two_hosts_with_one_rank_each_equal_two_ranks_of_one_host(net, precision):
     one, two = trained(2, 1, precision, net=net), trained(2, 2, precision, net=net)
     for rank in two:
         assert_close(rank, one[0], rel=0)
 
 
-def test_two_ranks_that_leave_out_blocks_give_what_one_gives():
+def test_two_ranks_that_skip_blocks_equal_one_rank():
     plan = plan_of(FP32, 2, Choosing)
 
     def halves(step, index):
@@ -87,7 +87,7 @@ def descend(fabric):
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_a_second_gradient_of_a_micro_batch_reaches_all_hosts(hosts):
+def test_a_second_gradient_of_a_micro_batch_is_sent_to_all_hosts(hosts):
     for norm, weights in run_ranks(descend, 2, hosts):
         assert weights == [-33.0] * 8
         assert norm == pytest.approx(33 * 8**0.5)
@@ -116,11 +116,11 @@ def allocate_again(fabric):
     return found, shared_bytes() - before
 
 
-def test_memory_that_no_rank_uses_any_more_is_given_back():
+def test_memory_that_no_rank_uses_is_freed():
     assert run_ranks(allocate_again, 2) == [([1, 2, 3], 0)] * 2
 
 
-def test_hosts_with_different_numbers_of_ranks_ask_their_own():
+def test_ranks_of_one_host_gather_only_from_that_host():
     def told(fabric):
         return fabric.neighbours.gather_objects(fabric.rank, int), fabric.neighbours.gather(
             float(fabric.rank)

@@ -51,7 +51,7 @@ def small_blocks(monkeypatch):
         (3, 1, 2, FP32, 1, Net, "weights"),
     ],
 )
-def test_what_is_on_disk_gives_the_bits_of_what_is_in_memory(
+def test_weights_on_disk_equal_weights_in_memory(
     ranks, hosts, num_memx, precision, micro_batches, net, on_disk, small_blocks, tmp_path
 ):
     memory = plan_of(precision, micro_batches, net)

@@ -37,7 +37,7 @@ def in_memory(precision, micro_batches):
         (Precision("bf16"), 2, 4, Activations.KEEP),
     ],
 )
-def test_the_disk_tier_gives_the_bits_of_the_memory_tier(precision, micro_batches, slabs, policy, tmp_path):
+def test_the_disk_tier_equals_the_memory_tier(precision, micro_batches, slabs, policy, tmp_path):
     plan = plan_of(precision, micro_batches)
     activations = tuple(
         policy if stage.name.startswith("blocks") else Activations.KEEP for stage in plan.trace.stages
@@ -122,12 +122,12 @@ def wander(fabric, seed, slabs):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("more", [0, 2])
-def test_nobody_computes_with_a_slab_that_is_filled(ranks, more):
+def test_no_rank_computes_with_a_slab_that_is_being_filled(ranks, more):
     for held, _ in run_ranks(lambda fabric: wander(fabric, ranks + more, 2 * ranks + more), ranks):
         assert held == 0, "a rank at rest holds nothing"
 
 
-def test_a_stage_is_read_once_for_all():
+def test_a_stage_is_read_once_for_all_ranks():
     def pass_through(fabric):
         weights = make_weights(fabric, Numbers(fabric.rank), len(STAGES))
         weights.begin(range(len(STAGES)))
@@ -141,7 +141,7 @@ def test_a_stage_is_read_once_for_all():
     assert run_ranks(pass_through) == [sum(stage.slab_bytes for stage in STAGES), 0]
 
 
-def test_what_the_leader_cannot_read_is_said_by_the_rank_that_waits_for_it():
+def test_a_read_error_of_the_leader_is_raised_on_the_waiting_rank():
     def ask(fabric):
         weights = make_weights(fabric, Numbers(fabric.rank, failing=3), 4)
         message = ""
@@ -156,5 +156,5 @@ def test_what_the_leader_cannot_read_is_said_by_the_rank_that_waits_for_it():
     assert run_ranks(ask)[1] == "stage 'stage3' cannot be read: there is no room"
 
 
-def test_alone_there_is_nobody_to_share_with():
+def test_a_single_rank_needs_no_shared_slabs():
     assert wander(ALONE, 0, 2)[0] == 0

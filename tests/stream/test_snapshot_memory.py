@@ -79,6 +79,6 @@ def test_training_with_checkpoints_stays_within_the_plan(measured):
     assert measured["trained"] <= sum(measured["parts"].values())
 
 
-def test_two_stages_that_are_saved_at_once_take_what_the_plan_counts(measured):
+def test_saving_two_stages_at_once_uses_the_memory_in_the_plan(measured):
     counted = measured["parts"]["snapshot"]
     assert counted / 2 < measured["held"] <= counted

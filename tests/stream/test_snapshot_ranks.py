@@ -55,7 +55,7 @@ def train(fabric, plan, folder, slow, steps):
     ("ranks", "hosts", "num_memx", "late", "tier"),
     [(2, 2, 0, 1, "disk"), (2, 1, 1, 0, "memory"), (4, 2, 1, 2, "disk")],
 )
-def test_a_slow_checkpoint_is_of_its_step_and_nobody_waits_for_ever(
+def test_a_slow_checkpoint_is_of_its_step_and_no_rank_blocks_forever(
     ranks, hosts, num_memx, late, tier, tmp_path
 ):
     plan = plan_of(FP32, 1)

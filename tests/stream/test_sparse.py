@@ -77,7 +77,7 @@ def train_plain(job, model, amend):
 
 @pytest.mark.parametrize("setting", [Setting("memory", 2), Setting("disk", 2, "recompute")], ids=str)
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["AdamW", "momentum"])
-def test_a_static_mask_trains_to_the_bits_of_torchs_pruning(setting, optimizer, tmp_path):
+def test_a_static_mask_equals_the_pruning_of_torch(setting, optimizer, tmp_path):
     job = make_job(optimizer)
     group = Sparsity(Constant(0.75), param_filter=("*.weight",))
     losses, norms, weights, masks = train_streamed(job, setting, tmp_path, [group])
@@ -126,7 +126,7 @@ def rigl(model, masks, freq, fraction):
 
 @pytest.mark.parametrize("setting", [Setting("memory", 2), Setting("disk", 2, "recompute")], ids=str)
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["AdamW", "momentum"])
-def test_rigl_trains_to_the_bits_of_the_paper(setting, optimizer, tmp_path):
+def test_rigl_equals_a_plain_loop_written_from_the_paper(setting, optimizer, tmp_path):
     job = make_job(optimizer)
     fraction = Cosine(0.4, 5)
     group = Sparsity(Constant(0.8), "rigl", "random", fraction, Cadence(2), ("*.weight",))
@@ -142,7 +142,7 @@ def test_rigl_trains_to_the_bits_of_the_paper(setting, optimizer, tmp_path):
     assert any(not torch.equal(masks[name], first[name]) for name in masks), "no weight was exchanged"
 
 
-def test_set_exchanges_at_random_and_keeps_the_share(tmp_path):
+def test_set_replaces_random_weights_and_keeps_the_sparsity(tmp_path):
     group = Sparsity(Constant(0.8), "set", "random", Constant(0.3), Cadence(2), ("*.weight",))
     _, _, weights, masks = train_streamed(make_job(), Setting(), tmp_path / "a", [group])
     for name, before in masks.items():
@@ -158,7 +158,7 @@ def test_gradual_pruning_follows_its_schedule(tmp_path):
     assert int((weights["2.weight"] != 0).sum()) == 576 - round(0.9 * 576)
 
 
-def test_rows_of_a_parameter_have_a_sparsity_of_their_own(tmp_path):
+def test_sparsity_may_apply_to_some_rows_of_a_parameter(tmp_path):
     parts = {"2.weight": [Part("query", slice(0, 8)), Part("rest", slice(8, None))]}
     group = Sparsity(Constant(0.5), param_filter=("query",))
     _, _, weights, masks = train_streamed(make_job(), Setting(), tmp_path, [group], parts)
@@ -168,7 +168,7 @@ def test_rows_of_a_parameter_have_a_sparsity_of_their_own(tmp_path):
     assert math.isfinite(float(weights["2.weight"].sum()))
 
 
-def test_a_refused_step_changes_no_mask(tmp_path):
+def test_a_skipped_step_changes_no_mask(tmp_path):
     group = Sparsity(Constant(0.8), "rigl", "random", Constant(0.3), Cadence(1), ("*.weight",))
     job = make_job()
     with make_engine(job, Setting(), tmp_path) as engine:
@@ -190,7 +190,7 @@ def test_a_refused_step_changes_no_mask(tmp_path):
             assert torch.equal(sparsifier.mask_of(name), mask)
 
 
-def test_what_was_trained_dense_becomes_sparse_and_stays_so(tmp_path):
+def test_a_dense_model_becomes_sparse_and_stays_sparse(tmp_path):
     job = make_job()
     with make_engine(job, Setting(), tmp_path) as engine:
         engine.train_step(job.batches(0), job.update(0))

@@ -93,14 +93,14 @@ JOBS = {
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", JOBS)
-def test_a_weight_may_be_read_anywhere(name, setting, tmp_path):
+def test_a_weight_may_be_read_in_any_module(name, setting, tmp_path):
     if name == "late":  # its counter differs where a forward runs twice
         setting = dataclasses.replace(setting, activations="keep")
     check(JOBS[name](), setting, tmp_path, steps=6)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_values_between_steps(setting, tmp_path):
+def test_parameters_are_read_and_written_between_steps(setting, tmp_path):
     with make_engine(stack(), setting, tmp_path) as engine:
         job = stack()
         engine.train_step(job.batches(0), job.update(0))
@@ -128,7 +128,7 @@ def test_values_between_steps(setting, tmp_path):
             assert torch.equal(engine.model(x), own(x))
 
 
-def test_what_cannot_be_done_to_a_streamed_parameter(tmp_path):
+def test_unsupported_uses_of_a_streamed_parameter_are_refused(tmp_path):
     with make_engine(stack(), SETTINGS[0], tmp_path) as engine:
         with pytest.raises(StreamError, match="state_dict"):
             copy.deepcopy(engine.model)

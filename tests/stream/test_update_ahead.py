@@ -9,7 +9,7 @@ from tests.rank_processes import run_ranks
 from headwater.store.stages import StageAccess
 
 
-def test_an_update_does_not_begin_with_half_of_a_commit(monkeypatch):
+def test_an_update_applies_a_whole_commit(monkeypatch):
     """An update left in the queue of one commit may reach a stage while the next commit is made."""
     plan, queue = plan_of(FP32, 1), StageAccess._queue
 

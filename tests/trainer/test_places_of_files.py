@@ -67,7 +67,7 @@ def protected():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_folder_in_place_of_a_file_is_found_before_the_run(tmp_path, name):
+def test_a_folder_at_the_path_of_a_file_is_reported_before_the_run(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(RunError, match="expected a file or nothing, found a folder") as caught:
         RunDir(tmp_path).check()

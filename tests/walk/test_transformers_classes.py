@@ -71,7 +71,7 @@ def test_a_class_streams_to_the_same_bits(name):
     assert outcome.equal, outcome.reason
 
 
-def test_the_sample_is_of_forty_classes_and_of_most_kinds():
+def test_the_sample_has_forty_classes_of_most_kinds():
     assert len(set(SAMPLE)) == 40
     kinds = {BY_NAME[name].tasks[0] for name in SAMPLE}
     assert len(kinds) >= 25

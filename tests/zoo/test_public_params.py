@@ -28,7 +28,7 @@ def fewer_layers(section, prefix):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_is_understood_and_its_model_built_at_full_size_and_traced_at_full_width(file):
+def test_a_file_loads_and_its_model_is_built_and_traced(file):
     assert sum(weight.numel() for weight in meta_model(load_params(ROOT / file).init.model).parameters()) > 0
     tree = yaml.safe_load((ROOT / file).read_text())
     model = tree["trainer"]["init"]["model"] if "trainer" in tree else tree["model"]
@@ -40,5 +40,5 @@ def test_a_file_is_understood_and_its_model_built_at_full_size_and_traced_at_ful
     assert len(trace.costs) > 1
 
 
-def test_all_are_here():
+def test_all_113_public_params_files_are_present():
     assert len(FILES) == 113

@@ -74,7 +74,7 @@ def found_images(model, loader, every):
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_captions(tmp_path):
+def test_llava_learns_captions_and_uses_the_images(tmp_path):
     """Chance finds 0.25 of the images; the best smoothed bigrams have loss 4.34 on the held-out captions."""
     if not COCO.is_dir():
         pytest.skip("the data sets are not here")

@@ -33,7 +33,7 @@ def steps(count):
 
 
 @pytest.mark.parametrize(("count", "least"), [(200, 0.9), pytest.param(3000, 0.975, marks=WHOLE)])
-def test_digits(tmp_path, count, least):
+def test_a_small_network_learns_handwritten_digits(tmp_path, count, least):
     last = steps(count)
     schedule = [{"ConstantLR": {"learning_rate": 1e-3}}] if count < 3000 else None
     last |= {"trainer.init.schedulers": schedule} if schedule else {}
@@ -42,7 +42,7 @@ def test_digits(tmp_path, count, least):
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_praise_and_blame(tmp_path):
+def test_a_small_bert_learns_the_sentiment_of_sentences(tmp_path):
     """The larger class is 51 % of the sentences."""
     data = {"data_dir": "sst2", "vocab_file": "vocab/bert/bert-base-uncased-vocab.txt"}
     assert trained("bert/tiny_sst2", tmp_path, data, **steps(300)) >= 0.72

@@ -19,7 +19,7 @@ STEPS = 100
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_questions_learnt_by_heart(tmp_path):
+def test_a_small_model_memorises_questions(tmp_path):
     """Most texts are read in two or more windows; one of these holds the answer.
 
     The first sentence of each text has F1 0.106, and never matches the whole answer.

@@ -53,7 +53,7 @@ def trained(params, folder, steps, keys):
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_the_sentence_that_sums_up(tmp_path):
+def test_a_small_model_finds_the_summarising_sentence(tmp_path):
     """Always choosing the first sentence is right in 0.200 of the abstracts, and chance in 0.160."""
     if not PAPERS.is_dir():
         pytest.skip("the data sets are not here")
@@ -108,7 +108,7 @@ def samples(folder):
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_summaries_are_of_their_papers(tmp_path):
+def test_summaries_depend_on_their_papers(tmp_path):
     """Words are predicted far better than by their frequency, and better than after another paper."""
     if not PAPERS.is_dir():
         pytest.skip("the data sets are not here")

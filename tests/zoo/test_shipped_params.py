@@ -203,7 +203,7 @@ def with_format():
 
 
 @pytest.mark.parametrize("name", with_format())
-def test_the_transformers_library_counts_the_same(name):
+def test_parameter_counts_equal_those_of_the_transformers_library(name):
     transformers = pytest.importorskip("transformers")
     model = params(name).init.model
     format = format_of_config(model)
@@ -229,7 +229,7 @@ def test_a_model_is_traced_at_full_size(name):
 
 
 @pytest.mark.parametrize("name", full_size())
-def test_rates_fall_by_the_end_of_a_run(name):
+def test_learning_rates_fall_by_the_end_of_a_run(name):
     init = params(name).init
     end = init.loop.end_step(0)
     rates = [init.schedule.value(step) for step in (*range(0, end, max(1, end // 200)), end)]

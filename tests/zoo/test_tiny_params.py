@@ -76,7 +76,7 @@ def prepared(book, name, *arguments):
     return out
 
 
-def test_every_decoder_has_a_small_run():
+def test_every_decoder_has_small_params():
     found = {load_params(find_params(name)).init.model.name for name in DECODER_NAMES}
     assert found == set(DECODERS) - {"gpt3"}, "a gpt3 is a gpt2"
 
@@ -110,7 +110,7 @@ def test_a_small_encoder_decoder_learns(book, tmp_path):
     assert_learns(losses("t5/tiny", tmp_path, **keys))
 
 
-def test_small_encoders_of_questions_and_passages_learn(tmp_path):
+def test_a_small_dpr_model_learns(tmp_path):
     """In the data, questions share tokens with the right passage."""
     generator = np.random.default_rng(0)
     questions = generator.integers(5, 45, (64, 1, 16))
@@ -127,7 +127,7 @@ def test_small_encoders_of_questions_and_passages_learn(tmp_path):
     assert_learns(losses("dpr/tiny", tmp_path / "run", **keys))
 
 
-def test_a_small_model_of_images_learns(tmp_path):
+def test_a_small_vision_model_learns(tmp_path):
     """In the data, the class is the brightness."""
     image = pytest.importorskip("PIL.Image")
     for split in ("train", "val"):
