@@ -27,15 +27,15 @@ PLAIN, PARTS, RANKS = "plain", "plain_in_parts", "ranks"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A run that a process is asked for.
+    """A request to a process for one run.
 
     Attributes:
         target: the model; see `load_subject`.
-        run: a plan, or one of the names of this module.
+        run: name of a plan, or `PLAIN`, `PARTS` or `RANKS`.
         steps: number of steps.
-        seed: of initial values and random numbers.
+        seed: seed of initial values and random numbers.
         observed: see `Course`.
-        folder: for the disk tier.
+        folder: folder of the disk tier.
         result: file for the values, or for the error.
     """
 
@@ -66,13 +66,13 @@ def outcome_of(request: Request) -> dict[str, Any]:
         return {"status": "ok", "shown": _run(request)}
     except HeadwaterError as error:
         return {"status": "refused", "message": str(error)}
-    except Exception as error:  # noqa: BLE001 - any error of the user's model is told
+    except Exception as error:  # noqa: BLE001 - any error of the user's model is reported
         trace = traceback.format_exc()
         return {"status": "failed", "message": f"{type(error).__name__}: {error}", "trace": trace}
 
 
 def _run(request: Request) -> list[Shown]:
-    """Return what the run showed."""
+    """Return the values that the run recorded."""
     course = Course(request.steps, request.seed, request.observed)
     if request.run == RANKS:
         backend = headwater.backend("CSX", num_csx=NUM_CSX)

@@ -25,13 +25,13 @@ ALL_PLANS = (*PLANS, RANKS)
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A model, and how it is compared.
+    """A model and the settings of its comparison.
 
     Attributes:
         target: the model; see `load_subject`.
         plans: names of plans.
         steps: number of steps.
-        seed: of values and random numbers.
+        seed: seed of initial values and random numbers.
         limit_s: seconds for each run.
         show: called with each entry as soon as it is known.
     """
@@ -62,7 +62,7 @@ class _Runs:
         self._count = 0
 
     def report(self) -> Report:
-        """Run everything."""
+        """Run the model plainly and under every plan, and return the report."""
         comparison = self._comparison
         quiet, watched = self._run(PLAIN, observed=False), self._run(PLAIN, observed=True)
         entries = [self._shown(_plain_entry(self._run(PLAIN, observed=True), watched, quiet))]
@@ -78,7 +78,7 @@ class _Runs:
         )
 
     def _entry(self, plan: str, quiet: Run, watched: Run) -> Entry:
-        """Compare one plan."""
+        """Return the entry of one plan."""
         if plan == RANKS:
             return self._ranks_entry()
         values = 0
@@ -96,7 +96,7 @@ class _Runs:
         return Entry(plan, EQUAL, values=values)
 
     def _ranks_entry(self) -> Entry:
-        """Compare two ranks with plain PyTorch that computes each batch in two parts."""
+        """Return the entry of two ranks, compared with plain PyTorch that divides each batch in two."""
         plain = self._run(PARTS, observed=False)
         if plain.status != "ok":
             return Entry(RANKS, "refused" if plain.status == "refused" else plain.status, plain.message)
@@ -109,7 +109,7 @@ class _Runs:
         return Entry(RANKS, CLOSE, f"losses differ by less than {TOLERANCE}", values=len(run.shown))
 
     def _run(self, run: str, *, observed: bool) -> Run:
-        """Run one request; refusals to load the model end the comparison."""
+        """Run one request. An error while the model is loaded ends the comparison."""
         self._count += 1
         disk = self._folder / f"disk_{self._count}"
         disk.mkdir()
@@ -134,14 +134,20 @@ class _Runs:
 
 
 def _refusal(message: str) -> HeadwaterError:
-    """Return the error of a child as one of this process."""
+    """Return the error that a child process reported as an exception of this process."""
     what, *more = message.splitlines()
     found = dict(line.strip().split(": ", 1) for line in more if ": " in line)
     return ConfigError(what, where=found.get("where"), remedy=found.get("remedy"))
 
 
 def _plain_entry(again: Run, watched: Run, quiet: Run) -> Entry:
-    """Return whether the model computes the same when it is trained plainly again."""
+    """Return the entry of the plain run. A repeated run must be equal to it.
+
+    Args:
+        again: a repetition of `watched`.
+        watched: the plain run in which all values are read in each step.
+        quiet: the plain run in which only losses and outputs are read in each step.
+    """
     for run in (quiet, watched, again):
         if run.status != "ok":
             return Entry(PLAIN, run.status, run.message, trace=run.trace)
@@ -161,7 +167,7 @@ def _losses(shown: list[Shown]) -> list[float]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that may take part."""
+    """Return the versions of Python and of those packages that a run may use."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("headwater", "torch", "numpy", "transformers"):
         try:

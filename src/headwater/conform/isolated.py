@@ -68,11 +68,11 @@ def run_child(request: Request, limit_s: float) -> Run:
 
 
 def _fork(request_file: Path, errors: Path, limit_s: float) -> int | None:
-    """Run a request in a fork of a server process, and return its exit code, or None if time was up.
+    """Run a request in a fork of a server process and return its exit code; `None` after the time limit.
 
-    The server has imported torch and Headwater, and nothing of the user's, so every run begins in the same
-    state and none waits for an interpreter. One process does not do several runs: a user's module may keep
-    state from one run to the next, and a run that crashes would take the others with it.
+    The server has imported torch and Headwater, but no module of the user. So every run begins in the same
+    state, and no run waits for an interpreter to start. Each process does only one run: a user's module may
+    keep state from one run to the next, and a crash would end the other runs too.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -85,7 +85,7 @@ def _fork(request_file: Path, errors: Path, limit_s: float) -> int | None:
     finally:
         if process.exitcode is None:
             assert process.pid is not None, "the process has started"
-            with contextlib.suppress(ProcessLookupError):  # it has no group before its first statement
+            with contextlib.suppress(ProcessLookupError):  # no process group before its first statement
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
@@ -94,7 +94,7 @@ def _fork(request_file: Path, errors: Path, limit_s: float) -> int | None:
 def _run_forked(request_file: Path, errors: Path, environment: Mapping[str, str]) -> None:
     """Run a request; this is the main function of a forked process."""
     os.setsid()
-    os.environ.clear()  # the server has the variables of the moment when it was started
+    os.environ.clear()  # the server's variables are those of its start
     os.environ.update(environment)
     with errors.open("wb") as output, Path(os.devnull).open("rb") as nothing:
         for source, number in ((nothing, 0), (output, 1), (output, 2)):
@@ -103,7 +103,7 @@ def _run_forked(request_file: Path, errors: Path, environment: Mapping[str, str]
 
 
 def _start_interpreter(request_file: Path, errors: Path, limit_s: float) -> int | None:
-    """Run a request in a new interpreter, and return its exit code, or None if time was up.
+    """Run a request in a new interpreter and return its exit code; `None` after the time limit.
 
     Ranks need this: their launcher starts each rank with the command of this interpreter.
     """

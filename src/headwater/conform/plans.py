@@ -38,12 +38,13 @@ def with_enough_slabs(name: str, folder: Path, run: Callable[[Mapping[str, Any]]
     """Return the result of `run` with the options of a plan, and with the fewest slabs that are accepted.
 
     Args:
-        name: of the plan.
-        folder: of the disk tier.
-        run: trains with the options of a backend.
+        name: name of the plan.
+        folder: folder of the disk tier.
+        run: a function that trains with the options of a backend.
 
     Raises:
-        HeadwaterError: if the plan is refused for another reason, or with any number of slabs.
+        HeadwaterError: if the plan is refused for another reason than too few slabs, or with every number of
+            slabs that is tried.
     """
     options = dict(PLANS[name])
     if needs_disk(name):

@@ -1,4 +1,4 @@
-"""Models of a Hugging Face folder, with inputs that are made up."""
+"""Models of a Hugging Face folder, with random inputs."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from headwater.core.units import counted
 
 NUM_CSX = 2
 TOLERANCE = 1e-4
-"""Largest relative difference of a loss: ranks round products of other sizes in another way."""
+"""Largest relative difference of a loss. Matrix products of other sizes are rounded differently."""
 
 
 def train_in_parts(subject: Subject, course: Course) -> list[Shown]:
-    """Train plainly, with each batch in one part for each rank, and return the losses.
+    """Train in plain PyTorch, with each batch divided into one part for each rank, and return the losses.
 
     Raises:
         ModelError: if the model draws random numbers, because each rank draws different ones.
@@ -72,7 +72,7 @@ def train_ranks(subject: Subject, course: Course, prepare: Callable[[nn.Module],
 
 
 def rounded_difference(plain: list[Shown], ranks: list[Shown]) -> Difference | None:
-    """Return the first loss that differs by more than the tolerance."""
+    """Return the first loss that differs by more than the tolerance, or `None`."""
     for (name, expected), (_, found) in zip(plain, ranks, strict=True):
         off = abs(expected - found) / max(abs(expected), 1e-12)
         if not off <= TOLERANCE:

@@ -1,4 +1,4 @@
-"""Values that a training run shows, and the first that differs between two runs."""
+"""Values that a training run records, and the first value that differs between two runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Shown = tuple[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first value that two runs do not share.
+    """The first value that differs between two runs.
 
     Attributes:
-        name: of the value.
+        name: name of the value.
         plain: the value of the plain run, as text.
         streamed: the value of the streamed run, as text.
-        detail: where within the tensor, and by how much.
+        detail: the first index that differs, the number of such elements, and the largest difference.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Difference:
 
 
 def settled(value: Any) -> Any:
-    """Return a copy of a shown value that later steps do not change."""
+    """Return a copy of a recorded value that later steps do not change."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
@@ -44,7 +44,7 @@ def settled(value: Any) -> Any:
 
 
 def first_difference(plain: Sequence[Shown], streamed: Sequence[Shown]) -> Difference | None:
-    """Return the first value that differs in a bit, in name, dtype or shape; `None` if all are equal."""
+    """Return the first value that differs in name, dtype, shape or elements; `None` if all are equal."""
     for (name, expected), (other, found) in zip(plain, streamed, strict=False):
         if name != other:
             return Difference(f"the name of a value after {name!r}", name, other)
@@ -58,7 +58,7 @@ def first_difference(plain: Sequence[Shown], streamed: Sequence[Shown]) -> Diffe
 
 
 def _difference(name: str, expected: Any, found: Any) -> Difference | None:
-    """Return how two values of one name differ, or `None`."""
+    """Return the difference of two values of one name, or `None`."""
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         same = type(expected) is type(found) and (expected == found or expected != expected)
         return None if same else Difference(name, repr(expected), repr(found))

@@ -17,10 +17,10 @@ class Entry:
 
     Attributes:
         run: name of the plan, or of the plain run.
-        outcome: one of the words of this module, or the status of a run that did not end well.
+        outcome: one of the four outcomes of this module, or the status of a run that failed.
         detail: the difference, or the message.
-        values: how many values were compared.
-        trace: of an error that is not the project's own.
+        values: number of values that were compared.
+        trace: the traceback, if the error is not one of the project's exceptions.
     """
 
     run: str
@@ -41,11 +41,11 @@ class Report:
 
     Attributes:
         target: the model.
-        steps: that were trained.
-        seed: of values and random numbers.
+        steps: number of training steps.
+        seed: seed of initial values and random numbers.
         parameters: number of elements of the model's parameters.
-        versions: of the packages that took part.
-        entries: one for each run.
+        versions: name -> version of Python and of the packages that were used.
+        entries: one entry for each run, the plain run first.
     """
 
     target: str

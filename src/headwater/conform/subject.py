@@ -1,4 +1,4 @@
-"""Models to compare: a module of the user's, a params file, or a folder of Hugging Face's."""
+"""Models to compare: a module of the user, a params file, or a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _WHERE = "what the factory returned"
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model and how it is trained.
+    """A model with its data, its loss and its optimizer.
 
     Attributes:
         model: the module, with its initial values.
-        batches: used in turn, one each step.
+        batches: batches that are used in turn, one in each step.
         loss: returns the loss of a batch.
         optimizer: returns the optimizer of the model.
     """
@@ -47,7 +47,7 @@ class Subject:
 
 
 def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of subjects that bring none."""
+    """Return the optimizer of subjects without an optimizer: a fused AdamW."""
     return torch.optim.AdamW(trained(model), lr=1e-3, fused=True)
 
 
@@ -57,10 +57,13 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def loss_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the loss that the model returns, or else the mean squares of all its outputs.
+    """Call the model with a batch, and return its loss, or else the sum of the mean squares of its outputs.
 
-    The model is called with the entries of a mapping by name, with those of a tuple or list in order, and
-    with anything else as its only argument.
+    A mapping is passed as keyword arguments, a tuple or list as positional arguments, and any other batch as
+    the only argument.
+
+    Raises:
+        ConfigError: if no output has a gradient.
     """
     if isinstance(batch, Mapping):
         outputs = model(**batch)
@@ -85,7 +88,7 @@ def loss_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _plain_tree(outputs: Any) -> Any:
-    """Return the values of a mapping, which may be of a class that torch's pytrees do not know."""
+    """Return a mapping as a tuple of its values, because torch's pytrees do not know all its classes."""
     return tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs
 
 
@@ -103,7 +106,7 @@ def load_subject(target: str) -> Subject:
         target: `MODULE:FACTORY`, `FILE.py:FACTORY`, a params file, or a folder with a `config.json`.
 
     Raises:
-        HeadwaterError: if there is no such model.
+        HeadwaterError: if the model cannot be found or loaded.
     """
     path = Path(target).expanduser()
     if (path / "config.json").is_file():
@@ -119,7 +122,7 @@ def load_subject(target: str) -> Subject:
 
 
 def _from_factory(module_name: str, factory_name: str) -> Subject:
-    """Return what a factory of a Python module makes."""
+    """Return the subject that a factory in a Python module describes."""
     module = _import(module_name)
     factory = getattr(module, factory_name, None)
     if not callable(factory):
@@ -136,11 +139,11 @@ def subject_of(made: Any) -> Subject:
     """Return the subject that a factory's result describes.
 
     Args:
-        made: a `Subject`; or a tuple of model, batches and, if wanted, a loss of model and batch, and an
-            optimizer of a list of parameters.
+        made: a `Subject`, or a tuple of two to four entries: a model, a list of batches, a loss function of
+            model and batch, and a function that returns the optimizer of a list of parameters.
 
     Raises:
-        ConfigError: if it is something else.
+        ConfigError: if `made` is of another form.
     """
     if isinstance(made, Subject):
         return made
@@ -172,7 +175,7 @@ def _import(name: str) -> ModuleType:
     """Return the module of a dotted name, or of a file's path.
 
     Raises:
-        ConfigError: if it is not found.
+        ConfigError: if the module is not found.
     """
     if name.endswith(".py"):
         path = Path(name).expanduser()

@@ -1,4 +1,4 @@
-"""Training of a subject for some steps, with a record of what can be compared."""
+"""Training of a subject for some steps, with a record of the values to compare."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Course:
 
     Attributes:
         steps: number of optimizer steps.
-        seed: of the random numbers of each step.
-        observed: True if gradients, parameters and buffers are read in each step; otherwise only losses and
-            outputs are, and the rest is read after the last step. Reading them has a part of the engine take
-            other ways.
+        seed: seed from which the seed of each step is derived.
+        observed: true if gradients, parameters and buffers are read in each step. If false, only losses and
+            outputs are read in each step, and the other values after the last step. The two take different
+            code paths in the engine.
     """
 
     steps: int
@@ -36,14 +36,14 @@ class Course:
 
 
 class Record:
-    """Values of a run; beyond a number of bytes only their digests are kept."""
+    """The recorded values of a run. After the first 512 MiB of tensors only digests are recorded."""
 
     def __init__(self) -> None:
         self.shown: list[Shown] = []
         self._bytes = 0
 
     def add(self, name: str, value: Any) -> None:
-        """Keep a value."""
+        """Record a value."""
         value = settled(value)
         if isinstance(value, torch.Tensor):
             value = value.cpu()
@@ -53,24 +53,24 @@ class Record:
         self.shown.append((name, value))
 
     def add_all(self, what: str, values: Iterable[tuple[str, Any]]) -> None:
-        """Keep named values."""
+        """Record named values, with `what` before each name."""
         for name, value in values:
             self.add(f"{what} {name}", value)
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return a text that equals only that of a tensor with the same bits."""
+    """Return a text with dtype, shape and a hash of a tensor's bytes."""
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} with digest {digest}"
 
 
 def train(subject: Subject, course: Course, prepare: Callable[[nn.Module], nn.Module]) -> list[Shown]:
-    """Train a subject and return what it showed.
+    """Train a subject and return the recorded values.
 
     Args:
         subject: the model; its values are changed.
-        course: how it is trained.
+        course: the settings of the training.
         prepare: returns the model that is called; compiles it for a streamed run.
     """
     record = Record()
@@ -107,9 +107,9 @@ def batch_of(subject: Subject, step: int) -> Any:
 
 
 def _watch_calls(model: nn.Module, outputs: list[torch.Tensor]) -> None:
-    """From now on append the outputs of each outermost call of a model to a list.
+    """Append the outputs of each later outermost call of a model to a list.
 
-    A forward hook would see the calls of the dry run too, which are within the first call.
+    A forward hook would also get the calls of the dry run, which runs within the first call.
     """
     depth = 0
 

@@ -1,4 +1,4 @@
-"""Models of params files, with their own data."""
+"""Models of params files, with the data that the params name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_zoo_subject(name: str) -> Subject:
 
 
 def _fill(model: nn.Module, initial: Initial) -> None:
-    """Give every parameter the value that a run begins with."""
+    """Set every parameter to the initial value of a run."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spec = ParamSpec(name, tuple(parameter.shape), parameter.dtype, parameter.dtype)

@@ -1,4 +1,4 @@
-"""Campaigns: thousands of random models, with a folder that remembers what is done."""
+"""Campaigns: thousands of random models, with a folder that records their outcomes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _CASES, _CAMPAIGN, _PROGRAMS = "cases.jsonl", "campaign.json", "programs"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A cause of faults, as far as messages tell causes apart.
+    """A cause of faults. Faults with the same verdict and the same `cause` are taken as one.
 
     Attributes:
-        verdict: of its findings.
+        verdict: the verdict of its findings.
         cause: the place and kind of an error, or the features of the smallest program that differs.
-        cases: that have it.
-        reason: of the first of them.
-        script: the shortest that reproduces it.
+        cases: the numbers of the cases that have this fault.
+        reason: the reason in the first of these cases.
+        script: the shortest script that reproduces the fault.
     """
 
     verdict: Verdict
@@ -39,11 +39,11 @@ class Folder:
     """A folder of a campaign.
 
     Args:
-        path: of the folder; it is made if it is missing.
-        seed: of the campaign.
+        path: path of the folder; it is created if it is missing.
+        seed: seed of the campaign.
 
     Raises:
-        ConfigError: if the folder is that of a campaign with another seed.
+        ConfigError: if the folder belongs to a campaign with another seed.
     """
 
     def __init__(self, path: Path, seed: int) -> None:
@@ -61,7 +61,7 @@ class Folder:
             )
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes so far; a last line that was cut off is removed."""
+        """Return the outcomes so far, and remove an incomplete last line from the file."""
         file = self.path / _CASES
         if not file.exists():
             return []
@@ -92,12 +92,12 @@ def run_campaign(
     """Run the first `count` cases of a seed and return their outcomes by number.
 
     Args:
-        seed: of the campaign.
+        seed: seed of the campaign.
         count: number of cases.
-        workers: processes at a time.
+        workers: number of processes at a time.
         limit_s: seconds for each run of a case.
-        folder: of the campaign; cases whose outcomes it holds are not run again.
-        shrinks: True to make programs with faults smaller.
+        folder: folder of the campaign; cases whose outcomes it holds are not run again.
+        shrinks: true to make programs with faults smaller.
         progress: called with all outcomes after each case.
     """
     before = {outcome.case: outcome for outcome in (folder.outcomes() if folder else ())}

@@ -15,7 +15,7 @@ from headwater.conform.grammar.shrink import shrink
 from headwater.conform.grammar.standalone import standalone
 
 PLAIN = "plain"
-"""The part of a case that no engine takes part in."""
+"""Name of the part of a case that runs in plain PyTorch."""
 
 _MOST_DRAWS = 50
 
@@ -25,11 +25,11 @@ class Outcome:
     """The outcome of one case.
 
     Attributes:
-        case: its number.
-        findings: one for each plan.
-        features: of the drawn program.
-        smallest: features of the smallest program with each fault.
-        scripts: a script for each fault that reproduces it.
+        case: number of the case.
+        findings: one finding for each plan.
+        features: the features of the drawn program.
+        smallest: for each fault, the features of the smallest program that has it.
+        scripts: for each fault, a script that reproduces it.
     """
 
     case: int
@@ -48,7 +48,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Outcome:
-        """Return the outcome that `to_json` made these values of."""
+        """Return the outcome from the values that `to_json` returned."""
         findings = tuple(
             Finding(Verdict(each["verdict"]), each["plan"], each["reason"], each["cause"])
             for each in data["findings"]
@@ -59,13 +59,13 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of the work on a case, told before it begins: it may end the process.
+    """A part of the work on a case. It is reported before it begins, because it may crash the process.
 
     Attributes:
         case: number of the case.
-        plan: name of the plan, or what else is done.
-        features: of the program.
-        script: reproduces the run.
+        plan: name of the plan, or `PLAIN`.
+        features: the features of the program.
+        script: a script that reproduces the run.
     """
 
     case: int
@@ -90,9 +90,9 @@ def run_case(seed: int, case: int, *, shrinks: bool = True, begin: Listener = la
     """Draw, judge and, if it has a fault, shrink one case.
 
     Args:
-        seed: of the campaign.
-        case: its number.
-        shrinks: True to make programs with faults smaller.
+        seed: seed of the campaign.
+        case: number of the case.
+        shrinks: true to make programs with faults smaller.
         begin: called before each part of the work.
     """
     program, plain = _draw_usable(seed, case, begin)
@@ -112,7 +112,7 @@ def run_case(seed: int, case: int, *, shrinks: bool = True, begin: Listener = la
 
 
 def _tell(begin: Listener, case: int, plan: str, program: Program) -> None:
-    """Tell that a program is run under a plan."""
+    """Report that a program is about to be run under a plan."""
     begin(Part(case, plan, program.features(), standalone(program, plan)))
 
 

@@ -14,7 +14,7 @@ LARGEST = (3, 2)
 
 
 def draw(seed: int, case: int, attempt: int = 0, largest: tuple[int, int] = LARGEST) -> Program:
-    """Return a random program of this number; another one for each attempt."""
+    """Return the random program of a case; each attempt returns another one."""
     generator = random.Random(f"{seed} {case} {attempt}")
     kinds = {flag: [kind for kind in KINDS.values() if kind.in_loop is flag] for flag in (False, True)}
     chosen = [

@@ -23,10 +23,10 @@ from headwater.plan.known_traces import KnownTraces
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """A run that ended by itself.
+    """A run that ended without an exception.
 
     Attributes:
-        shown: the values that it showed.
+        shown: the values that it recorded.
         warning: the message that tensors do not follow their weights; empty without such a warning.
     """
 
@@ -40,7 +40,7 @@ class Failed:
 
     Attributes:
         kind: name of the exception's class.
-        message: its first line.
+        message: the first line of its message.
         refused: True if it is one of the project's own errors.
         place: the innermost line of this package that it passed; empty if it passed no line.
     """
@@ -63,9 +63,9 @@ def run_streamed(source: str, plan: str, traces: KnownTraces) -> Ran | Failed:
     """Run a program with its model compiled for a plan, with the fewest slabs that are accepted.
 
     Args:
-        source: of the program.
-        plan: its name.
-        traces: of this program; dry runs of an earlier run are not made again.
+        source: source of the program.
+        plan: name of the plan.
+        traces: the traces of this program; dry runs of an earlier run are not repeated.
     """
 
     def run(options: Mapping[str, Any]) -> Ran | Failed:

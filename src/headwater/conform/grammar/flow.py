@@ -89,7 +89,7 @@ def repeat(n: int, *, until: str) -> Code:
 
 @layer(how=("permutation", "stochastic depth", "reversed"))
 def order(n: int, *, how: str) -> Code:
-    """Layers whose order, or number, changes from step to step."""
+    """Layers whose order or number changes from step to step."""
     chosen = {
         "permutation": "torch.randperm(3).tolist()",
         "stochastic depth": "[i for i in range(3) if not self.training or torch.rand(()) > 0.4]",
@@ -243,7 +243,7 @@ def passing(n: int, *, how: str) -> Code:
 
 @layer(how=("set", "instance", "method"))
 def odd_call(n: int, *, how: str) -> Code:
-    """A layer that is called in another way than by its name."""
+    """A layer that is called in an unusual way."""
     init = f"self.m{n} = {_LINEAR}"
     if how == "set":
         return Code(

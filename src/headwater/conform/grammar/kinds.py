@@ -1,4 +1,4 @@
-"""The table of features, which modules of this package fill."""
+"""The table of features, to which the modules of this package add entries."""
 
 from __future__ import annotations
 

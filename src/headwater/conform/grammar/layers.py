@@ -227,7 +227,7 @@ def container(n: int, *, kind: str) -> Code:
 
 @layer(lazy=("LazyLinear(6)", "LazyConv1d(3, 1)", "LazyBatchNorm1d()"))
 def lazy(n: int, *, lazy: str) -> Code:
-    """A lazy module, whose parameters come to be in the first forward."""
+    """A lazy module, whose parameters are created in the first forward."""
     return Code(init=f"self.m{n} = nn.{lazy}", forward=f"x = torch.tanh(self.m{n}(x))")
 
 

@@ -94,7 +94,7 @@ def gradient_norm(n: int, *, how: str) -> Code:
 
 @loop(1, how=("l2", "l1 all", "orthogonal", "gradient penalty", "between layers"))
 def regularized(n: int, other: str, *, how: str) -> Code:
-    """The loss has a term of the weights, or of a gradient."""
+    """The loss has a term that depends on the weights or on a gradient."""
     weight = f"model.{other}.weight"
     line = {
         "l2": f"loss = loss + 0.1 * {weight}.square().sum()",
@@ -136,7 +136,7 @@ def state_dict(n: int, *, step: int, how: str) -> Code:
 
 @loop(1, when=("before", "after", "step"), how=("detach", "data", "view", "state_dict"))
 def kept_reference(n: int, other: str, *, when: str, how: str) -> Code:
-    """A tensor of a weight is kept, and read at the end of each step."""
+    """A tensor that was made of a weight is kept, and read at the end of each step."""
     value = {
         "detach": f"model.{other}.weight.detach()",
         "data": f"model.{other}.weight.data",
@@ -316,7 +316,7 @@ def other_batch(n: int, *, size: int) -> Code:
 
 @loop(how=("model", "pickle", "class"))
 def copied(n: int, *, how: str) -> Code:
-    """A copy of the model made before it is compiled is used beside it."""
+    """The loop uses a copy of the model, which it made before it compiled the model."""
     use = {
         "model": f"loss = loss + (y - twin{n}(x, tokens).detach()).square().mean()",
         "pickle": f"show('twin {n}', twin{n}(x, tokens))",

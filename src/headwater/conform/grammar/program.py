@@ -1,4 +1,4 @@
-"""Programs out of pieces: drawn at random, written as Python source, and made simpler piece by piece."""
+"""Programs that consist of pieces: drawn at random, written as Python source, simplified piece by piece."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def replace_layer(n: int, other: str, *, step: int, optimizer: str) -> Code:
 
 @loop(step=_STEPS, optimizer=_OPTIMIZER, width=(2, 4))
 def new_head(n: int, *, step: int, optimizer: str, width: int) -> Code:
-    """The model gets a new head, also one of another width."""
+    """The model gets a new head, possibly with another width."""
     known = _known(optimizer, "list(model.head.parameters())")
     return Code(batch=at(step, f"model.head = nn.Linear({WIDTH}, {width})", known))
 
@@ -114,7 +114,7 @@ def freeze(n: int, other: str, *, step: int, back: bool, optimizer: str) -> Code
 
 @loop(1, step=_STEPS, group=(False, True))
 def thaw(n: int, other: str, *, step: int, group: bool) -> Code:
-    """A layer that was frozen from the beginning is trained from some step on."""
+    """A layer that is frozen at first is trained from a later step on."""
     known = _group(f"list(model.{other}.parameters())") if group else _REBUILT["new"]
     return Code(
         setup=f"model.{other}.requires_grad_(False)",

@@ -10,7 +10,7 @@ from headwater.conform.grammar.program import TOKENS, WIDTH, Code, dedented
     init=("randn", "t()", "expanded clone", "as_strided", "empty beside"), mode=("matmul", "einsum", "linear")
 )
 def parameter(n: int, *, init: str, mode: str) -> Code:
-    """A parameter of the model itself, also in other orders of memory."""
+    """A parameter of the model itself, possibly with another memory layout."""
     value = {
         "randn": f"torch.randn({WIDTH}, {WIDTH}) / 3",
         "t()": f"(torch.randn({WIDTH}, {WIDTH}) / 3).t()",
@@ -142,7 +142,7 @@ def parametrized(n: int, *, kind: str, cached: bool) -> Code:
 
 @layer(where=("detached", "part", "cat", "norm", "masked"))
 def weight_read(n: int, *, where: str) -> Code:
-    """A weight that is read by other operators than its layer's."""
+    """A weight that is read by operators outside of its layer."""
     return Code(
         init=f"self.m{n} = nn.Linear({WIDTH}, {WIDTH})",
         forward={

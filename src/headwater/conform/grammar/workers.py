@@ -1,4 +1,4 @@
-"""Processes that work through the cases of a campaign; one that ends or hangs costs one case."""
+"""Processes that run the cases of a campaign. A process that ends or hangs costs only one case."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _CHUNK = 500
 
 @dataclasses.dataclass
 class _Worker:
-    """A process with cases to do.
+    """A process with the cases that it works on.
 
     Attributes:
         process: the process.
-        receiver: gives the parts that it begins and the outcomes.
-        cases: that it has not finished.
-        part: begun last.
-        since: when it was begun, by the monotonic clock.
-        end: why the process is gone, or must go; `None` while it works.
+        receiver: receives the parts that it begins, and the outcomes.
+        cases: numbers of the cases that it has not finished.
+        part: the part that it began last.
+        since: time at which this part began, by the monotonic clock, in seconds.
+        end: the reason why the process has ended or must be ended; `None` while it works.
     """
 
     process: BaseProcess
@@ -49,14 +49,15 @@ class _Worker:
 def run_cases(
     seed: int, cases: Iterable[int], *, workers: int, limit_s: float, shrinks: bool = True
 ) -> Iterator[Outcome]:
-    """Yield the outcome of each case, in the order in which they are done.
+    """Yield the outcome of each case, in the order in which the cases finish.
 
     Args:
-        seed: of the campaign.
+        seed: seed of the campaign.
         cases: numbers of the cases.
-        workers: how many processes run at a time.
-        limit_s: seconds for each part of a case; after them the process is killed and the case has crashed.
-        shrinks: True to make programs with faults smaller.
+        workers: number of processes at a time.
+        limit_s: seconds for each part of a case. After this time the process is killed, and the outcome of
+            the case is a crash.
+        shrinks: true to make programs with faults smaller.
     """
     for module in PRELOADED:
         importlib.import_module(module)
@@ -111,7 +112,7 @@ def _receive(worker: _Worker) -> Iterator[Outcome]:
 
 
 def _ended(worker: _Worker) -> Iterator[Outcome]:
-    """Yield the outcome of the case that the process did not finish, if it has not finished all."""
+    """End the process, and yield a crash as the outcome of the case that it did not finish, if any."""
     worker.process.kill()
     worker.process.join()
     if worker.cases:
@@ -127,7 +128,7 @@ def _exit(process: BaseProcess) -> str:
 
 
 def _work(seed: int, cases: list[int], shrinks: bool, sender: Connection) -> None:
-    """Do the cases; this is the main function of a process."""
+    """Run the cases; this is the main function of a process."""
     end_with_parent()
     torch.set_num_threads(1)
     for case in cases:
