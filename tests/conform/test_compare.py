@@ -115,7 +115,7 @@ def test_the_command_prints_and_writes_the_report(in_process, tmp_path, capsys):
         (["nowhere_at_all:make"], "module 'nowhere_at_all' not found"),
         ([f"{SUBJECTS}:three"], "expected a torch module first, found int"),
         (["gpt/tinny"], "gpt/tiny"),
-        ([f"{SUBJECTS}:plain", "--plans", "memory,tape"], "found 'tape'"),
+        ([f"{SUBJECTS}:plain", "--plans", "memory,tape"], "unknown plan 'tape'"),
         ([f"{SUBJECTS}:plain", "--random", "3"], "expected a model or --random, found both"),
     ],
 )

@@ -45,13 +45,17 @@ def test_a_fork_has_the_state_of_a_new_interpreter(kind, tmp_path):
     assert shown(*words, **options) == expected
 
 
+HANDLED = "import os, signal; signal.signal(2, signal.default_int_handler)"
+"""A process in the background of a shell ignores SIGINT otherwise."""
+
+
 @pytest.mark.parametrize(
     ("code", "status", "error"),
     [
         ("raise SystemExit(7)", 7, ""),
         ("import sys; sys.exit('no')", 1, "no\n"),
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
-        ("import os; os.kill(os.getpid(), 2)", -signal.SIGINT, "KeyboardInterrupt\n"),
+        (f"{HANDLED}; os.kill(os.getpid(), 2)", -signal.SIGINT, "KeyboardInterrupt\n"),
         ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
         ("import atexit, sys; atexit.register(print, 'end', file=sys.stderr)", 0, "end\n"),
     ],
