@@ -239,7 +239,7 @@ def test_optimizer_state_of_a_released_model_is_a_plain_dictionary(plan, tmp_pat
         optimizer = adamw(model.parameters())
         losses = train(model, optimizer, 2)
         optimizer.state.pop(model[1][0].weight)
-        model[1][0].weight.data = model[1][0].weight.data[:, :].double()  # this one leaves the store
+        model[1][0].weight.data = model[1][0].weight.data[:, :].double()  # this parameter leaves the store
         optimizer.state[model[0][0].weight]["exp_avg"].zero_()
         return losses, [shown(each) for each in optimizer.state.values()], optimizer
 

@@ -30,7 +30,7 @@ def test_averaged_weights_may_be_swapped_in_by_data(take, plan, tmp_path):
         for name, param in model.named_parameters():
             param.data = backup[name]
         losses += train(model, optimizer, 2)
-        return losses, evaluated, between, backup, model  # what was taken follows the parameter again
+        return losses, evaluated, between, backup, model  # `backup` shares memory with the parameter again
 
     check(script, plan, tmp_path)
 
@@ -43,7 +43,7 @@ def data_of_itself(weight):
 def taken_before(weight):
     whole, detached, row, transposed = weight.data, weight.detach(), weight.data[1], weight.detach().t()
     weight.data = whole * 2
-    whole[0, 0] = 7.0  # of the former memory, which all of these share
+    whole[0, 0] = 7.0  # writes to the former memory, which all of these share
     row.mul_(3)
     return whole, detached, row, transposed
 

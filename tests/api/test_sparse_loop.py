@@ -67,7 +67,7 @@ def test_sparse_streamed_training_equals_plain(optimizer, algorithm):
     assert losses == plain_losses
     assert zeros == plain_zeros
     assert all(torch.equal(weights[name], value) for name, value in plain_weights.items())
-    # A weight that was just put in has no gradient where all that its output goes to is masked.
+    # A new weight has no gradient if all weights that read its output are masked.
     masked = [180, 300, 45]
     assert all(have >= least for step in zeros for have, least in zip(step, masked, strict=True))
     assert zeros[-1] == masked or algorithm == "SET"
@@ -75,7 +75,7 @@ def test_sparse_streamed_training_equals_plain(optimizer, algorithm):
 
 def test_masks_change_only_on_the_schedule():
     static, changing = (trained("CPU", "AdamW", algorithm) for algorithm in ("Static", "RigL"))
-    assert static[0][:3] == changing[0][:3]  # the third step has its loss before its mask changes
+    assert static[0][:3] == changing[0][:3]  # the loss of the third step is computed before the mask changes
     assert static[0][3:] != changing[0][3:]
 
 

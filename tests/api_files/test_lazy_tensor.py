@@ -35,7 +35,7 @@ def source():
     return Source(torch.randn(4, 5))
 
 
-def test_what_needs_no_values_reads_none(source):
+def test_operations_without_values_read_nothing(source):
     lazy = source.lazy
     assert (lazy.shape, lazy.dtype, lazy.numel(), lazy.nbytes) == ((4, 5), torch.float32, 20, 80)
     assert (lazy.device.type, lazy.stride(), lazy.is_contiguous()) == ("cpu", (5, 1), True)
@@ -55,7 +55,7 @@ def test_what_needs_no_values_reads_none(source):
         lambda t: torch.from_numpy(t.numpy().copy()), copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)),
     ],
 )  # fmt: skip
-def test_operations_give_plain_tensors(source, operation):
+def test_operations_return_plain_tensors(source, operation):
     result, expected = operation(source.lazy), operation(source.values)
     assert type(result) is torch.Tensor
     assert result.dtype == expected.dtype
@@ -139,7 +139,7 @@ def test_changes_in_place_are_refused(source, change):
     assert torch.equal(source.values, before)
 
 
-def test_source_that_gives_too_little_is_noticed(source):
+def test_a_source_with_too_few_elements_is_detected(source):
     lazy = LazyTensor(source.pieces, (5, 5), torch.float32)
     with pytest.raises(AssertionError, match="25 elements have 20"):
         lazy.clone()

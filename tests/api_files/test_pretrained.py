@@ -316,7 +316,7 @@ def test_names_that_differ(tmp_path):
         load_pretrained(model, tmp_path)
 
 
-def test_parameters_that_nothing_gives_values(tmp_path):
+def test_parameters_without_values_are_refused(tmp_path):
     with empty_parameters():
         model = nn.Module()
         model.token = nn.Parameter(torch.zeros(3))
@@ -361,7 +361,7 @@ def test_damaged_folders(checkpoints, tmp_path):
         save_pretrained(make_empty("llama"), tmp_path / "new")
 
 
-def test_saving_replaces_what_was_there(checkpoints, tmp_path):
+def test_saving_replaces_the_old_files(checkpoints, tmp_path):
     _, theirs = checkpoints("llama")
     (tmp_path / "tokenizer.json").write_text("{}")
     for size in ("1GB", "20KB", "50KB", "1GB"):
@@ -378,7 +378,7 @@ def test_saving_replaces_what_was_there(checkpoints, tmp_path):
     assert torch.equal(logits_of(model), logits_of(theirs))
 
 
-def test_full_disk_leaves_what_was_there(checkpoints, tmp_path):
+def test_a_full_disk_leaves_the_old_files(checkpoints, tmp_path):
     resource = pytest.importorskip("resource")
     _, theirs = checkpoints("llama")
     save_pretrained(theirs, tmp_path)

@@ -95,7 +95,7 @@ def test_training_continues_from_a_file_to_the_same_bits(tmp_path):
     assert_same(state_of(resumed), state_of(training))
 
 
-def test_keeps_what_modules_say_about_their_versions(tmp_path):
+def test_version_metadata_of_modules_is_kept(tmp_path):
     state = make_training(0)[0].state_dict()
     save(state, tmp_path / "x")
     loaded = load(tmp_path / "x")
@@ -121,7 +121,7 @@ states = st.recursive(
 
 
 @given(states)
-def test_any_nesting_comes_back(tmp_path_factory, state):
+def test_any_nesting_survives_a_round_trip(tmp_path_factory, state):
     path = tmp_path_factory.mktemp("state") / "x"
     save(state, path)
     assert_same(load(path), state)
@@ -158,7 +158,7 @@ def test_map_location_reads_everything(tmp_path):
     assert type(load(tmp_path / "x", map_location="cpu")[0]) is torch.Tensor
 
 
-def test_a_file_may_be_replaced_while_its_tensors_are_wanted(tmp_path):
+def test_a_file_may_be_replaced_while_lazy_tensors_refer_to_it(tmp_path):
     path = tmp_path / "x"
     save({"w": torch.ones(300, 300)}, path)
     old = load(path)
@@ -179,7 +179,7 @@ def test_a_file_may_be_replaced_while_its_tensors_are_wanted(tmp_path):
     ],
     ids=["set", "module", "meta", "sparse"],
 )
-def test_what_a_file_cannot_hold(tmp_path, value, place):
+def test_unsupported_values_are_refused(tmp_path, value, place):
     with pytest.raises(CheckpointError, match=place):
         save(value, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
@@ -330,7 +330,7 @@ def test_failed_source_leaves_the_previous_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_two_that_save_the_same_file(tmp_path):
+def test_a_file_that_is_being_saved_cannot_be_saved_again(tmp_path):
     path = tmp_path / "x"
     inside, go_on = threading.Event(), threading.Event()
 

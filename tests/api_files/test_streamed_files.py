@@ -61,7 +61,7 @@ def assert_same_weights(model, expected):
         assert torch.equal(one, other), name
 
 
-def test_fine_tuned_and_written_back(pretrained, tmp_path):
+def test_a_fine_tuned_model_is_saved_for_transformers(pretrained, tmp_path):
     plain, streamed = make_plain(pretrained), make_streamed(pretrained)
     assert train(*streamed, 3) == train(*plain, 3)
     save_pretrained(streamed[0], tmp_path, max_shard_size="20KB")
@@ -84,14 +84,14 @@ def test_state_files(pretrained, tmp_path):
         assert train(*resumed, 2) == expected
 
 
-def test_loaded_while_it_is_streamed(pretrained):
+def test_a_checkpoint_is_loaded_into_a_streamed_model(pretrained):
     plain, streamed = make_plain(pretrained), make_streamed(pretrained)
     train(*streamed, 1)
     load_pretrained(streamed[0], pretrained)
     assert_same_weights(streamed[0], plain[0])
 
 
-def test_masters_are_as_exact_as_the_checkpoint(pretrained, tmp_path):
+def test_masters_keep_the_precision_of_the_checkpoint(pretrained, tmp_path):
     model, optimizer = make_streamed(pretrained)
     with torch.autocast("cpu", torch.bfloat16):
         train(model, optimizer, 1)

@@ -56,7 +56,7 @@ def train(backend, folder):
         losses = nn.functional.cross_entropy(outputs, labels, reduction="none")
         losses.mean().backward()
         seen.norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        if number % 3 == 0:  # onto what was clipped
+        if number % 3 == 0:  # adds to clipped gradients
             (model(inputs) ** 2).mean().backward()
             params["4.bias"].grad.mul_(0.5)
         if number == SKIPPED:

@@ -246,7 +246,7 @@ def test_loops_on_disk_equal_loops_in_memory(work, ranks, hosts, precision, on_d
     for mine, theirs in zip(found, wanted, strict=True):
         assert len(mine) == len(theirs)
         assert all((value == other).all() for value, other in zip(mine, theirs, strict=True))
-    if precision is None:  # otherwise rounding differs, and AdamW makes much of that
+    if precision is None:  # otherwise rounding differs, and AdamW amplifies the difference
         (one,) = run_ranks(functools.partial(start, folder=tmp_path / "one", options=given), 1)
         for value, expected in zip(found[0], one, strict=True):
             assert_close(torch.tensor(value), torch.tensor(expected), rtol=1e-5, atol=1e-5)

@@ -105,7 +105,7 @@ def flat(values):
 
 
 def test_the_output_of_a_script_is_printed_once(two, request):
-    begun = 1 if "python" in request.node.name else 2  # each rank comes to where the number is said
+    begun = 1 if "python" in request.node.name else 2  # each rank reaches the line that prints the number
     assert [two[0].count(words) for words in ("begun", "trained", "every rank warns")] == [begun, 1, 1]
 
 

@@ -79,7 +79,7 @@ def test_a_participant_that_joins_during_a_step_is_part_of_it():
     accounts = []
     with pytest.raises(ValueError), transaction():
         accounts.append(Account())
-        register(accounts[0])  # again: nothing more happens
+        register(accounts[0])  # a second call has no effect
         accounts[0].value = 5
         raise ValueError
     assert accounts[0].verbs == ["begin", "abort"] and accounts[0].value == 0

@@ -184,7 +184,7 @@ def test_a_job_continues_without_a_supervisor(submit, queue, supervisor, folder,
     running(queue, job), running(queue, other)
     end([supervisor()])
     (tmp_path / "go").touch()
-    database = Database(folder)  # asked like this, nobody starts another supervisor
+    database = Database(folder)  # opening it in this way starts no supervisor
     query = "SELECT phase, exit_code FROM jobs WHERE id = 1"
     wait_until(lambda: tuple(database.rows(query)[0]) == (Phase.FAILED, 4))
     assert [row["job"] for row in database.rows("SELECT job FROM leases")] == [2]

@@ -20,7 +20,7 @@ from headwater.core.errors import ConfigError, QueueError
 
 @pytest.fixture
 def served(folder):
-    """A queue that others may ask, answered by a thread of this process; nobody starts jobs."""
+    """Run a queue that a thread of this process serves to clients; no supervisor starts its jobs."""
     prepare(folder, shared=True)
     with serving(folder):
         yield folder
@@ -35,7 +35,7 @@ def quiet(folder):
 
 
 def add(queue, tmp_path, count=1, **options):
-    """Submit jobs that nobody starts; return the last."""
+    """Submit jobs that no supervisor starts; return the last."""
     for number in range(count):
         job = queue.submit(Submission(("true",), tmp_path, **options), f"{options}{number}")
     return job

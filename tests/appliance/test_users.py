@@ -82,7 +82,7 @@ def run_as(uid, program, *arguments):
 
 
 def ask(folder, uid, *questions):
-    """The answers to questions of a user, by a process of his own."""
+    """Return the answers to a user's requests, which a separate process of that user sends."""
     return [json.loads(line) for line in run_as(uid, ASK, folder.path, json.dumps(questions)).splitlines()]
 
 

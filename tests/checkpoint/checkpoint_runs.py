@@ -76,7 +76,7 @@ def _initialize(store: WeightStore, stage: StageSpec) -> None:
     def fill(piece: PieceState) -> None:
         piece.master.copy_(values[piece.param][piece.start : piece.start + piece.master.numel()])
         for state in piece.states.values():
-            state.fill_(float("nan"))  # what an optimizer has never written must not matter
+            state.fill_(float("nan"))  # state that the optimizer has never written must not be used
 
     store.parameters.write(stage.index, fill)
 

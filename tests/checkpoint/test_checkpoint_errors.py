@@ -284,7 +284,7 @@ def test_really_full_disk(small_disk):
     SavedCheckpoint(kept).verify()
 
 
-# what a kill leaves
+# files that a killed run leaves
 
 
 def test_partial_and_replaced_checkpoints_are_removed(checkpoint):
@@ -364,7 +364,7 @@ def test_damaged_checkpoint_leaves_the_older_one_usable(tmp_path):
     assert_same(fresh, reference)
 
 
-# manifests with a right checksum that no run has written
+# forged manifests with a right checksum
 
 
 def forge(checkpoint: Path, change) -> None:

@@ -17,7 +17,7 @@ def test_a_notice_names_the_current_activity():
     assert said[-1].endswith("so far)")
 
 
-def test_short_work_is_not():
+def test_short_work_is_not_announced():
     said = []
     with noticed("planning", silence_s=60, say=said.append):
         pass

@@ -58,7 +58,7 @@ def test_files_of_the_library_are_read(tmp_path):
 
 
 @given(data=st.data())
-def test_any_runs(written, data):
+def test_arbitrary_runs_are_read(written, data):
     """Runs begin and end anywhere in a chunk, and the same reader reads them one after the other."""
     file = TensorFile(*written)
     for _ in range(4):

@@ -86,7 +86,7 @@ def test_links_of_another_user_overwrite_nothing(shared, tmp_path):
 
 @needs_root
 @pytest.mark.usefixtures("file_system")
-def test_nobody_else_sees_or_opens_a_scratch_file(shared):
+def test_no_other_user_sees_or_opens_a_scratch_file(shared):
     seen = FORK.SimpleQueue()
     stop = FORK.Event()
 

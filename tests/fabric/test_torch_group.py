@@ -99,7 +99,7 @@ def test_invalid_collectives_are_refused_without_waiting():
         with pytest.raises(RankError, match=r"expected a tensor of shape \[2\] and torch.float32"):
             dist.all_gather([torch.empty(2)] * 2, torch.empty(2 + fabric.rank))
             dist.all_gather([torch.empty(2)] * 2, torch.empty(3 - fabric.rank))
-        with pytest.raises(RuntimeError):  # its processes would look for each other in a store
+        with pytest.raises(RuntimeError):  # its processes would rendezvous in a store
             dist.new_group(backend="gloo")
 
     run_ranks(ask)

@@ -99,12 +99,12 @@ BUSY, QUIET = 0.5, 1.0
     ("then", "now_s", "now", "holds"),
     [
         (QUIET, 0.021, QUIET, True),
-        (QUIET, 0.05, QUIET, False),  # slower, though nobody else is here: another machine now
-        (QUIET, 0.2, BUSY, True),  # slower, because it is busy now
-        (QUIET, 0.01, QUIET, False),  # it was slower than it should have been then
+        (QUIET, 0.05, QUIET, False),  # slower on a quiet machine: this is another machine
+        (QUIET, 0.2, BUSY, True),  # slower because the machine is busy now
+        (QUIET, 0.01, QUIET, False),  # faster: the earlier measurement was too slow
         (QUIET, 0.01, BUSY, False),
         (BUSY, 0.02, BUSY, True),
-        (BUSY, 0.02, QUIET, False),  # a quiet moment for a better one
+        (BUSY, 0.02, QUIET, False),  # the machine is quiet now: measure again
     ],
 )
 def test_a_quick_check_decides_if_a_measurement_still_holds(then, now_s, now, holds):

@@ -55,7 +55,7 @@ def test_one_csx_without_streaming_takes_the_predicted_time(precision, shape):
         (BOXES, {"num_slabs": 3}, 0.05),
         (BOXES, {"tier": "disk"}, 0.05),
         (BOXES, {"tier": "disk", "gradient_tier": "disk", "num_slabs": 3}, 0.05),
-        (SERVERS, {"num_slabs": 3}, 0.1),  # bound by its link, which is idle for want of a slab now and then
+        (SERVERS, {"num_slabs": 3}, 0.1),  # limited by its link, which is sometimes idle until a slab is free
         (SERVERS, {}, 0.05),
     ],
     ids=["slabs", "disk", "gradients on disk", "accelerator and slabs", "accelerator"],
@@ -192,7 +192,7 @@ def test_offloaded_activations_are_written_and_read():
     assert on_disk.step.step_s > point(BOXES, 1, 4, **fixed()).step.step_s
 
 
-# where things are
+# placement on hosts
 
 
 def test_ranks_fill_hosts():
@@ -223,7 +223,7 @@ def test_a_store_that_is_too_small_is_refused():
         point(dataclasses.replace(WAFERS, store=tiny), 4, 16)
 
 
-# what the documents of a wafer-scale cluster state
+# claims in the documents of a wafer-scale cluster
 
 
 @pytest.mark.parametrize(

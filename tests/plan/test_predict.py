@@ -93,7 +93,7 @@ def test_recomputing_trades_bytes_for_time():
 
 
 def test_disk_traffic_of_a_step_equals_the_sum_by_hand():
-    # With a slab for each stage: 12 bytes a parameter in, 12 out. With two, blocks come again for backward.
+    # With a slab for each stage: 12 bytes a parameter in, 12 out. With two, backward reads blocks again.
     trace = gpt_trace(layers=6, tied=False)
     read, write = RATES.disk_read_bytes_per_s, RATES.disk_write_bytes_per_s
     whole = 12 * numel(trace) * (1 / read + 1 / write)
@@ -134,7 +134,7 @@ def test_stages_used_together_need_slabs_at_once():
 
 
 def test_only_tensors_saved_within_one_module_can_be_recomputed():
-    # The tied embedding is read by the head too: running the embedding again frees nothing of the head's.
+    # The head also reads the tied embedding, so recomputing the embedding frees nothing that the head saved.
     trace = gpt_trace(layers=2)
     costs = tuple(dataclasses.replace(cost, recomputable=True) for cost in trace.costs)
     assert recomputable(dataclasses.replace(trace, costs=costs)) == [False, True, True]

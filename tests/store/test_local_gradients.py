@@ -56,7 +56,9 @@ def test_changes_of_a_borrowed_sum_reach_norm_and_update(gradients):
     taken = gradients.take(0)
     assert torch.equal(taken[1], torch.full((4,), 6.0))
     taken[1].zero_()
-    assert torch.equal(lent, torch.full((4,), 6.0))  # the update does not change what the loop still has
+    assert torch.equal(
+        lent, torch.full((4,), 6.0)
+    )  # the update does not change the sum that the loop borrowed
 
 
 def test_unused_gradients_can_be_put_back(gradients):

@@ -114,7 +114,7 @@ def test_some_gradients_may_be_committed_while_others_accumulate(on_ranks):
         assert sums.take(1) is None
         taken = sums.take(0)
         assert torch.equal(taken[0], total(KEYS[0])) and taken[1] is None
-        backward(sums, rank, 1)  # lost where a step has used the sum, and nobody has forgotten it
+        backward(sums, rank, 1)  # ignored for the sum that a step has consumed and no rank has dropped
         assert sums.borrow(KEYS[0]) is None
         sums.drop(KEYS[0])
         sums.drop(KEYS[1])
@@ -135,7 +135,7 @@ def test_an_undone_step_restores_the_sums_of_all_ranks(on_ranks, looked):
         sums.remember()
         assert sums.status.remembered == {(0, 0), (0, 1)}
         backward(sums, rank, 1)
-        sums.add((1, 1), gradient(rank, (1, 1), 2), last=True)  # and is broken off
+        sums.add((1, 1), gradient(rank, (1, 1), 2), last=True)  # interrupted
         sums.restore((), ())
         before = [sums.borrow(key) for key in KEYS]
         before = [None if each is None else each.clone() for each in before]

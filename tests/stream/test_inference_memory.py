@@ -46,9 +46,9 @@ def engine(depth, width, rows):
         initial=lambda spec: torch.randn(spec.shape) * 0.01,
     )
 
-with engine(2, 8, 8) as small:  # what torch loads at first use
+with engine(2, 8, 8) as small:  # torch loads libraries at first use
     small.evaluate(torch.randn(8, 8))
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+Path("/proc/self/clear_refs").write_text("5")  # reset the peak
 before = status("VmRSS")
 with engine(DEPTH, WIDTH, ROWS) as large:
     batch = torch.randn(ROWS, WIDTH)

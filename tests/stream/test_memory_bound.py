@@ -35,9 +35,9 @@ def make_model():
 
 optimizer = OptimizerSpec("AdamW", {"lr": 1e-3})
 small = regression(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), 4, 8, optimizer=optimizer)
-with make_engine(small, Setting("disk"), Path(sys.argv[1])) as engine:  # what torch loads at first use
+with make_engine(small, Setting("disk"), Path(sys.argv[1])) as engine:  # torch loads libraries at first use
     engine.train_step(small.batches(0), small.update(0))
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+Path("/proc/self/clear_refs").write_text("5")  # reset the peak
 before = status("VmRSS")
 job = regression(make_model, 8, WIDTH, optimizer=optimizer, micro_batches=int(sys.argv[4]))
 setting = Setting(sys.argv[2], 2, gradient_tier=sys.argv[3])

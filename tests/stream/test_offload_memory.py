@@ -60,9 +60,9 @@ def train(streamed, batch):
     for step in range(2):
         streamed.train_step([batch], Update(step, {"lr": 1e-3}))
 
-with engine(2, 64, 1024) as small:  # what torch loads at first use
+with engine(2, 64, 1024) as small:  # torch loads libraries at first use
     train(small, torch.randn(1024, 64))
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+Path("/proc/self/clear_refs").write_text("5")  # reset the peak
 before = status("VmRSS")
 with engine(DEPTH, WIDTH, ROWS) as large:
     batch = torch.randn(ROWS, WIDTH)

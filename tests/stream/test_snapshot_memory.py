@@ -40,11 +40,11 @@ def train(engine, job, step):
 
 optimizer = OptimizerSpec("AdamW", {"lr": 1e-3})
 small = regression(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), 4, 8, optimizer=optimizer)
-with make_engine(small, Setting("disk"), folder / "tier") as engine:  # what torch loads at first use
+with make_engine(small, Setting("disk"), folder / "tier") as engine:  # torch loads libraries at first use
     for step in range(3):
         train(engine, small, step)
 job = regression(make_model, 8, WIDTH, optimizer=optimizer)
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+Path("/proc/self/clear_refs").write_text("5")  # reset the peak
 before = status("VmRSS")
 setting = Setting("disk", 2, gradient_tier="disk")
 zeros = lambda spec: torch.zeros(()).expand(spec.shape)
@@ -54,7 +54,7 @@ with make_engine(job, setting, folder / "tier", initial=zeros) as engine:
     trained = status("VmHWM") - before
     parts = Footprint(engine.plan.trace, optimizer_state_bytes=8, base_bytes=0).memory(engine.plan).host
     at_rest = status("VmRSS")
-    readers = [engine.store.parameters.read(stage) for stage in (0, 1)]  # as two threads do that save at once
+    readers = [engine.store.parameters.read(stage) for stage in (0, 1)]  # like two threads that save
     pieces = [next(reader) for reader in readers]
     held = status("VmRSS") - at_rest
 print(json.dumps({"trained": trained, "held": held, "parts": parts}))

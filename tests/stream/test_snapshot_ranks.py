@@ -22,7 +22,7 @@ def train(fabric, plan, folder, slow, steps):
     def part(step, index):
         return tokens(step, index)[fabric.rank : fabric.rank + 1] if fabric.computes else None
 
-    faulthandler.dump_traceback_later(60, exit=True)  # it waits for itself
+    faulthandler.dump_traceback_later(60, exit=True)  # a deadlock would block the test
     work = Job(Net, part, loss_of)
     with Engine(
         work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric
@@ -31,7 +31,7 @@ def train(fabric, plan, folder, slow, steps):
         engine.store.flush()
         engine.store.scalars.share()
         if fabric.computes:
-            engine.evaluate(tokens(99, 0))  # slabs are filled: what comes next need not fetch
+            engine.evaluate(tokens(99, 0))  # fills the slabs, so that the next step need not fetch
         leads, store = fabric.rank == 0, engine.store
         snapshot = Snapshot(store, folder, 1) if leads else SnapshotElsewhere(store)
 

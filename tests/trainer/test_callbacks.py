@@ -67,7 +67,7 @@ def test_history_of_a_new_run_replaces_that_of_an_old_one(tmp_path):
     assert [record["step"] for record in read_history(path)] == [1, 1]
 
 
-def test_loss_curve_is_a_picture(tmp_path):
+def test_the_loss_curve_is_a_png_file(tmp_path):
     run(History(tmp_path / "h.jsonl"), step(1), step(2))
     draw_loss_curve(tmp_path / "h.jsonl", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -49,7 +49,7 @@ def test_damaged_lines_are_left_out_with_a_warning(tmp_path, caplog, damage):
     assert b"\0" not in path.read_bytes()
 
 
-def test_a_damaged_line_between_others_loses_only_itself(tmp_path):
+def test_a_damaged_line_does_not_affect_other_lines(tmp_path):
     path = tmp_path / "history.jsonl"
     run(History(path), step(1), step(2), step(3))
     lines = path.read_bytes().splitlines(keepends=True)
@@ -85,7 +85,7 @@ def test_a_history_that_needs_no_change_is_not_written_again(tmp_path):
     assert path.stat().st_ino == before.st_ino
 
 
-def test_the_history_is_on_disk_when_a_checkpoint_is_asked_for(tmp_path, monkeypatch):
+def test_a_checkpoint_syncs_the_history_to_disk(tmp_path, monkeypatch):
     synced = []
     history = History(tmp_path / "history.jsonl")
     history.on_fit_start(start_of(0))

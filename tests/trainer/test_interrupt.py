@@ -31,7 +31,7 @@ def test_the_first_signal_is_a_request(number, capfd):
     assert "repeat the signal to stop at once" in capfd.readouterr().err
 
 
-def test_another_thread_leaves_signals_alone():
+def test_another_thread_installs_no_signal_handlers():
     before = signal.getsignal(signal.SIGINT)
     seen = []
 

@@ -30,13 +30,13 @@ def test_a_run_is_stopped_where_memory_is_short(monkeypatch, caplog):
     assert "stopping after this step with a checkpoint: 8.00 MiB of 400 MiB" in caplog.text
 
 
-def test_a_run_with_room_goes_to_its_end(monkeypatch, caplog):
+def test_a_run_with_enough_memory_finishes(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert not watched(monkeypatch, Room(free=GIB, limit=8 * GIB), budget=GIB, held=GIB)
     assert not caplog.text
 
 
-def test_a_run_beyond_its_budget_says_so_once(monkeypatch, caplog):
+def test_a_run_over_its_budget_warns_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert not watched(monkeypatch, Room(free=GIB, limit=8 * GIB), budget=GIB, held=2 * GIB)
     assert caplog.text.count("its budget is 1.00 GiB") == 1

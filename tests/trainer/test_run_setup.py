@@ -78,7 +78,7 @@ def test_plan_follows_the_params():
     assert plan.budget is not None and plan.budget.host_memory == 4 << 30
 
 
-def test_another_number_of_ranks_than_was_asked_for_is_refused():
+def test_a_number_of_ranks_other_than_num_csx_is_refused():
     with pytest.raises(ConfigError, match="num_csx=2, but 1 rank was started"):
         check_number(tiny("num_csx=2").init, ALONE)
 

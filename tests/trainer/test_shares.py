@@ -62,7 +62,7 @@ def history(model, size, folder):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_split_does_not_matter(model, tmp_path):
+def test_any_micro_batch_size_computes_the_same_step(model, tmp_path):
     whole = history(model, 4, tmp_path / "whole")
     for size in (1, 2):
         parts = history(model, size, tmp_path / str(size))

@@ -19,13 +19,13 @@ def asked_to_stop(interrupt, others, meanwhile=lambda: None, failure=None):
     return Trainer._asked_to_stop(trainer, interrupt)
 
 
-def test_a_signal_that_comes_while_ranks_agree_counts_after_the_next_step():
+def test_a_signal_during_the_agreement_is_handled_after_the_next_step():
     interrupt = Interrupt()
     assert not asked_to_stop(interrupt, [0.0], lambda: setattr(interrupt, "requested", True))
     assert asked_to_stop(interrupt, [0.0])
 
 
-def test_a_signal_that_another_rank_has_heard_counts_here():
+def test_a_signal_received_by_another_rank_is_handled_here():
     interrupt = Interrupt()
     assert not asked_to_stop(interrupt, [0.0])
     assert asked_to_stop(interrupt, [1.0])

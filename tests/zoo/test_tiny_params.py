@@ -27,7 +27,7 @@ def losses(name, folder, **overrides):
     keys = {
         "trainer.init.model_dir": str(folder),
         "trainer.init.loop": {"max_steps": STEPS},
-        "trainer.init.schedulers": [{"ConstantLR": {"learning_rate": 1e-3}}],  # their own begin at 0
+        "trainer.init.schedulers": [{"ConstantLR": {"learning_rate": 1e-3}}],  # their schedules begin at 0
         "trainer.init.logging.log_steps": 1,
         "trainer.init.checkpoint": {},
         "trainer.init.callbacks": [],
