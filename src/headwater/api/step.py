@@ -1,4 +1,4 @@
-"""The parts of a user's training loop: the traced step, and the closures that read what it returned."""
+"""The parts of a user's training loop: the traced step, and the closures that read its results."""
 
 from __future__ import annotations
 

@@ -34,9 +34,10 @@ class Run:
 
     Attributes:
         status: `ok`, `refused`, `failed`, `crashed` or `timed out`.
-        shown: values, if it is ok.
-        message: why it is not ok.
-        trace: of an error that is not the project's own, or of a crash.
+        shown: the recorded values, if the status is `ok`.
+        message: the error, for any other status.
+        trace: the traceback of an error that is not one of the project's exceptions, or the last output
+            before a crash.
     """
 
     status: str
@@ -49,7 +50,7 @@ def run_child(request: Request, limit_s: float) -> Run:
     """Run a request in a separate process.
 
     Args:
-        request: what to run; its result file must not exist.
+        request: the run; its result file must not exist.
         limit_s: seconds after which the process is killed.
     """
     result = Path(request.result)

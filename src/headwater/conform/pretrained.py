@@ -19,7 +19,7 @@ def load_pretrained_subject(folder: Path) -> Subject:
 
     Raises:
         ConfigError: if transformers is missing, or the folder names no class of it.
-        ModelError: if it is not known what the class takes.
+        ModelError: if the inputs of the class are not known.
     """
     try:
         import transformers

@@ -229,7 +229,7 @@ class Values:
     Two of these objects are equal if they read the same parameter.
 
     Args:
-        param: a parameter at rest. Later it may be bound, in another store, or a plain parameter.
+        param: a parameter at rest. Later the parameter may be bound, in another store, or a plain one.
     """
 
     def __init__(self, param: torch.Tensor) -> None:
@@ -418,7 +418,7 @@ def stand_in(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:
     Args:
         kind: the class.
         shape: the shape.
-        like: has the dtype and the device.
+        like: a tensor with the dtype and the device.
     """
     value = float("nan") if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(tuple(shape)).as_subclass(kind)

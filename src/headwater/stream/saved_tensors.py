@@ -146,7 +146,7 @@ class _OwnCheckpoints(threading.local):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Mark what runs in the context as run by a checkpoint made here."""
+        """Enter a context that marks the code in it as run by a checkpoint made here."""
         self._entered.append(_innermost_hooks())
         try:
             yield

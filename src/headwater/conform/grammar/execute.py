@@ -128,7 +128,7 @@ def _run(source: str, compile_model: Callable[[nn.Module], nn.Module]) -> Ran | 
 
 
 def _failure(error: Exception) -> Failed:
-    """Return what is kept of an exception."""
+    """Return an exception's class, first line and place."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/headwater/" in frame.filename]
     own = [frame for frame in frames if "/headwater/conform/" not in frame.filename]
     place = f"{Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}" if own else ""

@@ -37,10 +37,10 @@ class Finding:
     """The verdict on a program under one plan.
 
     Attributes:
-        verdict: how the runs compare.
+        verdict: the result of the comparison.
         plan: name of the plan.
         reason: the difference, the refusal or the error.
-        cause: what remains the same while the program is made smaller.
+        cause: the part of the reason that must stay the same while the program is made smaller.
     """
 
     verdict: Verdict
@@ -99,7 +99,7 @@ def _judge(program: Program, plain: Ran, plan: str, traces: KnownTraces) -> Find
 
 
 def _without_kept(ran: Ran) -> list[Shown]:
-    """Return what a run showed except tensors that the program made of weights before the first forward."""
+    """Return the values of a run without those that the program made of weights before the first forward."""
     return [(name, value) for name, value in ran.shown if not name.startswith(KEPT)]
 
 

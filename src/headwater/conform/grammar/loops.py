@@ -1,4 +1,4 @@
-"""Features of loops: what happens to weights, gradients and optimizers between steps."""
+"""Features of loops: changes of weights, gradients and optimizers between steps."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def copied(n: int, *, how: str) -> Code:
 
 @loop(step=_STEPS, part=("first", "head"))
 def part_called(n: int, *, step: int, part: str) -> Code:
-    """A layer of the model is called by itself."""
+    """A layer of the model is called alone, outside of the model's forward."""
     width = WIDTH
     line = f"loss = loss + model.{part}(torch.ones(2, {width})).square().mean()"
     return Code(loss=at(step, line))

@@ -25,15 +25,15 @@ class Code:
     """Lines of Python that a piece adds to each part of a program.
 
     Attributes:
-        top: before the model's class.
-        init: in the model's `__init__`.
-        forward: in the model's `forward`; changes the hidden state `x`, and may read `tokens`.
-        setup: in the run, with the plain `model`.
-        begin: in the run, with the compiled `model` and its `optimizer`.
-        batch: in a step, before the forward.
-        loss: in a step, after the forward; may change `loss`.
-        gradients: in a step, between backward and the optimizer's step.
-        end: in a step, after the optimizer's step.
+        top: lines before the model's class.
+        init: lines in the model's `__init__`.
+        forward: lines in the model's `forward`; they change the hidden state `x`, and may read `tokens`.
+        setup: lines of the run before the `model` is compiled.
+        begin: lines of the run that use the compiled `model` and its `optimizer`.
+        batch: lines of a step before the forward.
+        loss: lines of a step after the forward; they may change `loss`.
+        gradients: lines of a step between backward and the optimizer's step.
+        end: lines of a step after the optimizer's step.
         squares: attributes of the model that are `nn.Linear(WIDTH, WIDTH)`, for other pieces to refer to.
     """
 
@@ -58,7 +58,7 @@ class Kind:
     """A feature of PyTorch that a piece uses.
 
     Attributes:
-        name: of the feature.
+        name: name of the feature.
         write: returns the code of a piece.
         options: values of each choice, the simplest first.
         targets: layers of other pieces that the piece refers to.
@@ -77,7 +77,7 @@ class Piece:
     """One feature within a program.
 
     Attributes:
-        kind: what it is.
+        kind: the feature.
         number: distinguishes its names from those of other pieces.
         choices: a value for each option of its kind.
         targets: positions in the list of layers that it refers to.
@@ -104,7 +104,7 @@ class Program:
     """A model and the loop that trains it.
 
     Attributes:
-        seed: of the initial values and the batches.
+        seed: seed of the initial values and the batches.
         settings: a piece whose code is the loop; see `settings.py`.
         pieces: the features, in the order of their code.
     """
