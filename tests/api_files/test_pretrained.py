@@ -90,7 +90,7 @@ shardings = pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "s
 
 @kinds
 @shardings
-def test_loads_what_transformers_loads(checkpoints, kind, sharded):
+def test_weights_load_as_transformers_loads_them(checkpoints, kind, sharded):
     folder, theirs = checkpoints(kind, sharded)
     model = make_model(kind, 1)
     report = load_pretrained(model, folder)
@@ -119,7 +119,7 @@ def test_loads_into_empty_parameters(checkpoints, kind, sharded):
 
 @kinds
 @shardings
-def test_transformers_loads_what_is_saved(tmp_path, kind, sharded):
+def test_transformers_loads_saved_folders(tmp_path, kind, sharded):
     model = make_model(kind, 2)
     size = "20KB" if sharded else "1GB"
     save_pretrained(model, tmp_path / "ours", max_shard_size=size)

@@ -139,7 +139,7 @@ def test_state_and_buffers_come_back(tmp_path):
     assert torch.equal(loaded["loss_scale"], state["loss_scale"])
 
 
-def test_weights_alone(tmp_path):
+def test_weights_load_without_optimizer_state(tmp_path):
     trained, fresh = make_store(), make_store(optimizer=MOMENTUM)
     train(trained, 0)
     path = save(trained, tmp_path, 1, {"x": 1})

@@ -175,7 +175,7 @@ def test_recall_at_k_of_single_labels_is_top_k_accuracy():
     assert float(RecallAtKMetric(2)(labels, predictions)) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_what_the_mask_leaves_out_may_be_anything():
+def test_masked_values_are_ignored():
     labels, mask = torch.tensor([1, -100, 0]), torch.tensor([1, 0, 1])
     assert float(MeanIOUMetric(2)(labels, torch.tensor([1, 7, 0]), mask)) == 1
     assert float(AUCMetric()(labels, torch.tensor([0.9, float("nan"), 0.1]), mask)) == 1
@@ -272,7 +272,7 @@ def test_arguments_out_of_range_are_errors(make):
         make()
 
 
-def test_error_without_torchmetrics_says_what_to_install(monkeypatch):
+def test_an_error_without_torchmetrics_names_the_package_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("headwater.metrics")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchmetrics", None)

@@ -61,7 +61,7 @@ def test_arguments_as_yaml_reads_them():
     assert group["param_names"][0] == "embedding.weight"
 
 
-def test_a_schedule_gives_the_rate_to_begin_with():
+def test_a_schedule_sets_the_initial_rate():
     warm_up = {"scheduler": "Linear", "initial_learning_rate": 0.25, "end_learning_rate": 1.0, "steps": 4}
     optimizer = configure_optimizer("SGD", Model().parameters(), learning_rate=[warm_up], momentum=0.9)
     assert optimizer.param_groups[0]["lr"] == 0.25

@@ -135,7 +135,7 @@ def test_a_closure_is_called_with_gradients(kind):
 
 
 @pytest.mark.parametrize("kind", [Lamb, Lion])
-def test_a_parameter_without_a_gradient_is_left_alone(kind):
+def test_a_parameter_without_a_gradient_does_not_change(kind):
     params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))]
     params[0].grad = torch.ones(3)
     optimizer = kind(params, lr=0.1, weight_decay=0.5)

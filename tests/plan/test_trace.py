@@ -100,7 +100,7 @@ class SharesALayer(nn.Module):
         return x
 
 
-def test_costs_around_a_shared_layer_are_those_of_the_block():
+def test_costs_around_a_shared_layer_belong_to_the_block():
     trace = trace_step(SharesALayer(), torch.zeros(8, 64), loss_function=mean)
     costs = {stage.name: cost for stage, cost in zip(trace.stages, trace.costs, strict=True)}
     product = 2 * 8 * 64 * 64
@@ -188,7 +188,7 @@ def test_a_weight_read_elsewhere_is_bound_there_too():
     assert trace.uses == (0, 1, 0)
 
 
-def test_a_stage_that_nothing_reads_is_bound_where_its_module_is():
+def test_an_unused_stage_is_bound_at_its_module():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     trace = trace_step(model, torch.zeros(2, 4), loss_function=lambda model, x: model[0](x).mean())
     assert trace.uses == (0,)

@@ -27,7 +27,7 @@ def test_the_first_non_finite_stage_is_recorded():
     assert status.first_bad is None
 
 
-def test_restoring_brings_back_what_was_present_and_consumed():
+def test_restoring_resets_the_present_and_consumed_sums():
     status = GradientStatus()
     status.arrive(A, is_sparse=False)
     status.arrive(B, is_sparse=False)

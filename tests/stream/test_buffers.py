@@ -33,7 +33,7 @@ def engine_of(model, x, *, loss_function=lambda model, x: model(x)):
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_a_step_that_is_not_applied_leaves_running_statistics_alone(skip):
+def test_a_skipped_step_does_not_change_running_statistics(skip):
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     model = Normed()
     with engine_of(model, x) as engine:

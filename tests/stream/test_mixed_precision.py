@@ -48,7 +48,7 @@ def test_bf16_follows_fp32(setting, fp32_run, tmp_path):
     assert (bits & 0xFFFF != 0).float().mean() > 0.9, "the lower half of most masters is in use"
 
 
-def test_every_plan_gives_the_same_bf16_bits(tmp_path):
+def test_every_plan_computes_the_same_bf16_bits(tmp_path):
     settings = [
         Setting("memory", 2, precision=BF16),
         Setting("disk", 2, "recompute", "disk", precision=BF16),

@@ -46,7 +46,7 @@ def plain(positions):
 
 @pytest.mark.parametrize("setting", [Setting("memory", 2), Setting("disk", 2, "recompute")], ids=str)
 @pytest.mark.parametrize("positions", ["fixed", "learned"])
-def test_streams_to_the_same_bits(positions, setting, tmp_path):
+def test_a_streamed_model_equals_plain_pytorch(positions, setting, tmp_path):
     expected = plain(positions)
     assert len(set(expected.losses)) == 3
     assert_equal(train_streamed(job(positions), setting, tmp_path, steps=3), expected)

@@ -126,7 +126,7 @@ def plain(micro_batches):
     [Setting("memory", 2), Setting("disk", 2, "recompute"), Setting(slabs=99, in_place=True)],
     ids=str,
 )
-def test_streams_to_the_same_bits(setting, micro_batches, tmp_path):
+def test_a_streamed_model_equals_plain_pytorch(setting, micro_batches, tmp_path):
     expected = plain(micro_batches)
     assert len(set(expected.losses)) == 3 and expected.buffers
     assert_equal(train_streamed(job(micro_batches=micro_batches), setting, tmp_path, steps=3), expected)

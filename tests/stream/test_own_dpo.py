@@ -48,7 +48,7 @@ def plain(kind):
 
 @pytest.mark.parametrize("setting", [Setting("memory", 2), Setting("disk", 2, "recompute")], ids=str)
 @pytest.mark.parametrize("kind", ["whole", "dropout", "adapters"])
-def test_streams_to_the_same_bits(kind, setting, tmp_path):
+def test_a_streamed_model_equals_plain_pytorch(kind, setting, tmp_path):
     expected = plain(kind)
     assert len(set(expected.losses)) == 3
     assert_equal(train_streamed(job(kind), setting, tmp_path, steps=3), expected)

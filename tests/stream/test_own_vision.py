@@ -61,7 +61,7 @@ def plain(name):
 
 @pytest.mark.parametrize("setting", [Setting("memory", 2), Setting("disk", 2, "recompute")], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_streams_to_the_same_bits(name, setting, tmp_path):
+def test_a_streamed_model_equals_plain_pytorch(name, setting, tmp_path):
     expected = plain(name)
     assert len(set(expected.losses)) == 3
     assert bool(expected.buffers) == (name in ("unet_batch_norm", "unet_frozen"))

@@ -14,6 +14,6 @@ def plain(name):
 
 @pytest.mark.parametrize("setting", [Setting("memory", 2), Setting("disk", 2, "recompute")], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_streams_to_the_same_bits(name, setting, tmp_path):
+def test_a_streamed_model_equals_plain_pytorch(name, setting, tmp_path):
     assert all(loss > 0 for loss in plain(name).losses)
     assert_equal(train_streamed(zoo_job(name), setting, tmp_path, steps=3), plain(name))

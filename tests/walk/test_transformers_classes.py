@@ -65,7 +65,7 @@ def one_thread():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_class_streams_to_the_same_bits(name):
+def test_a_streamed_class_equals_plain_pytorch(name):
     outcome = walk(BY_NAME[name])
     assert outcome.built, outcome.reason
     assert outcome.equal, outcome.reason
