@@ -27,6 +27,21 @@ class Pictures(nn.Module):
         return self.head(self.layers(x).mean((2, 3)))
 
 
+class Reshaped(nn.Module):
+    """A convolution in channels_last whose input and gradient are row-major."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(6, 6)
+        self.pictures = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = torch.tanh(self.before(x.repeat(3, 1)))
+        x = x + self.pictures(x.reshape(-1, 2, 3, 3)).reshape(x.shape)
+        return self.head(x)
+
+
 def matrices():
     model = stack()
     transposed(model)
@@ -42,7 +57,7 @@ def adafactor(params):
 
 
 @extreme_plans
-@pytest.mark.parametrize("make", [matrices, Pictures])
+@pytest.mark.parametrize("make", [matrices, Pictures, Reshaped])
 @pytest.mark.parametrize("optimize", [adamw, rmsprop, adafactor])
 def test_strides_and_values_equal_plain(plan, make, optimize, tmp_path):
     def script(place):

@@ -56,6 +56,9 @@ class GradientHooks:
 
     def _give(self, stage: int, index: int, gradient: torch.Tensor) -> None:
         self._weights.statistics.bytes_out += gradient.numel() * gradient.element_size()
+        if not gradient.is_sparse:
+            # autograd gave it the strides of the placeholder; a norm adds up in the order of the memory.
+            gradient = self._store.spec((stage, index)).like_the_parameter(gradient)
         if self._share != 1.0:
             gradient *= self._share
         self._store.add_gradient(stage, index, gradient.to("cpu"), last=self.last_micro_batch)
