@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import GeneratorType
@@ -209,6 +210,7 @@ class _Recorder(TorchDispatchMode):
         }
         self._stage_of_storage: dict[int, int] = {}
         self._keep_alive: list[torch.Tensor] = []
+        self._thread = threading.get_ident()
         self._modules: list[str] = []  # qualified names of the modules whose forward runs
         self._units: list[int] = []  # stages among them
         self._inputs: list[set[int]] = []  # storages of the inputs of each of these stages
@@ -262,6 +264,8 @@ class _Recorder(TorchDispatchMode):
 
     def _around(self, path: str) -> Layer:
         def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if threading.get_ident() != self._thread:
+                return call(*args, **kwargs)  # two threads would mix up the modules that run
             self._modules.append(path)
             stage = self._unit_of.get(path)
             if stage is not None:
