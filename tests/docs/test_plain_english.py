@@ -26,23 +26,6 @@ LATER = (
     "src/headwater/stream/backward.py",
     "src/headwater/stream/executor.py",
     "src/headwater/stream/step.py",
-    "tests/api",
-    "tests/api_files",
-    "tests/api_loop",
-    "tests/appliance",
-    "tests/capture",
-    "tests/checkpoint",
-    "tests/conftest.py",
-    "tests/core",
-    "tests/fabric",
-    "tests/plan",
-    "tests/rank_processes.py",
-    "tests/shared_data.py",
-    "tests/slurm_cluster.py",
-    "tests/store",
-    "tests/stream",
-    "tests/trainer",
-    "tests/zoo",
 )
 RULES = {
     r"whoever": "name the rank, thread or caller",
@@ -131,8 +114,9 @@ def prose_of_page(text: str) -> Iterator[Prose]:
 
 def faults(path: str, text: str) -> Iterator[str]:
     """Yield a line on each phrase of `RULES`, and on each docstring with a bad first word."""
-    if not ANY_PHRASE.search(text) and not ANY_OPENING.search(text):
-        return  # parsing is slow
+    # Parsing is slow. Names of tests have underscores in place of spaces.
+    if not ANY_PHRASE.search(text.replace("_", " ")) and not ANY_OPENING.search(text):
+        return
     if path.endswith(".py"):
         found = prose_of_python(text)
     else:
