@@ -125,7 +125,7 @@ def _numel(make_model: Callable[[], nn.Module]) -> int:
     with torch.device("meta"):
         try:
             return sum(param.numel() for param in make_model().parameters())
-        except Exception:  # a foreign constructor may raise anything on meta tensors; the walk reports it
+        except Exception:  # a foreign constructor may raise anything; the walk then builds the model itself
             return 0
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwater.api.structure import decode, encode
 from headwater.api.transaction import is_open
+from headwater.core.cleanup import on_failure
 from headwater.core.errors import CheckpointError
 from headwater.core.files import CHUNK_BYTES, Chunk, disk_errors, sync_folder
 from headwater.core.lazy import LazyTensor, pieces_of
@@ -197,14 +198,11 @@ def _replacing(path: Path) -> Iterator[Path]:
                 remedy="remove it, or save to a folder of your own",
             )
         _lock(handle, path)
-        try:
+        with on_failure(lambda: unfinished.unlink(missing_ok=True)):
             yield unfinished
             with disk_errors(path):
                 unfinished.replace(path)
                 sync_folder(path.parent)
-        except BaseException:  # KeyboardInterrupt too must not leave half a file; raised again below
-            unfinished.unlink(missing_ok=True)
-            raise
     finally:
         os.close(handle)
 

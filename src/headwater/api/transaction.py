@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
+from headwater.core.cleanup import on_failure
+
 
 class Participant(Protocol):
     """An object with state that steps change. Each `begin_step` is followed by `end_step` or `abort_step`."""
@@ -41,11 +43,8 @@ class _Transaction:
 @contextmanager
 def _part(participant: Participant) -> Iterator[None]:
     participant.begin_step()
-    try:
+    with on_failure(participant.abort_step):
         yield
-    except BaseException:  # KeyboardInterrupt too must undo the step; raised again below
-        participant.abort_step()
-        raise
     participant.end_step()
 
 

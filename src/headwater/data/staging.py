@@ -45,7 +45,7 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
             for name in (_LOCK, _KEY):
                 (partial / name).unlink()
             _swap(partial, target)
-        except Exception:  # not BaseException: after an interrupt the files stay and the next run continues
+        except Exception:  # raised again; only an interrupted preparation keeps its files and continues
             shutil.rmtree(partial, ignore_errors=True)
             raise
 

@@ -18,7 +18,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, MutableMapping
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, final
 
@@ -26,6 +25,7 @@ import psutil
 import torch.distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, missing in the stubs
 
+from headwater.core.cleanup import on_failure
 from headwater.core.errors import HeadwaterError, RankError
 from headwater.fabric.codec import decode, encode
 from headwater.fabric.connection import Connection
@@ -154,10 +154,8 @@ class _Rendezvous:
         board = Switchboard(0, self._secret, self._listener())
         if self._store is not None:
             self._store.set(self._key, json.dumps(board.address))
-        with ExitStack() as on_failure:
-            on_failure.callback(board.close)
+        with on_failure(board.close):
             hellos = self._answer(board)
-            on_failure.pop_all()
         return board, hellos
 
     def _answer(self, board: Switchboard) -> list[_Hello]:
@@ -216,10 +214,8 @@ class _Rendezvous:
         else:
             listener = listen_at(self._interface() or own, 0, _BACKLOG)
         board = Switchboard(self._rank, self._secret, listener)
-        with ExitStack() as on_failure:
-            on_failure.callback(board.close)
+        with on_failure(board.close):
             table = self._ask(connection, board)
-            on_failure.pop_all()
         board.learn([address, *(hello.address for hello in table[1:])])  # rank 0 is where it was found
         return board, table
 

@@ -113,9 +113,7 @@ def trace_step(
         try:
             with counting_costs() if observer is None else nullcontext():
                 recorder = dry_run(FakeTensors())
-        # The user's forward may fail in any way if fake values decide its course. The second run uses real
-        # values, and a fault of the model itself raises there again.
-        except Exception:
+        except Exception:  # fake values can cause any error in a forward; a real fault raises again below
             if observer is not None or not in_host_memory(model, batch):
                 raise
             recorder = dry_run(RealTensors())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from headwater.core.cleanup import on_failure
 from headwater.core.errors import HeadwaterError
 from headwater.core.files import PARTIAL_SUFFIX, CheckedFile, disk_errors, sync_folder
 from headwater.core.safetensors import DTYPE_CODES, DTYPES, TensorFileWriter
@@ -84,11 +85,8 @@ class Snapshot:
     @contextmanager
     def _nothing_left_on_failure(self) -> Iterator[None]:
         """Remove the partial checkpoint if the context raises."""
-        try:
+        with on_failure(lambda: shutil.rmtree(self._partial, ignore_errors=True)):
             yield
-        except BaseException:  # KeyboardInterrupt too must not leave half a checkpoint; raised again below
-            shutil.rmtree(self._partial, ignore_errors=True)
-            raise
 
     def _write_extra(self, name: str, data: bytes) -> CheckedFile:
         with CheckedFile(self._partial / name, len(data)) as file:

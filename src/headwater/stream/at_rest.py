@@ -152,8 +152,7 @@ class AtRest:
 
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this tensor as a view of all values; defined by each subclass."""
-        # Abstract, but not by `abc`: a class cannot have both ABCMeta and the metaclass of torch.Tensor.
-        raise NotImplementedError
+        raise NotImplementedError  # without `abc`: ABCMeta conflicts with the metaclass of Tensor
 
     @property
     def _is_param(self) -> bool:

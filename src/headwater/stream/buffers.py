@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from headwater.core.cleanup import on_failure
 from headwater.core.errors import StreamError
 
 
@@ -47,11 +48,8 @@ class Buffers:
     def transaction(self) -> Iterator[Callable[[], None]]:
         """Yield a function that restores the buffers. It also runs if the context raises an exception."""
         undo = self.remember()
-        try:
+        with on_failure(undo):
             yield undo
-        except BaseException:  # KeyboardInterrupt too must restore the buffers; raised again below
-            undo()
-            raise
 
     def _put_back(self, before: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         with torch.no_grad():
