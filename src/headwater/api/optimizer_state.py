@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 
-from headwater.api.streamed import owners
+from headwater.api.registry import find_model, model_of
 from headwater.api.updaters import installed_states, is_state_replaced
 from headwater.core.errors import CheckpointError, StreamError
 from headwater.core.lazy import LazyTensor
@@ -44,9 +44,10 @@ def params_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 def is_served(param: object, optimizer: Optimizer) -> TypeGuard[ParameterAtRest]:
     """True if the state that a store has for a parameter is this optimizer's."""
-    if not isinstance(param, ParameterAtRest) or param.home.store not in owners:
+    if not isinstance(param, ParameterAtRest):
         return False
-    return owners[param.home.store].is_updated_by(param, optimizer)
+    model = find_model(param.home.store)
+    return model is not None and model.is_updated_by(param, optimizer)
 
 
 def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
@@ -55,7 +56,7 @@ def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
         return None
     home = param.home
     home.store.flush_stage(home.stage)
-    owners[home.store].share_scalars()
+    model_of(home.store).share_scalars()
     scalars = home.store.scalars.of(home.stage)[home.index]
     return scalars if scalars or _layouts(home) else None  # SGD without momentum has no state
 

@@ -16,8 +16,9 @@ from torch.optim.optimizer import (
 
 from headwater.api.optimizer_state import install, is_served, lazy_state, params_of, reinstall
 from headwater.api.ranks import is_divided
+from headwater.api.registry import find_model, model_of
 from headwater.api.same_model import check_same_options
-from headwater.api.streamed import StreamedModel, owners
+from headwater.api.streamed import StreamedModel
 from headwater.api.transaction import is_open
 from headwater.api.updaters import is_state_replaced
 from headwater.core.errors import StreamError
@@ -131,7 +132,7 @@ def _prepare_gradients(optimizer: Optimizer, options: _StepOptions) -> bool:
 
 def _homes(optimizer: Optimizer) -> Iterator[Home]:
     for param in params_of(optimizer):
-        if isinstance(param, ParameterAtRest) and param.home.store in owners:
+        if isinstance(param, ParameterAtRest) and find_model(param.home.store) is not None:
             yield param.home
 
 
@@ -278,7 +279,7 @@ def _parts(optimizer: Optimizer) -> dict[StreamedModel, dict[ParamKey, dict[str,
         options = group_options(optimizer, group)
         for param in group["params"]:
             if isinstance(param, ParameterAtRest):
-                model = owners[param.home.store]
+                model = model_of(param.home.store)
                 parts.setdefault(model, {})[param.home.stage, param.home.index] = options
     return parts
 
@@ -295,7 +296,7 @@ def adopt(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_take_state)
         optimizer.register_load_state_dict_post_hook(reinstall)
     install(optimizer)
-    for model in {owners[home.store] for home in _homes(optimizer)}:
+    for model in {model_of(home.store) for home in _homes(optimizer)}:
         model.update_with(optimizer)
     install(optimizer).store()
 
@@ -345,7 +346,7 @@ def _expect(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for (group, number), param in zip(groups, params_of(optimizer), strict=False):
         if is_served(param, optimizer) and state_dict["state"].get(number):
             home = param.home
-            states = loaded.setdefault(owners[home.store], {})
+            states = loaded.setdefault(model_of(home.store), {})
             states[home.stage, home.index] = group, state_dict["state"][number]
     for model, states in loaded.items():
         model.expect_states(states)

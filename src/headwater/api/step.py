@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import ParamSpec, Protocol, TypeVar
 
 from headwater.api.closures import ClosureQueue, host_call
-from headwater.api.streamed import owners
+from headwater.api.registry import streamed_models
 from headwater.api.transaction import is_open, transaction, when_committed
 from headwater.api.values import traced
 from headwater.core.errors import StreamError
@@ -131,7 +131,7 @@ def checkpoint_closure(function: Callable[P, object]) -> Callable[P, None]:
             )
         if not _loops or _loops[-1].at_checkpoint_step:
             call = host_call(function, args, kwargs)
-            for model in list(owners.values()):
+            for model in streamed_models():
                 model.share_scalars()
             if current().rank == 0:
                 when_committed(lambda: _closures.run_now(call))

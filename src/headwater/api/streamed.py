@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwater.api import transaction
+from headwater.api import registry, transaction
 from headwater.api.backend import Backend
 from headwater.api.calls import (
     Call,
@@ -42,7 +41,6 @@ from headwater.plan.trace import trace_step
 from headwater.plan.types import Plan, Trace
 from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.replicas import take_from_first_host
-from headwater.store.store import WeightStore
 from headwater.store.takeover import take_over
 from headwater.stream.at_rest import values_of
 from headwater.stream.engine import Engine, Initial
@@ -52,10 +50,6 @@ from headwater.stream.saved_tensors import apart_from_hooks
 from headwater.stream.transforms import refuse_first_call
 
 logger = logging.getLogger(__name__)
-
-
-owners: weakref.WeakKeyDictionary[WeightStore, StreamedModel] = weakref.WeakKeyDictionary()
-"""The model of each store."""
 
 
 class StreamedModel:
@@ -311,7 +305,7 @@ class StreamedModel:
             fabric=self.fabric,
             own_loop=True,
         )
-        owners[self.engine.store] = self
+        registry.register(self.engine.store, self)
         self._scalars_shared = 0
         self.engine.when_departed(self._give_back)
         if before is not None:
@@ -543,6 +537,7 @@ class StreamedModel:
     def release(self) -> None:
         """Stop streaming, and return values and gradients to the parameters and states to the optimizers."""
         transaction.unregister(self)
+        registry.unregister(self)
         self._unguard()
         if self.engine is not None:
             self.engine.detach()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import GeneratorType
@@ -168,6 +169,13 @@ def _check_output(output: object, where: str) -> None:
         )
 
 
+def _set_current(reference: weakref.ref[_Recorder], stage: int, gradient: torch.Tensor) -> None:
+    """Set the current stage of a recorder; a hook of a tensor."""
+    recorder = reference()
+    if recorder is not None:
+        recorder._current = stage
+
+
 def _storage(tensor: torch.Tensor) -> int:
     if not has_storage(tensor):
         return id(tensor)
@@ -303,10 +311,8 @@ class _Recorder(TorchDispatchMode):
         """Set the current stage to `stage` when backward reaches one of these tensors."""
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._set_current(stage))
-
-    def _set_current(self, stage: int) -> None:
-        self._current = stage
+                # Weak: Python's collector does not see what such a hook refers to.
+                tensor.register_hook(functools.partial(_set_current, weakref.ref(self), stage))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = _storage(tensor)

@@ -72,6 +72,7 @@ class WeightStore:
         access: to the stages, one at a time.
         parameters: the values of parameters and of optimizer state.
         snapshots: used by snapshots on several ranks.
+        owner: an object that lives as long as the store; see `headwater.api.registry`.
 
     Args:
         rule: how parameters are updated.
@@ -105,6 +106,7 @@ class WeightStore:
         self.access = StageAccess(fabric, tier, ownership, self.ledger, update)
         self.parameters = Parameters(rule, tier, ownership, self.access, gradients)
         self.snapshots = SnapshotChannel(Board(fabric, len(self.stages)), fabric.connect("a checkpoint"))
+        self.owner: object = None
         self._order = order or [(s.index, p) for s in self.stages for p in range(len(s.params))]
 
     def spec(self, key: ParamKey) -> ParamSpec:

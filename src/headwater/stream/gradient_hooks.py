@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -46,11 +47,16 @@ class GradientHooks:
         ]
 
     def _hook(self, stage: int, index: int) -> Callable[[torch.Tensor], None]:
+        # Weak: Python's collector does not see what such a hook refers to.
+        reference = weakref.ref(self)
+
         def hook(param: torch.Tensor) -> None:
             if not hasattr(param, "home"):
                 return  # it has become a plain parameter
-            self._backward.notice()
-            self._give(stage, index, _taken_gradient(param))
+            hooks = reference()
+            assert hooks is not None, "a parameter at rest has an engine"
+            hooks._backward.notice()
+            hooks._give(stage, index, _taken_gradient(param))
 
         return hook
 

@@ -1,0 +1,55 @@
+"""The streamed models of this process.
+
+The registry is global because torch's hooks are: an optimizer's step and a tensor of its state know a
+parameter and its store, and find the model here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from headwater.store.store import WeightStore
+
+if TYPE_CHECKING:
+    from headwater.api.streamed import StreamedModel
+
+_model_of: weakref.WeakKeyDictionary[WeightStore, weakref.ref[StreamedModel]] = weakref.WeakKeyDictionary()
+_kept: dict[int, StreamedModel] = {}
+"""The models of several ranks, by identity. Ranks must not free a model at different times."""
+
+
+def register(store: WeightStore, model: StreamedModel) -> None:
+    """Record that `model` streams the weights of `store`.
+
+    The model lives at least as long as the store, and thus as long as any of its parameters: an optimizer
+    may outlive the module.
+    """
+    store.owner = model
+    _model_of[store] = weakref.ref(model)
+    if model.fabric.size > 1:
+        _kept[id(model)] = model
+
+
+def unregister(model: StreamedModel) -> None:
+    """Forget a model that is not streamed any more."""
+    _kept.pop(id(model), None)
+
+
+def find_model(store: WeightStore) -> StreamedModel | None:
+    """Return the model whose weights are in `store`, or `None` if an engine without a user's loop has it."""
+    reference = _model_of.get(store)
+    return None if reference is None else reference()
+
+
+def model_of(store: WeightStore) -> StreamedModel:
+    """Return the model whose weights are in `store`, which a user's loop trains."""
+    model = find_model(store)
+    assert model is not None, "the store of a user's loop has a model"
+    return model
+
+
+def streamed_models() -> list[StreamedModel]:
+    """Return all streamed models, in the same order on all ranks."""
+    models = (reference() for reference in list(_model_of.values()))
+    return list({id(model): model for model in models if model is not None}.values())
