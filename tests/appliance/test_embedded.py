@@ -107,7 +107,7 @@ def test_labels_and_lists(submit, queue):
 
 
 def test_invalid_requests_are_refused(submit, queue, tmp_path):
-    with pytest.raises(ConfigError, match="expected num_csx to be 1 to 4, got 5"):
+    with pytest.raises(ConfigError, match=r"expected num_csx to be 1 to 4 \(CSXs of the queue\\), got 5"):
         submit("true", num_csx=5)
     with pytest.raises(ConfigError, match="command of the job is empty"):
         submit()
@@ -256,7 +256,7 @@ def test_jobs_for_more_csxs_than_there_still_are_fail(submit, queue, supervisor,
     database = Database(folder)
     database.change_settings(database.slots()[:2], None)
     database.close()
-    assert queue.wait(job.name, 120).reason == "it needs 4 CSXs, but the machine has 2"
+    assert queue.wait(job.name, 120).reason == "expected num_csx to be 1 to 2 (CSXs of the machine), got 4"
 
 
 def test_a_submission_that_is_sent_twice_is_one_job(queue, submit, tmp_path):

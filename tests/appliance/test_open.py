@@ -52,7 +52,7 @@ def test_each_gpu_is_a_csx(monkeypatch, tmp_path):
     assert [(slot.gpu, slot.cores) for slot in find_slots()] == [("3", (0, 1, 2, 3)), ("5", (4, 5, 6, 7))]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert [slot.gpu for slot in find_slots()] == ["0", "1"]
-    with pytest.raises(ConfigError, match="expected at most 2 CSXs, the number of GPUs, got 3"):
+    with pytest.raises(ConfigError, match="1 to 2 \\(GPUs of this machine\\), got 3"):
         find_slots(3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert [slot.gpu for slot in find_slots(3)] == [None] * 3

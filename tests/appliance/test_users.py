@@ -96,7 +96,7 @@ def test_users_share_csxs_but_cannot_change_each_others_jobs(folder):
     assert (alice["user"], alice["systems"]) == (str(ALICE), [])
 
     bob, big = ask(folder, BOB, ["submit", ["true"], {}], ["submit", ["true"], {"num_csx": 9}])
-    assert "expected num_csx to be 1 to 4, got 9" in big["error"]
+    assert "expected num_csx to be 1 to 4 (CSXs of the queue), got 9" in big["error"]
     root = EmbeddedQueue(Database(folder), Caller.myself(), lambda: None)
     over = root.wait(bob["name"], 120)
     assert over.phase == Phase.SUCCEEDED and over.systems == ("csx-3",)

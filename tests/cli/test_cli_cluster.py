@@ -120,7 +120,7 @@ def test_a_file_of_this_machine_agrees_with_its_plan(headwater, tmp_path):
         (("--cluster", "cs2", "--scaling", "none"), "invalid choice"),
         (("--cluster", "cs2", "--counts", "1,two"), "expected numbers separated by commas, got '1,two'"),
         (("--cluster", "cs2", "--counts", "0"), "expected numbers separated by commas, got '0'"),
-        (("--cluster", "cs2", "--counts", "193"), "193 CSXs are asked for, and cs2 has 192"),
+        (("--cluster", "cs2", "--counts", "193"), "expected num_csx to be 1 to 192 (CSXs of cs2), got 193"),
         (("--cluster", "cs2", "--counts", "3"), "a batch of 16 cannot be divided among 3 CSXs"),
         (("--cluster", "8xh100", "--counts", "12"), "a batch of 16 cannot be divided among 12 CSXs"),
         (("--cluster", "cs2", "--num_csx", "2"), "write --counts instead"),

@@ -120,7 +120,7 @@ def test_a_folder_that_is_not_a_model_dir(headwater, tmp_path):
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ("--num_csx=4096", "4096 CSXs are asked for"),
+        ("--num_csx=4096", "(cores of this machine), got 4096"),
         ("trainer.init.loop.grad_accum_steps=3", "grad_accum_steps 3 does not fit batch_size 8"),
         ("--micro_batch_size=3", "micro_batch_size 3 does not divide batch_size 8"),
         ("--target_device=GPU", "no GPU"),

@@ -62,7 +62,7 @@ def test_an_interrupted_run_finishes_its_step_and_resumes(params, two, headwater
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["--num_csx=4096"], "4096 CSXs are asked for"),
+        (["--num_csx=4096"], "(cores of this machine), got 4096"),
         ([TWO, "--trainer.fit.train_dataloader.batch_size=7"], "write 6 or 8"),
     ],
 )

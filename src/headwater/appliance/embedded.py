@@ -13,7 +13,8 @@ from headwater.appliance.database import Database, job_name, job_numbers, unknow
 from headwater.appliance.folder import user_name
 from headwater.appliance.queue import Queue
 from headwater.appliance.types import Job, Phase, Priority, Submission
-from headwater.core.errors import ConfigError, QueueError
+from headwater.core.errors import QueueError
+from headwater.core.placement import check_num_csx
 
 JOB = "HEADWATER_JOB"
 """Environment variable with a job's own name."""
@@ -50,7 +51,7 @@ class EmbeddedQueue(Queue):
         self._wake = wake
 
     def submit(self, submission: Submission, token: str) -> Job:
-        _check(submission, self.num_csx())
+        check_num_csx(submission.num_csx, self.num_csx(), "CSXs of the queue", where="num_csx")
         database, caller = self._database, self._caller
         environment = {
             name: value for name, value in submission.environment.items() if name not in _SET_FOR_JOB
@@ -193,13 +194,3 @@ def merge_labels(labels: Mapping[str, str], changes: Mapping[str, str | None], n
             )
     merged = {**labels, **changes}
     return {label: value for label, value in merged.items() if value is not None}
-
-
-def _check(submission: Submission, num_csx: int) -> None:
-    if not 1 <= submission.num_csx <= num_csx:
-        valid = f"1 to {num_csx}" if num_csx > 1 else "1"
-        raise ConfigError(
-            f"expected num_csx to be {valid}, got {submission.num_csx}",
-            where="num_csx",
-            remedy=f"write {valid}; the queue has no more CSXs",
-        )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwater.core.errors import ConfigError
+from headwater.core.placement import check_num_csx
 
 _DEVICES = Path("/dev")
 
@@ -50,11 +50,8 @@ def find_slots(num_csx: int | None = None) -> list[Slot]:
     """
     cores, gpus = sorted(os.sched_getaffinity(0)), _gpus()
     number = num_csx or len(gpus) or len(cores)
-    if gpus and number > len(gpus):
-        raise ConfigError(
-            f"expected at most {len(gpus)} CSXs, the number of GPUs, got {number}",
-            remedy=f"write at most {len(gpus)}",
-        )
+    if gpus:
+        check_num_csx(number, len(gpus), "GPUs of this machine", where="num_csx")
     return [
         Slot(index, _share(cores, index, number), gpus[index] if gpus else None) for index in range(number)
     ]

@@ -22,6 +22,7 @@ from headwater.appliance.embedded import JOB, job_over, merge_labels, model_dir_
 from headwater.appliance.queue import Queue
 from headwater.appliance.types import Job, Phase, Priority, Submission, ending
 from headwater.core.errors import ConfigError, QueueError
+from headwater.core.placement import check_num_csx
 
 _TIMEOUT_S = 60.0
 _NICE = {Priority.P1: 0, Priority.P2: 10_000, Priority.P3: 20_000}
@@ -82,7 +83,13 @@ class SlurmQueue(Queue):
             )
 
     def submit(self, submission: Submission, token: str) -> Job:
-        _check(submission, self.num_csx())
+        check_num_csx(
+            submission.num_csx,
+            self.num_csx(),
+            "CSXs of the cluster",
+            where="gres csx",
+            remedy="define more csx in the cluster's gres.conf",
+        )
         live = self._live_metadata()
         known = next((name for name, metadata in live if metadata.get("token") == token), None)
         if known is None:
@@ -165,15 +172,6 @@ class SlurmQueue(Queue):
             if mine and metadata["model_dir"] == mine and int(other) < int(name):
                 _ask("scancel", name)
                 raise model_dir_taken(other, self.show(other).phase, submission)
-
-
-def _check(submission: Submission, num_csx: int) -> None:
-    if not 1 <= submission.num_csx <= num_csx:
-        raise ConfigError(
-            f"expected num_csx to be 1 to {num_csx}, got {submission.num_csx}",
-            where="gres csx",
-            remedy="write a number that the cluster has, or define more csx in the cluster's gres.conf",
-        )
 
 
 def _submit(submission: Submission, token: str) -> str:

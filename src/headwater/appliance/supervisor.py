@@ -29,6 +29,7 @@ from headwater.appliance.server import serving
 from headwater.appliance.types import Phase, Priority
 from headwater.appliance.wrapper import try_lock
 from headwater.core.errors import QueueError
+from headwater.core.placement import wrong_num_csx
 from headwater.core.signals import handled
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class Supervisor:
             self._database.execute("UPDATE jobs SET phase = ? WHERE phase = ?", (Phase.QUEUED, Phase.CREATED))
             query = "SELECT id, num_csx FROM jobs WHERE phase = ? AND num_csx > ?"
             for row in self._database.rows(query, (Phase.QUEUED, num_csx)):
-                reason = f"it needs {row['num_csx']} CSXs, but the machine has {num_csx}"
+                reason = wrong_num_csx(row["num_csx"], num_csx, "CSXs of the machine")
                 self._database.finish(row["id"], Phase.FAILED, reason, now=time.time())
 
     def _give_slots(self) -> None:

@@ -41,25 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_queue_options(command)
         return command
 
-    submit = add("submit", run_submit, "put a command into the queue")
-    submit.usage = "headwater jobs submit [--option VALUE ...] -- COMMAND ..."
-    submit.set_defaults(command=())
-    submit.add_argument("--num_csx", type=int, default=1, metavar="N", help="CSXs of the job (%(default)s)")
-    submit.add_argument(
-        "--model_dir",
-        type=Path,
-        metavar="DIR",
-        help="folder of the job and its log; only one unfinished job may use it",
-    )
-    submit.add_argument(
-        "--job_labels", nargs="+", default=[], metavar="NAME=VALUE", help="labels to find the job by"
-    )
-    submit.add_argument(
-        "--job_priority", default="p2", metavar="p1|p2|p3", help="p1 is the highest (%(default)s)"
-    )
-
-    listing = add("list", run_list, "list the unfinished jobs")
-    add_list_options(listing)
+    _add_submit_arguments(add("submit", run_submit, "put a command into the queue"))
+    add_list_options(add("list", run_list, "list the unfinished jobs"))
     show = add("show", run_show, "show all details of a job")
     show.add_argument("name", metavar="JOB", help=NAME_HELP)
     show.add_argument("-o", "--output", choices=FORMATS[1:], default="yaml", help="format (%(default)s)")
@@ -70,27 +53,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cancel = add("cancel", run_cancel, "ask a job to end; kill it if it was asked before")
     cancel.add_argument("name", metavar="JOB", help=NAME_HELP)
-    label = add("label", run_label, "set labels of a job")
-    add_label_arguments(label)
-    priority = add("priority", run_priority, "set the priority of a waiting job")
-    add_priority_arguments(priority)
+    add_label_arguments(add("label", run_label, "set labels of a job"))
+    add_priority_arguments(add("priority", run_priority, "set the priority of a waiting job"))
     wait = add("wait", run_wait, "wait until a job has ended; exit code 1 if it has not succeeded")
     wait.add_argument("name", metavar="JOB", help=NAME_HELP)
     wait.add_argument("--timeout", type=float, metavar="SECONDS", help="stop waiting after this time")
     live = add("top", run_top, "show CSXs, queue, losses and rates, and update them")
     live.add_argument("--once", action="store_true", help="print them once instead of updating them")
+    _add_serve_arguments(add("serve", run_serve, "run the queue's supervisor in the foreground"))
 
-    server = add("serve", run_serve, "run the queue's supervisor in the foreground")
-    server.add_argument(
+
+def _add_submit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "headwater jobs submit [--option VALUE ...] -- COMMAND ..."
+    parser.set_defaults(command=())
+    parser.add_argument("--num_csx", type=int, default=1, metavar="N", help="CSXs of the job (%(default)s)")
+    parser.add_argument(
+        "--model_dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the job and its log; only one unfinished job may use it",
+    )
+    parser.add_argument(
+        "--job_labels", nargs="+", default=[], metavar="NAME=VALUE", help="labels to find the job by"
+    )
+    parser.add_argument(
+        "--job_priority", default="p2", metavar="p1|p2|p3", help="p1 is the highest (%(default)s)"
+    )
+
+
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--num_csx", type=int, metavar="N", help="CSXs of this machine (one per GPU, or else one per core)"
     )
-    server.add_argument(
+    parser.add_argument(
         "--grace",
         type=float,
         metavar="SECONDS",
         help="time from asking a job to end until it is killed (120)",
     )
-    server.add_argument(
+    parser.add_argument(
         "--all_users",
         action="store_true",
         help="accept jobs of all users; each runs as the user that submitted it (root only)",

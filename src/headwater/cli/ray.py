@@ -26,68 +26,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater ray`."""
     parser.description = "Train on a Ray cluster, or write a manifest for one on Kubernetes."
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-
     fit = commands.add_parser("fit", help="train with each rank as an actor of a Ray cluster")
     fit.set_defaults(parser=fit, action=run_fit)
-    fit.usage = f"headwater ray fit [-h] {USAGE}"
-    fit.add_argument(
+    _add_fit_arguments(fit)
+    kubernetes = commands.add_parser(
+        "manifest", help="print a RayJob manifest for KubeRay, which creates a cluster and trains"
+    )
+    kubernetes.set_defaults(parser=kubernetes, action=run_manifest)
+    _add_manifest_arguments(kubernetes)
+
+
+def _add_fit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = f"headwater ray fit [-h] {USAGE}"
+    parser.add_argument(
         "--address",
         default=os.environ.get("RAY_ADDRESS") or "auto",
         metavar="HOST:PORT",
         help="address of the cluster; this machine must be one of its nodes (RAY_ADDRESS, or else the local "
         "cluster)",
     )
-    fit.add_argument(
+    parser.add_argument(
         "--wait",
         type=float,
         default=30,
         metavar="SECONDS",
         help="longest wait for resources that other jobs use (%(default)s)",
     )
+    _add_rank_arguments(parser, "ranks on each node (as few nodes as possible)", required=False)
+    add_params_arguments(parser)
 
-    kubernetes = commands.add_parser(
-        "manifest", help="print a RayJob manifest for KubeRay, which creates a cluster and trains"
-    )
-    kubernetes.set_defaults(parser=kubernetes, action=run_manifest)
-    kubernetes.usage = (
+
+def _add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
         "headwater ray manifest [-h] --image IMAGE --memory SIZE --volume CLAIM=PATH "
         f"--ranks_per_node N {USAGE}"
     )
-    kubernetes.add_argument(
-        "--image", required=True, help="container image with headwater[ray] and ray[default]"
-    )
-    kubernetes.add_argument(
+    parser.add_argument("--image", required=True, help="container image with headwater[ray] and ray[default]")
+    parser.add_argument(
         "--memory", required=True, metavar="SIZE", help="memory of each worker pod, such as 64GiB"
     )
-    kubernetes.add_argument(
+    parser.add_argument(
         "--volume",
         required=True,
         action="append",
         metavar="CLAIM=PATH",
         help="a persistent volume claim, and its mount path in all pods; repeat for several volumes",
     )
-    kubernetes.add_argument("--name", default="headwater", help="name of the job (%(default)s)")
-    kubernetes.add_argument(
+    parser.add_argument("--name", default="headwater", help="name of the job (%(default)s)")
+    parser.add_argument(
         "--retries", type=int, default=2, metavar="N", help="restarts after a failure (%(default)s)"
     )
+    _add_rank_arguments(parser, "ranks on each node", required=True)
+    add_params_arguments(parser)
 
-    for command in (fit, kubernetes):
-        command.add_argument(
-            "--cpus_per_rank", type=int, default=1, metavar="N", help="CPU cores of each rank (%(default)s)"
-        )
-        command.add_argument(
-            "--gpus_per_rank", type=int, default=0, choices=(0, 1), help="GPUs of each rank (%(default)s)"
-        )
-        command.add_argument(
-            "--ranks_per_node",
-            type=int,
-            required=command is kubernetes,
-            metavar="N",
-            help="ranks on each node"
-            if command is kubernetes
-            else "ranks on each node (as few nodes as possible)",
-        )
-        add_params_arguments(command)
+
+def _add_rank_arguments(parser: argparse.ArgumentParser, nodes_help: str, *, required: bool) -> None:
+    """Add the resources of a rank, and the number of ranks on a node, which may be required."""
+    parser.add_argument(
+        "--cpus_per_rank", type=int, default=1, metavar="N", help="CPU cores of each rank (%(default)s)"
+    )
+    parser.add_argument(
+        "--gpus_per_rank", type=int, default=0, choices=(0, 1), help="GPUs of each rank (%(default)s)"
+    )
+    parser.add_argument("--ranks_per_node", type=int, required=required, metavar="N", help=nodes_help)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from headwater.core.errors import ConfigError
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -29,3 +31,40 @@ class Placement:
 
 
 ONE_RANK = Placement()
+
+
+def wrong_num_csx(num_csx: int, most: int, limit: str) -> str:
+    """Return the message for a number of CSXs that is not between 1 and `most`.
+
+    Args:
+        num_csx: the number that was given.
+        most: the largest valid number.
+        limit: the things that limit it, such as `cores of this machine`.
+    """
+    return f"expected num_csx to be {_valid(most)} ({limit}), got {num_csx}"
+
+
+def check_num_csx(num_csx: int, most: int, limit: str, *, where: str, remedy: str | None = None) -> None:
+    """Raise if a number of CSXs is not between 1 and `most`.
+
+    Args:
+        num_csx: the number that was given.
+        most: the largest valid number.
+        limit: the things that limit it, such as `cores of this machine`.
+        where: the place where the user wrote the number.
+        remedy: a way to allow more; added to the advice to write a valid number.
+
+    Raises:
+        ConfigError: if the number is not valid.
+    """
+    if not 1 <= num_csx <= most:
+        advice = f"write {_valid(most)}"
+        raise ConfigError(
+            wrong_num_csx(num_csx, most, limit),
+            where=where,
+            remedy=f"{advice}, or {remedy}" if remedy else advice,
+        )
+
+
+def _valid(most: int) -> str:
+    return f"1 to {most}" if most > 1 else "1"

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headwater.core.errors import ConfigError
-from headwater.core.units import counted
+from headwater.core.placement import check_num_csx
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -20,12 +19,7 @@ def num_cores() -> int:
 
 def check_cores(num_csx: int, *, where: str) -> None:
     """Raise `ConfigError` if this process may use fewer than `num_csx` cores."""
-    if num_csx > num_cores():
-        raise ConfigError(
-            f"{num_csx} CSXs are asked for, but this machine has {counted(num_cores(), 'core', 'cores')}",
-            where=where,
-            remedy=f"write at most {num_cores()}",
-        )
+    check_num_csx(num_csx, num_cores(), "cores of this machine", where=where)
 
 
 def cores_of_ranks(count: int) -> list[set[int]] | None:

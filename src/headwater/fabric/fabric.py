@@ -74,8 +74,8 @@ class Fabric(abc.ABC):
             num_bytes: size of the memory.
 
         Returns:
-            uint8, at least `num_bytes` long. The n-th call returns the same memory on every rank of the host.
-            It is zero if there are several ranks.
+            uint8, at least `num_bytes` long, zeroed. The n-th call returns the same memory on every rank of the
+            host.
         """
 
     @abc.abstractmethod

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from headwater.core.errors import ConfigError
+from headwater.core.placement import check_num_csx
 from headwater.plan.types import Calibration, StoreShare
 
 Scaling = Literal["strong", "weak"]
@@ -200,11 +201,7 @@ def place(cluster: Cluster, num_csx: int) -> Placement:
     Raises:
         ConfigError: if the cluster has too few ranks, or they cannot be divided evenly.
     """
-    if num_csx > cluster.most_csx:
-        raise ConfigError(
-            f"{num_csx} CSXs are asked for, and {cluster.name} has {cluster.most_csx}",
-            remedy=f"write at most {cluster.most_csx}",
-        )
+    check_num_csx(num_csx, cluster.most_csx, f"CSXs of {cluster.name}", where="num_csx")
     hosts = -(-num_csx // cluster.host.ranks)
     if num_csx % hosts:
         full = num_csx // cluster.host.ranks * cluster.host.ranks
