@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from headwater.cli.data import MODE_HELP
 from headwater.cli.main import main
-from headwater.data.command import MODE_HELP
 from headwater.data.modes import MODES
 from headwater.data.statistics import read_statistics
 

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from synthetic import gpt
 
+from headwater.cli.plan import print_plan
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
 from headwater.plan.budget import make_plan
-from headwater.plan.command import describe
 from headwater.plan.outlook import RunLength
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import draw_plan, group_stages
@@ -40,7 +40,7 @@ def streamed():
 
 def printed(plan, **arguments):
     console = Console(width=140, record=True, file=io.StringIO())
-    describe(plan, console=console, **arguments)
+    print_plan(plan, console=console, **arguments)
     return console.export_text()
 
 
@@ -86,7 +86,7 @@ def test_names_of_stages_are_not_wrapped(streamed):
     )
     plan = dataclasses.replace(streamed, trace=dataclasses.replace(streamed.trace, stages=stages))
     console = Console(width=80, record=True, file=io.StringIO())
-    describe(plan, console=console)
+    print_plan(plan, console=console)
     assert "position_embeddings_of_all_kinds" in console.export_text()
 
 

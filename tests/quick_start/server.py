@@ -48,7 +48,7 @@ _PACKAGES = (
 )
 _MODULES = (
     *("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "torch.distributed.run"),
-    *("multiprocessing.spawn", "h5py", "headwater.data.command"),
+    *("multiprocessing.spawn", "h5py"),
 )
 _LEFT_OUT = ("headwater.fabric.ray", "headwater.fabric.actors", "headwater.cli.ray", "headwater.cli.demo")
 

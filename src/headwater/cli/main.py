@@ -21,7 +21,7 @@ COMMANDS = {
     "validate": ("headwater.cli.validate", "evaluate a checkpoint"),
     "plan": ("headwater.cli.plan", "show the plan, memory and step time of a run, without training"),
     "generate": ("headwater.cli.generate", "generate text with a trained model"),
-    "data": ("headwater.data.command", "prepare training data from text"),
+    "data": ("headwater.cli.data", "prepare training data from text"),
     "checkpoint": ("headwater.cli.checkpoint", "inspect, convert, export and import checkpoints"),
     "config": ("headwater.cli.config", "write, check, convert and list params files"),
     "jobs": ("headwater.cli.jobs", "submit jobs to the queue of this machine, list and cancel them"),

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from headwater.api.machine import device_of, resources_of
 from headwater.cli.arguments import PLANNING, USAGE, add_params_arguments, read_params
@@ -16,8 +17,10 @@ from headwater.core.batches import equal_share
 from headwater.core.errors import ConfigError, PlanError
 from headwater.fabric.cores import num_cores
 from headwater.plan.calibrate import calibrate
-from headwater.plan.command import describe
 from headwater.plan.measuring import MOST_WALL_S
+from headwater.plan.outlook import RunLength
+from headwater.plan.report import draw_plan, render_plan
+from headwater.plan.types import Plan
 from headwater.trainer.machine_file import write_machine
 from headwater.trainer.planning import host_share, plan_run, run_length, training_workload
 from headwater.trainer.zoo_job import data_workers, zoo_trainable
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     work = training_workload(init, trainable, share_of_batch, data_workers=workers)
     share = host_share(placement, [rank // ranks for rank in range(placement.size)], 0)
     plan = plan_run(init, trainable, work, calibration=rates, placement=placement, ranks=ranks, share=share)
-    describe(plan, run_length(trainable, init.loop), drawing=args.png)
+    print_plan(plan, run_length(trainable, init.loop), drawing=args.png)
     if args.write_cluster is not None:
         if rates is None:
             raise PlanError(
@@ -94,3 +97,24 @@ def run(args: argparse.Namespace) -> int:
         assert plan.budget is not None, "a new plan has budgets"
         write_machine(args.write_cluster, rates, plan.budget, plan.device)
     return 0
+
+
+def print_plan(
+    plan: Plan, run: RunLength | None = None, *, console: Console | None = None, drawing: Path | None = None
+) -> None:
+    """Print a plan, and draw it as a PNG at `drawing` if that is given.
+
+    Args:
+        plan: the plan.
+        run: length of the run, for the time that it takes.
+        console: where the plan is printed; by default stdout.
+        drawing: path of the PNG.
+
+    Raises:
+        ConfigError: if a drawing is requested, but matplotlib is not installed.
+    """
+    console = console or Console()
+    console.print(render_plan(plan, run))
+    if drawing is not None:
+        draw_plan(plan, drawing)
+        console.print(f"drawn in {drawing}")

@@ -74,8 +74,7 @@ class Fabric(abc.ABC):
             num_bytes: size of the memory.
 
         Returns:
-            uint8, at least `num_bytes` long, zeroed. The n-th call returns the same memory on every rank of the
-            host.
+            Zeros, uint8, at least `num_bytes` long. The n-th call returns the same memory on all ranks of a host.
         """
 
     @abc.abstractmethod
@@ -184,8 +183,6 @@ class Board:
     def __init__(self, fabric: Fabric, slots: int) -> None:
         self._fabric = fabric
         self._values = fabric.allocate(8 * max(slots, 1))[: 8 * slots].view(torch.int64).numpy()
-        if fabric.size == 1:
-            self._values[:] = 0
 
     def post(self, slot: int, value: int) -> None:
         """Set a counter."""

@@ -1,13 +1,21 @@
 """The command `headwater data`: arguments, files and summary."""
 
 import argparse
+import gzip
 
 import pytest
 
+from headwater.cli.data import add_arguments, run
 from headwater.core.errors import DataError
 from headwater.data.assets import sample_text
-from headwater.data.command import add_arguments, run
 from headwater.data.statistics import read_statistics
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes(gzip.decompress(sample_text().read_bytes())[:50_000])
+    return path
 
 
 def parse(*arguments):

@@ -1,4 +1,4 @@
-"""The command `headwater data`: turns texts and records into training samples."""
+"""`headwater data`: turns texts and records into training samples."""
 
 from __future__ import annotations
 
@@ -46,30 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="txt, jsonl, json, csv (plain or .gz) or parquet file, or a folder of such files",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="output folder")
-    modes = "; ".join(f"{name}: {mode}" for name, mode in MODE_HELP.items())
+    known = "; ".join(f"{name}: {mode}" for name, mode in MODE_HELP.items())
     parser.add_argument(
-        "--mode", default="pretraining", choices=MODE_HELP, metavar="MODE", help=f"{modes} (%(default)s)"
+        "--mode", default="pretraining", choices=MODE_HELP, metavar="MODE", help=f"{known} (%(default)s)"
     )
     parser.add_argument("--sequence_length", type=int, default=512, help="tokens per sample (%(default)s)")
-    tokenizer = parser.add_mutually_exclusive_group()
-    tokenizer.add_argument(
-        "--vocab_size",
-        type=int,
-        default=4096,
-        help="train a byte-level BPE tokenizer of this size (%(default)s)",
-    )
-    tokenizer.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="tokenizer.json, a SentencePiece model, BERT's vocab.txt, or a folder with one of the first two "
-        "or with GPT-2's vocabulary and merges",
-    )
-    parser.add_argument(
-        "--end_of_text",
-        metavar="TOKEN",
-        help="token after each document (default: the end-of-text token of the tokenizer)",
-    )
+    _add_tokenizer_arguments(parser)
     parser.add_argument(
         "--val_fraction", type=float, default=0.05, help="fraction of samples for validation (%(default)s)"
     )
@@ -93,89 +75,122 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=int, default=8, help="with show: samples of each split on the page (%(default)s)"
     )
-    _add_mode_arguments(parser)
+    _add_record_arguments(parser.add_argument_group("records"))
+    modes = parser.add_argument_group("modes")
+    _add_text_arguments(modes)
+    _add_masking_arguments(modes)
+    _add_image_arguments(parser.add_argument_group("images in texts"))
 
 
-def _add_mode_arguments(parser: argparse.ArgumentParser) -> None:
-    records = parser.add_argument_group("records")
-    records.add_argument(
+def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    tokenizer = parser.add_mutually_exclusive_group()
+    tokenizer.add_argument(
+        "--vocab_size",
+        type=int,
+        default=4096,
+        help="train a byte-level BPE tokenizer of this size (%(default)s)",
+    )
+    tokenizer.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json, a SentencePiece model, BERT's vocab.txt, or a folder with one of the first two "
+        "or with GPT-2's vocabulary and merges",
+    )
+    parser.add_argument(
+        "--end_of_text",
+        metavar="TOKEN",
+        help="token after each document (default: the end-of-text token of the tokenizer)",
+    )
+
+
+def _add_record_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--json_key",
         default="text",
         help="key of the text, in modes that read running text (%(default)s)",
     )
-    records.add_argument(
+    group.add_argument(
         "--keys",
         nargs="+",
         default=[],
         metavar="FIELD=NAME",
         help="names that other fields have in the records, for example prompt=question",
     )
-    records.add_argument(
+    group.add_argument(
         "--skip_bad_records",
         action="store_true",
         help="leave out and count records that cannot be used (default: stop at the first)",
     )
-    records.add_argument(
+    group.add_argument(
         "--longer",
         choices=("skip", "cut"),
         default="skip",
         help="skip or cut records longer than a sample (%(default)s)",
     )
-    options = parser.add_argument_group("modes")
-    options.add_argument(
+
+
+def _add_text_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--use_vsl",
         action="store_true",
         help="pack several texts into a sample; each attends only to itself",
     )
-    options.add_argument(
+    group.add_argument(
         "--fim_rate",
         type=float,
         default=0.9,
         help="fraction of texts rearranged for fill in the middle (%(default)s)",
     )
-    options.add_argument(
+    group.add_argument(
         "--spm_rate",
         type=float,
         default=0.5,
         help="fraction of the rearranged texts with the suffix first (%(default)s)",
     )
-    options.add_argument(
+    group.add_argument(
         "--chat_template", type=Path, metavar="FILE", help="Jinja file (default: the tokenizer's template)"
     )
-    options.add_argument(
+    group.add_argument(
         "--separator", help="text between a prompt and its completion, or a document and its summary"
     )
-    options.add_argument(
+    group.add_argument(
         "--num_passages",
         type=int,
         default=2,
         help="passages per question, the right one included (%(default)s)",
     )
-    options.add_argument(
+
+
+def _add_masking_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the arguments of samples for BERT."""
+    group.add_argument(
         "--max_cls_tokens", type=int, default=50, help="maximum sentences of a text (%(default)s)"
     )
-    options.add_argument(
+    group.add_argument(
         "--masked_lm_prob", type=float, default=0.15, help="fraction of tokens to predict (%(default)s)"
     )
-    options.add_argument(
+    group.add_argument(
         "--dynamic_mask",
         action="store_true",
         help="write unmasked tokens as CSV; training draws new masks in every epoch (BERT)",
     )
-    options.add_argument(
+    group.add_argument(
         "--sentence_pairs",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="make each masked sample of two texts",
     )
-    images = parser.add_argument_group("images in texts")
-    images.add_argument("--image_dir", type=Path, metavar="DIR", help="root folder of the images")
-    images.add_argument("--num_features", type=int, help="positions that an image takes in a text")
-    images.add_argument("--num_images", type=int, default=1, help="maximum images of a text (%(default)s)")
-    images.add_argument(
+
+
+def _add_image_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--image_dir", type=Path, metavar="DIR", help="root folder of the images")
+    group.add_argument("--num_features", type=int, help="positions that an image takes in a text")
+    group.add_argument("--num_images", type=int, default=1, help="maximum images of a text (%(default)s)")
+    group.add_argument(
         "--image_token_id", type=int, default=0, help="token at the positions of images (%(default)s)"
     )
-    images.add_argument("--begin_of_text", metavar="TOKEN", help="token before each text (default: none)")
+    group.add_argument("--begin_of_text", metavar="TOKEN", help="token before each text (default: none)")
 
 
 def run(args: argparse.Namespace) -> int:
