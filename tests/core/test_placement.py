@@ -3,7 +3,7 @@
 import pytest
 
 from headwater.core.errors import ConfigError
-from headwater.core.placement import Placement, check_num_csx
+from headwater.core.placement import Placement, check_csx_limit
 
 
 @pytest.mark.parametrize(
@@ -17,11 +17,11 @@ def test_store_ranks_own_masters_if_there_are_any(placement, owners):
 @pytest.mark.parametrize(("num_csx", "most", "valid"), [(5, 4, "1 to 4"), (0, 4, "1 to 4"), (2, 1, "1")])
 def test_an_error_names_the_valid_numbers_of_csxs(num_csx, most, valid):
     with pytest.raises(ConfigError) as refused:
-        check_num_csx(num_csx, most, "GPUs", where="--num_csx", remedy="add GPUs")
+        check_csx_limit(num_csx, most, "GPUs", where="--num_csx", remedy="add GPUs")
     assert refused.value.what == f"expected num_csx to be {valid} (GPUs), got {num_csx}"
     assert (refused.value.where, refused.value.remedy) == ("--num_csx", f"write {valid}, or add GPUs")
 
 
 def test_valid_numbers_of_csxs_are_accepted():
     for num_csx in (1, 4):
-        check_num_csx(num_csx, 4, "GPUs", where="--num_csx")
+        check_csx_limit(num_csx, 4, "GPUs", where="--num_csx")

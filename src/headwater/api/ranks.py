@@ -10,7 +10,7 @@ from headwater.config.sections import ClusterConfig
 from headwater.core.batches import num_samples, slice_batch
 from headwater.core.errors import ConfigError, DataError, StreamError
 from headwater.core.lazy import LazyTensor
-from headwater.core.placement import check_num_csx
+from headwater.core.placement import check_csx_limit
 from headwater.core.units import counted
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import current
@@ -136,7 +136,7 @@ def take_accelerator(device: str, fabric: Fabric, *, where: str) -> None:
     uuid = None if own is None else str(torch.cuda.get_device_properties(own).uuid)
     every = fabric.gather_objects(uuid, str | None)
     there = len(set(every) - {None})
-    check_num_csx(fabric.num_csx, there, "accelerators", where=where, remedy="the backend type CPU")
+    check_csx_limit(fabric.num_csx, there, "accelerators", where=where, remedy="the backend type CPU")
     if own is not None:
         torch.cuda.set_device(own)
 

@@ -14,7 +14,7 @@ from headwater.appliance.folder import user_name
 from headwater.appliance.queue import Queue
 from headwater.appliance.types import Job, Phase, Priority, Submission
 from headwater.core.errors import QueueError
-from headwater.core.placement import check_num_csx
+from headwater.core.placement import check_csx_limit
 
 JOB = "HEADWATER_JOB"
 """Environment variable with a job's own name."""
@@ -51,7 +51,7 @@ class EmbeddedQueue(Queue):
         self._wake = wake
 
     def submit(self, submission: Submission, token: str) -> Job:
-        check_num_csx(submission.num_csx, self.num_csx(), "CSXs of the queue", where="num_csx")
+        check_csx_limit(submission.num_csx, self.num_csx(), "CSXs of the queue", where="num_csx")
         database, caller = self._database, self._caller
         environment = {
             name: value for name, value in submission.environment.items() if name not in _SET_FOR_JOB

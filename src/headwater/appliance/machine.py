@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwater.core.placement import check_num_csx
+from headwater.core.placement import check_csx_limit
 
 _DEVICES = Path("/dev")
 
@@ -51,7 +51,7 @@ def find_slots(num_csx: int | None = None) -> list[Slot]:
     cores, gpus = sorted(os.sched_getaffinity(0)), _gpus()
     number = num_csx or len(gpus) or len(cores)
     if gpus:
-        check_num_csx(number, len(gpus), "GPUs of this machine", where="num_csx")
+        check_csx_limit(number, len(gpus), "GPUs of this machine", where="num_csx")
     return [
         Slot(index, _share(cores, index, number), gpus[index] if gpus else None) for index in range(number)
     ]

@@ -22,7 +22,7 @@ from headwater.appliance.embedded import JOB, job_over, merge_labels, model_dir_
 from headwater.appliance.queue import Queue
 from headwater.appliance.types import Job, Phase, Priority, Submission, ending
 from headwater.core.errors import ConfigError, QueueError
-from headwater.core.placement import check_num_csx
+from headwater.core.placement import check_csx_limit
 
 _TIMEOUT_S = 60.0
 _NICE = {Priority.P1: 0, Priority.P2: 10_000, Priority.P3: 20_000}
@@ -83,7 +83,7 @@ class SlurmQueue(Queue):
             )
 
     def submit(self, submission: Submission, token: str) -> Job:
-        check_num_csx(
+        check_csx_limit(
             submission.num_csx,
             self.num_csx(),
             "CSXs of the cluster",

@@ -44,7 +44,7 @@ def wrong_num_csx(num_csx: int, most: int, limit: str) -> str:
     return f"expected num_csx to be {_valid(most)} ({limit}), got {num_csx}"
 
 
-def check_num_csx(num_csx: int, most: int, limit: str, *, where: str, remedy: str | None = None) -> None:
+def check_csx_limit(num_csx: int, most: int, limit: str, *, where: str, remedy: str | None = None) -> None:
     """Raise if a number of CSXs is not between 1 and `most`.
 
     Args:

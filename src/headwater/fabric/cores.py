@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headwater.core.placement import check_num_csx
+from headwater.core.placement import check_csx_limit
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -19,7 +19,7 @@ def num_cores() -> int:
 
 def check_cores(num_csx: int, *, where: str) -> None:
     """Raise `ConfigError` if this process may use fewer than `num_csx` cores."""
-    check_num_csx(num_csx, num_cores(), "cores of this machine", where=where)
+    check_csx_limit(num_csx, num_cores(), "cores of this machine", where=where)
 
 
 def cores_of_ranks(count: int) -> list[set[int]] | None:

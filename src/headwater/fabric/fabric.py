@@ -74,7 +74,7 @@ class Fabric(abc.ABC):
             num_bytes: size of the memory.
 
         Returns:
-            Zeros, uint8, at least `num_bytes` long. The n-th call returns the same memory on all ranks of a host.
+            Zeros (uint8), `num_bytes` or more. The n-th call returns the same memory on all ranks of a host.
         """
 
     @abc.abstractmethod

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from headwater.core.errors import ConfigError
-from headwater.core.placement import check_num_csx
+from headwater.core.placement import check_csx_limit
 from headwater.plan.types import Calibration, StoreShare
 
 Scaling = Literal["strong", "weak"]
@@ -201,7 +201,7 @@ def place(cluster: Cluster, num_csx: int) -> Placement:
     Raises:
         ConfigError: if the cluster has too few ranks, or they cannot be divided evenly.
     """
-    check_num_csx(num_csx, cluster.most_csx, f"CSXs of {cluster.name}", where="num_csx")
+    check_csx_limit(num_csx, cluster.most_csx, f"CSXs of {cluster.name}", where="num_csx")
     hosts = -(-num_csx // cluster.host.ranks)
     if num_csx % hosts:
         full = num_csx // cluster.host.ranks * cluster.host.ranks
