@@ -15,9 +15,9 @@ _HEAD = """\
 # Architectures, compared with plain PyTorch
 
 `python -m benchmarks.architectures --page docs/architectures.md` trains small models of many architectures
-for three steps, in plain PyTorch and under plans of [`headwater conform`](conform.md). It compares losses,
-outputs, gradients, parameters, buffers and optimizer state bit for bit, and writes this page. The results are
-from torch {version}.
+for three steps, in plain PyTorch and under plans of [`headwater conform`](compare_with_pytorch.md). It
+compares losses, outputs, gradients, parameters, buffers and optimizer state bit for bit, and writes this
+page. The results are from torch {version}.
 
 The models are in `benchmarks/architectures`. They are small versions of the architectures that they are named
 after, and not those of timm or diffusers. The optimizer is fused AdamW. Only the Fourier neural operator uses

@@ -81,7 +81,8 @@ def test_weights_that_differ_at_the_start_are_those_of_the_first_host(tmp_path):
 
 
 def test_the_documented_script_runs_on_two_hosts(tmp_path):
-    text = re.search(r"## Your own loop.*?```python\n(.*?)```", (DOCS / "scale.md").read_text(), re.DOTALL)
+    page = (DOCS / "several_ranks.md").read_text()
+    text = re.search(r"## Your own loop.*?```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "train.py").write_text(text[1])
     codes, logs = run_on_hosts(tmp_path / "train.py", (), tmp_path)
     assert codes == [0, 0], logs

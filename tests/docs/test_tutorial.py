@@ -12,7 +12,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def versions(folder: Path) -> list[str]:
     """The script of the tutorial, and after each diff."""
-    text = (DOCS / "tutorial.md").read_text()
+    text = (DOCS / "own_loop.md").read_text()
     script = folder / "train.py"
     script.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
     found = [script.read_text()]

@@ -1,0 +1,138 @@
+"""The largest GPT and the largest Llama whose training fits a machine: `python -m benchmarks.hardware`.
+
+The planner decides from the sizes of memory and disk, and a dry run of each model, as it does for a run.
+A step has 16 sequences of 2,048 tokens, one at a time, in bf16, with AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from benchmarks.runner import print_table, save
+from headwater.api.machine import optimizer_state_bytes
+from headwater.config import load_params, shipped_params
+from headwater.core.precision import Precision
+from headwater.core.units import GIB
+from headwater.optim import OptimizerSpec
+from headwater.plan.search import Budgets, Fixed, Request, best_plan
+from headwater.plan.trace import trace_step
+from headwater.plan.types import Plan, Trace
+from headwater.trainer.zoo_job import zoo_trainable
+
+SEQUENCE_LENGTH = 2048
+BATCH_SIZE = 16
+USABLE = 0.9
+"""Share of memory and disk that a plan may use, as in a run without limits."""
+HOST_BASE = {"cpu": int(0.7 * GIB), "cuda": 3 * GIB}
+"""Host memory of the interpreter and its libraries; with CUDA also of its context."""
+SHAPES = {
+    "GPT": "gpt/gpt2_small gpt/gpt2_xl gpt/cerebras_gpt_2p7b gpt/cerebras_gpt_6p7b gpt/cerebras_gpt_13b "
+    "gpt/175b",
+    "Llama": "llama/llama3p2_1b llama/llama3p2_3b llama/llama2_7b llama/llama2_13b llama/llama1_33b "
+    "llama/llama2_70b llama/llama3p1_405b",
+}
+"""Params files of the package, in the order of their sizes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A machine; sizes in GiB.
+
+    Attributes:
+        name: a row of the table.
+        host: host memory.
+        device: memory of its GPU; 0 without a GPU.
+        disk: free space of its disk; 0 to use no disk.
+    """
+
+    name: str
+    host: int
+    device: int = 0
+    disk: int = 0
+
+    def request(self, trace: Trace) -> Request:
+        """Return the request to plan a step of a model on this machine."""
+        kind = "cuda" if self.device else "cpu"
+        sizes = (self.device or 1 << 20, self.host, self.disk)
+        return Request(
+            trace_for=lambda size: trace,
+            batch_size=BATCH_SIZE,
+            precision=Precision("bf16"),
+            optimizer_state_bytes=optimizer_state_bytes(OptimizerSpec("AdamW", {"lr": 1e-4})),
+            budgets=Budgets(*(int(USABLE * size * GIB) for size in sizes)),
+            disk=Path("disk") if self.disk else None,
+            device=kind,
+            calibration=None,
+            fixed=Fixed(micro_batch_size=1),
+            base_bytes=HOST_BASE[kind],
+        )
+
+
+MACHINES = [
+    Machine("laptop, 8 GiB", 8),
+    Machine("the same with a disk of 500 GiB", 8, disk=500),
+    Machine("desktop, 32 GiB", 32),
+    Machine("the same with a disk of 1,000 GiB", 32, disk=1000),
+    Machine("desktop, 64 GiB, GPU of 8 GiB", 64, 8),
+    Machine("workstation, 128 GiB, GPU of 24 GiB", 128, 24),
+    Machine("the same with a disk of 2,000 GiB", 128, 24, disk=2000),
+    Machine("server, 512 GiB, GPU of 80 GiB", 512, 80),
+    Machine("server, 2,048 GiB, GPU of 80 GiB", 2048, 80),
+    Machine("the same with a disk of 16,000 GiB", 2048, 80, disk=16000),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model with its dry run."""
+
+    name: str
+    parameters: int
+    trace: Trace
+
+
+def dry_run(name: str) -> Model:
+    """Return a model of the package with the dry run of one sequence."""
+    init = load_params(shipped_params()[name]).init
+    trainable = zoo_trainable(init, SEQUENCE_LENGTH)
+    trace = trace_step(trainable.model, trainable.example(1), Precision("bf16"), loss_function=trainable.loss)
+    return Model(name, sum(each.numel() for each in trainable.model.parameters()), trace)
+
+
+def largest(machine: Machine, models: list[Model]) -> tuple[Model, Plan] | None:
+    """Return the last model of which a step fits the machine, with its plan."""
+    for model in reversed(models):
+        plan = best_plan(machine.request(model.trace))
+        if plan is not None:
+            return model, plan
+    return None
+
+
+def row(machine: Machine, families: dict[str, list[Model]]) -> dict[str, object]:
+    """Return the row of a machine."""
+    cells: dict[str, object] = {"machine": machine.name}
+    for family, models in families.items():
+        found = largest(machine, models)
+        if found is None:
+            cells[family] = cells[f"{family} on"] = "–"
+            continue
+        model, plan = found
+        cells[family] = f"{model.parameters / 1e9:.3g} B (`{model.name}`)"
+        cells[f"{family} on"] = plan.tier
+    return cells
+
+
+def main() -> None:
+    """Print the table and save it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.parse_args()
+    families = {family: [dry_run(name) for name in names.split()] for family, names in SHAPES.items()}
+    rows = [row(machine, families) for machine in MACHINES]
+    print_table(rows)
+    save("hardware", {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
