@@ -102,7 +102,7 @@ def dry_run(name: str) -> Model:
 
 
 def largest(machine: Machine, models: list[Model]) -> tuple[Model, Plan] | None:
-    """Return the last model of which a step fits the machine, with its plan."""
+    """Return the last model whose training fits the machine, with its plan."""
     for model in reversed(models):
         plan = best_plan(machine.request(model.trace))
         if plan is not None:
