@@ -9,6 +9,7 @@ from run_samples import write_params
 from headwater.cli.main import main
 from headwater.data.assets import sample_text
 from headwater.data.prepare import prepare
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import TrainBPE
 
 
@@ -18,7 +19,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     text = folder / "text.txt"
     text.write_text(gzip.decompress(sample_text().read_bytes()).decode()[:20_000])
-    prepare([text], folder / "samples", tokenizer=TrainBPE(300), sequence_length=16, val_fraction=0.1)
+    prepare([text], folder / "samples", PrepareSettings(TrainBPE(300), 16, val_fraction=0.1))
     return folder / "samples"
 
 

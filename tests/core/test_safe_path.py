@@ -25,13 +25,13 @@ if __name__ == "__main__":
     assert list(ordered_map(abs, [-1, 2, -3], num_workers=2)) == [1, 2, 3]
 """
 LOADER = """\
-from headwater.data.loader import BatchLoader
+from headwater.data.loader import BatchLoader, Workers
 from headwater.data.order import SampleOrder
 class Numbers:
     def __getitems__(self, draws):
         return [int(draw) for draw in draws]
 if __name__ == "__main__":
-    loader = BatchLoader(Numbers(), SampleOrder(4, 2, repeat=False), num_workers=1)
+    loader = BatchLoader(Numbers(), SampleOrder(4, 2, repeat=False), Workers(1))
     assert list(loader) == [[0, 1], [2, 3]]
 """
 

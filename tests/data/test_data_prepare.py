@@ -6,12 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import h5py
 import numpy as np
-import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -19,15 +17,16 @@ from tokenizers import Tokenizer
 from headwater.core.errors import ConfigError, DataError
 from headwater.data.documents import read_pieces
 from headwater.data.prepare import prepare
+from headwater.data.settings import PrepareSettings
 from headwater.data.staging import staged_folder
 from headwater.data.statistics import entropy, read_statistics
 from headwater.data.tokenizer import TrainBPE
 from headwater.data.workers import ordered_map
 
 
-def prepare_book(text_file, out, **options):
-    settings = {"tokenizer": TrainBPE(400), "sequence_length": 32, "samples_per_file": 500}
-    return prepare([text_file], out, **{**settings, **options})
+def prepare_book(text_file, out, *, num_workers=1, overwrite=False, **changes):
+    keys = {"tokenizer": TrainBPE(400), "sequence_length": 32, "samples_per_file": 500, **changes}
+    return prepare([text_file], out, PrepareSettings(**keys), num_workers=num_workers, overwrite=overwrite)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +63,8 @@ def test_samples_contain_the_text(shared, tmp_path):
     """Compared with transformers' GPT-2 tokenizer and a packing of the whole corpus in memory."""
     transformers = pytest.importorskip("transformers")
     source, vocab = shared / "text/c4_sample.jsonl.gz", shared / "vocab/gpt2"
-    statistics = prepare(
-        [source],
-        tmp_path / "out",
-        tokenizer=vocab,
-        sequence_length=64,
-        val_fraction=0.1,
-        samples_per_file=700,
-    )
+    settings = PrepareSettings(vocab, 64, val_fraction=0.1, samples_per_file=700)
+    statistics = prepare([source], tmp_path / "out", settings)
     oracle = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "out/tokenizer.json"))
     corpus = []
     document = ""
@@ -176,40 +169,48 @@ def test_second_writer_of_a_folder_is_refused(tmp_path):
 
 
 SCRIPT = """
-import resource, sys
+import multiprocessing, os, resource, signal, sys
 from pathlib import Path
 from headwater.data.prepare import prepare
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import TrainBPE
 
+source, out, workers, limit, sign = sys.argv[1:]
+
+def kill_at_sign(event, arguments):
+    at = {"open": 0, "os.rename": 1}.get(event)
+    if sign and at is not None and str(arguments[at]).endswith(sign):
+        parent = multiprocessing.parent_process()
+        os.kill(os.getpid() if parent is None else parent.pid, signal.SIGKILL)
+
+sys.addaudithook(kill_at_sign)
 if __name__ == "__main__":
-    source, out, workers, limit = sys.argv[1:]
     if int(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-    settings = dict(tokenizer=TrainBPE(400), sequence_length=32, samples_per_file=500)
-    prepare([Path(source)], Path(out), **settings, num_workers=int(workers))
+    settings = PrepareSettings(TrainBPE(400), 32, samples_per_file=500)
+    prepare([Path(source)], Path(out), settings, num_workers=int(workers))
 """
 
 
-def start(tmp_path, text_file, *, workers, limit=0):
+def run(tmp_path, text_file, *, workers, limit=0, kill_at=""):
+    """Run a preparation in a process that is killed when it opens, or renames a file to, `kill_at`.
+
+    Workers inherit stderr, so its end means that they have exited too.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, script, text_file, tmp_path / "out", str(workers), str(limit)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, script, text_file, tmp_path / "out", str(workers), str(limit), kill_at]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
 
 
-@pytest.mark.parametrize("sign", ["tokenizer.json", "tokens.bin", "train/data-00001.h5"])
-def test_killed_preparation_leaves_no_complete_output(text_file, reference, tmp_path, sign):
-    process = start(tmp_path, text_file, workers=2)
-    while not (tmp_path / "out.partial" / sign).exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.0005)
-    workers = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+@pytest.mark.parametrize("kill_at", ["tokenizer.json", "tokens.bin", "train/data-00002.h5"])
+def test_killed_preparation_leaves_no_complete_output(text_file, reference, tmp_path, kill_at):
+    process = run(tmp_path, text_file, workers=2, kill_at=kill_at)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert (tmp_path / "out.partial").is_dir()
     assert not (tmp_path / "out").exists()
     with pytest.raises(DataError, match="no prepared data"):
         read_statistics(tmp_path / "out")
-    assert psutil.wait_procs(workers, timeout=60)[1] == [], "workers end with their parent"
     prepare_book(text_file, tmp_path / "out")
     assert_same_bytes(tmp_path / "out", reference)
     assert not (tmp_path / "out.partial").exists()
@@ -217,8 +218,8 @@ def test_killed_preparation_leaves_no_complete_output(text_file, reference, tmp_
 
 def test_failed_write_names_the_folder_and_leaves_nothing(text_file, tmp_path):
     """A limit on the file size simulates a full disk."""
-    process = start(tmp_path, text_file, workers=1, limit=100_000)
-    assert "DataError: output cannot be written" in process.communicate()[1]
+    process = run(tmp_path, text_file, workers=1, limit=100_000)
+    assert "DataError: output cannot be written" in process.stderr
     assert process.returncode == 1
     assert not list(tmp_path.glob("out*"))
 

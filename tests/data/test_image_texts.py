@@ -14,6 +14,7 @@ from headwater.core.errors import ConfigError, DataError
 from headwater.data.modes import ModeOptions
 from headwater.data.packing import split_samples
 from headwater.data.prepare import prepare
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import END_OF_TEXT, TrainBPE
 from headwater.models.registry import build_model
 from headwater.trainer.datasets import open_data
@@ -99,16 +100,15 @@ def prepared(tmp_path, tokenizer, pictures, records=RECORDS, *, skip=False, leng
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     keys = {"image_dir": pictures, "num_features": FEATURES, "num_images": 2, "image_token_id": 9}
-    return prepare(
-        [source],
-        tmp_path / "data",
-        tokenizer=tmp_path / "tokenizer.json",
-        sequence_length=length,
+    settings = PrepareSettings(
+        tmp_path / "tokenizer.json",
+        length,
         val_fraction=0,
         mode="image_text",
         options=ModeOptions(**keys | options),
         skip_bad_records=skip,
     )
+    return prepare([source], tmp_path / "data", settings)
 
 
 def section(tmp_path, **changes):

@@ -7,28 +7,28 @@ import torch
 
 from headwater.core.errors import DataError
 from headwater.data.records import CSVRecords
-from headwater.data.text.masking import MaskedTexts
+from headwater.data.text.masking import NEEDED_TOKENS, MaskedTexts, Masking
+from headwater.data.text.wordpiece import read_vocabulary
 
 WORDS = [f"w{number}" for number in range(200)]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+VOCAB_SIZE = len(VOCABULARY)
 
 
 @pytest.fixture
 def make(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
 
-    def write(texts, **changes):
+    def write(texts, *, vocab_size=VOCAB_SIZE, **changes):
         path = tmp_path / "texts.csv"
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["tokens", "segment_ids", "is_random_next"])
             for text in texts:
                 writer.writerow([text, [0] * len(text), 1])
-        options = {
-            "vocab_size": len(VOCABULARY), "length": 64, "predictions": 12, "share": 0.15,
-            "next_sentence": True, "segments": 2, "seed": 0, **changes,
-        }  # fmt: skip
-        return MaskedTexts([CSVRecords(path)], tmp_path / "vocab.txt", **options)
+        keys = {"length": 64, "predictions": 12, "fraction": 0.15, "next_sentence": True, "segments": 2}
+        ids = read_vocabulary(tmp_path / "vocab.txt", vocab_size, needed=NEEDED_TOKENS)
+        return MaskedTexts([CSVRecords(path)], ids, Masking(**{**keys, "seed": 0, **changes}))
 
     return write
 
@@ -63,7 +63,7 @@ def test_masks_differ_between_epochs_and_are_fixed_per_draw(make):
 
 
 def test_mask_fractions_equal_the_paper(make):
-    texts = make([text(60)], predictions=60, share=0.5)
+    texts = make([text(60)], predictions=60, fraction=0.5)
     kinds = {"masked": 0, "same": 0, "other": 0}
     for draw in range(100):
         batch = texts.__getitems__([draw])
@@ -94,10 +94,6 @@ def test_errors_name_the_place(make, tmp_path):
     )
     with pytest.raises(DataError, match="expected at most 100 tokens, the model's vocab_size; got 205"):
         make([text(5)], vocab_size=100)
-    make([text(5)])
     (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY[:4]))
     with pytest.raises(DataError, match=r"lacks the tokens \[MASK\]"):
-        MaskedTexts(
-            [CSVRecords(tmp_path / "texts.csv")], tmp_path / "vocab.txt", vocab_size=300, length=9,
-            predictions=2, share=0.1, next_sentence=False, segments=0, seed=0,
-        )  # fmt: skip
+        make([text(5)])

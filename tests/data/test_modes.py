@@ -11,13 +11,15 @@ from headwater.core.errors import ConfigError, DataError
 from headwater.data.modes import ModeOptions
 from headwater.data.prepare import prepare
 from headwater.data.records import CSVRecords, open_records
+from headwater.data.settings import PrepareSettings
 from headwater.data.text.fields import (
     masked_text_fields,
     preference_fields,
     retrieval_fields,
     sentence_fields,
 )
-from headwater.data.text.masking import MaskedTexts
+from headwater.data.text.masking import NEEDED_TOKENS, MaskedTexts, Masking
+from headwater.data.text.wordpiece import read_vocabulary
 from headwater.data.tokenizer import TrainBPE
 
 transformers = pytest.importorskip("transformers")
@@ -53,17 +55,15 @@ def lines(path, records):
 
 
 def make(source, mode, tokenizer, *, length=64, skip=False, **options):
-    return prepare(
-        [source],
-        source.parent / mode,
-        mode=mode,
-        tokenizer=tokenizer,
-        sequence_length=length,
+    settings = PrepareSettings(
+        tokenizer,
+        length,
         val_fraction=0,
+        mode=mode,
         options=ModeOptions(**options),
         skip_bad_records=skip,
-        overwrite=True,
     )
+    return prepare([source], source.parent / mode, settings, overwrite=True)
 
 
 def samples(source, mode):
@@ -262,17 +262,9 @@ def test_dynamic_masks_are_drawn_in_training(shared, bert, tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"text": "It's 5 o'clock, \"isn't it\"? Né. Öl! " * 20}] * 3)
     make(source, "masked", bert, length=40, dynamic_mask=True)
     files = [CSVRecords(path) for path in (tmp_path / "masked/train").glob("*.csv")]
-    texts = MaskedTexts(
-        files,
-        bert,
-        vocab_size=30522,
-        length=40,
-        predictions=6,
-        share=0.15,
-        next_sentence=True,
-        segments=2,
-        seed=0,
-    )
+    ids = read_vocabulary(bert, 30522, needed=NEEDED_TOKENS)
+    masking = Masking(length=40, predictions=6, fraction=0.15, next_sentence=True, segments=2, seed=0)
+    texts = MaskedTexts(files, ids, masking)
     first, second = (texts.__getitems__([draw])["input_ids"] for draw in (0, len(texts)))
     assert (first == 103).any() and (first != second).any()
     tokens = files[0].read(0, "tokens")

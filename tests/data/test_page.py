@@ -9,6 +9,7 @@ from headwater.core.errors import DataError
 from headwater.data.modes import ModeOptions
 from headwater.data.page import write_page
 from headwater.data.prepare import prepare
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import TrainBPE
 
 
@@ -39,15 +40,10 @@ class Reader(html.parser.HTMLParser):
 def made(tmp_path, mode, record, length=64, **options):
     source = tmp_path / "a.jsonl"
     source.write_text((json.dumps(record) + "\n") * 4)
-    prepare(
-        [source],
-        tmp_path / "out",
-        mode=mode,
-        tokenizer=TrainBPE(300),
-        sequence_length=length,
-        val_fraction=0.25,
-        options=ModeOptions(**options),
+    settings = PrepareSettings(
+        TrainBPE(300), length, val_fraction=0.25, mode=mode, options=ModeOptions(**options)
     )
+    prepare([source], tmp_path / "out", settings)
     write_page(tmp_path / "out", tmp_path / "page.html", num_samples=1)
     page = (tmp_path / "page.html").read_text()
     reader = Reader(page)

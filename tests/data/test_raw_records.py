@@ -10,6 +10,7 @@ from headwater.core.errors import DataError
 from headwater.data import raw_records
 from headwater.data.prepare import prepare
 from headwater.data.raw_records import BadRecords, read_records
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import TrainBPE, _short_words
 
 
@@ -55,7 +56,7 @@ def test_rows_of_another_length_can_be_skipped(tmp_path):
 def test_data_are_prepared_from_csv(tmp_path):
     path = tmp_path / "input.csv"
     path.write_text("id,text\n" + "".join(f'{number},"a text, number {number}"\n' for number in range(40)))
-    made = prepare([path], tmp_path / "out", tokenizer=TrainBPE(300), sequence_length=8)
+    made = prepare([path], tmp_path / "out", PrepareSettings(TrainBPE(300), 8))
     assert made.documents == 40
 
 

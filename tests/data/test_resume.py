@@ -1,12 +1,11 @@
 """A killed preparation continues where it stopped, and writes byte-identical files."""
 
+import dataclasses
 import filecmp
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,33 +14,33 @@ from headwater.core.errors import DataError
 from headwater.data import examples, packing
 from headwater.data.modes import ModeOptions
 from headwater.data.prepare import prepare
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import TrainBPE
 
 SCRIPT = """
-import sys, time
+import multiprocessing, os, signal, sys
 from pathlib import Path
-import numpy as np
 from headwater.data import journal, packing
-from headwater.data.modes import ModeOptions
 from headwater.data.prepare import prepare
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import TrainBPE
 
+source, out, mode, workers, name, count = sys.argv[1:]
+packing._TASK_CHARS, journal._INTERVAL_S = 2000, -1.0
+renamed = 0
+
+def kill_before_rename(event, arguments):
+    global renamed
+    if event == "os.rename" and Path(arguments[1]).name == name:
+        renamed += 1
+        if renamed == int(count):
+            parent = multiprocessing.parent_process()
+            os.kill(os.getpid() if parent is None else parent.pid, signal.SIGKILL)
+
+sys.addaudithook(kill_before_rename)
 if __name__ == "__main__":
-    source, out, mode, workers, slow = sys.argv[1:]
-    packing._TASK_CHARS, journal._INTERVAL_S = 2000, 0.0
-    if slow == "first":
-        add = journal.Corpus.add
-        journal.Corpus.add = lambda corpus, block: (add(corpus, block), time.sleep(0.05))[0]
-    elif slow == "second":
-        import headwater.data.prepare as prepared
-        mapped = prepared.ordered_map
-        def slow_map(work, tasks, workers):
-            for result in mapped(work, tasks, workers):
-                time.sleep(0.05)
-                yield result
-        prepared.ordered_map = slow_map
-    settings = dict(tokenizer=TrainBPE(300), sequence_length=32, samples_per_file=40, mode=mode)
-    prepare([Path(source)], Path(out), **settings, num_workers=int(workers))
+    settings = PrepareSettings(TrainBPE(300), 32, samples_per_file=40, mode=mode)
+    prepare([Path(source)], Path(out), settings, num_workers=int(workers))
 """
 
 
@@ -54,11 +53,17 @@ def source(tmp_path):
     return path
 
 
-def start(tmp_path, source, out, mode, workers, slow):
+def run(tmp_path, source, out, mode, *, workers=1, kill_at="", count=0):
+    """Run a preparation in a process that is killed before the `count`-th rename of a file to `kill_at`.
+
+    Return the exit code. Workers inherit stderr, so its end means that they have exited too.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    words = [sys.executable, script, source, tmp_path / out, mode, str(workers), slow]
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, script, source, tmp_path / out, mode, str(workers), kill_at, str(count)]
+    process = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=False)
+    assert process.returncode in (0, -signal.SIGKILL), process.stderr
+    return process.returncode
 
 
 def files_below(folder: Path):
@@ -66,34 +71,24 @@ def files_below(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "workers", "stage"),
+    ("mode", "workers", "kill_at", "count"),
     [
-        ("pretraining", 1, "first"),
-        ("pretraining", 2, "second"),
-        ("prompt_completion", 2, "first"),
-        ("fill_in_the_middle", 1, "second"),
+        ("pretraining", 1, "journal.json", 3),
+        ("pretraining", 2, "data-00002.h5", 1),
+        ("prompt_completion", 2, "journal.json", 3),
+        ("fill_in_the_middle", 1, "data-00002.h5", 1),
     ],
 )
-def test_killed_preparation_continues_and_writes_the_same_bytes(tmp_path, source, mode, workers, stage):
-    whole = start(tmp_path, source, "whole", mode, 1, "")
-    killed = start(tmp_path, source, "out", mode, workers, stage)
+def test_killed_preparation_continues_and_writes_the_same_bytes(
+    tmp_path, source, mode, workers, kill_at, count
+):
     partial = tmp_path / "out.partial"
-    signs = {"first": "journal.json", "second": "train/data-00001.h5"}
-    deadline = time.monotonic() + 60
-    while not (partial / signs[stage]).exists():
-        assert killed.poll() is None, killed.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    assert whole.wait() == 0, whole.stderr.read()
-    whole.communicate()
-    done = json.loads((partial / "journal.json").read_text())["tasks"]
-    assert done > 0
+    assert run(tmp_path, source, "whole", mode) == 0
+    assert run(tmp_path, source, "out", mode, workers=workers, kill_at=kill_at, count=count) != 0
+    assert json.loads((partial / "journal.json").read_text())["tasks"] > 0
     kept = {path: path.stat().st_mtime_ns for path in partial.rglob("train/*.h5")}
-    again = start(tmp_path, source, "out", mode, 1, "")
-    assert again.wait() == 0, again.stderr.read()
-    again.communicate()
+    assert bool(kept) == (kill_at != "journal.json")
+    assert run(tmp_path, source, "out", mode) == 0
     names = files_below(tmp_path / "whole")
     assert names == files_below(tmp_path / "out")
     assert filecmp.cmpfiles(tmp_path / "whole", tmp_path / "out", names, shallow=False) == (names, [], [])
@@ -104,8 +99,8 @@ def test_killed_preparation_continues_and_writes_the_same_bytes(tmp_path, source
 def test_finished_tasks_are_skipped(tmp_path, source, monkeypatch):
     """An interruption keeps the folder; the next run starts after the last saved task."""
     monkeypatch.setattr(packing, "_TASK_CHARS", 2000)
-    monkeypatch.setattr("headwater.data.journal._INTERVAL_S", 0.0)
-    settings = {"tokenizer": TrainBPE(300), "sequence_length": 32, "mode": "prompt_completion"}
+    monkeypatch.setattr("headwater.data.journal._INTERVAL_S", -1.0)
+    settings = PrepareSettings(TrainBPE(300), 32, mode="prompt_completion")
     make, numbers = examples.MakeExamples.__call__, []
 
     def interrupted(self, task):
@@ -116,19 +111,20 @@ def test_finished_tasks_are_skipped(tmp_path, source, monkeypatch):
 
     monkeypatch.setattr(examples.MakeExamples, "__call__", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        prepare([source], tmp_path / "out", **settings)
-    prepare([source], tmp_path / "out", **settings)
+        prepare([source], tmp_path / "out", settings)
+    prepare([source], tmp_path / "out", settings)
     assert numbers[:11] == [*range(10), 9]
     assert numbers[11:] == list(range(10, numbers[-1] + 1))
 
 
 def test_other_settings_or_inputs_start_again(tmp_path, source):
     partial = tmp_path / "out.partial"
-    settings = {"tokenizer": TrainBPE(300), "sequence_length": 32, "mode": "prompt_completion"}
+    settings = PrepareSettings(TrainBPE(300), 32, mode="prompt_completion")
+    other = dataclasses.replace(settings, options=ModeOptions(keys=(("prompt", "question"),)))
     partial.mkdir()
     (partial / "tokenizer.json").write_text("not read")
     (partial / ".key").write_text("of something else")
-    assert prepare([source], tmp_path / "out", **settings).train_samples == 855
+    assert prepare([source], tmp_path / "out", settings).train_samples == 855
     with pytest.raises(DataError, match="no field 'question'"):
-        prepare([source], tmp_path / "b", **settings, options=ModeOptions(keys=(("prompt", "question"),)))
+        prepare([source], tmp_path / "b", other)
     assert not (tmp_path / "b.partial").exists()

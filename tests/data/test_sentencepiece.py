@@ -11,6 +11,7 @@ from headwater.core.errors import DataError
 from headwater.data.documents import read_pieces
 from headwater.data.prepare import prepare
 from headwater.data.sentencepiece import load_sentencepiece
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import end_of_text_id, load_tokenizer
 from headwater.data.words import TextEncoder
 
@@ -122,7 +123,7 @@ def test_control_pieces_in_a_text_become_these_pieces(model):
 def test_data_are_prepared_with_a_model_in_a_folder(shared, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("Hello world\n" * 50)
-    made = prepare([path], tmp_path / "out", tokenizer=shared / "vocab/llama", sequence_length=8)
+    made = prepare([path], tmp_path / "out", PrepareSettings(shared / "vocab/llama", 8))
     assert (made.vocab_size, made.end_of_text_id) == (32_000, 2)
     written = load_tokenizer(tmp_path / "out")
     assert written.encode("Hello world", add_special_tokens=False).ids == [15043, 3186]

@@ -19,6 +19,7 @@ from headwater.data.reader import (
     GptHDF5MapDataProcessor,
     open_samples,
 )
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import TrainBPE
 from headwater.models.decoder import Decoder
 
@@ -36,15 +37,14 @@ def prepared(tmp_path_factory):
     ]
     (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for name, use_vsl in (("packed", True), ("single", False)):
-        prepare(
-            [folder / "a.jsonl"],
-            folder / name,
-            mode="prompt_completion",
-            tokenizer=TrainBPE(300),
-            sequence_length=LENGTH,
+        settings = PrepareSettings(
+            TrainBPE(300),
+            LENGTH,
             val_fraction=0,
+            mode="prompt_completion",
             options=ModeOptions(use_vsl=use_vsl),
         )
+        prepare([folder / "a.jsonl"], folder / name, settings)
     return folder
 
 

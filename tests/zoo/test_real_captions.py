@@ -12,6 +12,7 @@ from headwater.config import find_params, load_params
 from headwater.data.modes import ModeOptions
 from headwater.data.packing import split_samples
 from headwater.data.prepare import prepare
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import TrainBPE
 from headwater.models.registry import build_model
 from headwater.trainer.datasets import open_data
@@ -30,18 +31,14 @@ def prepared(folder):
     records = [json.loads(line) for line in (COCO / "captions.jsonl").read_text().splitlines()]
     texts = [caption for record in records for caption in record["captions"][:TRAINED]]
     TrainBPE(1000).train(texts).save(str(folder / "tokenizer.json"))
+    options = ModeOptions(image_dir=COCO, num_features=16, longer="cut")
+    settings = PrepareSettings(
+        folder / "tokenizer.json", 48, val_fraction=0, mode="image_text", options=options
+    )
     for split, part in (("train", slice(0, TRAINED)), ("val", slice(TRAINED, None))):
         lines = [json.dumps({**record, "captions": record["captions"][part]}) for record in records]
         (folder / f"{split}.jsonl").write_text("\n".join(lines))
-        prepare(
-            [folder / f"{split}.jsonl"],
-            folder / split,
-            tokenizer=folder / "tokenizer.json",
-            sequence_length=48,
-            val_fraction=0,
-            mode="image_text",
-            options=ModeOptions(image_dir=COCO, num_features=16, longer="cut"),
-        )
+        prepare([folder / f"{split}.jsonl"], folder / split, settings)
 
 
 def params(folder, **more):

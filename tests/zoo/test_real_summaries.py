@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from headwater.config import find_params, load_params
 from headwater.data.modes import ModeOptions
 from headwater.data.prepare import prepare
+from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import TrainBPE
 from headwater.models.registry import build_model
 from headwater.trainer.pretrained import checkpoint_weights
@@ -30,11 +31,9 @@ def prepared(source, folder, tokenizer, mode, **options):
     prepare(
         [source],
         folder,
-        tokenizer=tokenizer,
-        sequence_length=LENGTH,
-        val_fraction=0,
-        mode=mode,
-        options=ModeOptions(longer="cut", **options),
+        PrepareSettings(
+            tokenizer, LENGTH, val_fraction=0, mode=mode, options=ModeOptions(longer="cut", **options)
+        ),
     )
     return str(folder / "train")
 

@@ -203,6 +203,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from headwater.data.modes import ModeOptions
         from headwater.data.prepare import prepare
+        from headwater.data.settings import PrepareSettings
         from headwater.data.tokenizer import TrainBPE
     except ModuleNotFoundError as error:
         raise DataError(f"{error.name} is not installed", remedy="pip install 'headwater[data]'") from error
@@ -210,14 +211,11 @@ def run(args: argparse.Namespace) -> int:
         return _show(args)
     console = Console()
     special = ("<|endoftext|>",) if args.mode != "span_corruption" else ("<pad>", "</s>", "<unk>", "<s>")
-    statistics = prepare(
-        args.inputs,
-        args.out,
-        tokenizer=args.tokenizer or TrainBPE(args.vocab_size, special),
-        sequence_length=args.sequence_length,
+    settings = PrepareSettings(
+        args.tokenizer or TrainBPE(args.vocab_size, special),
+        args.sequence_length,
         val_fraction=args.val_fraction,
         seed=args.seed,
-        num_workers=args.num_workers,
         samples_per_file=args.samples_per_file,
         json_key=args.json_key,
         end_of_text=args.end_of_text,
@@ -242,6 +240,12 @@ def run(args: argparse.Namespace) -> int:
             begin_of_text=args.begin_of_text,
         ),
         skip_bad_records=args.skip_bad_records,
+    )
+    statistics = prepare(
+        args.inputs,
+        args.out,
+        settings,
+        num_workers=args.num_workers,
         overwrite=args.overwrite,
         progress=console.is_terminal,
     )

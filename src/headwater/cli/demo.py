@@ -133,6 +133,7 @@ def _prepared(config: RunConfig, folder: Path, console: Console) -> Statistics:
     """Return the statistics of the prepared data, which are created on the first call."""
     try:
         from headwater.data.prepare import prepare
+        from headwater.data.settings import PrepareSettings
         from headwater.data.statistics import FILE_NAME, read_statistics
         from headwater.data.tokenizer import TrainBPE
     except ModuleNotFoundError as error:
@@ -145,8 +146,7 @@ def _prepared(config: RunConfig, folder: Path, console: Console) -> Statistics:
     return prepare(
         [sample_text()],
         folder,
-        tokenizer=TrainBPE(model.vocab_size),
-        sequence_length=model.max_position_embeddings,
+        PrepareSettings(TrainBPE(model.vocab_size), model.max_position_embeddings),
         progress=console.is_terminal,
     )
 

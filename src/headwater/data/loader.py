@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import multiprocessing.util
 import os
@@ -27,6 +28,24 @@ class LoaderState(TypedDict):
     shuffle_seed: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Workers:
+    """Processes of one rank that read its batches.
+
+    Attributes:
+        count: number of processes; 0: read in the training process.
+        prefetch_factor: batches that each process reads ahead.
+        persistent: keep the processes from one iteration to the next.
+    """
+
+    count: int = 0
+    prefetch_factor: int = 2
+    persistent: bool = True
+
+
+_NO_WORKERS = Workers()
+
+
 class BatchLoader:
     """A loader that yields this rank's slice of each global batch.
 
@@ -41,20 +60,10 @@ class BatchLoader:
         dataset: its `__getitems__` takes draws (`SampleOrder.draws`) and returns a collated batch or a
             `DataError`.
         order: decides which samples each batch holds.
-        num_workers: worker processes; 0: read in this process.
-        prefetch_factor: batches that each worker reads ahead.
-        persistent_workers: keep the workers from one iteration to the next.
+        workers: the processes that read.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        order: SampleOrder,
-        *,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        persistent_workers: bool = True,
-    ) -> None:
+    def __init__(self, dataset: Any, order: SampleOrder, workers: Workers = _NO_WORKERS) -> None:
         self.order = order
         self._consumed = 0
         self._resuming = False
@@ -63,11 +72,11 @@ class BatchLoader:
             dataset,
             batch_sampler=self._batches,
             collate_fn=_as_is,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            persistent_workers=persistent_workers and num_workers > 0,
+            num_workers=workers.count,
+            prefetch_factor=workers.prefetch_factor if workers.count else None,
+            persistent_workers=workers.persistent and workers.count > 0,
             # Not "fork": it would copy the locks of the engine's threads and the context of the device.
-            multiprocessing_context=multiprocessing.get_context("spawn") if num_workers else None,
+            multiprocessing_context=multiprocessing.get_context("spawn") if workers.count else None,
             worker_init_fn=_leave_at_once,
         )
 

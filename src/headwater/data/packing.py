@@ -18,7 +18,9 @@ from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
 from headwater.core.units import counted
 from headwater.data.documents import Piece
-from headwater.data.examples import Block
+from headwater.data.examples import Block, Places
+from headwater.data.modes import Packing
+from headwater.data.modes.base import Tokens
 from headwater.data.order import Indices, permutation
 from headwater.data.sample_file import Samples, make_samples, write_sample_file
 from headwater.data.words import TextEncoder
@@ -146,6 +148,33 @@ def pack(sizes: Indices, capacity: int) -> tuple[Indices, Indices]:
             bisect.insort(rooms, room - size)
         with_room[room - size].append(sample)
     return np.argsort(sample_of, kind="stable"), np.cumsum(np.bincount(sample_of, minlength=count))
+
+
+def arrange(lengths: Tokens, capacity: int, packing: Packing | None) -> tuple[Places, int]:
+    """Choose the examples of each sample.
+
+    Args:
+        lengths: lengths of the rows of each example, in the order of the file of values,
+            [examples, rows of an example].
+        capacity: tokens per sample.
+        packing: packing of texts in rows of tokens; `None` for other samples, which hold one example each.
+
+    Returns:
+        The places of the samples' examples, and the number of padding positions in all samples; 0 if samples
+        are not rows of tokens.
+    """
+    starts = np.cumsum(lengths.sum(1), dtype=np.int64) - lengths.sum(1)
+    numbers = np.arange(len(lengths))
+    ends = numbers + 1
+    joined = packing == "joined"
+    # The last token of a text is only a label and takes no position. In joined texts this is true only of the
+    # last token of the last text; `capacity + joined` below accounts for it.
+    sizes = lengths[:, 0].astype(np.int64) - (not joined)
+    if packing in ("joined", "apart"):
+        numbers, ends = pack(sizes, capacity + joined)
+    places = Places(numbers, starts[numbers], lengths[numbers], ends)
+    filled = int(sizes.sum()) - len(places) * joined
+    return places, len(places) * capacity - filled if packing is not None else 0
 
 
 def split_samples(num_samples: int, val_fraction: float, seed: int) -> dict[str, Indices]:

@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 
 from headwater.core.errors import DataError
 from headwater.data.checksums import CheckedSamples
-from headwater.data.loader import Batch
+from headwater.data.loader import Batch, Workers
+from headwater.data.order import SampleOrder
 from headwater.data.sample_file import (
     CHANNELS,
     SPAN_CHANNELS,
@@ -112,19 +113,18 @@ class GptHDF5DataProcessor(SampleSource):
             max_position_embeddings=max_position_embeddings,
             spans=config.use_vsl,
         )
-        super().__init__(
-            self.dataset,
-            batch_size=config.batch_size,
+        order = SampleOrder(
+            len(self.dataset),
+            config.batch_size,
             shuffle=config.shuffle,
             seed=config.shuffle_seed,
             repeat=config.repeat,
             drop_last=config.drop_last,
-            num_workers=config.num_workers,
-            prefetch_factor=config.prefetch_factor,
-            persistent_workers=config.persistent_workers,
             rank=rank,
             world_size=world_size,
         )
+        workers = Workers(config.num_workers, config.prefetch_factor, config.persistent_workers)
+        super().__init__(self.dataset, order, workers)
 
 
 GptHDF5MapDataProcessor = GptHDF5DataProcessor

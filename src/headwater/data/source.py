@@ -7,7 +7,7 @@ from typing import Protocol
 
 from headwater.core.batches import fingerprint
 from headwater.core.errors import DataError
-from headwater.data.loader import Batch, BatchLoader
+from headwater.data.loader import Batch, BatchLoader, Workers
 from headwater.data.order import SampleOrder
 
 
@@ -36,49 +36,13 @@ class SampleSource:
 
     Args:
         samples: the data set.
-        batch_size: samples in a global batch, all ranks together.
-        shuffle: read each epoch in a different random order.
-        seed: seed of these orders.
-        repeat: endless epochs, for training; otherwise each iteration is one pass.
-        drop_last: in a single pass, leave out an incomplete last batch.
-        num_workers: worker processes of each rank; 0: read in this process.
-        prefetch_factor: batches that each worker reads ahead.
-        persistent_workers: keep the workers from one pass to the next.
-        rank: index of this process's slice of each global batch.
-        world_size: number of ranks.
-
-    Raises:
-        ConfigError: if `batch_size` cannot be divided among the ranks.
-        DataError: if there are too few samples.
+        order: decides which samples each batch of this rank holds.
+        workers: the processes that read.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        *,
-        batch_size: int,
-        shuffle: bool = False,
-        seed: int = 0,
-        repeat: bool = True,
-        drop_last: bool = True,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        persistent_workers: bool = True,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.samples = samples
-        self.order = SampleOrder(
-            num_samples=len(samples),
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            repeat=repeat,
-            drop_last=drop_last,
-            rank=rank,
-            world_size=world_size,
-        )
-        self._workers = (num_workers, prefetch_factor, persistent_workers)
+    def __init__(self, samples: Samples, order: SampleOrder, workers: Workers) -> None:
+        assert order.num_samples == len(samples), "the order is one of these samples"
+        self.samples, self.order, self._workers = samples, order, workers
 
     @property
     def num_samples(self) -> int:
@@ -99,11 +63,4 @@ class SampleSource:
 
     def create_dataloader(self) -> BatchLoader:
         """Return a loader of this rank's batches of `batch_size / world_size` samples."""
-        num_workers, prefetch_factor, persistent_workers = self._workers
-        return BatchLoader(
-            self.samples,
-            self.order,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-        )
+        return BatchLoader(self.samples, self.order, self._workers)

@@ -87,6 +87,8 @@ def open_data(
             remedy="name the data processor of this model",
         )
     try:
+        from headwater.data.loader import Workers
+        from headwater.data.order import SampleOrder
         from headwater.data.source import SampleSource
 
         samples = opened(config, model)
@@ -96,19 +98,18 @@ def open_data(
             f"reading data needs {error.name}, which is not installed",
             remedy=f"pip install 'headwater[{extra}]'",
         ) from error
-    return SampleSource(
-        samples,
-        batch_size=config.batch_size,
+    order = SampleOrder(
+        len(samples),
+        config.batch_size,
         shuffle=config.shuffle,
         seed=config.shuffle_seed or 0,
-        num_workers=config.num_workers,
-        prefetch_factor=config.prefetch_factor,
-        persistent_workers=config.persistent_workers,
-        drop_last=config.leaves_out_last,
         repeat=repeat,
+        drop_last=config.leaves_out_last,
         rank=fabric.rank % fabric.num_csx,  # a store rank reads no batches, but needs a valid number
         world_size=fabric.num_csx,
     )
+    workers = Workers(config.num_workers, config.prefetch_factor, config.persistent_workers)
+    return SampleSource(samples, order, workers)
 
 
 def _check_task(config: DataConfig, model: HuggingFaceConfig) -> None:
@@ -218,21 +219,9 @@ def _answers(config: AnswerDataConfig, model: QuestionAnsweringConfig) -> Sample
 
 
 def _dynamic_masks(config: DynamicMaskDataConfig, model: BertConfig) -> Samples:
-    from headwater.data.records import CSVRecords, record_files
-    from headwater.data.text.masking import MaskedTexts
+    from headwater.data.text.masking import read_masked_texts
 
-    files = record_files(config.data_dir, (".csv",))
-    return MaskedTexts(
-        [CSVRecords(path) for path in files],
-        config.vocab_file,
-        vocab_size=model.vocab_size,
-        length=config.max_sequence_length or model.max_position_embeddings,
-        predictions=config.max_predictions_per_seq,
-        share=config.masked_lm_prob,
-        next_sentence=not model.disable_nsp,
-        segments=model.num_segments,
-        seed=config.shuffle_seed or 0,
-    )
+    return read_masked_texts(config, model)
 
 
 def _sentences(config: SentencesDataConfig, model: ExtractiveSummarizationConfig) -> Samples:

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from headwater.config.data import DynamicMaskDataConfig
+from headwater.config.models import BertConfig
 from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
 from headwater.data.loader import Batch
-from headwater.data.records import CSVRecords, FieldSpec, Records, Values
+from headwater.data.records import CSVRecords, FieldSpec, Records, Values, record_files
 from headwater.data.text.fields import segment_field
 from headwater.data.text.masks import choose_masks
 from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR, UNKNOWN, read_vocabulary
+
+NEEDED_TOKENS = (PAD, UNKNOWN, BEGIN, SEPARATOR, MASK)
+"""Tokens that the vocabulary must have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Masking:
+    """Form of the samples, and the choice of the tokens to predict.
+
+    Attributes:
+        length: tokens per sample.
+        predictions: maximum number of predicted tokens of a sample.
+        fraction: fraction of the tokens to predict.
+        next_sentence: include the label of next sentence prediction.
+        segments: number of token types of the model; 0: any number.
+        seed: seed of the masks.
+    """
+
+    length: int
+    predictions: int
+    fraction: float
+    next_sentence: bool
+    segments: int
+    seed: int
 
 
 class MaskedTexts:
@@ -27,42 +53,26 @@ class MaskedTexts:
     Args:
         files: CSV files with the columns `tokens`, `segment_ids` and, for next sentence prediction,
             `is_random_next`.
-        vocab_file: BERT's vocab.txt, one token per line.
-        vocab_size: vocabulary of the model.
-        length: tokens per sample.
-        predictions: maximum number of predicted tokens of a sample.
-        share: fraction of the tokens to predict.
-        next_sentence: include the label of next sentence prediction.
-        segments: number of token types of the model; 0: any number.
-        seed: seed of the masks.
+        ids: id of each token, as `read_vocabulary` returns it.
+        masking: form of the samples, and the choice of the tokens to predict.
 
     Raises:
         DataError: if a file is damaged, or a column is missing.
     """
 
-    def __init__(
-        self,
-        files: Sequence[CSVRecords],
-        vocab_file: Path,
-        *,
-        vocab_size: int,
-        length: int,
-        predictions: int,
-        share: float,
-        next_sentence: bool,
-        segments: int,
-        seed: int,
-    ) -> None:
-        self.sequence_length, self._predictions, self._share, self._seed = length, predictions, share, seed
-        self._numbers = read_vocabulary(vocab_file, vocab_size, needed=(PAD, UNKNOWN, BEGIN, SEPARATOR, MASK))
-        self._ordinary = np.array(
-            sorted(n for token, n in self._numbers.items() if not token.startswith("["))
-        )
+    def __init__(self, files: Sequence[CSVRecords], ids: Mapping[str, int], masking: Masking) -> None:
+        self._ids, self._masking = ids, masking
+        self._ordinary = np.array(sorted(n for token, n in ids.items() if not token.startswith("[")))
         self._texts = _Texts(files)
-        fields = [segment_field(length, segments)]
-        if next_sentence:
+        fields = [segment_field(masking.length, masking.segments)]
+        if masking.next_sentence:
             fields.append(FieldSpec("next_sentence_label", ("is_random_next", "next_sentence_labels")))
-        self._records = Records(files, fields, length)
+        self._records = Records(files, fields, masking.length)
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sample."""
+        return self._masking.length
 
     def __len__(self) -> int:
         return len(self._records)
@@ -76,28 +86,46 @@ class MaskedTexts:
         return {name: torch.from_numpy(np.stack([each[name] for each in samples])) for name in samples[0]}
 
     def _sample(self, draw: int) -> dict[str, Values]:
-        index = draw % len(self)
-        tokens = self._texts.tokens(index)[: self.sequence_length]
-        unknown = self._numbers[UNKNOWN]
-        whole = np.array([self._numbers.get(token, unknown) for token in tokens], dtype=np.int64)
-        random = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "masking", draw)))
+        masking, index = self._masking, draw % len(self)
+        tokens = self._texts.tokens(index)[: masking.length]
+        unknown = self._ids[UNKNOWN]
+        whole = np.array([self._ids.get(token, unknown) for token in tokens], dtype=np.int64)
         ids, chosen = choose_masks(
             whole,
             np.array([token not in (BEGIN, SEPARATOR, PAD) for token in tokens]),
             ordinary=self._ordinary,
-            mask=self._numbers[MASK],
-            share=self._share,
-            most=self._predictions,
-            generator=random,
+            mask=self._ids[MASK],
+            share=masking.fraction,
+            most=masking.predictions,
+            generator=np.random.Generator(np.random.Philox(key=derive_seed(masking.seed, "masking", draw))),
         )
         return {
-            "input_ids": _filled(ids, self.sequence_length, self._numbers[PAD]),
-            "attention_mask": _filled(np.ones(len(ids), dtype=np.int64), self.sequence_length, 0),
-            "masked_lm_positions": _filled(chosen, self._predictions, 0),
-            "masked_lm_ids": _filled(whole[chosen], self._predictions, 0),
-            "masked_lm_weights": _filled(np.ones(len(chosen), dtype=np.int64), self._predictions, 0),
+            "input_ids": _filled(ids, masking.length, self._ids[PAD]),
+            "attention_mask": _filled(np.ones(len(ids), dtype=np.int64), masking.length, 0),
+            "masked_lm_positions": _filled(chosen, masking.predictions, 0),
+            "masked_lm_ids": _filled(whole[chosen], masking.predictions, 0),
+            "masked_lm_weights": _filled(np.ones(len(chosen), dtype=np.int64), masking.predictions, 0),
             **self._records.sample(index),
         }
+
+
+def read_masked_texts(config: DynamicMaskDataConfig, model: BertConfig) -> MaskedTexts:
+    """Return the data set of a section of a params file.
+
+    Raises:
+        DataError: if a file is missing or damaged, or the vocabulary does not fit the model.
+    """
+    files = [CSVRecords(path) for path in record_files(config.data_dir, (".csv",))]
+    masking = Masking(
+        length=config.max_sequence_length or model.max_position_embeddings,
+        predictions=config.max_predictions_per_seq,
+        fraction=config.masked_lm_prob,
+        next_sentence=not model.disable_nsp,
+        segments=model.num_segments,
+        seed=config.shuffle_seed or 0,
+    )
+    ids = read_vocabulary(config.vocab_file, model.vocab_size, needed=NEEDED_TOKENS)
+    return MaskedTexts(files, ids, masking)
 
 
 class _Texts:

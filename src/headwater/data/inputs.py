@@ -1,0 +1,75 @@
+"""Input files of a preparation, read as numbered tasks and shown on a progress bar."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.progress import Progress
+
+from headwater.data.documents import Piece, read_pieces
+from headwater.data.packing import numbered_tasks
+from headwater.data.raw_records import BadRecords, Record, read_records
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The input files, as pieces of running text or as records.
+
+    Attributes:
+        files: the files.
+        reads: "documents" to read running text, "records" to read fields.
+        json_key: key of the text in records, for running text.
+        bar: progress bar; each pass over the files is a task of it.
+    """
+
+    files: Sequence[Path]
+    reads: Literal["documents", "records"]
+    json_key: str
+    bar: Progress
+
+    @property
+    def names(self) -> str:
+        """The first files, for error messages."""
+        return ", ".join(map(str, self.files[:3]))
+
+    def texts(self, bad: BadRecords) -> Iterator[str]:
+        """Yield all texts, for the training of a tokenizer."""
+        if self.reads == "documents":
+            yield from (piece.text for piece in self._pieces("training tokenizer", bad))
+        else:
+            for record in self._records("training tokenizer", bad):
+                yield from _strings(record.fields)
+
+    def tasks(self, bad: BadRecords) -> Iterator[tuple[int, Sequence[Piece | Record]]]:
+        """Yield numbered tasks of pieces or records; every call yields the same tasks."""
+        if self.reads == "documents":
+            return numbered_tasks(self._pieces("tokenizing", bad), lambda piece: len(piece.text))
+        return numbered_tasks(self._records("tokenizing", bad), _record_chars)
+
+    def _pieces(self, description: str, bad: BadRecords) -> Iterator[Piece]:
+        return self._shown(description, read_pieces(self.files, json_key=self.json_key, bad=bad))
+
+    def _records(self, description: str, bad: BadRecords) -> Iterator[Record]:
+        return self._shown(description, read_records(self.files, bad))
+
+    def _shown(self, description: str, items: Iterator[Any]) -> Iterator[Any]:
+        task = self.bar.add_task(description, total=sum(path.stat().st_size for path in self.files))
+        for item in items:
+            yield item
+            self.bar.update(task, completed=item.file_bytes)
+
+
+def _record_chars(record: Record) -> int:
+    return sum(len(text) for text in _strings(record.fields)) + 1
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a record."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
