@@ -1,4 +1,4 @@
-"""The model section of decoders: effective sizes, rates and initializers."""
+"""The model section of decoders: effective sizes, rates and ratios."""
 
 import pytest
 from hypothesis import given
@@ -29,26 +29,15 @@ def test_a_model_is_frozen_and_a_value():
         DecoderConfig().hidden_size = 3
 
 
-def test_residual_initializer_shrinks_with_depth_unless_given():
-    model = DecoderConfig(num_hidden_layers=8)
-    assert model.attention_output_init.std == pytest.approx(0.02 / 4)
-    assert model.attention_output_init.bounds == pytest.approx((-0.01, 0.01))
-    own = InitializerConfig(name="normal", std=0.5)
-    assert DecoderConfig(output_layer_initializer=own).ffn_output_init == own
-    assert (model.input_init, model.embedding_init) == (model.matrix_init, model.matrix_init)
-    assert DecoderConfig(embedding_initializer=own).embedding_init == own
-
-
 def test_mup_ratios():
     model = DecoderConfig(
-        hidden_size=1024, filter_size=4096, num_heads=16, num_hidden_layers=8, mup_base_hidden_size=256,
-        mup_base_filter_size=256, initializer=InitializerConfig(name="normal", std=0.08),
-    )  # fmt: skip
+        hidden_size=1024,
+        filter_size=4096,
+        num_heads=16,
+        mup_base_hidden_size=256,
+        mup_base_filter_size=256,
+    )
     assert (model.width_ratio, model.filter_ratio, model.logits_scale) == (4, 16, 0.25)
-    assert model.embedding_init.std == 0.08
-    assert model.input_init.std == pytest.approx(0.08 / 2)
-    assert model.attention_output_init.std == pytest.approx(0.08 / 2 / 4)
-    assert model.ffn_output_init.std == pytest.approx(0.08 / 4 / 4)
 
 
 def test_without_mup_every_ratio_is_one():

@@ -167,7 +167,6 @@ def test_public_111m(tmp_path):
         3072,
     )
     assert (model.loss_scaling, model.loss_weight) == ("batch_size", 1 / 2048)
-    assert model.attention_output_init.std == pytest.approx(0.02 / 20**0.5)
     assert run.init.schedule.value(1525) == pytest.approx(6e-4)
     assert run.init.schedule.value(9037) == pytest.approx(6e-5)
 

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from headwater.config.models import DECODERS
 from headwater.core.errors import DataError
-from headwater.models.decoder import Decoder, init_parameter, learning_rate_scale
+from headwater.models.decoder import Decoder
+from headwater.models.decoder_parameters import init_parameter, learning_rate_scale
 from headwater.models.loss import WORKSPACES
 from headwater.models.registry import FAMILIES, build_model
 

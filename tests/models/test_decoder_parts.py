@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from headwater.config.models import DecoderConfig
-from headwater.models.decoder import Decoder, init_parameter, learning_rate_scale
+from headwater.models.decoder import Decoder
+from headwater.models.decoder_parameters import init_parameter, learning_rate_scale
 
 SIZES = {
     "vocab_size": 61,

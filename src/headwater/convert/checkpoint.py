@@ -30,7 +30,7 @@ from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
 from headwater.convert.shards import ShardWriter, plan_shards, write_index
 from headwater.convert.stored import StoredTensor, stored_tensors
 from headwater.core.errors import CheckpointError, ConfigError
-from headwater.models.decoder import layer_namings
+from headwater.models.decoder_parameters import layer_namings
 from headwater.models.lora import is_adapter, merge_adapters
 from headwater.models.registry import build_model, init_parameter
 

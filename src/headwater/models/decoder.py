@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import DecoderConfig, InitializerConfig
+from headwater.config.models import DecoderConfig
 from headwater.core.errors import DataError
-from headwater.core.stage import MAY_BE_MISSING
+from headwater.models.decoder_parameters import init_parameter, layer_namings
 from headwater.models.layers.attention import KeyValueCache, LayerCache, Seen, SelfAttention, visible
 from headwater.models.layers.experts import MixtureOfExperts
 from headwater.models.layers.feed_forward import FeedForward
-from headwater.models.layers.initializers import draw, initialize
+from headwater.models.layers.initializers import initialize
 from headwater.models.layers.linear import Embedding, Linear
 from headwater.models.layers.norm import LayerNorm, RMSNorm
 from headwater.models.layers.positions import (
@@ -28,8 +27,7 @@ from headwater.models.layers.positions import (
     rotations,
     sinusoidal_positions,
 )
-from headwater.models.library_names import library_parts
-from headwater.models.lora import add_adapters, init_adapter, is_adapter
+from headwater.models.lora import add_adapters
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy, row_cross_entropies
 
 
@@ -384,101 +382,3 @@ def _rotary_scaling(config: DecoderConfig) -> RotaryScaling | None:
 def num_labels(config: DecoderConfig, batch: Mapping[str, Tensor]) -> Tensor | None:
     """Return the number of labels over which the loss of a batch is a mean; `None`: a mean over samples."""
     return None if config.loss_scaling == "batch_size" else batch["attention_mask"].sum()
-
-
-def init_parameter(name: str, shape: Sequence[int], config: DecoderConfig, seed: int) -> Tensor:
-    """Return the initial value of parameter `name`, fp32 on the CPU.
-
-    It depends only on the arguments, so that a model can be initialised one stage at a time.
-    """
-    if name == "alibi.slopes":
-        return alibi_slopes(config.num_heads)
-    if is_adapter(name):
-        return init_adapter(name, shape, seed)
-    return draw(name, shape, _initializer(name, config), seed, rows=_stacked_rows(name, shape, config))
-
-
-def _stacked_rows(name: str, shape: Sequence[int], config: DecoderConfig) -> tuple[int, ...]:
-    """Return the rows of each matrix that is stacked in parameter `name`; empty if it is one matrix."""
-    if ".qkv." in name:
-        kv_size = config.num_kv_heads * config.head_size
-        return (config.inner_size, kv_size, kv_size)
-    if config.moe is not None and re.search(r"\.ffn\.(input|gate|output)\.", name):
-        return (shape[0] // config.moe.num_experts,) * config.moe.num_experts
-    return ()
-
-
-_READING = r"(attention\.qkv|ffn\.(shared\.)?(input|gate)|ffn\.router)"
-"""Pattern of the matrices of a block that read the residual stream."""
-
-
-def _initializer(name: str, config: DecoderConfig) -> InitializerConfig:
-    neutral = InitializerConfig(name="zeros" if config.norm_unit_offset else "ones")
-    for pattern, initializer in (
-        (r".*\bbias", InitializerConfig(name="zeros")),
-        (r".*norm\.weight", neutral),
-        (r"(position_)?embedding\.weight", config.embedding_init),
-        (rf"blocks\.\d+\.{_READING}\.weight", config.input_init),
-        (r"blocks\.\d+\.attention\.output\.weight", config.attention_output_init),
-        (r"blocks\.\d+\.ffn\.(shared\.)?output\.weight", config.ffn_output_init),
-        (r"head\.weight", config.matrix_init),
-    ):
-        if re.fullmatch(pattern, name):
-            return initializer
-    raise AssertionError(f"no initializer for parameter {name}")
-
-
-def learning_rate_scale(name: str, config: DecoderConfig) -> float:
-    """Return the factor on the learning rate of parameter `name`; 1 without muP.
-
-    Under Adam, the learning rate of a matrix is divided by the growth of its input width (arXiv:2203.03466,
-    table 8).
-    """
-    if re.fullmatch(rf"blocks\.\d+\.({_READING}|attention\.output)\.weight", name):
-        return 1 / config.width_ratio
-    if re.fullmatch(r"blocks\.\d+\.ffn\.(shared\.)?output\.weight", name):
-        return 1 / config.filter_ratio
-    return 1.0
-
-
-def pretrained_names(name: str) -> tuple[str, ...]:
-    """Return the names of a parameter in a checkpoint; adapters may be missing there."""
-    return (name, MAY_BE_MISSING) if is_adapter(name) else (name,)
-
-
-def layer_namings(name: str, config: DecoderConfig) -> tuple[Sequence[tuple[str, int]], ...]:
-    """Return the parts of a linear layer's weight by the Model Zoo's names and by the library's."""
-    return public_parts(name, config), library_parts(name, config)
-
-
-def public_parts(name: str, config: DecoderConfig) -> tuple[tuple[str, int], ...]:
-    """Return the Model Zoo's names of the parameters that are stacked in ours, each with its rows (-1: all).
-
-    Patterns of names in params files use these names. The result is empty for a parameter that the Model Zoo
-    does not have.
-    """
-    inner, kv = config.inner_size, config.num_kv_heads * config.head_size
-    block = re.match(r"blocks\.(\d+)\.(.*)", name)
-    if block is None:
-        public = {
-            "embedding.weight": "embedding_layer.word_embeddings.weight",
-            "position_embedding.weight": "embedding_layer.position_embeddings.embed.weight",
-            "head.weight": "lm_head.weight",
-        }
-        return ((public[name], -1),) if name in public else ()
-    layer, below = f"transformer_decoder.layers.{block[1]}", block[2]
-    if below.startswith("attention.qkv."):
-        kind = below.rpartition(".")[2]
-        projections = zip("qkv", (inner, kv, kv), strict=True)
-        return tuple(
-            (f"{layer}.self_attn.proj_{which}_dense_layer.{kind}", rows) for which, rows in projections
-        )
-    for ours, theirs in (
-        ("attention.output.", "self_attn.proj_output_dense_layer."),
-        ("ffn.input.", "ffn.ffn.0.linear_layer."),
-        ("ffn.gate.", "ffn.ffn.0.linear_layer_for_glu."),
-        ("ffn.output.", "ffn.ffn.1.linear_layer."),
-    ):
-        if below.startswith(ours):
-            return ((f"{layer}.{theirs}{below.removeprefix(ours)}", -1),)
-    return ()

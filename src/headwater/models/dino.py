@@ -25,7 +25,7 @@ from headwater.config.models.self_supervised import (
 from headwater.models.dino_losses import make_loss
 from headwater.models.encoder import EncoderBlock
 from headwater.models.layers.attention import Seen
-from headwater.models.layers.initializers import draw, initialize
+from headwater.models.layers.initializers import draw, first_match, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.vit import ClassToken, PatchEmbedding
@@ -280,9 +280,8 @@ def _trunk_initializer(name: str, config: ViewEncoderConfig) -> InitializerConfi
         (r"patches\.weight", config.projection_initializer or default),
         (r"positions\.weight", config.position_embedding_initializer or default),
         (r"(class|mask)_token\.weight", config.cls_token_initializer or default),
-        (r".*", default),
     )
-    return next(initializer for pattern, initializer in kinds if re.fullmatch(pattern, name))
+    return first_match(name, kinds) or default
 
 
 _PUBLIC_NAMES = (

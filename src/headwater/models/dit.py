@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +12,7 @@ from headwater.config.models import DiTConfig, InitializerConfig
 from headwater.models.diffusion import add_noise, noise_variances
 from headwater.models.layers.attention import Seen, SelfAttention
 from headwater.models.layers.feed_forward import NONLINEARITIES, FeedForward
-from headwater.models.layers.initializers import draw, initialize
+from headwater.models.layers.initializers import draw, first_match, initialize
 from headwater.models.layers.linear import Embedding, Linear
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.layers.positions import rotary_frequencies, rotations, sinusoidal_grid
@@ -189,8 +188,7 @@ def init_parameter(name: str, shape: Sequence[int], config: DiTConfig, seed: int
             r"(label_embedding|positions|time_embedding\.\w+)\.weight",
             InitializerConfig(name="normal", std=config.initializer_range),
         ),
-        (r".*", config.matrix_init),
     )
-    initializer = next(initializer for pattern, initializer in kinds if re.fullmatch(pattern, name))
+    initializer = first_match(name, kinds) or config.matrix_init
     rows = (config.hidden_size,) * 3 if name.endswith(".qkv.weight") else ()
     return draw(name, shape, initializer, seed, rows=rows)

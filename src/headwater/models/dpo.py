@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwater.config.models import DPOConfig
-from headwater.models import decoder
+from headwater.models import decoder_parameters
 from headwater.models.decoder import Decoder
 from headwater.models.evaluation import Scored
 
@@ -108,18 +108,18 @@ class DPO(nn.Module):
 
 def init_parameter(name: str, shape: Sequence[int], config: DPOConfig, seed: int) -> Tensor:
     """Return the initial value of parameter `name`, fp32 on the CPU; the same for policy and reference."""
-    return decoder.init_parameter(_below(name), shape, config.policy_model, seed)
+    return decoder_parameters.init_parameter(_below(name), shape, config.policy_model, seed)
 
 
 def learning_rate_scale(name: str, config: DPOConfig) -> float:
     """Return the factor on the learning rate of parameter `name`; 1 without muP."""
-    return decoder.learning_rate_scale(_below(name), config.policy_model)
+    return decoder_parameters.learning_rate_scale(_below(name), config.policy_model)
 
 
 def pretrained_names(name: str, config: DPOConfig) -> tuple[str, ...]:
     """Return the names of a parameter in checkpoints of this model and of the policy alone."""
     below = _below(name)
-    return (name, f"policy.{below}", *decoder.pretrained_names(below))
+    return (name, f"policy.{below}", *decoder_parameters.pretrained_names(below))
 
 
 def _below(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Protocol
 
 import torch
@@ -12,6 +11,7 @@ from headwater.config.models import EncoderSection, InitializerConfig, Nonlinear
 from headwater.core.errors import DataError
 from headwater.models.layers.attention import Seen, SelfAttention
 from headwater.models.layers.feed_forward import FeedForward
+from headwater.models.layers.initializers import first_match
 from headwater.models.layers.linear import Embedding
 from headwater.models.layers.linformer import KeyValueProjection, SequenceProjection
 from headwater.models.layers.norm import LayerNorm
@@ -279,33 +279,32 @@ def _mask(attention_mask: Tensor, span: Tensor | None) -> Tensor:
 
 ENCODER_MATRICES = r"(embedding|position_embedding|segment_embedding)\.weight"
 
-
 _PROJECTIONS = r"(projection|blocks\.\d+\.attention\.projections\.(keys|values))\.weight"
+
+_OF_WIDTH = r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.(input|gate))\.weight"
+"""Pattern of the matrices whose inputs are as many as the model is wide."""
+
+_OF_FILTER = r"blocks\.\d+\.ffn\.output\.weight"
+"""Pattern of the matrices whose inputs are as many as the feed-forward part is wide."""
 
 
 def encoder_initializer(name: str, config: EncoderSection) -> InitializerConfig | None:
     """Return the initializer of an encoder's parameter by its name in the encoder; `None` for other names."""
     matrix = config.matrix_init
-    for pattern, initializer in (
-        (r".*\bbias", InitializerConfig(name="zeros")),
-        (r".*norm\.weight", InitializerConfig(name="ones")),
-        (ENCODER_MATRICES, matrix),
-        *([(_PROJECTIONS, config.linformer.initializer)] if config.linformer else []),
+    return first_match(
+        name,
         (
-            r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.(input|gate))\.weight",
-            matrix.scaled(config.width_ratio**-0.5),
+            (r".*\bbias", InitializerConfig(name="zeros")),
+            (r".*norm\.weight", InitializerConfig(name="ones")),
+            (ENCODER_MATRICES, matrix),
+            *([(_PROJECTIONS, config.linformer.initializer)] if config.linformer else []),
+            (_OF_WIDTH, matrix.scaled(config.width_ratio**-0.5)),
+            (_OF_FILTER, matrix.scaled(config.filter_ratio**-0.5)),
         ),
-        (r"blocks\.\d+\.ffn\.output\.weight", matrix.scaled(config.filter_ratio**-0.5)),
-    ):
-        if re.fullmatch(pattern, name):
-            return initializer
-    return None
+    )
 
 
 def encoder_learning_rate_scale(name: str, config: EncoderSection) -> float:
     """Return the factor on the learning rate of an encoder's parameter by its name in it; 1 without muP."""
-    if re.fullmatch(r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.(input|gate))\.weight", name):
-        return 1 / config.width_ratio
-    if re.fullmatch(r"blocks\.\d+\.ffn\.output\.weight", name):
-        return 1 / config.filter_ratio
-    return 1.0
+    scale = first_match(name, ((_OF_WIDTH, 1 / config.width_ratio), (_OF_FILTER, 1 / config.filter_ratio)))
+    return 1.0 if scale is None else scale

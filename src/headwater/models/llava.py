@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.models import ImageModelConfig, InitializerConfig, MultimodalSection, ProjectorConfig
-from headwater.models import decoder, vit
+from headwater.models import decoder, decoder_parameters, vit
 from headwater.models.decoder import Decoder, Inserted
 from headwater.models.layers.feed_forward import NONLINEARITIES
 from headwater.models.layers.initializers import draw, initialize
@@ -142,7 +142,7 @@ def num_labels(config: MultimodalSection, batch: Mapping[str, Tensor]) -> Tensor
 def init_parameter(name: str, shape: Sequence[int], config: MultimodalSection, seed: int) -> Tensor:
     """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
     if name.startswith(_TEXT):
-        return decoder.init_parameter(name.removeprefix(_TEXT), shape, config.decoder, seed)
+        return decoder_parameters.init_parameter(name.removeprefix(_TEXT), shape, config.decoder, seed)
     if ".encoder." in name:
         number = int(name.removeprefix("image_model.image_model_list.").partition(".")[0])
         return vit.init_parameter(name, shape, config.towers[number].encoder, seed)
@@ -154,4 +154,4 @@ def learning_rate_scale(name: str, config: MultimodalSection) -> float:
     """Return the factor on the learning rate of parameter `name`; 1 without muP."""
     if not name.startswith(_TEXT):
         return 1.0
-    return decoder.learning_rate_scale(name.removeprefix(_TEXT), config.decoder)
+    return decoder_parameters.learning_rate_scale(name.removeprefix(_TEXT), config.decoder)

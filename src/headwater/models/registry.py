@@ -20,6 +20,7 @@ from headwater.core.errors import ConfigError
 from headwater.models import (
     bert,
     decoder,
+    decoder_parameters,
     dino,
     dit,
     dpo,
@@ -29,6 +30,7 @@ from headwater.models import (
     mnist,
     question_answering,
     seq2seq,
+    seq2seq_parameters,
     unet,
     vit,
 )
@@ -69,12 +71,12 @@ class Family:
 
 _DECODER = Family(
     decoder.Decoder,
-    decoder.init_parameter,
-    decoder.learning_rate_scale,
+    decoder_parameters.init_parameter,
+    decoder_parameters.learning_rate_scale,
     examples.texts("labels"),
     labels=decoder.num_labels,
-    pretrained_names=lambda name, config: decoder.pretrained_names(name),
-    public_parts=decoder.public_parts,
+    pretrained_names=lambda name, config: decoder_parameters.pretrained_names(name),
+    public_parts=decoder_parameters.public_parts,
 )
 
 
@@ -143,8 +145,8 @@ FAMILIES: dict[str, Family] = {
         SEQ2SEQ,
         Family(
             seq2seq.Seq2Seq,
-            seq2seq.init_parameter,
-            seq2seq.learning_rate_scale,
+            seq2seq_parameters.init_parameter,
+            seq2seq_parameters.learning_rate_scale,
             examples.pairs,
             labels=seq2seq.num_labels,
         ),

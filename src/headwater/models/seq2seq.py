@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import InitializerConfig, Seq2SeqConfig
+from headwater.config.models import Seq2SeqConfig
 from headwater.config.models.seq2seq import StackName
 from headwater.core.errors import DataError
 from headwater.models.evaluation import Scored
 from headwater.models.layers.attention import Seen, SelfAttention, visible
 from headwater.models.layers.cross_attention import CrossAttention
 from headwater.models.layers.feed_forward import FeedForward
-from headwater.models.layers.initializers import draw, initialize
+from headwater.models.layers.initializers import initialize
 from headwater.models.layers.linear import Embedding, Linear
 from headwater.models.layers.norm import LayerNorm, RMSNorm
 from headwater.models.layers.positions import sinusoidal_positions
 from headwater.models.layers.relative_positions import RelativePositionBias
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
+from headwater.models.seq2seq_parameters import init_parameter
 
 IGNORED = -100
 """Label of a position that does not count in the loss."""
@@ -353,60 +353,3 @@ def write_greedily(model: Seq2Seq, batch: Mapping[str, Tensor], *, end: int, max
 def num_labels(config: Seq2SeqConfig, batch: Mapping[str, Tensor]) -> Tensor | None:
     """Return the number of labels over which the loss of a batch is a mean; `None`: a mean over samples."""
     return _counted(batch).sum() if config.mlm_loss_scaling == "num_masked" else None
-
-
-def init_parameter(name: str, shape: Sequence[int], config: Seq2SeqConfig, seed: int) -> Tensor:
-    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
-    if name.endswith("attention.qkv.weight"):
-        # Queries may have another initializer than keys and values, so that the two parts are drawn
-        # separately.
-        inner = config.inner_size
-        query = draw(f"{name}/query", (inner, shape[1]), config.query_init, seed)
-        key_value = draw(
-            f"{name}/key_value", (2 * inner, shape[1]), config.matrix_init, seed, rows=(inner,) * 2
-        )
-        return torch.cat((query, key_value))
-    rows = (config.inner_size,) * 2 if name.endswith("key_value.weight") else ()
-    return draw(name, shape, _initializer(name, config), seed, rows=rows)
-
-
-def _initializer(name: str, config: Seq2SeqConfig) -> InitializerConfig:
-    stack: StackName = "decoder" if name.startswith("decoder.") else "encoder"
-    block = r"(encoder|decoder)\.blocks\.\d+\."
-    for pattern, initializer in (
-        (r".*\bbias", InitializerConfig(name="zeros")),
-        (r".*norm\.weight", InitializerConfig(name="ones")),
-        (r"((target_)?embedding|head|(encoder|decoder)\.position_embedding)\.weight", config.embedding_init),
-        (r"(encoder|decoder)\.relative_bias\.weight", config.matrix_init),
-        (rf"{block}cross_attention\.query\.weight", config.query_init),
-        (rf"{block}cross_attention\.key_value\.weight", config.matrix_init),
-        (rf"{block}(cross_)?attention\.output\.weight", config.attention_output_init(stack)),
-        (rf"{block}ffn\.(input|gate)\.weight", config.ffn_input_init),
-        (rf"{block}ffn\.output\.weight", config.ffn_output_init(stack)),
-    ):
-        if re.fullmatch(pattern, name):
-            return initializer
-    raise AssertionError(f"no initializer for parameter {name}")
-
-
-def learning_rate_scale(name: str, config: Seq2SeqConfig) -> float:
-    """Return the factor on the learning rate of parameter `name`; 1 without muP.
-
-    Under Adam, the learning rate of a matrix is divided by the growth of its input width (arXiv:2203.03466,
-    table 8). It is divided by the square root of the growth if only one side of the matrix grows with the
-    model: embeddings, and attention with heads of constant size.
-    """
-    if not config.is_mup:
-        return 1.0
-    heads_grow = config.mup_base_d_kv is not None
-    root = config.width_ratio**-0.5
-    for pattern, scale in (
-        (r"((target_)?embedding|head)\.weight", root),
-        (r".*attention\.(qkv|query|key_value)\.weight", 1 / config.width_ratio if heads_grow else root),
-        (r".*attention\.output\.weight", 1 / config.head_ratio if heads_grow else root),
-        (r".*ffn\.(input|gate)\.weight", 1 / config.width_ratio),
-        (r".*ffn\.output\.weight", 1 / config.filter_ratio),
-    ):
-        if re.fullmatch(pattern, name):
-            return scale
-    return 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from headwater.models.bert import Pooler
 from headwater.models.encoder import EncoderBlock
 from headwater.models.evaluation import Scored
 from headwater.models.layers.attention import Seen
-from headwater.models.layers.initializers import draw, initialize
+from headwater.models.layers.initializers import draw, first_match, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.layers.positions import sinusoidal_positions
@@ -195,8 +194,7 @@ def init_parameter(name: str, shape: Sequence[int], config: ImageEncoderSection,
         (r".*\bbias", InitializerConfig(name="zeros")),
         (r".*norm\.weight", InitializerConfig(name="ones")),
         (r".*_scale\.weight", InitializerConfig(name="constant", value=config.layerscale_value or 0.0)),
-        (r".*", config.matrix_init),
     )
-    initializer = next(initializer for pattern, initializer in kinds if re.fullmatch(pattern, name))
+    initializer = first_match(name, kinds) or config.matrix_init
     rows = (config.hidden_size,) * 3 if name.endswith(".qkv.weight") else ()
     return draw(name, shape, initializer, seed, rows=rows)

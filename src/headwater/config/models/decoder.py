@@ -415,29 +415,3 @@ class DecoderConfig(Section):
     def matrix_init(self) -> InitializerConfig:
         """Initializer of matrices for which there is no other one, before muP."""
         return self.initializer or InitializerConfig(name="truncated_normal", std=self.initializer_range)
-
-    @property
-    def embedding_init(self) -> InitializerConfig:
-        """Initializer of token and position embeddings."""
-        return self.embedding_initializer or self.matrix_init
-
-    @property
-    def input_init(self) -> InitializerConfig:
-        """Initializer of the matrices that read the residual stream: query, key, value, first FFN layer."""
-        return self.matrix_init.scaled(self.width_ratio**-0.5)
-
-    @property
-    def attention_output_init(self) -> InitializerConfig:
-        """Initializer of the attention's output projection."""
-        return self._residual_init(self.width_ratio)
-
-    @property
-    def ffn_output_init(self) -> InitializerConfig:
-        """Initializer of the second layer of the feed-forward part."""
-        return self._residual_init(self.filter_ratio)
-
-    def _residual_init(self, ratio: float) -> InitializerConfig:
-        # In files with muP the output initializer does not include the depth factor, in others it does.
-        given, mup = self.output_layer_initializer, self.mup_base_hidden_size is not None
-        depth_factor = (2 * self.num_hidden_layers) ** -0.5 if mup or given is None else 1.0
-        return (given or self.matrix_init).scaled(depth_factor * ratio**-0.5)

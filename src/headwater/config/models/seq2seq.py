@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headwater.config.base import NoEffect, Section
-from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
+from headwater.config.models.common import Nonlinearity, Rate
 
 StackName = Literal["encoder", "decoder"]
 
@@ -258,50 +258,3 @@ class Seq2SeqConfig(Section):
         # If only d_model grows, queries and keys are each divided by the square root of the ratio.
         growth = self.width_ratio if self.mup_base_d_kv is None else 1.0
         return alpha / (self.d_kv if by_size else math.sqrt(self.d_kv)) / growth
-
-    # initial values
-
-    @property
-    def embedding_init(self) -> InitializerConfig:
-        """Initializer of the token embeddings, and of the head if it is not shared."""
-        if self.use_transformer_initialization:
-            return InitializerConfig(name="truncated_normal", std=1.0)
-        return self._normal(self.d_model**-0.5 if self.is_mup else 1.0)
-
-    @property
-    def query_init(self) -> InitializerConfig:
-        return self.matrix_init.scaled(self.d_kv**-0.5)
-
-    @property
-    def matrix_init(self) -> InitializerConfig:
-        """Initializer of keys and values, and of the table of relative positions."""
-        if self.use_transformer_initialization:
-            return InitializerConfig(name="xavier_uniform", gain=1 / 3)
-        return self._normal(self.d_model**-0.5)
-
-    @property
-    def ffn_input_init(self) -> InitializerConfig:
-        """Initializer of the first layer of the feed-forward part."""
-        if self.use_transformer_initialization:
-            return InitializerConfig(name="xavier_uniform")
-        return self._normal(self.d_model**-0.5)
-
-    def attention_output_init(self, stack: StackName) -> InitializerConfig:
-        """Return the initializer of the attention's output projection."""
-        if self.use_transformer_initialization:
-            return self.matrix_init
-        grows_with_model = self.is_mup and self.mup_base_d_kv is None
-        inputs = self.d_model if grows_with_model else self.inner_size
-        return self._normal(inputs**-0.5 * self._depth_factor(stack))
-
-    def ffn_output_init(self, stack: StackName) -> InitializerConfig:
-        """Return the initializer of the second layer of the feed-forward part."""
-        if self.use_transformer_initialization:
-            return InitializerConfig(name="xavier_uniform")
-        return self._normal(self.d_ff**-0.5 * self._depth_factor(stack))
-
-    def _depth_factor(self, stack: StackName) -> float:
-        return (2 * self.num_layers(stack)) ** -0.5 if self.is_mup else 1.0
-
-    def _normal(self, std: float) -> InitializerConfig:
-        return InitializerConfig(name="normal", std=std * self.initializer_factor)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from headwater.config.models import InitializerConfig, InitializerName
 from headwater.core.seeding import derive_seed
+
+Value = TypeVar("Value")
 
 _TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a standard normal distribution truncated at -2 and 2."""
@@ -58,6 +62,16 @@ _FILLS: dict[InitializerName, _Fill] = {
     "ones": lambda t, c, g: nn.init.ones_(t),
     "variance_scaling": _variance_scaling,
 }
+
+
+def first_match(name: str, rules: Iterable[tuple[str, Value]]) -> Value | None:
+    """Return the value of the first rule whose pattern matches the whole name; `None` if no rule does.
+
+    Args:
+        name: qualified name of a parameter.
+        rules: pairs of a regular expression and a value.
+    """
+    return next((value for pattern, value in rules if re.fullmatch(pattern, name)), None)
 
 
 def draw(
