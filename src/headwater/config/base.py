@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from headwater.config.origins import KeyPath
 from headwater.core.errors import ConfigError
 from headwater.core.units import parse_bytes
 
@@ -75,12 +76,32 @@ class Section(BaseModel):
         """Return the attribute of each key. They differ where the key is not a valid name in Python."""
         return {field.alias or name: name for name, field in cls.model_fields.items()}
 
-    def notices(self) -> Iterator[tuple[str, str]]:
-        """Yield each given key that has no effect, with the reason."""
+    @classmethod
+    def no_effect(cls, name: str) -> NoEffect | None:
+        """Return the mark of an attribute whose key has no effect; `None` for other attributes."""
+        return next((mark for mark in cls.model_fields[name].metadata if isinstance(mark, NoEffect)), None)
+
+    def ignored(self) -> Iterator[tuple[str, str]]:
+        """Yield each given key that never has an effect, with the reason."""
         for key, name in self.attributes().items():
-            for mark in self.__class__.model_fields[name].metadata:
-                if isinstance(mark, NoEffect) and name in self.model_fields_set:
-                    yield key, mark.why
+            mark = self.no_effect(name)
+            if mark is not None and name in self.model_fields_set:
+                yield key, mark.why
+
+    def notices(self) -> Iterator[tuple[str, str]]:
+        """Yield each given key that has no effect in this section, with the reason."""
+        yield from self.ignored()
+
+    def sections(self, location: KeyPath = ()) -> Iterator[tuple[KeyPath, Section]]:
+        """Yield this section and all sections in it, each with its location: keys and positions in lists."""
+        yield location, self
+        for key, name in self.attributes().items():
+            value = getattr(self, name)
+            entries = enumerate(value) if isinstance(value, tuple) else ((None, value),)
+            for index, entry in entries:
+                if isinstance(entry, Section):
+                    inside = (*location, key) if index is None else (*location, key, index)
+                    yield from entry.sections(inside)
 
 
 class Choice(Section):
@@ -137,15 +158,17 @@ _USUAL = {
 """Names that other programs use for some keys."""
 
 
+def parsed(parse: Callable[[Any], Any], value: Any) -> Any:
+    """Return `parse(value)`; a `ConfigError` becomes a problem of the value, with the same remedy."""
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise PydanticCustomError("size", "{what}", {"what": error.what, "remedy": error.remedy}) from error
+
+
 def _bytes(value: Any) -> Any:
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
-        try:
-            return parse_bytes(value)
-        except ConfigError as error:
-            raise PydanticCustomError(
-                "size", "{what}", {"what": error.what, "remedy": error.remedy}
-            ) from error
-    return value
+    is_size = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return parsed(parse_bytes, value) if is_size else value
 
 
 def _path(value: Any) -> Any:

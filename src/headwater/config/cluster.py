@@ -6,27 +6,18 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from headwater.config.base import Bytes, Section
+from headwater.config.base import Bytes, Section, parsed
 from headwater.config.files import find_file
 from headwater.config.run import read_section
 from headwater.config.yaml_reader import read_document
-from headwater.core.errors import ConfigError
 from headwater.core.units import parse_rate
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "clusters"
 
 
 def _rate(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return parse_rate(value)
-        except ConfigError as error:
-            raise PydanticCustomError(
-                "size", "{what}", {"what": error.what, "remedy": error.remedy}
-            ) from error
-    return value
+    return parsed(parse_rate, value) if isinstance(value, str) else value
 
 
 Rate = Annotated[float, BeforeValidator(_rate), Field(gt=0)]

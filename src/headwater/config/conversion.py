@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from headwater.config.base import NoEffect, Section
+from headwater.config.base import Section
 from headwater.config.document import remove
 from headwater.config.origins import KeyPath
 from headwater.config.run import read_run
@@ -42,7 +42,7 @@ def convert_params(path: Path, overrides: Sequence[str] | Mapping[str, Any] = ()
         ConfigError: if the file is not valid.
     """
     run, document, trainer = read_run(path, overrides)
-    for location in list(_without_effect(trainer, ())):
+    for location in _without_effect(trainer):
         place = document.locate(("trainer",), location)
         parent = document.get(place[:-1])
         if isinstance(parent, dict) and place[-1] == location[-1]:
@@ -51,16 +51,8 @@ def convert_params(path: Path, overrides: Sequence[str] | Mapping[str, Any] = ()
     return Converted(text, run.notices)
 
 
-def _without_effect(section: Section, location: KeyPath) -> Iterator[KeyPath]:
-    """Yield the location of each given key that has no effect."""
-    for key, name in section.attributes().items():
-        metadata = section.__class__.model_fields[name].metadata
-        value = getattr(section, name)
-        if name in section.model_fields_set and any(isinstance(mark, NoEffect) for mark in metadata):
+def _without_effect(section: Section) -> Iterator[KeyPath]:
+    """Yield the location of each given key that never has an effect."""
+    for location, inside in section.sections():
+        for key, _ in inside.ignored():
             yield (*location, key)
-        elif isinstance(value, Section):
-            yield from _without_effect(value, (*location, key))
-        elif isinstance(value, tuple):
-            for index, entry in enumerate(value):
-                if isinstance(entry, Section):
-                    yield from _without_effect(entry, (*location, key, index))

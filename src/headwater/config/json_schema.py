@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from headwater.config.base import ALSO, Choice, JsonSchema, NoEffect, Section, any_case
+from headwater.config.base import ALSO, Choice, JsonSchema, Section, any_case
 from headwater.config.forms import MOVES
 from headwater.config.older_schema import older_sections
 from headwater.config.run import TrainerConfig
@@ -97,9 +97,8 @@ class _Generator(GenerateJsonSchema):
             node.pop("title", None)
             if node.get("default") is None or isinstance(node["default"], dict):
                 node.pop("default", None)  # the keys of a nested section have their own defaults
-            marks = [mark for mark in section.model_fields[name].metadata if isinstance(mark, NoEffect)]
-            if marks:
-                node.update(without_effect(marks[0].why))
+            if (mark := section.no_effect(name)) is not None:
+                node.update(without_effect(mark.why))
             elif name in described:
                 node["description"] = described[name]
         return _of_choice(written) if issubclass(section, Choice) else written

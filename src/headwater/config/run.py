@@ -259,7 +259,7 @@ def read_section(
         raise config_error(error, document, root) from None
     notices = (
         no_effect(document.origin(document.locate(root, location)), why)
-        for location, why in _notices(section, ())
+        for location, why in _notices(section)
     )
     return section, tuple(dict.fromkeys((*document.notices, *notices)))
 
@@ -288,14 +288,7 @@ def _check_model_name(document: Document) -> None:
     )
 
 
-def _notices(section: Section, location: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    for key, why in section.notices():
-        yield (*location, key), why
-    for key, name in section.attributes().items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _notices(value, (*location, key))
-        elif isinstance(value, tuple):
-            for index, entry in enumerate(value):
-                if isinstance(entry, Section):
-                    yield from _notices(entry, (*location, key, index))
+def _notices(section: Section) -> Iterator[tuple[KeyPath, str]]:
+    for location, inside in section.sections():
+        for key, why in inside.notices():
+            yield (*location, key), why

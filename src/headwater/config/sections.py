@@ -46,7 +46,7 @@ class ClusterConfig(Section):
     Attributes:
         num_csx: number of compute ranks.
         num_memx: number of store ranks, which hold and update masters and optimizer state; with 0 the compute
-            ranks do this.
+            ranks hold and update them.
         rank_timeout_s: seconds that a rank waits for another rank before the run fails.
         max_restarts: number of times that `headwater fit` restarts its processes on this machine after one of
             them has died.

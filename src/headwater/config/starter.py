@@ -126,8 +126,8 @@ def schema_line(schema: Path) -> str:
 def moved_folders(run: RunConfig, data: Path) -> dict[str, dict[str, Any]]:
     """Return the path keys of a shipped run's data loaders, with all paths moved to the folder `data`.
 
-    Paths keep their place relative to the common folder of the shipped run's data. If `data` has no folder
-    `train`, `data` itself has the training data, and there are no validation data.
+    Paths keep their place relative to the common folder of the shipped run's data. Without a folder `train`
+    in `data`, `data` itself is the training data, and the run has no validation data.
 
     Args:
         run: the shipped run.

@@ -56,7 +56,7 @@ def convert_dataset_to_HDF5(
 
     Raises:
         ConfigError: if `samples_per_file` or `batch_size` is below 1.
-        DataError: if there are no samples, they cannot be stacked, or the folder is not empty.
+        DataError: if the data set is empty, its samples cannot be stacked, or the folder is not empty.
     """
     for key, value in (("samples_per_file", samples_per_file), ("batch_size", batch_size)):
         if value < 1:

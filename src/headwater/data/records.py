@@ -295,7 +295,7 @@ def open_records(folder: Path, fields: Sequence[FieldSpec], sequence_length: int
         sequence_length: tokens per sample.
 
     Raises:
-        DataError: if there are no files, or one is damaged or lacks a field.
+        DataError: if no file is found, or a file is damaged or lacks a field.
     """
     kinds: Mapping[str, type[CSVRecords] | type[HDF5Records]] = {
         ".h5": HDF5Records,

@@ -59,7 +59,7 @@ class _Model:
         type: a `_ModelType`, or the number of an unsupported type.
         byte_fallback: encode an unknown character as one token per byte.
         suffix_spaces: a space belongs to the word before it.
-        rules: compiled normalization rules; empty if there are none.
+        rules: compiled normalization rules; empty for a model without rules.
         dummy_prefix: put a space before each text.
         single_spaces: remove spaces at both ends and merge repeated spaces.
         escape_spaces: replace spaces by `SPACE`.

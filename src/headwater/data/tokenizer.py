@@ -100,7 +100,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
             or a folder with a tokenizer.json, a SentencePiece model, or GPT-2's vocabulary and merges.
 
     Raises:
-        DataError: if there is no tokenizer at `path`, or it is damaged.
+        DataError: if `path` does not hold a tokenizer, or the tokenizer is damaged.
     """
     if path.is_file():
         return _READERS.get(path.suffix, _from_json)(path)

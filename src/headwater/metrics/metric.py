@@ -18,7 +18,7 @@ class Metric(torchmetrics.Metric):
     It creates its states with `register_state`, in `__init__` or in an overridden `reset`.
 
     All features of torchmetrics work: `persistent(True)` includes the states in the `state_dict`, and
-        `compute` sums them over the processes of torch.distributed.
+    `compute` sums them over the processes of torch.distributed.
 
     Args:
         name: name in reports; by default the name of the class.

@@ -269,7 +269,7 @@ class DPR(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect: there is no vocabulary.
+        fused_loss: accepted and ignored, because the loss has no vocabulary.
         seed: seed of the initial weights.
     """
 

@@ -25,7 +25,7 @@ class Initializers:
         reading: that of the matrices that read the residual stream: query, key, value, first FFN layer.
         attention_output: that of the attention's output projection.
         ffn_output: that of the second layer of the feed-forward part.
-        head: that of a head with weights of its own.
+        head: that of a head that does not share the embedding's weights.
     """
 
     embedding: InitializerConfig

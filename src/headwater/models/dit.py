@@ -117,7 +117,7 @@ class DiT(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect: there is no vocabulary.
+        fused_loss: accepted and ignored, because the loss has no vocabulary.
         seed: seed of the initial weights.
     """
 

@@ -18,7 +18,7 @@ class Initializers:
     """The initializers of the matrices of the encoder or the decoder.
 
     Attributes:
-        embedding: that of the token embeddings, and of a head with weights of its own.
+        embedding: that of the token embeddings, and of a head that does not share their weights.
         query: that of the queries.
         key_value: that of keys and values, and of the table of relative positions.
         ffn_input: that of the first layer of the feed-forward part.

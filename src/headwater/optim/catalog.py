@@ -114,7 +114,7 @@ def refusal(name: str, why: str) -> ConfigError:
     """Return the error for an optimizer that cannot update streamed parameters.
 
     Args:
-        name: of the optimizer.
+        name: name of the optimizer.
         why: the reason, a clause.
     """
     return ConfigError(

@@ -61,7 +61,7 @@ def _refuse_growth(name: str, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -
     """Check that a state has all of its tensors after the second step.
 
     Args:
-        name: of the optimizer.
+        name: name of the optimizer.
         shapes: the tensors of a state after each step.
     """
     for step, found in enumerate(shapes, start=1):

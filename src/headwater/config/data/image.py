@@ -40,8 +40,7 @@ class ImageFolderDataConfig(LoaderSection):
     Attributes:
         data_dir: the folder.
         split: subfolder of `data_dir`.
-        image_size: height and width to which images are scaled if there are no transforms; must be those of
-            the model.
+        image_size: height and width of the model's images; without `transforms`, images are scaled to it.
         num_classes: number of classes; must be that of the model.
         transforms: transforms of each image, in this order.
     """

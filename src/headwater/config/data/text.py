@@ -49,8 +49,8 @@ class GptDataConfig(LoaderSection):
         mixture: several sources with weights, instead of `data_dir`.
         vocab_size: number of token ids; must be that of the model.
         data_transforms: transforms of each sample.
-        use_vsl: several texts in a sample, separated by `attention_span` and `position_ids`. Data with these
-            fields are always read in this way.
+        use_vsl: require samples that hold several texts, separated by `attention_span` and `position_ids`.
+            If the data have these fields, they are used even without this key.
     """
 
     data_processor: Literal["GptHDF5DataProcessor", "GptHDF5MapDataProcessor"]
@@ -80,7 +80,7 @@ class GptDataConfig(LoaderSection):
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The sources of the samples; a single source with weight 1 if there is no mixture."""
+        """The sources of the samples; without a mixture, a single source with weight 1."""
         return self.mixture or (SourceConfig(data_dir=self.data_dir, weight=1.0),)
 
 
@@ -165,7 +165,7 @@ class MaskedTextDataConfig(RecordSection):
 
     Attributes:
         max_predictions_per_seq: largest number of tokens to predict; 15 % of the sample if absent.
-        use_vsl: several texts in a sample, separated by `attention_span` and `position_ids`.
+        use_vsl: require samples that hold several texts, separated by `attention_span` and `position_ids`.
     """
 
     data_processor: Literal["BertHDF5DataProcessor", "BertCSVDataProcessor"]

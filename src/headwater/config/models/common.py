@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from headwater.config.base import Section
+from headwater.config.base import NoEffect, Section
+
+Value = TypeVar("Value")
 
 Nonlinearity = Literal[
     "gelu", "gelu_new", "quick_gelu", "relu", "squared_relu", "silu", "tanh",
@@ -14,6 +17,12 @@ Nonlinearity = Literal[
 ]  # fmt: skip
 Rate = Annotated[float, Field(ge=0, lt=1)]
 """Dropout rate: the fraction of elements that are set to zero."""
+
+SoftmaxInFP32 = Annotated[bool, NoEffect("the softmax is always in fp32")]
+AttentionKernel = Annotated[str | None, NoEffect("torch chooses the kernel")]
+ConvolvedPatches = Annotated[
+    bool, NoEffect("a convolution of non-overlapping patches is the same matrix product")
+]
 
 InitializerName = Literal[
     "normal", "truncated_normal", "uniform", "xavier_normal", "xavier_uniform", "kaiming_uniform", "constant",
@@ -77,3 +86,54 @@ class InitializerConfig(Section):
         if self.name != "kaiming_uniform" and low > high:
             raise ValueError(f"expected a <= b, found {low} and {high}")
         return self
+
+
+def first_given(value: Value | None, default: Value) -> Value:
+    """Return `value`, or `default` if it is absent."""
+    return default if value is None else value
+
+
+def growth(size: float, base: float | None) -> float:
+    """Return a size relative to its muP base (arXiv:2203.03466); 1 without muP."""
+    return size / (base or size)
+
+
+def mup_logits_scale(alpha: float | None, width: float, base: float | None) -> float:
+    """Return the factor on the logits; 1 without muP.
+
+    Args:
+        alpha: further factor with muP; 1 if absent.
+        width: width of the model.
+        base: width at which the hyperparameters were tuned; absent without muP.
+    """
+    return 1.0 if base is None else first_given(alpha, 1.0) / growth(width, base)
+
+
+def attention_scale(kind: Literal["scaled_dot_product", "dot_product"], head_size: int) -> float:
+    """Return the factor on the product of query and key."""
+    return 1.0 if kind == "dot_product" else head_size**-0.5
+
+
+def check_heads(hidden_size: int, num_heads: int, key: str = "hidden_size") -> None:
+    """Raise ValueError if the heads cannot share the width equally; `key` is the key of the width."""
+    if hidden_size % num_heads:
+        raise ValueError(f"{key} ({hidden_size}) is not a multiple of num_heads ({num_heads})")
+
+
+def check_both_or_none(section: Section, first: str, second: str) -> None:
+    """Raise ValueError if only one of two keys of a section has a value."""
+    if (getattr(section, first) is None) != (getattr(section, second) is None):
+        raise ValueError(f"expected both or none of {first} and {second}, found one")
+
+
+def with_defaults(data: Any, families: Mapping[str, Mapping[str, Any]], name: str | None = None) -> Any:
+    """Return a section before validation, with the defaults of its family for the keys that it lacks.
+
+    Args:
+        data: the section; anything but a mapping is returned as it is.
+        families: defaults of keys, by the family's name.
+        name: the family of a section without a name.
+    """
+    if not isinstance(data, dict):
+        return data
+    return {**families.get(str(data.get("name", name)), {}), **data}

@@ -9,7 +9,19 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headwater.config.base import NoEffect, Section
-from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
+from headwater.config.models.common import (
+    AttentionKernel,
+    InitializerConfig,
+    Nonlinearity,
+    Rate,
+    SoftmaxInFP32,
+    check_both_or_none,
+    check_heads,
+    first_given,
+    growth,
+    mup_logits_scale,
+    with_defaults,
+)
 from headwater.config.models.lora import LoRAConfig
 
 
@@ -153,8 +165,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 """Defaults of keys, by the family's name."""
 
-_AUTOMATIC = "torch chooses the kernel"
-
 
 class DecoderConfig(Section):
     """A decoder-only language model.
@@ -261,8 +271,8 @@ class DecoderConfig(Section):
     scale_qk_dot_by_layer_idx: bool = False
     use_projection_bias_in_attention: bool = True
     use_ffn_bias_in_attention: bool = True
-    attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
-    attention_kernel: Annotated[str | None, NoEffect(_AUTOMATIC)] = None
+    attention_softmax_fp32: SoftmaxInFP32 = True
+    attention_kernel: AttentionKernel = None
     boundary_casting: Annotated[bool, NoEffect("autocast selects the operations to cast")] = False
 
     # feed-forward part
@@ -297,15 +307,12 @@ class DecoderConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_the_family(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {**FAMILIES.get(str(data.get("name", "gpt2")), {}), **data}
+        return with_defaults(data, FAMILIES, "gpt2")
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> Self:
-        if self.inner_size % self.num_heads:
-            what = "hidden_size" if self.attention_inner_dim is None else "attention_inner_dim"
-            raise ValueError(f"{what} ({self.inner_size}) is not a multiple of num_heads ({self.num_heads})")
+        key = "hidden_size" if self.attention_inner_dim is None else "attention_inner_dim"
+        check_heads(self.inner_size, self.num_heads, key)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) is not a multiple of num_kv_groups ({self.num_kv_heads})"
@@ -320,10 +327,7 @@ class DecoderConfig(Section):
 
     @model_validator(mode="after")
     def _mup_needs_both_widths(self) -> Self:
-        if (self.mup_base_hidden_size is None) != (self.mup_base_filter_size is None):
-            raise ValueError(
-                "expected both or none of mup_base_hidden_size and mup_base_filter_size, found one"
-            )
+        check_both_or_none(self, "mup_base_hidden_size", "mup_base_filter_size")
         return self
 
     @model_validator(mode="after")
@@ -383,33 +387,32 @@ class DecoderConfig(Section):
     @property
     def residual_dropout(self) -> float:
         """Dropout rate of the output of each part of a block."""
-        return self.dropout_rate if self.residual_dropout_rate is None else self.residual_dropout_rate
+        return first_given(self.residual_dropout_rate, self.dropout_rate)
 
     @property
     def embedding_dropout(self) -> float:
-        return self.dropout_rate if self.embedding_dropout_rate is None else self.embedding_dropout_rate
+        return first_given(self.embedding_dropout_rate, self.dropout_rate)
 
     @property
     def attention_dropout(self) -> float:
-        return self.dropout_rate if self.attention_dropout_rate is None else self.attention_dropout_rate
+        return first_given(self.attention_dropout_rate, self.dropout_rate)
 
     @property
     def width_ratio(self) -> float:
         """`hidden_size` relative to the muP base; 1 without muP."""
-        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+        return growth(self.hidden_size, self.mup_base_hidden_size)
 
     @property
     def filter_ratio(self) -> float:
         """`ffn_size` relative to the muP base; 1 without muP."""
-        return self.ffn_size / (self.mup_base_filter_size or self.ffn_size)
+        return growth(self.ffn_size, self.mup_base_filter_size)
 
     @property
     def logits_scale(self) -> float:
         """Effective factor on the logits."""
         if self.output_logits_scale is not None:
             return self.output_logits_scale
-        alpha = 1.0 if self.output_logits_alpha is None else self.output_logits_alpha
-        return alpha / self.width_ratio if self.mup_base_hidden_size is not None else 1.0
+        return mup_logits_scale(self.output_logits_alpha, self.hidden_size, self.mup_base_hidden_size)
 
     @property
     def matrix_init(self) -> InitializerConfig:

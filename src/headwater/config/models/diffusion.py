@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, NoEffect, Reads, Section
-from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
+from headwater.config.models.common import (
+    ConvolvedPatches,
+    InitializerConfig,
+    Nonlinearity,
+    Rate,
+    SoftmaxInFP32,
+    attention_scale,
+    check_heads,
+    first_given,
+)
 from headwater.config.models.vision import Size
 
 NoiseSchedule = Literal["linear", "cosine"]
@@ -120,9 +129,7 @@ class DiTConfig(Section):
     label_dropout_rate: Rate = 0.1
 
     patch_size: Size = (2, 2)
-    use_conv_patchified_embedding: Annotated[
-        bool, NoEffect("a convolution of non-overlapping patches is the same matrix product")
-    ] = False
+    use_conv_patchified_embedding: ConvolvedPatches = False
     embedding_dropout_rate: Rate = 0.0
     embedding_nonlinearity: Nonlinearity = "silu"
     position_embedding_type: Literal["fixed", "learned"] | None = "fixed"
@@ -138,7 +145,7 @@ class DiTConfig(Section):
     dropout_rate: Rate = 0.0
     attention_dropout_rate: Rate | None = None
     attention_type: Literal["scaled_dot_product", "dot_product"] = "scaled_dot_product"
-    attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
+    attention_softmax_fp32: SoftmaxInFP32 = True
     use_projection_bias_in_attention: bool = True
     use_ffn_bias_in_attention: bool = True
     use_ffn_bias: bool = True
@@ -150,10 +157,7 @@ class DiTConfig(Section):
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> Self:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) is not a multiple of num_heads ({self.num_heads})"
-            )
+        check_heads(self.hidden_size, self.num_heads)
         if self.position_embedding_type == "fixed" and self.hidden_size % 4:
             raise ValueError(f"hidden_size ({self.hidden_size}) is not a multiple of 4, for fixed positions")
         sizes = (*self.vae.latent_size, *self.patch_size)
@@ -198,11 +202,11 @@ class DiTConfig(Section):
     @property
     def attention_scale(self) -> float:
         """Factor on the product of query and key."""
-        return 1.0 if self.attention_type == "dot_product" else (self.hidden_size // self.num_heads) ** -0.5
+        return attention_scale(self.attention_type, self.hidden_size // self.num_heads)
 
     @property
     def attention_dropout(self) -> float:
-        return self.dropout_rate if self.attention_dropout_rate is None else self.attention_dropout_rate
+        return first_given(self.attention_dropout_rate, self.dropout_rate)
 
     @property
     def matrix_init(self) -> InitializerConfig:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headwater.config.base import FilePath, NoEffect, Section
-from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
+from headwater.config.base import FilePath, Section
+from headwater.config.models.common import (
+    AttentionKernel,
+    InitializerConfig,
+    Nonlinearity,
+    Rate,
+    SoftmaxInFP32,
+    check_both_or_none,
+    check_heads,
+    first_given,
+    growth,
+    mup_logits_scale,
+    with_defaults,
+)
 
 
 class LinformerConfig(Section):
@@ -88,8 +100,8 @@ class EncoderSection(Section):
     use_final_layer_norm: bool = False
     attention_module: Literal["aiayn_attention", "linformer"] = "aiayn_attention"
     extra_attention_params: LinformerConfig | None = None
-    attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
-    attention_kernel: Annotated[str | None, NoEffect("torch chooses the kernel")] = None
+    attention_softmax_fp32: SoftmaxInFP32 = True
+    attention_kernel: AttentionKernel = None
 
     initializer_range: float = Field(default=0.02, gt=0)
     initializer: InitializerConfig | None = None
@@ -103,20 +115,14 @@ class EncoderSection(Section):
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> Self:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) is not a multiple of num_heads ({self.num_heads})"
-            )
+        check_heads(self.hidden_size, self.num_heads)
         if self.token_dropout and self.mask_token_id is None:
             raise ValueError("token_dropout needs mask_token_id")
         return self
 
     @model_validator(mode="after")
     def _mup_needs_both_widths(self) -> Self:
-        if (self.mup_base_hidden_size is None) != (self.mup_base_filter_size is None):
-            raise ValueError(
-                "expected both or none of mup_base_hidden_size and mup_base_filter_size, found one"
-            )
+        check_both_or_none(self, "mup_base_hidden_size", "mup_base_filter_size")
         return self
 
     @model_validator(mode="after")
@@ -160,21 +166,21 @@ class EncoderSection(Section):
 
     @property
     def embedding_dropout(self) -> float:
-        return self.dropout_rate if self.embedding_dropout_rate is None else self.embedding_dropout_rate
+        return first_given(self.embedding_dropout_rate, self.dropout_rate)
 
     @property
     def attention_dropout(self) -> float:
-        return self.dropout_rate if self.attention_dropout_rate is None else self.attention_dropout_rate
+        return first_given(self.attention_dropout_rate, self.dropout_rate)
 
     @property
     def width_ratio(self) -> float:
         """`hidden_size` relative to the muP base; 1 without muP."""
-        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+        return growth(self.hidden_size, self.mup_base_hidden_size)
 
     @property
     def filter_ratio(self) -> float:
         """`filter_size` relative to the muP base; 1 without muP."""
-        return self.filter_size / (self.mup_base_filter_size or self.filter_size)
+        return growth(self.filter_size, self.mup_base_filter_size)
 
     @property
     def matrix_init(self) -> InitializerConfig:
@@ -200,7 +206,7 @@ class NamedEncoderSection(EncoderSection):
     @model_validator(mode="before")
     @classmethod
     def _of_the_family(cls, data: Any) -> Any:
-        return {**cls.defaults.get(str(data.get("name")), {}), **data} if isinstance(data, dict) else data
+        return with_defaults(data, cls.defaults)
 
 
 class BertConfig(NamedEncoderSection):
@@ -232,8 +238,7 @@ class BertConfig(NamedEncoderSection):
     @property
     def logits_scale(self) -> float:
         """Effective factor on the logits."""
-        alpha = 1.0 if self.output_logits_alpha is None else self.output_logits_alpha
-        return alpha / self.width_ratio if self.mup_base_hidden_size is not None else 1.0
+        return mup_logits_scale(self.output_logits_alpha, self.hidden_size, self.mup_base_hidden_size)
 
 
 class ClassifierConfig(NamedEncoderSection):
@@ -280,8 +285,7 @@ class TokenClassifierConfig(EncoderSection):
 
     @property
     def output_dropout(self) -> float:
-        rate = self.encoder_output_dropout_rate
-        return self.dropout_rate if rate is None else rate
+        return first_given(self.encoder_output_dropout_rate, self.dropout_rate)
 
 
 class ExtractiveSummarizationConfig(EncoderSection):

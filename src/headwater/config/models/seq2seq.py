@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headwater.config.base import NoEffect, Section
-from headwater.config.models.common import Nonlinearity, Rate
+from headwater.config.models.common import (
+    AttentionKernel,
+    Nonlinearity,
+    Rate,
+    SoftmaxInFP32,
+    check_both_or_none,
+    first_given,
+    growth,
+    with_defaults,
+)
 
 StackName = Literal["encoder", "decoder"]
 
@@ -113,8 +122,8 @@ class Seq2SeqConfig(Section):
         bool, NoEffect("dropout is always applied once to the embeddings")
     ] = False
     use_dropout_outside_residual_path: bool = True
-    attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
-    attention_kernel: Annotated[str | None, NoEffect("torch chooses the kernel")] = None
+    attention_softmax_fp32: SoftmaxInFP32 = True
+    attention_kernel: AttentionKernel = None
 
     # initial values, loss, generation
     use_transformer_initialization: bool = False
@@ -140,7 +149,7 @@ class Seq2SeqConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_the_family(cls, data: Any) -> Any:
-        return {**SEQ2SEQ.get(str(data.get("name")), {}), **data} if isinstance(data, dict) else data
+        return with_defaults(data, SEQ2SEQ)
 
     @model_validator(mode="after")
     def _vocabularies_fit(self) -> Self:
@@ -162,8 +171,7 @@ class Seq2SeqConfig(Section):
 
     @model_validator(mode="after")
     def _mup_is_whole(self) -> Self:
-        if (self.mup_base_d_model is None) != (self.mup_base_d_ff is None):
-            raise ValueError("expected both or none of mup_base_d_model and mup_base_d_ff, found one")
+        check_both_or_none(self, "mup_base_d_model", "mup_base_d_ff")
         if self.mup_base_d_kv is not None and not self.is_mup:
             raise ValueError("mup_base_d_kv needs mup_base_d_model and mup_base_d_ff")
         if self.is_mup and self.use_transformer_initialization:
@@ -192,17 +200,17 @@ class Seq2SeqConfig(Section):
     @property
     def ffn_dropout(self) -> float:
         """Dropout rate after the nonlinearity."""
-        return self.dropout_rate if self.relu_dropout_rate is None else self.relu_dropout_rate
+        return first_given(self.relu_dropout_rate, self.dropout_rate)
 
     @property
     def start_token_id(self) -> int:
         """Id of the start token of output texts."""
-        return self.pad_token_id if self.decoder_start_token_id is None else self.decoder_start_token_id
+        return first_given(self.decoder_start_token_id, self.pad_token_id)
 
     def num_layers(self, stack: StackName) -> int:
         """Return the number of blocks of the encoder or the decoder."""
-        encoder = stack == "encoder" or self.decoder_num_hidden_layers is None
-        return self.encoder_num_hidden_layers if encoder else self.decoder_num_hidden_layers or 0
+        given = None if stack == "encoder" else self.decoder_num_hidden_layers
+        return first_given(given, self.encoder_num_hidden_layers)
 
     def max_length(self, stack: StackName) -> int:
         """Return the largest number of tokens that the encoder or the decoder reads."""
@@ -210,8 +218,8 @@ class Seq2SeqConfig(Section):
 
     def nonlinearity(self, stack: StackName) -> Nonlinearity:
         """Return the nonlinearity of the feed-forward parts of the encoder or the decoder."""
-        own = None if stack == "encoder" else self.decoder_nonlinearity
-        return own or self.encoder_nonlinearity
+        given = None if stack == "encoder" else self.decoder_nonlinearity
+        return first_given(given, self.encoder_nonlinearity)
 
     # scales
 
@@ -222,17 +230,17 @@ class Seq2SeqConfig(Section):
     @property
     def width_ratio(self) -> float:
         """`d_model` relative to the muP base; 1 without muP."""
-        return self.d_model / (self.mup_base_d_model or self.d_model)
+        return growth(self.d_model, self.mup_base_d_model)
 
     @property
     def filter_ratio(self) -> float:
         """`d_ff` relative to the muP base; 1 without muP."""
-        return self.d_ff / (self.mup_base_d_ff or self.d_ff)
+        return growth(self.d_ff, self.mup_base_d_ff)
 
     @property
     def head_ratio(self) -> float:
         """`d_kv` relative to the muP base; 1 if heads do not grow."""
-        return self.d_kv / (self.mup_base_d_kv or self.d_kv)
+        return growth(self.d_kv, self.mup_base_d_kv)
 
     @property
     def embeddings_scale(self) -> float:
@@ -254,7 +262,7 @@ class Seq2SeqConfig(Section):
         if not (self.is_mup or self.use_transformer_initialization):
             return alpha
         given = self.scale_encoder_qk_dot_by_d if encoder else self.scale_decoder_qk_dot_by_d
-        by_size = self.is_mup if given is None else given
+        by_size = first_given(given, self.is_mup)
         # If only d_model grows, queries and keys are each divided by the square root of the ratio.
         growth = self.width_ratio if self.mup_base_d_kv is None else 1.0
         return alpha / (self.d_kv if by_size else math.sqrt(self.d_kv)) / growth

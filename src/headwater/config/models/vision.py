@@ -7,7 +7,16 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, NoEffect, Section
-from headwater.config.models.common import InitializerConfig, Nonlinearity, Rate
+from headwater.config.models.common import (
+    ConvolvedPatches,
+    InitializerConfig,
+    Nonlinearity,
+    Rate,
+    SoftmaxInFP32,
+    attention_scale,
+    check_heads,
+    first_given,
+)
 
 
 class FCMnistConfig(Section):
@@ -56,9 +65,7 @@ class ImageEncoderSection(Section):
     image_size: Size = (224, 224)
     patch_size: Size = (16, 16)
     num_channels: int = Field(default=3, ge=1)
-    use_conv_patchified_embedding: Annotated[
-        bool, NoEffect("a convolution of non-overlapping patches is the same matrix product")
-    ] = False
+    use_conv_patchified_embedding: ConvolvedPatches = False
     use_embed_proj_bias: bool = True
     prepend_cls_token: bool = True
     position_embedding_type: Literal["learned", "fixed"] | None = "learned"
@@ -76,7 +83,7 @@ class ImageEncoderSection(Section):
     dropout_rate: Rate = 0.0
     attention_dropout_rate: Rate | None = None
     attention_type: Literal["scaled_dot_product", "dot_product"] = "scaled_dot_product"
-    attention_softmax_fp32: Annotated[bool, NoEffect("the softmax is always in fp32")] = True
+    attention_softmax_fp32: SoftmaxInFP32 = True
     use_projection_bias_in_attention: bool = True
     use_ffn_bias_in_attention: bool = True
     use_ffn_bias: bool = True
@@ -85,10 +92,7 @@ class ImageEncoderSection(Section):
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> Self:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) is not a multiple of num_heads ({self.num_heads})"
-            )
+        check_heads(self.hidden_size, self.num_heads)
         if min(*self.image_size, *self.patch_size) < 1:
             raise ValueError(
                 "expected image_size and patch_size to be numbers of pixels >= 1, found "
@@ -114,11 +118,11 @@ class ImageEncoderSection(Section):
     @property
     def attention_scale(self) -> float:
         """Factor on the product of query and key."""
-        return 1.0 if self.attention_type == "dot_product" else (self.hidden_size // self.num_heads) ** -0.5
+        return attention_scale(self.attention_type, self.hidden_size // self.num_heads)
 
     @property
     def attention_dropout(self) -> float:
-        return self.dropout_rate if self.attention_dropout_rate is None else self.attention_dropout_rate
+        return first_given(self.attention_dropout_rate, self.dropout_rate)
 
     @property
     def matrix_init(self) -> InitializerConfig:
@@ -129,7 +133,7 @@ class ImageEncoderSection(Section):
 class ViTConfig(ImageEncoderSection):
     """A classifier of images with a transformer over their patches (arXiv:2010.11929).
 
-    The classifier reads the class token, or the mean of the patches if there is no class token.
+    The classifier reads the class token; without `prepend_cls_token`, the mean of the patches.
 
     Attributes:
         use_encoder_pooler_layer: insert a layer between the class token and the classifier.

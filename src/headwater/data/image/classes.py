@@ -22,7 +22,7 @@ def find_classes(
         The files, and the class of each. Classes are numbered in the order of the folders' names.
 
     Raises:
-        DataError: if there are no files, or more classes than the model has.
+        DataError: if no file is found, or the folders have more classes than the model.
     """
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     if num_classes is not None and len(folders) > num_classes:

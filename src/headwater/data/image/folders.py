@@ -79,7 +79,7 @@ def read_image_folders(config: ImageFolderDataConfig, *, channels: int, num_clas
         num_classes: classes of the model.
 
     Raises:
-        DataError: if there are no images, or more classes than the model has.
+        DataError: if no image is found, or the folders have more classes than the model.
     """
     files, labels = find_classes(config.data_dir / config.split, is_image, num_classes)
     return LabelledImages(files, labels, config.steps, channels=channels, seed=config.shuffle_seed or 0)

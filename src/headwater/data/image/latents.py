@@ -100,8 +100,8 @@ def read_latents(
         num_classes: classes of the model.
 
     Raises:
-        DataError: if there are no files, more classes than the model has, or the folders in `data_dir` hold
-            different files.
+        DataError: if no file is found, the folders have more classes than the model, or the folders in
+            `data_dir` hold different files.
     """
     roots = [folder / config.split for folder in config.data_dir]
     found = [find_classes(root, lambda path: path.suffix == ".npz", num_classes) for root in roots]

@@ -143,7 +143,7 @@ def read_segmented_images(
         num_classes: classes of a pixel.
 
     Raises:
-        DataError: if there are no images in this split, or an image or label file has no counterpart.
+        DataError: if the split is empty, or an image lacks its label file, or a label file its image.
     """
     images, labels = (_files(config.data_dir / part) for part in ("image", "label"))
     if alone := sorted(images.keys() ^ labels.keys()):

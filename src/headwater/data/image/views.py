@@ -138,7 +138,7 @@ def read_views(config: ViewDataConfig, *, channels: int) -> ImageViews:
         channels: channels that the model reads.
 
     Raises:
-        DataError: if there are no images.
+        DataError: if no image is found.
     """
     files, _ = find_classes(config.dataset.root / config.dataset.split, is_image)
     return ImageViews(files, config, channels=channels)

@@ -32,7 +32,7 @@ class Mode:
         line: makes the line of a sample in a text file; `None`: samples are not lines.
         packing: packing of rows, unless `use_vsl` is set.
         needed_tokens: tokens that the tokenizer must have.
-        added_tokens: tokens that are added to the tokenizer if it has none of them.
+        added_tokens: tokens that are added to the tokenizer, unless it has one of them.
         needed_options: options that must be set, because they have no default.
     """
 

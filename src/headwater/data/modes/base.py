@@ -142,7 +142,7 @@ class Context:
         """Return the id of the first of these tokens that the tokenizer has.
 
         Raises:
-            DataError: if the tokenizer has none of them.
+            DataError: if the tokenizer lacks all of them.
         """
         numbers = [self.tokenizer.token_to_id(name) for name in names]
         found = next((number for number in numbers if number is not None), None)
@@ -197,7 +197,7 @@ def find_field(record: Record, *names: str) -> Any:
     """Return the value of the first of these fields that the record has.
 
     Raises:
-        DataError: if the record has none of them.
+        DataError: if the record lacks all of them.
     """
     for name in names:
         if record.fields.get(name) is not None:
@@ -209,7 +209,7 @@ def find_text(record: Record, *names: str) -> str:
     """Return the text of the first of these fields that the record has.
 
     Raises:
-        DataError: if the record has none of them, or the value is not text.
+        DataError: if the record lacks all of them, or the value is not text.
     """
     return checked_text(find_field(record, *names), names[0], record.where)
 

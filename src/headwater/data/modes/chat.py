@@ -162,7 +162,7 @@ def _no_clock(_format: str) -> str:
 
 
 def find_template(tokenizer: Path | None) -> str | None:
-    """Return the chat template of a tokenizer's folder, or `None` if it has none.
+    """Return the chat template in a tokenizer's folder; `None` if the folder lacks one.
 
     It is `chat_template.jinja`, or else the `chat_template` in `tokenizer_config.json`.
     """

@@ -173,7 +173,7 @@ def read_image_texts(config: ImageTextDataConfig, model: MultimodalSection) -> I
 
     Raises:
         ConfigError: if `image_data_size` is not the image size of the model.
-        DataError: if there are no samples, or they do not fit the model.
+        DataError: if the data are empty, or do not fit the model.
     """
     files = [
         ImageTextFile(path)

@@ -224,7 +224,7 @@ def read_questions(place: Path) -> list[Question]:
     """Return the questions of a file in the format of SQuAD v1.1, or of all such files in a folder.
 
     Raises:
-        DataError: if there are no questions, or a file is damaged or malformed.
+        DataError: if the files hold no question, or a file is damaged or malformed.
     """
     files = [place] if place.is_file() else []
     if place.is_dir():

@@ -251,7 +251,7 @@ def text_files(place: Path) -> list[Path]:
     """Return the file itself, or the files in a folder in the order of their names.
 
     Raises:
-        DataError: if there are no files.
+        DataError: if no file is found.
     """
     files = [place] if place.is_file() else []
     if place.is_dir():
