@@ -8,7 +8,8 @@ import torch
 
 from headwater.core import errors
 from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_up
-from headwater.core.precision import Precision
+from headwater.core.loss_function import call_model
+from headwater.core.precision import Precision, autocast
 from headwater.core.seeding import derive_seed
 
 ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, Exception)]
@@ -73,3 +74,18 @@ def test_buffers_are_whole_pages(count):
     assert buffer.numel() == max(round_up(count), PAGE_BYTES)
     buffer.fill_(7)
     assert buffer.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_autocast_computes_matrix_products_in_the_wire_dtype(name):
+    precision = Precision(name)
+    matrix = torch.ones(2, 2)
+    with autocast(precision, "cpu"):
+        assert (matrix @ matrix).dtype == precision.wire_dtype
+        assert torch.is_autocast_enabled("cpu") == precision.mixed
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_default_loss_is_the_output_of_the_model():
+    model, batch = torch.nn.Identity(), torch.tensor(3.0)
+    assert call_model(model, batch) is batch

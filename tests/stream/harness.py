@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwater.core.precision import Precision
+from headwater.core.precision import Precision, autocast
 from headwater.core.seeding import derive_seed
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.partition import find_stages
-from headwater.plan.trace import autocast, trace_step
+from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan
 from headwater.store.update import Update
 from headwater.stream.engine import Engine, Initial

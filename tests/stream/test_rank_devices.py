@@ -17,8 +17,7 @@ from tests.rank_processes import run_ranks
 from headwater.api.ranks import take_accelerator
 from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.errors import ConfigError
-from headwater.core.precision import Precision
-from headwater.plan.trace import autocast
+from headwater.core.precision import Precision, autocast
 from headwater.plan.types import Activations
 from headwater.stream.device import Device, make_device
 

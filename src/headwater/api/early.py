@@ -13,6 +13,7 @@ from torch import nn
 
 from headwater.api.compile_dir import write_compile_dir
 from headwater.core.errors import DoesNotFitError, ModelError
+from headwater.core.loss_function import LossFunction
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.core.units import counted, format_bytes, format_count
@@ -25,7 +26,6 @@ from headwater.plan.capture.record import StepRecord, record_step
 from headwater.plan.capture.report import report_stages, stage_table
 from headwater.plan.capture.state import optimizer_state_bytes
 from headwater.plan.report import render_plan
-from headwater.plan.trace import LossFunction
 from headwater.plan.types import Plan, Resources
 
 ASSUMED_OPTIMIZER = OptimizerSpec("AdamW")

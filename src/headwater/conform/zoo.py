@@ -10,9 +10,9 @@ from torch import nn
 
 from headwater.config import find_params, load_params
 from headwater.conform.subject import Subject
+from headwater.core.loss_function import call_model
 from headwater.core.stage import ParamSpec
 from headwater.models.registry import build_model
-from headwater.plan.trace import call_model
 from headwater.stream.engine import Initial
 from headwater.trainer.planning import optimizer_of
 from headwater.trainer.run_dir import RunDir

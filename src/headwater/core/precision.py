@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -38,3 +40,13 @@ class Precision:
     def mixed(self) -> bool:
         """True if weights travel in fewer bits than their masters have."""
         return self.name != "fp32"
+
+
+@contextmanager
+def autocast(precision: Precision, device: str) -> Iterator[None]:
+    """Enter the autocast region of a forward; without effect if the precision is not mixed."""
+    if not precision.mixed:
+        yield
+        return
+    with torch.autocast(device, dtype=precision.wire_dtype):
+        yield

@@ -26,8 +26,9 @@ from torch.utils.flop_counter import flop_registry
 from headwater.core.dry_run import counting_costs
 from headwater.core.effects import effects_undone, functions_of
 from headwater.core.errors import StreamError
+from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.module_calls import Layer, surround
-from headwater.core.precision import Precision
+from headwater.core.precision import Precision, autocast
 from headwater.core.trees import tensors_in
 from headwater.plan.alive import AliveTensors, has_storage, num_bytes
 from headwater.plan.known_traces import known_or_made
@@ -35,15 +36,6 @@ from headwater.plan.partition import Partition, Unit, find_stages
 from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, attributes_restored, in_host_memory
 from headwater.plan.types import StageCost, Trace
 from headwater.plan.writes import ParameterWrites, changed_by
-
-LossFunction = Callable[[nn.Module, Any], torch.Tensor]
-"""Returns the scalar loss of a batch."""
-
-
-def call_model(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the output of the model as the loss; this is the default loss function."""
-    loss: torch.Tensor = model(batch)
-    return loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,16 +117,6 @@ def trace_step(
     # torch's strided nested tensors have no shape.
     shapes = tuple(None if tensor.is_nested else tensor.shape for tensor in tensors_in(batch))
     return known_or_made((partition, precision, shapes, model.training, inference), make)
-
-
-@contextmanager
-def autocast(precision: Precision, device: str) -> Iterator[None]:
-    """Enter the autocast region of a forward; without effect if the precision is not mixed."""
-    if not precision.mixed:
-        yield
-        return
-    with torch.autocast(device, dtype=precision.wire_dtype):
-        yield
 
 
 class _Step(nn.Module):

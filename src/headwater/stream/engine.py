@@ -11,10 +11,10 @@ from torch import nn
 
 from headwater.core.buffers import return_pages
 from headwater.core.errors import StreamError
+from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.trace import LossFunction, call_model
 from headwater.plan.types import Plan
 from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.named import keys_by_name

@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from headwater.core.errors import NonFiniteError
+from headwater.core.loss_function import LossFunction
+from headwater.core.precision import autocast
 from headwater.core.seeding import derive_seed
 from headwater.core.whole_batch import part_of_batch
 from headwater.fabric.fabric import Fabric
-from headwater.plan.trace import LossFunction, autocast
 from headwater.plan.types import Plan
 from headwater.store.update import Update
 from headwater.stream.diagnosis import first_non_finite_stage

@@ -11,7 +11,7 @@ from torch import nn
 
 from headwater.config.run import SetupConfig
 from headwater.core.errors import ConfigError
-from headwater.plan.trace import LossFunction, call_model
+from headwater.core.loss_function import LossFunction, call_model
 from headwater.store.snapshot_load import Names
 from headwater.stream.engine import Initial
 from headwater.trainer.batches import num_samples

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
+from headwater.core.precision import autocast
 from headwater.plan.capture.export import StageFunction, export_call, quiet, serialise
 from headwater.plan.capture.findings import WHOLE_FORWARD, Finding, Findings
 from headwater.plan.capture.graph_source import graph_source, mark_places
@@ -21,7 +22,6 @@ from headwater.plan.capture.mlir import Lowering
 from headwater.plan.capture.place import Locator, Place, first_sentence
 from headwater.plan.capture.record import ModuleCall, StepRecord
 from headwater.plan.tensors import attributes_restored, fake_state
-from headwater.plan.trace import autocast
 
 T = TypeVar("T")
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from headwater.core.errors import HeadwaterError
+from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.plan.capture.dtypes import dtype_problem
@@ -23,7 +24,7 @@ from headwater.plan.capture.findings import Finding, Findings
 from headwater.plan.capture.misfit import RefusedCall, check_loss, misfit
 from headwater.plan.capture.place import Locator, tensor_text
 from headwater.plan.partition import Partition, find_stages
-from headwater.plan.trace import LossFunction, OperatorCall, call_model, trace_step
+from headwater.plan.trace import OperatorCall, trace_step
 from headwater.plan.types import Trace
 
 
