@@ -111,7 +111,8 @@ class Engine:
 
     def _fill(self, stage: int, initial: Initial | None) -> None:
         specs = self.store.stages[stage].params
-        values = self._binder.values(stage) if initial is None else [initial(spec) for spec in specs]
+        present = (param.detach() for param in self._binder.stages[stage].params)
+        values = list(present) if initial is None else [initial(spec) for spec in specs]
         if any(value.is_meta for value in values):
             raise StreamError(
                 f"stage {self.store.stages[stage].name!r} is on the meta device: its weights have no values",
@@ -184,8 +185,7 @@ class Engine:
 
     def parameters(self) -> Iterator[tuple[ParamKey, nn.Parameter]]:
         """Yield every parameter with its place in the store, even if it is no longer in the model."""
-        for stage, index, param in self._binder.parameters():
-            yield (stage, index), param
+        yield from self._binder.parameters()
 
     def master(self, name: str) -> torch.Tensor:
         """Return the master of a parameter, up to date."""

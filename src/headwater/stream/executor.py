@@ -115,7 +115,7 @@ class Executor:
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
         """Return a weight that autograd has saved."""
         heir = self._heir
-        heir._binder.check_unchanged(handle)
+        heir._binder.stages[handle.stage].check_unchanged(handle)
         return handle.resolve(heir._require(handle.stage))
 
     def _end_backward(self) -> None:

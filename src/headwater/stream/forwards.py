@@ -67,7 +67,7 @@ class Forwards:
             self._depth[stage] += 1
             self._packing.stage = stage
             if self._depth[stage] == 1:
-                self._bind(stage)
+                self._binder.bind(stage, self._require)
 
     def _begin(self) -> None:
         if self._backward.is_running:  # it no longer needs what ran again before
@@ -81,11 +81,7 @@ class Forwards:
         """Bind stages whose modules will be called next; leaving these modules unbinds them."""
         if self.are_followed:
             for stage in stages:
-                self._bind(stage)
-
-    def _bind(self, stage: int) -> None:
-        if not self._binder.is_bound(stage):
-            self._binder.bind(stage, self._require(stage))
+                self._binder.bind(stage, self._require)
 
     def leave(self, stages: Sequence[int]) -> None:
         """Unbind the stages of a module whose forward has ended, or failed."""
@@ -105,9 +101,9 @@ class Forwards:
 
     def _unbind(self, stage: int) -> None:
         if self._backward.is_running and own_checkpoints.are_innermost():
-            self._binder.rest(stage)  # what runs again here saves a frozen parameter as itself
+            self._binder.stages[stage].rest()  # what runs again here saves a frozen parameter as itself
         else:
-            self._binder.unbind(stage)
+            self._binder.stages[stage].unbind()
 
     def reset(self) -> None:
         """Forget the forwards that an error ended."""

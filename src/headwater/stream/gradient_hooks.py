@@ -41,8 +41,8 @@ class GradientHooks:
         self._share = share
         self.last_micro_batch = True
         self._handles = [
-            _register_first(param, self._hook(stage, index))
-            for stage, index, param in binder.parameters()
+            _register_first(param, self._hook(*key))
+            for key, param in binder.parameters()
             if param.requires_grad
         ]
 

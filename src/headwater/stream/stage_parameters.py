@@ -1,0 +1,253 @@
+"""The parameters of one stage: views of its weights while they are bound, and at rest otherwise."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from headwater.core.errors import StreamError
+from headwater.core.stage import ParamKey, ParamSpec, StageSpec
+from headwater.store.store import WeightStore
+from headwater.stream.at_rest import enter_store, leave_memory
+from headwater.stream.home import Home
+from headwater.stream.parameters import ParameterAtRest
+from headwater.stream.saved_tensors import WeightHandle, changed_in_place
+
+
+def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
+    """Return the tensor of an unbound parameter: its shape and wire dtype, NaN, one element of memory."""
+    dtype = param.wire_dtype
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(param.shape)
+
+
+@final
+class StageParameters:
+    """The `nn.Parameter` objects of one stage. They point to an image of the weights, or to placeholders.
+
+    Attributes:
+        params: the parameters; a dummy replaces each that has become a plain one.
+
+    Args:
+        spec: the stage.
+        params: the parameters, which are plain ones until `adopt`.
+        store: the place of their values while they are at rest.
+        device: the device that computes.
+        stable: true if the stage is always bound to the same memory.
+        writable: true if bound weights are the memory of the store, so that writes to them reach it.
+        written: indices of the parameters that the model's forward changed in the dry run.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        params: Sequence[nn.Parameter],
+        store: WeightStore,
+        device: torch.device,
+        *,
+        stable: bool,
+        writable: bool,
+        written: Collection[int],
+    ) -> None:
+        self.params = list(params)
+        self._spec = spec
+        self._store = store
+        self._device = device
+        self._stable = stable
+        self._writable = writable
+        self._written = frozenset(written)
+        self._classes = [type(param) for param in params]
+        self._placeholders = [placeholder(param, device) for param in spec.params]
+        self._address: int | None = None  # of the image to which the parameters point
+        self._views: list[torch.Tensor] = []  # of that image
+        self._versions: list[int] | None = None  # of the parameters when they were bound; `None` at rest
+
+    # life of a parameter
+
+    def adopt(self, let_go: Callable[[ParamKey], None]) -> None:
+        """Make the parameters parameters at rest, and drop their values from memory.
+
+        The objects stay the same. A gradient that a parameter has already moves to the store.
+
+        Args:
+            let_go: bound method that turns a parameter of the store into a plain one; kept by weak reference.
+
+        Raises:
+            StreamError: if another compiled model streams a parameter already.
+        """
+        for index, param in enumerate(self.params):
+            if isinstance(param, ParameterAtRest):
+                raise StreamError(
+                    "a parameter is streamed by another compiled model already",
+                    where=self._spec.params[index].name,
+                    remedy="compile one module that holds both models, or release the other one first",
+                )
+            self._adopt(index, param)
+            home = Home(self._store, self._spec.index, index, self._device, weakref.WeakMethod(let_go))
+            param.home = home  # type: ignore[attr-defined]
+            self._classes[index] = type(param)
+            param.__class__ = ParameterAtRest
+
+    def _adopt(self, index: int, param: nn.Parameter) -> None:
+        """Let a parameter point to its placeholder, and move its gradient to the store."""
+        enter_store(param)
+        gradient, param.grad = param.grad, None
+        if gradient is not None:  # from a backward before streaming began
+            self._store.set_gradient(self._spec.index, index, gradient.to("cpu"))
+        value = self._placeholders[index]
+        if param.is_meta:  # torch forbids `.data =` here, but allows to swap the objects
+            other = nn.Parameter(value, requires_grad=self._spec.params[index].requires_grad)
+            other.__dict__.update(param.__dict__)
+            torch.utils.swap_tensors(param, other)
+        else:
+            param.data = value
+
+    def let_go(self, index: int) -> nn.Parameter:
+        """Return one parameter as a plain one, without values; a dummy replaces it here."""
+        param = self.params[index]
+        requires_grad = self._spec.params[index].requires_grad
+        self.params[index] = nn.Parameter(self._placeholders[index], requires_grad)
+        param.__class__ = self._classes[index]
+        del param.home  # type: ignore[attr-defined]
+        return param
+
+    def release(self) -> None:
+        """Turn every parameter, which is unbound, into a plain one that holds NaN."""
+        self._set_classes()
+        self._point_to_placeholders()
+        for param in self.params:
+            vars(param).pop("home", None)
+
+    def _set_classes(self) -> None:
+        for param, cls in zip(self.params, self._classes, strict=True):
+            param.__class__ = cls
+
+    # binding
+
+    @property
+    def is_bound(self) -> bool:
+        """True if the parameters are views of an image now."""
+        return self._versions is not None
+
+    def bind(self, image: torch.Tensor) -> None:
+        """Make the parameters, which are at rest, plain parameters that are views of `image`."""
+        self._set_classes()
+        address = image.data_ptr()
+        if self._address != address:
+            with torch.inference_mode(False):  # inference tensors could not be trained later
+                self._views = self._spec.views(image)
+            self._address = address
+            self._point(self._views)
+        self._versions = self._present_versions()
+
+    def rest(self) -> None:
+        """Make the parameters parameters at rest. Their memory stays for autograd's saved tensors.
+
+        Raises:
+            StreamError: if the model wrote into one of them where the dry run did not.
+        """
+        self._rest(self._values_to_keep())
+
+    def unbind(self) -> None:
+        """Make the parameters parameters at rest. They keep their memory only if it is permanent.
+
+        Raises:
+            StreamError: see `rest`.
+        """
+        values = self._values_to_keep()
+        if self._address is not None and not self._stable:
+            self._point_to_placeholders()
+        self._rest(values)
+
+    def _point_to_placeholders(self) -> None:
+        self._address, self._views = None, []
+        self._point(self._placeholders)
+
+    def _point(self, values: Sequence[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # else a parameter at rest would write to the store
+            for param, value in zip(self.params, values, strict=True):
+                param.data = value
+
+    def _values_to_keep(self) -> dict[int, torch.Tensor]:
+        """Return the values that the forward has assigned to parameters and that the store does not have.
+
+        A parameter that got other memory by `param.data = ...` gets the memory of the stage again.
+        """
+        if not self.is_bound:
+            return {}
+        pairs = list(zip(self.params, self._views, strict=True))
+        moved = {index for index, (param, view) in enumerate(pairs) if not param.is_set_to(view)}
+        changed = moved if self._writable else moved | self._written
+        values = {index: self.params[index].data for index in changed}
+        for index in moved:
+            param, view = pairs[index]
+            leave_memory(param)
+            param.data = view
+        return values
+
+    def _rest(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Make bound parameters parameters at rest, and write these values to the store."""
+        before, self._versions = self._versions, None
+        if before is None:
+            return
+        for param in self.params:
+            param.__class__ = ParameterAtRest
+        changed = set(values)
+        if not self._writable:
+            pairs = enumerate(zip(self._present_versions(), before, strict=True))
+            changed.update(index for index, (now, then) in pairs if now != then)
+        if not changed <= self._written:
+            raise StreamError(
+                "the forward changes a weight, and did not in the dry run before the first step",
+                where=f"stage {self._spec.name!r}",
+                remedy="change it between steps, or in the first forward in training mode too",
+            )
+        for index, value in values.items():
+            self._keep(index, value)
+
+    def _keep(self, index: int, value: torch.Tensor) -> None:
+        """Write the value that the forward has given to a parameter to the store.
+
+        Raises:
+            StreamError: if its shape or dtype is not that of the parameter.
+        """
+        spec = self._spec.params[index]
+        if value.shape != spec.shape or value.dtype != spec.dtype:
+            raise StreamError(
+                f"the forward makes {spec.name} a tensor of {value.dtype} and shape {list(value.shape)}; "
+                f"expected {spec.dtype} and {list(spec.shape)}",
+                where=f"stage {self._spec.name!r}",
+                remedy="change it between steps, and in mixed precision always",
+            )
+        self._store.parameters.write_param((self._spec.index, index), value)
+
+    # what autograd saves
+
+    def handle_of(self, view: torch.Tensor) -> WeightHandle:
+        """Return the handle of a view of the image to which the parameters point, or have pointed."""
+        offset_bytes = int(view.storage_offset()) * view.element_size()
+        index = bisect_right(self._spec.offsets, offset_bytes) - 1
+        return WeightHandle.of(view, self._spec.index, index, self._version(index))
+
+    def check_unchanged(self, handle: WeightHandle) -> None:
+        """Check that a weight has not changed since autograd saved it.
+
+        Raises:
+            StreamError: if it was updated or written to since then.
+        """
+        if self._version(handle.param) != handle.version:
+            raise changed_in_place(self.params[handle.param])
+
+    def _version(self, index: int) -> int:
+        """Return how often a parameter has been changed in place."""
+        with torch._C.DisableTorchFunctionSubclass():  # it may be at rest, where this takes ten times as long
+            return self.params[index]._version
+
+    def _present_versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [param._version for param in self.params]
