@@ -7,18 +7,17 @@ import dataclasses
 import gc
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 
 import torch
 
-from headwater.core.buffers import aligned_empty
-from headwater.core.errors import HeadwaterError, StreamError
+from headwater.core.errors import StreamError
 from headwater.core.stage import StageSpec
-from headwater.core.threads import single_core_pool
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.belady import CachePolicy
 from headwater.store.store import WeightStore
 from headwater.stream.device import Device
+from headwater.stream.slab_loader import SlabLoader
 from headwater.stream.slabs import NO_VERSION, Slab, SlabDirectory, SlabPool, Want
 
 NOTHING = -1
@@ -140,23 +139,16 @@ class SlabWeights(Weights):
         super().__init__()
         self._store = store
         self._stages = stages
-        self._device = device
         self._fabric = fabric
         self._pool = SlabPool(stages, slabs, shared_slab(fabric, device))
         self._directory = SlabDirectory(fabric, len(self._pool.slabs))
+        self._loader = SlabLoader(store, stages, self._pool, self._directory, device)
         self.stable = self._pool.holds_all
-        largest = max(stage.slab_bytes for stage in stages)
-        disk = store.tier.resident_wire(stages[0].index) is None
-        self._staging = aligned_empty(largest) if disk and not device.reads_host else None
-        self._unlock = device.page_lock([] if self._staging is None else [self._staging])
         self._resident: dict[int, Slab] = {}
         self._policy = CachePolicy([], self._pool.slab_class, self._pool.capacity)
         self._position = 0
         self._repeats = False
         self._wanted = NOTHING  # last stage of `require`; its caller may not hold a view yet
-        # Updates run on this thread too: on one core beside a model on the CPU, else on all cores.
-        pool = single_core_pool if device.reads_host else ThreadPoolExecutor
-        self._thread = pool(1, "headwater-fetch")
         self._closing = threading.Event()
         self._server = threading.Thread(target=self._serve, name="headwater-serve", daemon=True)
         if fabric.local_size > 1:
@@ -283,31 +275,7 @@ class SlabWeights(Weights):
         self._resident[stage] = slab
         self._directory.withdraw(slab.index)
         self.statistics.bytes_in += self._stages[stage].slab_bytes
-        slab.ready = self._thread.submit(
-            self._load,
-            slab.index,
-            Want(stage, slab.version),
-            self._store.ledger.num_commits,
-            self._device.compute_mark(),
-        )
-
-    def _load(self, index: int, want: Want, up_to: int, mark: object) -> None:
-        """Copy a stage to a slab, with the updates up to the commit `up_to`.
-
-        Later commits are not applied, so that they can still be rolled back.
-        """
-        stage, buffer = want.stage, self._pool.slabs[index].buffer
-        try:
-            with torch.no_grad(), self._device.copying(mark):
-                if self._staging is None:
-                    self._store.fetch(stage, buffer, up_to)
-                else:
-                    self._store.fetch(stage, self._staging, up_to)
-                    buffer.copy_(self._staging[: buffer.numel()], non_blocking=True)
-        except HeadwaterError as error:
-            self._directory.fail(f"stage {self._stages[stage].name!r} cannot be read: {error.what}")
-            raise
-        self._directory.publish(index, want)
+        slab.ready = self._loader.start(slab.index, Want(stage, slab.version))
 
     def _serve(self) -> None:
         """Fetch the stages that other ranks want, until the weights are closed."""
@@ -322,8 +290,7 @@ class SlabWeights(Weights):
         self._closing.set()
         if self._server.is_alive():
             self._server.join()
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        self._unlock()
+        self._loader.close()
         self._pool.close()
         self._resident.clear()
 
