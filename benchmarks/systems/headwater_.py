@@ -24,6 +24,7 @@ from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan, Resources, Trace
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
+from headwater.stream.options import EngineOptions
 
 
 def config_of(workload: Workload) -> DecoderConfig:
@@ -105,7 +106,8 @@ def main() -> None:
         return init_parameter(spec.name, spec.shape, config, seed=0)
 
     optimizer = OptimizerSpec("AdamW", {"lr": 3e-4})
-    with Engine(model, plan, optimizer, initial=initial, verify_disk=args.verify_disk) as engine:
+    options = EngineOptions(verify_disk=args.verify_disk)
+    with Engine(model, plan, optimizer, initial=initial, options=options) as engine:
         measure(workload, _stepper(engine, plan, workload, args.max_norm), **_described(plan))
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from headwater.plan.partition import find_stages
 from headwater.plan.types import Activations, Plan, StageCost, Trace
 from headwater.stream.engine import Engine
+from headwater.stream.options import EngineOptions
 
 VOCABULARY, WIDTH = 50, 16
 
@@ -91,7 +92,7 @@ def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, besi
         make_batch: returns the batch of a step and micro-batch; by default this rank's part of `tokens`.
         read: returns the weights of an engine; the default is `wire`.
         beside: returns two functions for an engine: one to call before each update, one after each step.
-        options: options of the engine.
+        options: fields of `EngineOptions`.
     """
 
     def part(step, index):
@@ -99,7 +100,13 @@ def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, besi
 
     work, told = Job(net, make_batch or part, loss_of, micro_batches=micro_batches), []
     with Engine(
-        work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric, **options
+        work.model(),
+        plan,
+        work.optimizer,
+        seed=SEED,
+        loss_function=loss_of,
+        fabric=fabric,
+        options=EngineOptions(**options),
     ) as engine:
         amend, after_step = beside(engine)
         for step in range(3):

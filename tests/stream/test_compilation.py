@@ -14,6 +14,7 @@ from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
+from headwater.stream.options import EngineOptions
 
 
 class Block(nn.Module):
@@ -42,7 +43,8 @@ def losses(*, compiled: bool) -> list[float]:
     trace = trace_step(model, x)
     keep = (Activations.KEEP,) * len(trace.stages)
     plan = Plan(trace, Precision(), "cpu", "memory", False, 2, keep, 8, 1, "memory")
-    with Engine(model, plan, OptimizerSpec("SGD", {"lr": 0.1}), compile_blocks=compiled) as engine:
+    options = EngineOptions(compile_blocks=compiled)
+    with Engine(model, plan, OptimizerSpec("SGD", {"lr": 0.1}), options=options) as engine:
         return [engine.train_step([x], Update(step, {"lr": 0.1})).loss for step in range(4)]
 
 

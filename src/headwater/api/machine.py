@@ -1,4 +1,4 @@
-"""The device, the resource limits and the fixed decisions that a backend's options mean for the planner."""
+"""The meaning of a backend's options for the planner and for the engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import Fixed
 from headwater.plan.types import Activations, Resources
 from headwater.store.rule import UpdateRule
+from headwater.stream.options import EngineOptions
 
 NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
 """The optimizer of a model that is not updated; it has no state."""
@@ -64,6 +65,16 @@ def fixed_by(backend: BackendConfig, micro_batch_size: int | None) -> Fixed:
         micro_batch_size=micro_batch_size,
         gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
         masters=None if backend.masters == "auto" else backend.masters,
+    )
+
+
+def engine_options(backend: BackendConfig, *, user_loop: bool = False) -> EngineOptions:
+    """Return the options of a backend that concern the engine and not the planner."""
+    return EngineOptions(
+        user_loop=user_loop,
+        fast_matmul=backend.matmul == "fast",
+        compile_blocks=backend.compile,
+        verify_disk=backend.verify_disk,
     )
 
 

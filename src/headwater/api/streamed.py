@@ -21,6 +21,7 @@ from headwater.api.calls import (
     own_randomness,
     stand_in_loss,
 )
+from headwater.api.machine import engine_options
 from headwater.api.planner import Planner
 from headwater.api.references import warn_of_references
 from headwater.api.same_model import check_same_model, check_same_trained
@@ -299,11 +300,8 @@ class StreamedModel:
             plan,
             updaters.rule,
             initial=self._initial(before, old_names),
-            fast_matmul=config.matmul == "fast",
-            compile_blocks=config.compile,
-            verify_disk=config.verify_disk,
             fabric=self.fabric,
-            own_loop=True,
+            options=engine_options(config, user_loop=True),
         )
         registry.register(self.engine.store, self)
         self._scalars_shared = 0

@@ -28,6 +28,7 @@ from headwater.stream.device import make_device
 from headwater.stream.executor import Executor
 from headwater.stream.matmul import FastMatmul
 from headwater.stream.micro_batch import MicroBatches
+from headwater.stream.options import DEFAULTS, EngineOptions
 from headwater.stream.step import StepReport, TrainStep
 from headwater.stream.storage import make_store, make_weights
 
@@ -47,12 +48,8 @@ class Engine:
         seed: the random generator is seeded for each micro-batch with a seed derived from this one, the step
             and the micro-batch. `None` leaves the generator of the process alone.
         loss_function: returns the loss of a batch; the model itself if not given.
-        fast_matmul: use faster fp32 matrix products on the CPU, which differ from torch's by rounding.
-        compile_blocks: compile the forward of repeated stages with `torch.compile`.
-        verify_disk: compare data that is read from the disk tier with the checksums of the written data.
         fabric: the ranks that train together, each on a part of every batch.
-        own_loop: true if the user's loop trains instead of `train_step`. With several ranks, each rank then
-            computes the gradient of the loss of its part, and these gradients are averaged.
+        options: further settings.
     """
 
     def __init__(
@@ -64,22 +61,19 @@ class Engine:
         initial: Initial | None = None,
         seed: int | None = None,
         loss_function: LossFunction = call_model,
-        fast_matmul: bool = False,
-        compile_blocks: bool = False,
-        verify_disk: bool = False,
         fabric: Fabric = ALONE,
-        own_loop: bool = False,
+        options: EngineOptions = DEFAULTS,
     ) -> None:
         refuse_assignments_after_use(plan.trace.assigned_after_use)
         self.fabric = fabric
         self.model = model
         self.plan = plan
         self._device = make_device(plan.device if fabric.computes else "cpu")
-        if compile_blocks:
+        if options.compile_blocks:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
         rule = optimizer if isinstance(optimizer, UpdateRules) else UpdateRule(optimizer)
-        self.store = make_store(plan, rule, self._device, order, verify_disk, fabric, own_loop)
+        self.store = make_store(plan, rule, self._device, order, fabric, options)
         weights = make_weights(plan, self.store, self._device, fabric)
         self._binder = Binder(
             model,
@@ -93,7 +87,7 @@ class Engine:
             self._fill(stage, initial)
             self._binder.adopt(stage)
         self.buffers = Buffers(model, self._device.torch_device)
-        share = 1 / fabric.size if own_loop else 1.0
+        share = 1 / fabric.size if options.user_loop else 1.0
         self.executor = Executor(model, plan, self.store, self._binder, weights, share)
         self._micro_batches = MicroBatches(
             model,
@@ -103,7 +97,7 @@ class Engine:
             self._device.torch_device,
             loss_function=loss_function,
             seed=seed,
-            matmul=FastMatmul if fast_matmul and plan.device == "cpu" else nullcontext,
+            matmul=FastMatmul if options.fast_matmul and plan.device == "cpu" else nullcontext,
         )
         self._step = TrainStep(self.store, self.executor, self.buffers, self._micro_batches, fabric)
         self._detached = False

@@ -21,6 +21,7 @@ from headwater.store.tier import ElsewhereTier, Tier
 from headwater.stream.borrowed import BorrowedWeights
 from headwater.stream.device import Device
 from headwater.stream.offload import DiskOffload, HostOffload, Offload
+from headwater.stream.options import EngineOptions
 from headwater.stream.weights import InPlaceWeights, SlabWeights, Weights
 
 
@@ -29,9 +30,8 @@ def make_store(
     rule: UpdateRules,
     device: Device,
     order: list[tuple[int, int]],
-    verify_disk: bool,
     fabric: Fabric,
-    own_loop: bool,
+    options: EngineOptions,
 ) -> WeightStore:
     """Return the weight store of this rank, with its tiers.
 
@@ -40,18 +40,17 @@ def make_store(
         rule: the update rules.
         device: the device of this rank.
         order: (stage, param) of every parameter in the model's order.
-        verify_disk: compare data that is read from the disk tier with checksums.
         fabric: the ranks that train together.
-        own_loop: true if the user's loop trains.
+        options: `user_loop` and `verify_disk` count here.
     """
     one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
     sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
-    ranks = fabric.neighbours if own_loop else fabric
+    ranks = fabric.neighbours if options.user_loop else fabric
 
     def make_tier(ownership: Ownership) -> Tier:
         if plan.tier == "memory":
             return MemoryTier(ownership.layouts, fabric=ranks, page_lock=device.page_lock)
-        return _disk_tier(ownership, plan, verify_disk, ranks, own_loop)
+        return _disk_tier(ownership, plan, ranks, options)
 
     folder = _folder(plan) if plan.gradient_tier == "disk" else None
     if folder is not None:
@@ -61,7 +60,7 @@ def make_store(
         rule,
         make_tier,
         on_disk=plan.tier != "memory",
-        gradients=GradientOptions(sum_dtype, folder, verify_disk, user_loop=own_loop),
+        gradients=GradientOptions(sum_dtype, folder, options.verify_disk, user_loop=options.user_loop),
         order=order,
         fabric=fabric,
     )
@@ -86,7 +85,7 @@ def make_offload(plan: Plan) -> Offload | None:
     return DiskOffload(_folder(plan))
 
 
-def _disk_tier(ownership: Ownership, plan: Plan, verify: bool, fabric: Fabric, own_loop: bool) -> Tier:
+def _disk_tier(ownership: Ownership, plan: Plan, fabric: Fabric, options: EngineOptions) -> Tier:
     """Return the disk tier of this host. Its first rank creates the files; ranks that use them open them.
 
     A rank uses the files if it updates stages or reads weights. In the user's loop every rank may read
@@ -95,16 +94,21 @@ def _disk_tier(ownership: Ownership, plan: Plan, verify: bool, fabric: Fabric, o
     folder, layouts = _folder(plan), ownership.layouts
     kept = [ownership.host_groups(stage) for stage in range(len(layouts))]
     sizes = file_sizes(layouts, folder, kept).values()
-    sums = [fabric.allocate(sums_bytes(size)) for size in sizes] if verify else None
-    behind = not own_loop or fabric.local_size == 1
+    sums = [fabric.allocate(sums_bytes(size)) for size in sizes] if options.verify_disk else None
     make = functools.partial(
-        DiskTier, layouts, folder, verify=verify, kept=kept, sums=sums, write_behind=behind
+        DiskTier,
+        layouts,
+        folder,
+        verify=options.verify_disk,
+        kept=kept,
+        sums=sums,
+        write_behind=not options.user_loop or fabric.local_size == 1,
     )
     tier = make() if fabric.local_rank == 0 else None
     every = fabric.gather_objects([] if tier is None else tier.origins, list[Path])
     if tier is not None:
         return tier
-    reads = own_loop or (fabric.computes and not plan.shares_slabs)
+    reads = options.user_loop or (fabric.computes and not plan.shares_slabs)
     if reads or any(ownership.updates(stage) for stage in range(len(layouts))):
         return make(origins=every[fabric.rank - fabric.local_rank])
     return ElsewhereTier(layouts)

@@ -12,6 +12,7 @@ import torch
 from headwater.api.machine import (
     NO_UPDATES,
     device_of,
+    engine_options,
     fixed_by,
     optimizer_state_bytes,
     resources_of,
@@ -225,10 +226,8 @@ def make_engine(
         initial=initial,
         seed=init.seed,
         loss_function=trainable.loss,
-        fast_matmul=init.backend.matmul == "fast",
-        compile_blocks=init.backend.compile,
-        verify_disk=init.backend.verify_disk,
         fabric=fabric,
+        options=engine_options(init.backend),
     )
 
 

@@ -1,0 +1,26 @@
+"""The settings of an engine that a plan does not contain."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """The settings of an engine beside its model, its plan and its optimizer.
+
+    Attributes:
+        user_loop: true if the user's loop trains instead of `Engine.train_step`. With several ranks, each
+            rank then computes the gradient of the loss of its part, and these gradients are averaged.
+        fast_matmul: use faster fp32 matrix products on the CPU, which differ from torch's by rounding.
+        compile_blocks: compile the forward of repeated stages with `torch.compile`.
+        verify_disk: compare data that is read from the disk tier with the checksums of the written data.
+    """
+
+    user_loop: bool = False
+    fast_matmul: bool = False
+    compile_blocks: bool = False
+    verify_disk: bool = False
+
+
+DEFAULTS = EngineOptions()
