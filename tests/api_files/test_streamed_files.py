@@ -10,7 +10,7 @@ from headwater.api.compile import compile  # noqa: E402
 from headwater.api.files import load, save  # noqa: E402
 from headwater.api.pretrained import load_pretrained, save_pretrained  # noqa: E402
 from headwater.core.empty import empty_parameters  # noqa: E402
-from headwater.core.lazy import LazyTensor  # noqa: E402
+from headwater.core.lazy import StoredTensor  # noqa: E402
 
 AUTO = transformers.AutoModelForCausalLM
 TOKENS = torch.arange(24).view(2, 12) * 7 % 90 + 3
@@ -73,7 +73,7 @@ def test_state_files(pretrained, tmp_path):
     for who in (plain, streamed):
         train(*who, 2)
     state = {"model": streamed[0].state_dict(), "optimizer": streamed[1].state_dict()}
-    assert all(isinstance(value, LazyTensor) for value in state["model"].values())
+    assert all(isinstance(value, StoredTensor) for value in state["model"].values())
     save(state, tmp_path / "x.mdl")
     expected = train(*plain, 2)
     for resumed in (make_streamed(pretrained), make_plain(pretrained)):

@@ -28,7 +28,15 @@ from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
 from headwater.store.layout import StateLayout
 from headwater.store.rule import Scalars
-from headwater.stream.at_rest import LAYOUT, AtRest, is_metadata, on_values, stand_in
+from headwater.stream.at_rest import (
+    LAYOUT,
+    AtRest,
+    all_of,
+    becomes_parameter_when_marked,
+    is_metadata,
+    on_values,
+    stand_in,
+)
 from headwater.stream.home import Home
 from headwater.stream.kept import KeptHome
 from headwater.stream.parameters import ParameterAtRest
@@ -230,6 +238,8 @@ class MomentAtRest(AtRest, torch.Tensor):
     moment: _Moment
     meta: torch.Tensor
     owner = None
+    selection = staticmethod(all_of)
+    _is_param = becomes_parameter_when_marked
 
     @property
     def source(self) -> _Moment:
@@ -255,9 +265,6 @@ class MomentAtRest(AtRest, torch.Tensor):
     @property
     def home(self) -> Any:  # type: ignore[override]
         return self.moment.home
-
-    def view_of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole
 
     @classmethod
     def __torch_function__(

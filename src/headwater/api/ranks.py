@@ -9,7 +9,7 @@ import torch
 from headwater.config.sections import ClusterConfig
 from headwater.core.batches import num_samples, slice_batch
 from headwater.core.errors import ConfigError, DataError, StreamError
-from headwater.core.lazy import LazyTensor
+from headwater.core.lazy import StoredTensor
 from headwater.core.placement import check_csx_limit
 from headwater.core.units import counted
 from headwater.fabric.fabric import Fabric
@@ -80,7 +80,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
         StreamError: if another tensor (integers or booleans) differs between ranks.
     """
     fabric = current()
-    if fabric.size == 1 or isinstance(value, AtRest | LazyTensor):
+    if fabric.size == 1 or isinstance(value, AtRest | StoredTensor):
         return value
     value = value.detach()
     if value.dim() == 0 and value.is_floating_point():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.core.errors import CheckpointError
-from headwater.core.lazy import LazyTensor
+from headwater.core.lazy import StoredTensor
 from headwater.core.safetensors import DTYPE_CODES
 
 KeyPath = tuple[object, ...]
@@ -114,7 +114,7 @@ class _Encoder:
 
 def _identity(tensor: Tensor) -> object:
     """Return a key that is equal for tensors of the same memory, or with the same lazily read values."""
-    if isinstance(tensor, LazyTensor):
+    if isinstance(tensor, StoredTensor):
         return tensor.read_pieces
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.numel() == 0:
         return id(tensor)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from headwater.core.lazy import LazyTensor
+from headwater.core.lazy import LazyTensor, StoredTensor
 
 _VALUES = "_headwater_values"
 """Attribute of an empty parameter that holds its values, usually a lazy tensor."""
@@ -84,7 +84,7 @@ def settle_lazy_parameters(model: nn.Module, read_now: Callable[[Tensor], bool])
         model: the model.
         read_now: whether a parameter gets its values now; otherwise it becomes an empty one that knows them.
     """
-    for param in [param for param in model.parameters() if isinstance(param, LazyTensor)]:
+    for param in [param for param in model.parameters() if isinstance(param, StoredTensor)]:
         lazy = LazyTensor(param.read_pieces, param.shape, param.dtype)
         held = {*vars(lazy), "_is_param"}
         values = lazy.materialize() if read_now(param) else torch.empty_like(lazy, device="meta")

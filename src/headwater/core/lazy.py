@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,13 @@ ReadPieces = Callable[[], Iterator[Tensor]]
 _DETACH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-class LazyTensor(Tensor):
+class StoredTensor(Tensor):
     """A CPU tensor whose values are read when an operation needs them. It takes no memory.
 
     Shape, dtype, `detach`, `requires_grad_` and the like read nothing. Every other operation reads the values
-    again and returns plain tensors; so do `clone`, `to`, `copy.deepcopy` and pickling. An operation that
-    would return a view of a plain tensor returns a view of a copy. In-place operations raise an error. After
-    a call of `data_ptr` or `untyped_storage` the tensor keeps its values in memory.
+    again and returns plain tensors; so do `clone`, `copy.deepcopy` and pickling. After a call of `data_ptr`
+    or `untyped_storage` the tensor keeps its values in memory. `LazyTensor` is a stored tensor that nobody
+    can write to; those of the engine write to the weight store.
 
     Args:
         read_pieces: reads the values. Lazy tensors with equal `read_pieces` are the same weights (tied).
@@ -38,9 +38,6 @@ class LazyTensor(Tensor):
     read_pieces: ReadPieces
     _kept: Tensor | None
 
-    # Every operation ends in __torch_dispatch__; the layer above it has nothing to add.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     @staticmethod
     def __new__(cls: type[Self], read_pieces: ReadPieces, shape: Sequence[int], dtype: torch.dtype) -> Self:
         tensor = Tensor._make_wrapper_subclass(
@@ -48,11 +45,6 @@ class LazyTensor(Tensor):
         )
         tensor.read_pieces, tensor._kept = read_pieces, None
         return tensor
-
-    @classmethod
-    def whole(cls, read: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Self:
-        """Return a lazy tensor whose values `read` returns in one piece."""
-        return cls(lambda: iter([read()]), shape, dtype)
 
     def materialize(self) -> Tensor:
         """Return a plain tensor with the values, in new memory."""
@@ -77,14 +69,10 @@ class LazyTensor(Tensor):
         for argument in schema:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 _refuse_write(given.get(argument.name))
-        args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs))
+        args, kwargs = tree_map_only(StoredTensor, StoredTensor.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
     # Methods that read the values without an operation of torch:
-
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a plain tensor with the values, even if dtype and device stay the same."""
-        return self.materialize().to(*args, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
         array = self.materialize().numpy(force=force)
@@ -108,9 +96,6 @@ class LazyTensor(Tensor):
             self._kept = self.materialize()
         return self._kept
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        _refuse_write(self)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = self._plain()
         if isinstance(self, nn.Parameter):
@@ -128,14 +113,38 @@ class LazyTensor(Tensor):
         return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype})"
 
 
+@final
+class LazyTensor(StoredTensor):
+    """A stored tensor that can only be read.
+
+    An operation that would return a view of a plain tensor returns a view of a copy. In-place operations
+    raise an error. See `StoredTensor`.
+    """
+
+    # Every operation ends in __torch_dispatch__; the layer above it has nothing to add.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def whole(cls, read: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Self:
+        """Return a lazy tensor whose values `read` returns in one piece."""
+        return cls(lambda: iter([read()]), shape, dtype)
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a plain tensor with the values, even if dtype and device stay the same."""
+        return self.materialize().to(*args, **kwargs)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _refuse_write(self)
+
+
 def _refuse_write(written: object) -> None:
-    if tree_any(lambda leaf: isinstance(leaf, LazyTensor) and isinstance(leaf, nn.Parameter), written):
+    if tree_any(lambda leaf: isinstance(leaf, StoredTensor) and isinstance(leaf, nn.Parameter), written):
         raise StreamError(
             "a parameter whose values are in a file or in the weight store cannot be changed in place",
             remedy="train it in a compiled model, or make it of a copy, nn.Parameter(tensor.clone()); "
             "load_state_dict copies without assign=True",
         )
-    if tree_any(lambda leaf: isinstance(leaf, LazyTensor), written):
+    if tree_any(lambda leaf: isinstance(leaf, StoredTensor), written):
         raise StreamError(
             "a tensor whose values are in a file or in the weight store cannot be changed in place",
             remedy="change a copy, tensor.clone(), and bring it back with load_state_dict",
@@ -163,7 +172,7 @@ def pieces_of(tensor: Tensor, max_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
 
 
 def _any_pieces(tensor: Tensor, count: int) -> Iterator[Tensor]:
-    if isinstance(tensor, LazyTensor):
+    if isinstance(tensor, StoredTensor):
         for piece in tensor.read_pieces():
             yield piece.reshape(-1)
     else:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headwater.core.errors import StreamError
-from headwater.core.lazy import LazyTensor
+from headwater.core.lazy import LazyTensor, StoredTensor
 from headwater.plan.alive import has_storage
 from headwater.stream.home import Home
 from headwater.stream.kept import KeptHome
@@ -130,6 +130,8 @@ class AtRest:
     Attributes:
         home: the place of the values.
         owner: the parameter whose version counter counts changes in place, for autograd.
+        source: the object whose `home` is the place of the values; that place changes with a new plan.
+        selection: returns this tensor as a view of all values of the home.
     """
 
     __slots__ = ()
@@ -137,6 +139,7 @@ class AtRest:
     home: Home
     owner: torch.Tensor | None
     source: Any
+    selection: View
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         tensor: Any = self
@@ -149,19 +152,6 @@ class AtRest:
             where=self.home.spec.name,
             remedy="give it a copy: tensor.clone()",
         )
-
-    def view_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this tensor as a view of all values; defined by each subclass."""
-        raise NotImplementedError  # without `abc`: ABCMeta conflicts with the metaclass of Tensor
-
-    @property
-    def _is_param(self) -> bool:
-        """True for a parameter of another class than `nn.Parameter`."""
-        return False
-
-    @_is_param.setter
-    def _is_param(self, value: bool) -> None:
-        self.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def as_subclass(self, cls: type[T]) -> T:
         """Return the values as a plain tensor; torch does not ask `__torch_function__` for this.
@@ -179,17 +169,28 @@ class AtRest:
         return found
 
 
+def all_of(whole: torch.Tensor) -> torch.Tensor:
+    """Return `whole`: the selection of a tensor at rest that has all values of its home."""
+    return whole
+
+
+def _become_parameter(tensor: torch.Tensor, value: bool) -> None:
+    tensor.__class__ = nn.Parameter
+
+
+becomes_parameter_when_marked = property(lambda tensor: False, _become_parameter)
+"""The attribute `_is_param` of a tensor at rest; see [Note: new parameters]."""
+
+
 class PartAtRest(AtRest, torch.Tensor):
     """A tensor at rest that would be a view of a parameter in plain PyTorch.
 
     Attributes:
-        source: the object whose `home` is the place of the values; that place changes with a new plan.
         meta: a tensor of the same shape and strides on the meta device.
-        selection: returns this view of the whole parameter.
     """
 
     meta: torch.Tensor
-    selection: View
+    _is_param = becomes_parameter_when_marked
 
     @property
     def home(self) -> Home:  # type: ignore[override]
@@ -202,9 +203,6 @@ class PartAtRest(AtRest, torch.Tensor):
         if view is self:
             raise moved(self.home, "set_")
         return view.set_(*args, **kwargs)
-
-    def view_of(self, whole: torch.Tensor) -> torch.Tensor:
-        return self.selection(whole)
 
     @classmethod
     def __torch_function__(
@@ -248,8 +246,8 @@ class Values:
         return id(self.memory)
 
 
-class DetachedAtRest(AtRest, LazyTensor):
-    """A detached parameter: a lazy tensor that can be written, also through its views.
+class DetachedAtRest(AtRest, StoredTensor):
+    """A detached parameter: a stored tensor that can be written, also through its views.
 
     Attributes:
         source: the memory of the parameter.
@@ -257,6 +255,7 @@ class DetachedAtRest(AtRest, LazyTensor):
     """
 
     again_of: DetachedAtRest | None = None
+    selection = staticmethod(all_of)
 
     @classmethod
     def of(cls, param: Any) -> DetachedAtRest:
@@ -275,9 +274,6 @@ class DetachedAtRest(AtRest, LazyTensor):
         home: Any = self.home
         values: torch.Tensor = home.read() if isinstance(home, KeptHome) else home.meta
         return values
-
-    def view_of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole
 
     @property
     def _is_param(self) -> bool:
@@ -299,7 +295,7 @@ class DetachedAtRest(AtRest, LazyTensor):
             made_of._become_lazy()
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -327,17 +323,10 @@ class DetachedAtRest(AtRest, LazyTensor):
         """Refuse to take other memory."""
         raise moved(self.home, "set_")
 
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = on_values(torch.Tensor.to, (self, *args), kwargs)
-        return result
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        torch.Tensor.__setitem__(self, index, value)
-
 
 def values_of(value: object) -> torch.Tensor | None:
-    """Return the parameter whose values a lazy tensor reads; None for another tensor."""
-    read = value.read_pieces if isinstance(value, LazyTensor) else None
+    """Return the parameter whose values a stored tensor reads; `None` for another tensor."""
+    read = value.read_pieces if isinstance(value, StoredTensor) else None
     return read.memory.param if isinstance(read, Values) and read.memory.kept is None else None
 
 
@@ -373,10 +362,10 @@ def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
 
 
 def read_copy(value: Any) -> torch.Tensor:
-    """Return a copy of the values that a tensor at rest, or a lazy tensor, has in the store."""
-    if isinstance(value, LazyTensor):
+    """Return a copy of the values that a tensor at rest, or a stored tensor, has in the store."""
+    if isinstance(value, StoredTensor):
         return value.materialize()
-    copy: torch.Tensor = value.view_of(value.home.read())
+    copy: torch.Tensor = value.selection(value.home.read())
     return copy
 
 
@@ -431,7 +420,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Any) -> torch.Tensor:
-        values: torch.Tensor = leaf.view_of(leaf.home.read())
+        values: torch.Tensor = leaf.selection(leaf.home.read())
         return values if isinstance(leaf, PartAtRest) else values.to(leaf.home.spec.wire_dtype)
 
     @staticmethod
@@ -454,7 +443,7 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _plain_view(leaf: Any) -> Any:
     """Return a tensor at rest that has left the store as a plain view; return any other value unchanged."""
     home: Any = getattr(leaf, "home", None) if isinstance(leaf, AtRest) else None
-    return leaf.view_of(home.read()) if isinstance(home, KeptHome) else leaf
+    return leaf.selection(home.read()) if isinstance(home, KeptHome) else leaf
 
 
 def whole_memory(value: object, param: Any) -> Memory | None:
@@ -516,7 +505,7 @@ class _Operation:
             return value
         if leaf.home not in self._wholes:
             self._wholes[leaf.home] = leaf.home.read()
-        view: torch.Tensor = leaf.view_of(self._wholes[leaf.home])
+        view: torch.Tensor = leaf.selection(self._wholes[leaf.home])
         if leaf.requires_grad and not torch.is_grad_enabled():
             # Keep the flag without recording too: torch chooses the kernel of a matrix product by it.
             return view.detach().requires_grad_()
@@ -554,7 +543,7 @@ class _Operation:
 
     def _result_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         values = {  # a parameter may have become a plain one
-            key: leaf.view_of(whole) if isinstance(leaf, AtRest) else whole
+            key: leaf.selection(whole) if isinstance(leaf, AtRest) else whole
             for key, leaf in self._at_rest.items()
         }
         result: torch.Tensor = tree_flatten(self._call(values))[0][index]

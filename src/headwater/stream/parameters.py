@@ -17,7 +17,9 @@ from headwater.stream.at_rest import (
     AtRest,
     DetachedAtRest,
     Memory,
+    all_of,
     becomes_parameter,
+    becomes_parameter_when_marked,
     changed_while_recording,
     home_of,
     is_metadata,
@@ -44,6 +46,9 @@ _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 class ParameterAtRest(AtRest, nn.Parameter):
     """A parameter whose values are in the weight store. Existing parameters get this class by assignment."""
 
+    selection = staticmethod(all_of)
+    _is_param = becomes_parameter_when_marked
+
     @property
     def source(self) -> Memory:
         return Memory.of(self)
@@ -51,9 +56,6 @@ class ParameterAtRest(AtRest, nn.Parameter):
     @property
     def owner(self) -> torch.Tensor:  # type: ignore[override]
         return self
-
-    def view_of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -137,7 +139,7 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
     if source is not None and source != home:
         raise tied_by_data(home.spec.name, source.spec.name)
     if source is not None:
-        value = value.view_of(home.read()).clone() if isinstance(value, AtRest) else read_copy(value)
+        value = value.selection(home.read()).clone() if isinstance(value, AtRest) else read_copy(value)
     leave_memory(param)
     value = plain_value(value)
     if not home.fits(value):
