@@ -54,7 +54,7 @@ class Call:
         for event in self.copied:
             event.synchronize()
         try:
-            with reading_is_free(), alone():
+            with reading_is_free(), alone("step closure"):
                 self.function(*self.args, **self.kwargs)
         except BaseException as error:
             error.add_note(f"in the closure {self.function.__qualname__!r}, called with the values of a step")

@@ -36,7 +36,7 @@ from headwater.core.seeding import drawing_devices
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.core.trees import tensors_in
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.fabric.membership import current
+from headwater.fabric.membership import current, require_all_ranks
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Plan, Trace
@@ -514,12 +514,7 @@ class StreamedModel:
         store = None if self.engine is None else self.engine.store
         if store is None or self.fabric.size == 1 or store.ledger.num_commits == self._scalars_shared:
             return
-        if current().size == 1:
-            raise StreamError(
-                "the state of an optimizer is asked for on one rank, and each has a part of it",
-                where="step closure",
-                remedy="ask for it in a checkpoint_closure, or in the loop",
-            )
+        require_all_ranks("the state of an optimizer")
         store.scalars.share()
         self._scalars_shared = store.ledger.num_commits
 

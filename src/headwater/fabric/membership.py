@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 import torch.distributed
 
+from headwater.core.errors import StreamError
 from headwater.fabric import slurm
 from headwater.fabric.cluster import join_ranks
 from headwater.fabric.fabric import ALONE, DEFAULT_TIMEOUT_S, Fabric
@@ -17,7 +18,7 @@ from headwater.fabric.parent import end_with_parent
 from headwater.fabric.report import ERROR_FILE
 
 _joined: Fabric = ALONE
-_is_alone: ContextVar[bool] = ContextVar("_is_alone", default=False)
+_alone_in: ContextVar[str | None] = ContextVar("_alone_in", default=None)
 
 
 def is_rank() -> bool:
@@ -61,28 +62,44 @@ def _leave() -> None:
 
 def current() -> Fabric:
     """Return the ranks that make the current calls: all that were joined, or this one inside `alone`."""
-    return ALONE if is_alone() else _joined
+    return ALONE if _alone_in.get() is not None else _joined
 
 
-def is_alone() -> bool:
-    """True inside `alone`: this rank does work that no other rank does."""
-    return _is_alone.get()
+def require_all_ranks(what: str) -> None:
+    """Check that this rank is not inside `alone`, where the other ranks do not make the same call.
+
+    Args:
+        what: the thing of which each rank has a part.
+
+    Raises:
+        StreamError: if it is.
+    """
+    place = _alone_in.get()
+    if place is not None:
+        raise StreamError(
+            f"{what} is asked for on one rank, and each has a part of it",
+            where=place,
+            remedy="ask for it where all ranks do: in the loop, or in a checkpoint_closure",
+        )
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def alone(place: str) -> Iterator[None]:
     """Inside the context this rank acts as a single rank, for work that no other rank does.
 
     `torch.distributed` sees no process group either: a metric that computes its value here must not wait for
     the other ranks.
+
+    Args:
+        place: name of the code that runs inside, for errors.
     """
     if current() is ALONE:
         yield
         return
-    token, group = _is_alone.set(True), torch.distributed.GroupMember.WORLD
+    token, group = _alone_in.set(place), torch.distributed.GroupMember.WORLD
     torch.distributed.GroupMember.WORLD = None
     try:
         yield
     finally:
         torch.distributed.GroupMember.WORLD = group
-        _is_alone.reset(token)
+        _alone_in.reset(token)

@@ -8,10 +8,9 @@ from typing import final
 
 import torch
 
-from headwater.core.errors import StreamError
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Board, Fabric
-from headwater.fabric.membership import is_alone
+from headwater.fabric.membership import require_all_ranks
 from headwater.store.gradients.exchange import Exchange, Runs, divide
 from headwater.store.gradients.rank_sums import RankSums
 from headwater.store.gradients.storage import clear
@@ -82,12 +81,7 @@ class HostAssembly:
         generations: Mapping[ParamKey, int],
         has_here: Callable[[ParamKey], bool],
     ) -> None:
-        if is_alone():
-            raise StreamError(
-                "a gradient is asked for on one rank, and the hosts have parts of it",
-                where="step closure",
-                remedy="look at it in the loop, where all ranks do",
-            )
+        require_all_ranks("a gradient")
         self._new.difference_update(keys)
         self._times += 1
         here = [has_here(key) for key in keys]
