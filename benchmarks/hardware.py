@@ -28,11 +28,14 @@ USABLE = 0.9
 HOST_BASE = {"cpu": int(0.7 * GIB), "cuda": 3 * GIB}
 """Host memory of the interpreter and its libraries; with CUDA also of its context."""
 SHAPES = {
-    "GPT": "gpt/gpt2_small gpt/gpt2_xl gpt/cerebras_gpt_2p7b gpt/cerebras_gpt_6p7b gpt/cerebras_gpt_13b "
-    "gpt/175b",
-    "Llama": "llama/llama3p2_1b llama/llama3p2_3b llama/llama2_7b llama/llama2_13b llama/llama1_33b "
-    "llama/llama2_70b llama/llama3p1_405b",
-}
+    "gpt": (
+        "cerebras_gpt_590m", "cerebras_gpt_1p3b", "cerebras_gpt_2p7b",
+        "cerebras_gpt_6p7b", "cerebras_gpt_13b", "175b",
+    ),
+    "llama": (
+        "llama3p2_1b", "llama3p2_3b", "llama2_7b", "llama2_13b", "llama1_33b", "llama2_70b", "llama3p1_405b",
+    ),
+}  # fmt: skip
 """Params files of the package, in the order of their sizes."""
 
 
@@ -128,7 +131,7 @@ def main() -> None:
     """Print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.parse_args()
-    families = {family: [dry_run(name) for name in names.split()] for family, names in SHAPES.items()}
+    families = {family: [dry_run(f"{family}/{name}") for name in names] for family, names in SHAPES.items()}
     rows = [row(machine, families) for machine in MACHINES]
     print_table(rows)
     save("hardware", {"rows": rows})
