@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +80,14 @@ def test_a_program_that_a_fork_executes_is_its_process_and_starts_others():
     outer = f"import os, sys; os.execv(sys.executable, {command})"
     done = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [True, False, True, True]
+
+
+def test_the_server_ends_when_its_client_dies_in_the_middle_of_a_request():
+    ours, theirs = socket.socketpair()
+    code = f"import socket, server; server.serve(socket.socket(fileno={theirs.fileno()}))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(quick_start.__file__).parent)}
+    with quick_start.real_starts(), ours:
+        process = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[theirs.fileno()])
+        theirs.close()
+        ours.sendall((100).to_bytes(8, "little") + b"a part of the 100 bytes")
+    assert process.wait(60) == 0

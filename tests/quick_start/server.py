@@ -105,7 +105,10 @@ def serve(connection: socket.socket) -> Program:
             os._exit(0)
         content = bytearray()
         while len(content) < int.from_bytes(head, "little"):
-            content += connection.recv(1 << 20)
+            piece = connection.recv(1 << 20)
+            if not piece:  # the client was killed while it sent: without an exit this loop would spin for ever
+                os._exit(0)
+            content += piece
         process = _clone_as_sibling()
         if process == 0:
             return _become(pickle.loads(content), files, connection)
