@@ -106,7 +106,7 @@ def serve(connection: socket.socket) -> Program:
         content = bytearray()
         while len(content) < int.from_bytes(head, "little"):
             piece = connection.recv(1 << 20)
-            if not piece:  # the client was killed while it sent: without an exit this loop would spin for ever
+            if not piece:  # the client was killed while it sent; without an exit this loop would spin
                 os._exit(0)
             content += piece
         process = _clone_as_sibling()
