@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 
 from headwater.config import load_params
 from headwater.config.models import HuggingFaceConfig
+from headwater.core.batches import IGNORED
 from headwater.core.stage import ParamSpec
-from headwater.models.huggingface import IGNORED, HuggingFaceModel, library_arguments
+from headwater.models.huggingface import HuggingFaceModel, library_arguments
 from headwater.models.registry import FAMILIES, build_model, meta_batch
 from headwater.trainer.datasets import open_data
 from headwater.trainer.huggingface import initial_of

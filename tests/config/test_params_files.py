@@ -6,6 +6,7 @@ from params_samples import NEWER, public_params, write
 
 from headwater.config import DecoderConfig, find_params, load_params, shipped_params
 from headwater.core.errors import ConfigError
+from headwater.models.decoder_parameters import initializers
 
 SIZES = ("111m", "256m", "590m", "1p3b", "2p7b", "6p7b", "13b")
 
@@ -138,8 +139,8 @@ def assert_same_model(ours: DecoderConfig, public: DecoderConfig):
     for key in set(DecoderConfig.model_fields) - derived - {"output_layer_initializer"}:
         assert getattr(ours, key) == getattr(public, key), key
     assert (ours.ffn_size, ours.attention_dropout) == (public.ffn_size, public.attention_dropout)
-    for key in ("embedding_init", "input_init", "attention_output_init", "ffn_output_init"):
-        mine, theirs = getattr(ours, key), getattr(public, key)
+    pairs = zip(vars(initializers(ours)).values(), vars(initializers(public)).values(), strict=True)
+    for mine, theirs in pairs:
         assert mine.std == pytest.approx(theirs.std)
         assert mine.bounds == pytest.approx(theirs.bounds)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from headwater.config.data import TextClassificationDataConfig, TokenClassificationDataConfig
+from headwater.core.batches import IGNORED
 from headwater.core.errors import DataError
-from headwater.data.text.classification import IGNORED, read_labelled_texts, read_labelled_tokens
+from headwater.data.text.classification import read_labelled_texts, read_labelled_tokens
 
 VOCABULARY = [
     "[PAD]",

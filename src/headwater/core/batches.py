@@ -11,6 +11,9 @@ import torch
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.trees import map_tensors, tensors_in
 
+IGNORED = -100
+"""Label of a position that does not count in a loss, as in torch and the transformers library."""
+
 _LOOKED_AT_BYTES = 1 << 16
 """How many bytes of each tensor `fingerprint` reads."""
 

@@ -10,14 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, IterableDataset
 
+from headwater.core.batches import IGNORED
 from headwater.core.errors import ConfigError, DataError
 from headwater.data.sample_file import CHANNELS, SPAN_CHANNELS, write_datasets
 from headwater.data.staging import staged_folder
 
 Fields = dict[str, npt.NDArray[Any]]
-
-_IGNORED = -100
-"""Label of the transformers library for a position that does not count in the loss."""
 
 
 def convert_dataset_to_HDF5(
@@ -122,12 +120,12 @@ def _next_tokens(fields: Fields) -> Fields:
     """Return `input_ids`, `attention_mask` (1: counts in the loss) and `labels` (the next token of each)."""
     tokens = fields["input_ids"]
     mask = fields.get("attention_mask", np.ones_like(tokens))
-    labels = fields.get("labels", np.where(mask == 1, tokens, _IGNORED))
-    counted = labels != _IGNORED
+    labels = fields.get("labels", np.where(mask == 1, tokens, IGNORED))
+    counted = labels != IGNORED
     if (labels == tokens)[counted].all():
-        labels = np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], _IGNORED)], axis=1)
+        labels = np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], IGNORED)], axis=1)
         mask = np.ones_like(tokens)  # after the shift, a masked position may have a label that counts
-        counted = labels != _IGNORED
+        counted = labels != IGNORED
     return {
         "input_ids": tokens,
         "attention_mask": np.where(counted, mask, 0),

@@ -18,10 +18,8 @@ from headwater.core.errors import DataError
 from headwater.data.modes import Context, ModeOptions, Packing, find_mode
 from headwater.data.modes.base import Example, Tokens, Unusable
 from headwater.data.order import Indices
-from headwater.data.sample_file import CHANNELS, SPAN_CHANNELS, Samples, write_datasets
-
-_BLOCK_SAMPLES = 64
-"""Number of samples in memory while a file is written."""
+from headwater.data.sample_file import BLOCK_SAMPLES, CHANNELS, SPAN_CHANNELS, Samples, write_datasets
+from headwater.data.tokenizer import vocabulary_size
 
 _ITEM = np.dtype(np.int32).itemsize
 
@@ -103,7 +101,7 @@ class MakeExamples:
 
     @functools.cached_property
     def _vocab_size(self) -> int:
-        return max(self.context.tokenizer.get_vocab().values()) + 1
+        return vocabulary_size(self.context.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +217,7 @@ def _write_fields(path: Path, fields: Iterator[dict[str, Tokens]], count: int) -
         held: list[dict[str, Tokens]] = []
         for number, sample in enumerate(fields, start=1):
             held.append(sample)
-            if len(held) == _BLOCK_SAMPLES or number == count:
+            if len(held) == BLOCK_SAMPLES or number == count:
                 yield {name: np.stack([each[name] for each in held]) for name in held[0]}
                 held.clear()
 

@@ -24,6 +24,11 @@ def permutation(count: int, seed: int) -> Indices:
     return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")
 
 
+def random_generator(seed: int, *keys: int | str) -> np.random.Generator:
+    """Return a generator whose numbers depend only on the seed and the keys, such as a purpose and a draw."""
+    return np.random.Generator(np.random.Philox(key=derive_seed(seed, *keys)))
+
+
 @functools.lru_cache(maxsize=4)
 def _epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
     return permutation(num_samples, derive_seed(seed, "samples", epoch))

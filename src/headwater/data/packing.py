@@ -22,16 +22,14 @@ from headwater.data.examples import Block, Places
 from headwater.data.modes import Packing
 from headwater.data.modes.base import Tokens
 from headwater.data.order import Indices, permutation
-from headwater.data.sample_file import Samples, make_samples, write_sample_file
+from headwater.data.sample_file import BLOCK_SAMPLES, Samples, make_samples, write_sample_file
+from headwater.data.tokenizer import vocabulary_size
 from headwater.data.words import TextEncoder
 
 Item = TypeVar("Item")
 
 _TASK_CHARS = 1 << 20
 """Minimum size of a task, in characters or bytes."""
-
-_BLOCK_SAMPLES = 64
-"""Number of samples in memory while a file is written."""
 
 
 def numbered_tasks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[tuple[int, list[Item]]]:
@@ -69,7 +67,7 @@ class Encode:
 
     @functools.cached_property
     def _vocab_size(self) -> int:
-        return max(self._encoder.tokenizer.get_vocab().values()) + 1
+        return vocabulary_size(self._encoder.tokenizer)
 
     def __call__(self, task: tuple[int, Sequence[Piece]]) -> Block:
         _, pieces = task
@@ -98,8 +96,8 @@ class WriteSamples:
         path, samples = task
         with self.corpus_path.open("rb") as corpus:
             blocks = (
-                make_samples(self._windows(corpus.fileno(), samples[start : start + _BLOCK_SAMPLES]))
-                for start in range(0, len(samples), _BLOCK_SAMPLES)
+                make_samples(self._windows(corpus.fileno(), samples[start : start + BLOCK_SAMPLES]))
+                for start in range(0, len(samples), BLOCK_SAMPLES)
             )
             write_sample_file(path, blocks, len(samples))
         return len(samples)

@@ -32,7 +32,7 @@ from headwater.data.settings import PrepareSettings
 from headwater.data.split_files import SplitFiles
 from headwater.data.staging import staged_folder
 from headwater.data.statistics import FILE_NAME, Statistics, entropy
-from headwater.data.tokenizer import end_of_text_id
+from headwater.data.tokenizer import end_of_text_id, vocabulary_size
 from headwater.data.workers import ordered_map
 
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>")
@@ -120,9 +120,8 @@ class _Preparation:
         folder, skip_bad = self.output.folder, self.settings.skip_bad_records
         tokenizer = save_tokenizer(folder, self.settings, self.mode, self.inputs.texts(BadRecords(skip_bad)))
         end = end_of_text_id(tokenizer, self.settings.end_of_text)
-        vocab_size = max(tokenizer.get_vocab().values()) + 1
         bad = BadRecords(skip_bad)
-        with contextlib.closing(Corpus(folder, vocab_size)) as corpus:
+        with contextlib.closing(Corpus(folder, vocabulary_size(tokenizer))) as corpus:
             if self._is_stream:
                 self._first_pass(Encode(tokenizer.to_str(), end), corpus, bad)
                 written = self._write_windows(corpus)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
 import difflib
-import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch.utils.data import Dataset
 
 from headwater.core.errors import DataError
 from headwater.data.checksums import CheckedSamples
+from headwater.data.file_index import FileIndex
 from headwater.data.loader import Batch, Workers
 from headwater.data.order import SampleOrder
 from headwater.data.sample_file import (
@@ -177,11 +176,11 @@ class GptSamples(Dataset[Any]):
         # The mask and label channels of sink tokens stay 0: the loss ignores them.
         self._sinks = np.zeros((len(self.channels), len(sinks)), dtype=np.int64)
         self._sinks[0] = sinks
-        self._ends = list(itertools.accumulate(file.num_samples for file in files))
+        self._index = FileIndex(file.num_samples for file in files)
         self._open_files = _OpenFiles()
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._index)
 
     @property
     def sequence_length(self) -> int:
@@ -204,11 +203,9 @@ class GptSamples(Dataset[Any]):
         }
 
     def _place(self, draw: int) -> tuple[SampleFile, int]:
-        """Return the file of a sample, and the sample's index in it."""
-        index = draw % len(self)
-        number = bisect.bisect_right(self._ends, index)
-        file = self.files[number]
-        return file, index - (self._ends[number] - file.num_samples)
+        """Return the file of a sample, and the sample's number in it."""
+        number, place = self._index.find(draw % len(self))
+        return self.files[number], place
 
     def _read(self, places: Sequence[tuple[SampleFile, int]]) -> npt.NDArray[Any]:
         """Return the samples at `places` [places, channels, length], each compared with its checksum."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import bisect
 import csv
 import dataclasses
 import itertools
@@ -19,6 +18,7 @@ import torch
 from headwater.core.errors import DataError
 from headwater.core.units import counted
 from headwater.data.checksums import DAMAGE, CheckedSamples
+from headwater.data.file_index import FileIndex
 from headwater.data.loader import Batch
 
 Values = npt.NDArray[np.int64]
@@ -204,15 +204,15 @@ class Records:
     ) -> None:
         self.files, self.fields = list(files), list(fields)
         self.sequence_length = sequence_length
-        self._ends = list(itertools.accumulate(map(len, files)))
-        if not self._ends or not self._ends[-1]:
+        self._index = FileIndex(map(len, files))
+        if not len(self._index):
             raise DataError("the files hold no samples", where=str(files[0].path), remedy=_REMEDY)
         for file in files:
             for field in fields:
                 _stored_name(field, file)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._index)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
         """Return the batch of these draws; see `headwater.data.source.Samples`."""
@@ -231,9 +231,8 @@ class Records:
         Raises:
             DataError: if a field cannot be read or has an unexpected shape or value.
         """
-        number = bisect.bisect_right(self._ends, index)
+        number, place = self._index.find(index)
         file = self.files[number]
-        place = index - (self._ends[number] - len(file))
         return {field.name: self._field(field, file, place) for field in self.fields}
 
     def _field(self, field: FieldSpec, file: RecordFile, place: int) -> Values:

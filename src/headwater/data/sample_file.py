@@ -25,6 +25,9 @@ SPAN_CHANNELS = (*CHANNELS, "attention_span", "position_ids")
 """`CHANNELS` and two more: `attention_span`, the number of following tokens that belong to the same text; and
 `position_ids`, the position of a token in its text."""
 
+BLOCK_SAMPLES = 64
+"""Number of samples in memory while a file is written."""
+
 Samples = npt.NDArray[np.int32]
 
 

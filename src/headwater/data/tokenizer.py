@@ -144,6 +144,11 @@ def end_of_text_id(tokenizer: Tokenizer, name: str | None = None) -> int:
     )
 
 
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Return the largest token id plus one. The ids may have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def _byte_level(model: models.BPE) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -19,6 +19,7 @@ from headwater.config.models import (
     TokenClassifierConfig,
 )
 from headwater.core import whole_batch
+from headwater.core.batches import IGNORED
 from headwater.models.encoder import Encoder, encoder_initializer, encoder_learning_rate_scale
 from headwater.models.evaluation import F1, Scored
 from headwater.models.layers.feed_forward import NONLINEARITIES
@@ -26,9 +27,6 @@ from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
-
-IGNORED = -100
-"""Label of a position that does not count in the loss."""
 
 
 class Pooler(nn.Module):

@@ -17,7 +17,7 @@ from headwater.models.layers.experts import MixtureOfExperts
 from headwater.models.layers.feed_forward import FeedForward
 from headwater.models.layers.initializers import initialize
 from headwater.models.layers.linear import Embedding, Linear
-from headwater.models.layers.norm import LayerNorm, RMSNorm
+from headwater.models.layers.norm import make_norm
 from headwater.models.layers.positions import (
     RotaryScaling,
     alibi_bias,
@@ -80,10 +80,12 @@ class Block(nn.Module):
 
 
 def _norm(config: DecoderConfig) -> nn.Module:
-    width, epsilon = config.hidden_size, config.layer_norm_epsilon
-    if config.norm_type == "rmsnorm":
-        return RMSNorm(width, epsilon, unit_offset=config.norm_unit_offset)
-    return LayerNorm(width, epsilon, bias=config.norm_type == "layernorm")
+    return make_norm(
+        config.norm_type,
+        config.hidden_size,
+        config.layer_norm_epsilon,
+        unit_offset=config.norm_unit_offset,
+    )
 
 
 def _feed_forward(config: DecoderConfig) -> FeedForward | MixtureOfExperts:

@@ -25,7 +25,7 @@ from headwater.config.models.self_supervised import (
 from headwater.models.dino_losses import make_loss
 from headwater.models.encoder import EncoderBlock
 from headwater.models.layers.attention import Seen
-from headwater.models.layers.initializers import draw, first_match, initialize
+from headwater.models.layers.initializers import BIASES_AND_NORMS, draw, first_match, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.vit import ClassToken, PatchEmbedding
@@ -189,11 +189,11 @@ class Dino(nn.Module):
     """A student and its teacher. `forward` returns the training loss.
 
     The params file defines the calls of each module: its arguments are views of the batch, or outputs of
-        earlier modules.
+    earlier modules.
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect.
+        fused_loss: accepted and ignored, because the losses have no vocabulary.
         seed: seed of the initial weights.
     """
 
@@ -274,8 +274,7 @@ def _head_initializer(name: str, config: DinoHeadConfig) -> InitializerConfig:
 def _trunk_initializer(name: str, config: ViewEncoderConfig) -> InitializerConfig:
     default = config.matrix_init
     kinds = (
-        (r".*\bbias", InitializerConfig(name="zeros")),
-        (r".*norm\.weight", InitializerConfig(name="ones")),
+        *BIASES_AND_NORMS,
         (r".*_scale\.weight", InitializerConfig(name="constant", value=config.layerscale_value or 0.0)),
         (r"patches\.weight", config.projection_initializer or default),
         (r"positions\.weight", config.position_embedding_initializer or default),

@@ -11,7 +11,7 @@ from headwater.config.models import EncoderSection, InitializerConfig, Nonlinear
 from headwater.core.errors import DataError
 from headwater.models.layers.attention import Seen, SelfAttention
 from headwater.models.layers.feed_forward import FeedForward
-from headwater.models.layers.initializers import first_match
+from headwater.models.layers.initializers import BIASES_AND_NORMS, first_match
 from headwater.models.layers.linear import Embedding
 from headwater.models.layers.linformer import KeyValueProjection, SequenceProjection
 from headwater.models.layers.norm import LayerNorm
@@ -294,8 +294,7 @@ def encoder_initializer(name: str, config: EncoderSection) -> InitializerConfig 
     return first_match(
         name,
         (
-            (r".*\bbias", InitializerConfig(name="zeros")),
-            (r".*norm\.weight", InitializerConfig(name="ones")),
+            *BIASES_AND_NORMS,
             (ENCODER_MATRICES, matrix),
             *([(_PROJECTIONS, config.linformer.initializer)] if config.linformer else []),
             (_OF_WIDTH, matrix.scaled(config.width_ratio**-0.5)),

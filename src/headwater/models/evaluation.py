@@ -110,10 +110,13 @@ class Overlap:
         if _is_dry_run(found):
             return
         self.update_count += 1
+        sums = []
         for number in range(self.num_classes):
             ours, theirs = found == number, labels == number
-            for place, counted in enumerate((ours & theirs, theirs, ours)):
-                self._counts[number][place] += int(counted.sum())
+            sums.append(torch.stack([counted.sum() for counted in (ours & theirs, theirs, ours)]))
+        # One transfer for all classes: each would wait for the device.
+        for counts, more in zip(self._counts, torch.stack(sums).tolist(), strict=True):
+            counts[:] = [old + new for old, new in zip(counts, more, strict=True)]
 
     def reset(self) -> None:
         """Forget all batches."""

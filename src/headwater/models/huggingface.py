@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.models.huggingface import CONFIG_FILE, HuggingFaceConfig, Task, auto_class
+from headwater.core.batches import IGNORED
 from headwater.core.empty import empty_parameters, give_values
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.seeding import derive_seed
 from headwater.models.evaluation import Scored
-
-IGNORED = -100
-"""Label that the library leaves out of a loss."""
 
 
 class HuggingFaceModel(nn.Module):
@@ -26,7 +24,7 @@ class HuggingFaceModel(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect: the library computes the loss.
+        fused_loss: accepted and ignored, because the library computes the loss.
         seed: seed of random initial weights.
 
     Attributes:

@@ -19,8 +19,8 @@ class QuestionAnswering(EncoderModel):
 
     A batch has the arguments of `Encoder`, and `start_positions` and `end_positions` [batch]: the first and
     last token of the answer, or 0 if the context does not contain it. The metrics count only answers that the
-    context
-    contains: `accuracy` is the fraction of exactly predicted spans, `f1` the F1 score of their tokens.
+    context contains: `accuracy` is the fraction of exactly predicted spans, `f1` the F1 score of their
+    tokens.
     """
 
     config: QuestionAnsweringConfig

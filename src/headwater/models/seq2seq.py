@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from headwater.config.models import Seq2SeqConfig
 from headwater.config.models.seq2seq import StackName
+from headwater.core.batches import IGNORED
 from headwater.core.errors import DataError
 from headwater.models.evaluation import Scored
 from headwater.models.layers.attention import Seen, SelfAttention, visible
@@ -17,23 +18,18 @@ from headwater.models.layers.cross_attention import CrossAttention
 from headwater.models.layers.feed_forward import FeedForward
 from headwater.models.layers.initializers import initialize
 from headwater.models.layers.linear import Embedding, Linear
-from headwater.models.layers.norm import LayerNorm, RMSNorm
+from headwater.models.layers.norm import make_norm
 from headwater.models.layers.positions import sinusoidal_positions
 from headwater.models.layers.relative_positions import RelativePositionBias
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
 from headwater.models.seq2seq_parameters import init_parameter
-
-IGNORED = -100
-"""Label of a position that does not count in the loss."""
 
 _ROWS = 1024
 """Rows whose logits are in memory at once if only the best token is needed."""
 
 
 def _norm(config: Seq2SeqConfig) -> nn.Module:
-    if config.norm_type == "rmsnorm":
-        return RMSNorm(config.d_model, config.layer_norm_epsilon)
-    return LayerNorm(config.d_model, config.layer_norm_epsilon, bias=config.norm_type == "layernorm")
+    return make_norm(config.norm_type, config.d_model, config.layer_norm_epsilon)
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwater.config.models import InitializerConfig, Seq2SeqConfig
 from headwater.config.models.seq2seq import StackName
-from headwater.models.layers.initializers import draw, first_match
+from headwater.models.layers.initializers import BIASES_AND_NORMS, draw, first_match
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,7 @@ def _initializer(name: str, config: Seq2SeqConfig) -> InitializerConfig:
     found = first_match(
         name,
         (
-            (r".*\bbias", InitializerConfig(name="zeros")),
-            (r".*norm\.weight", InitializerConfig(name="ones")),
+            *BIASES_AND_NORMS,
             (r"((target_)?embedding|head|(encoder|decoder)\.position_embedding)\.weight", matrices.embedding),
             (r"(encoder|decoder)\.relative_bias\.weight", matrices.key_value),
             (rf"{block}cross_attention\.query\.weight", matrices.query),

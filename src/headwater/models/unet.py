@@ -72,7 +72,7 @@ class UNet(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect: there are few classes.
+        fused_loss: accepted and ignored, because the classes are few.
         seed: seed of the initial weights.
 
     Attributes:

@@ -14,7 +14,7 @@ from headwater.models.bert import Pooler
 from headwater.models.encoder import EncoderBlock
 from headwater.models.evaluation import Scored
 from headwater.models.layers.attention import Seen
-from headwater.models.layers.initializers import draw, first_match, initialize
+from headwater.models.layers.initializers import BIASES_AND_NORMS, draw, first_match, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
 from headwater.models.layers.positions import sinusoidal_positions
@@ -146,7 +146,7 @@ class ViT(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: has no effect: there are few classes.
+        fused_loss: accepted and ignored, because the classes are few.
         seed: seed of the initial weights.
 
     Attributes:
@@ -191,8 +191,7 @@ class ViT(nn.Module):
 def init_parameter(name: str, shape: Sequence[int], config: ImageEncoderSection, seed: int) -> Tensor:
     """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
     kinds = (
-        (r".*\bbias", InitializerConfig(name="zeros")),
-        (r".*norm\.weight", InitializerConfig(name="ones")),
+        *BIASES_AND_NORMS,
         (r".*_scale\.weight", InitializerConfig(name="constant", value=config.layerscale_value or 0.0)),
     )
     initializer = first_match(name, kinds) or config.matrix_init

@@ -21,10 +21,9 @@ class WorkspacePool:
     """A pool that lends flat tensors and keeps the largest one of each dtype for the next call.
 
     A large new CPU tensor costs a page fault per 4 KiB, which takes longer than most arithmetic on it. Only
-    plain
-    CPU tensors are pooled: CUDA's caching allocator has no such cost, and fake tensors must not outlive their
-    mode. If memory is short, the pool keeps nothing (`pools_keep`). Threads that borrow at the same time get
-    separate memory.
+    plain CPU tensors are pooled: CUDA's caching allocator has no such cost, and fake tensors must not outlive
+    their mode. If memory is short, the pool keeps nothing (`pools_keep`). Threads that borrow at the same
+    time get separate memory.
     """
 
     def __init__(self) -> None:

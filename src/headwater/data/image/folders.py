@@ -11,11 +11,11 @@ import torch
 from headwater.config.data import ImageFolderDataConfig
 from headwater.config.transforms import Transforms
 from headwater.core.errors import DataError
-from headwater.core.seeding import derive_seed
 from headwater.data.image.classes import find_classes
 from headwater.data.image.files import is_image, mode_of, read_image
 from headwater.data.image.transforms import transform
 from headwater.data.loader import Batch
+from headwater.data.order import random_generator
 
 
 class LabelledImages:
@@ -65,7 +65,7 @@ class LabelledImages:
         return {"inputs": torch.stack(images), "labels": torch.from_numpy(labels)}
 
     def _image(self, draw: int) -> torch.Tensor:
-        generator = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "image", draw)))
+        generator = random_generator(self._seed, "image", draw)
         image = read_image(self.files[draw % len(self)], self._mode)
         return transform(image, self._transforms, generator)
 

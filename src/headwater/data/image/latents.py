@@ -12,9 +12,9 @@ import torch
 
 from headwater.config.data import LatentDataConfig
 from headwater.core.errors import DataError
-from headwater.core.seeding import derive_seed
 from headwater.data.image.classes import find_classes
 from headwater.data.loader import Batch
+from headwater.data.order import random_generator
 
 _REMEDY = "encode the images again, or remove the file"
 _LOG_VARIANCES = (-30.0, 20.0)
@@ -64,7 +64,7 @@ class Latents:
 
     def _latent(self, draw: int) -> npt.NDArray[np.float32]:
         """Return a latent sampled from the normal distribution in its file (arXiv:1312.6114, section 2.4)."""
-        generator = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "latent", draw)))
+        generator = random_generator(self._seed, "latent", draw)
         files = self.variants[int(generator.integers(len(self.variants)))]
         means, log_variances = np.split(self._distribution(files[draw % len(self)]), 2)
         deviations = np.exp(0.5 * np.clip(log_variances, *_LOG_VARIANCES))

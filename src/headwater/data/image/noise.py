@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from headwater.core.errors import DataError
-from headwater.core.seeding import derive_seed
 from headwater.data.loader import Batch
+from headwater.data.order import random_generator
 from headwater.data.source import Samples
 
 
@@ -59,6 +59,6 @@ class NoisedImages:
 
     def _drawn(self, draw: int) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float32]], int, bool]:
         """Return the noise and timestep of a draw, and True if its label is dropped."""
-        generator = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "noise", draw)))
+        generator = random_generator(self._seed, "noise", draw)
         noise = generator.standard_normal(self.shape, dtype=np.float32)
         return noise, int(generator.integers(self._steps)), bool(generator.random() < self._label_dropout)

@@ -15,11 +15,11 @@ from torch import Tensor
 from headwater.config.data.views import MaskedPatchConfig, MultiCropConfig, ViewDataConfig
 from headwater.config.transforms import RandomResizedCropConfig
 from headwater.core.errors import DataError
-from headwater.core.seeding import derive_seed
 from headwater.data.image.classes import find_classes
 from headwater.data.image.files import is_image, mode_of, read_image
 from headwater.data.image.transforms import transform
 from headwater.data.loader import Batch
+from headwater.data.order import random_generator
 
 _LEAST_BLOCK = 4
 _LEAST_RATIO = 0.3
@@ -65,7 +65,7 @@ class ImageViews:
         }
 
     def _sample(self, draw: int) -> tuple[Tensor, Tensor, Tensor]:
-        generator = np.random.Generator(np.random.Philox(key=derive_seed(self._seed, "image", draw)))
+        generator = random_generator(self._seed, "image", draw)
         image = read_image(self.files[draw % len(self)], self._mode)
         crops = self._transform.multi_crop_transform
         views = [

@@ -85,7 +85,7 @@ def _answers(context: Context, messages: list[Message], where: str) -> tuple[str
     """Return the text of a conversation, and the spans [start, stop) of characters of the assistant's turns.
 
     To find a turn, the template is applied twice: to the messages before the turn, with the generation
-        prompt, and to the messages up to and including the turn. The turn is the difference of the two texts.
+    prompt, and to the messages up to and including the turn. The turn is the difference of the two texts.
     """
     text, spans = chat_text(context, messages), []
     for number, message in enumerate(messages):

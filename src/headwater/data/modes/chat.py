@@ -165,6 +165,9 @@ def find_template(tokenizer: Path | None) -> str | None:
     """Return the chat template in a tokenizer's folder; `None` if the folder lacks one.
 
     It is `chat_template.jinja`, or else the `chat_template` in `tokenizer_config.json`.
+
+    Raises:
+        DataError: if `tokenizer_config.json` is damaged.
     """
     if tokenizer is None:
         return None
@@ -174,7 +177,14 @@ def find_template(tokenizer: Path | None) -> str | None:
     config = folder / "tokenizer_config.json"
     if not config.is_file():
         return None
-    found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-    if isinstance(found, list):  # several templates, each with a name
-        found = next((each["template"] for each in found if each["name"] == "default"), None)
+    try:
+        found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+        if isinstance(found, list):  # several templates, each with a name
+            found = next((each["template"] for each in found if each["name"] == "default"), None)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise DataError(
+            f"the chat template cannot be read: {error!r}",
+            where=str(config),
+            remedy="copy the file again, or name a template with --chat_template",
+        ) from error
     return found if isinstance(found, str) else None

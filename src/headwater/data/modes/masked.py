@@ -11,6 +11,7 @@ import numpy as np
 from headwater.core.seeding import derive_seed
 from headwater.data.documents import Piece
 from headwater.data.modes.base import Context, Example, Tokens, filled
+from headwater.data.order import random_generator
 from headwater.data.text.masks import choose_masks
 from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR
 
@@ -110,7 +111,7 @@ def masked_fields(example: Example, number: int, context: Context) -> dict[str, 
     """Return the fields of a sample for BERT; the masked tokens are the same in every epoch."""
     tokens, about = example
     length, options = context.length, context.options
-    generator = np.random.Generator(np.random.Philox(key=derive_seed(context.seed, "masking", number)))
+    generator = random_generator(context.seed, "masking", number)
     special = [context.token(name) for name in (BEGIN, SEPARATOR, PAD)]
     predictions = math.ceil(options.masked_lm_prob * length)
     ids, chosen = choose_masks(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from headwater.core.batches import IGNORED
 from headwater.core.errors import DataError
 from headwater.data.modes.answers import chat_text, prompt_text, shortened
 from headwater.data.modes.base import (
@@ -20,9 +21,6 @@ from headwater.data.modes.base import (
 )
 from headwater.data.modes.chat import Message, conversation, messages_of
 from headwater.data.raw_records import Record, checked_text
-
-NOT_COUNTED = -100
-"""Label of a token outside the answer; it does not count in the loss."""
 
 Fields = dict[str, Tokens]
 
@@ -94,10 +92,10 @@ def preference_fields(example: Example, _number: int, context: Context) -> Field
     fields = {}
     for side, answer in zip(("chosen", "rejected"), answers, strict=True):
         tokens = np.concatenate([prompt, answer])
-        labels = np.where(np.arange(len(tokens)) < len(prompt), NOT_COUNTED, tokens)
+        labels = np.where(np.arange(len(tokens)) < len(prompt), IGNORED, tokens)
         fields[f"{side}_input_ids"] = filled(tokens, context.length, context.pad)
         fields[f"{side}_attention_mask"] = filled(np.ones_like(tokens), context.length, 0)
-        fields[f"{side}_labels"] = filled(labels, context.length, NOT_COUNTED)
+        fields[f"{side}_labels"] = filled(labels, context.length, IGNORED)
     return fields
 
 

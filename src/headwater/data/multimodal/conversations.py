@@ -76,10 +76,9 @@ def conversations(record: Mapping[str, Any], chat: ChatFormat, *, where: str) ->
     """Yield the samples of a record.
 
     A record may have `image`: a file name or a list of file names. It has either `captions`, a list of texts,
-        or `conversations`, a list of turns `{"from": "human" or "gpt", "value": ...}`. Each caption becomes
-        one
+    or `conversations`, a list of turns `{"from": "human" or "gpt", "value": ...}`. Each caption becomes one
     sample: the images, then the caption. In turns, `IMAGE_MARK` stands for an image; without any mark all
-        images come first.
+    images come first.
 
     Args:
         record: the record.

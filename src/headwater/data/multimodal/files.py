@@ -7,8 +7,7 @@ A file has the datasets
 - `img_path`, text [samples, images], or [samples] with one image per sample: path of an image relative to the
   folder of images, or `NO_IMAGE`;
 - `img_data_loc`, int32 [samples, images, features]: positions of the features of an image in the sequence.
-They
-  are `sequence_length` or more if the sample lacks the image. Without this dataset every sample has one
+  They are `sequence_length` or more if the sample lacks the image. Without this dataset every sample has one
   image, always at the same position.
 
 This is the layout of the public Cerebras Model Zoo.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +13,12 @@ from torch import Tensor
 from headwater.config.data import ImageTextDataConfig
 from headwater.config.models import LlavaConfig, MultimodalSection
 from headwater.core.errors import ConfigError, DataError
-from headwater.core.seeding import derive_seed
+from headwater.data.file_index import FileIndex
 from headwater.data.image.files import mode_of, read_image
 from headwater.data.image.transforms import transform
 from headwater.data.loader import Batch
 from headwater.data.multimodal.files import ImageText, ImageTextFile
+from headwater.data.order import random_generator
 from headwater.data.records import record_files
 
 Places = npt.NDArray[np.int64]
@@ -50,7 +49,7 @@ class ImageTexts:
         self._mode, self._vocab_size = mode_of(model.image_shape[0]), model.text_model.vocab_size
         self._num_images = max(file.num_images for file in files)
         self._start = model.image_start_idx if isinstance(model, LlavaConfig) else None
-        self._ends = list(itertools.accumulate(map(len, files)))
+        self._index = FileIndex(map(len, files))
         if config.image_data_size is not None and config.image_data_size != self._shape:
             raise ConfigError(
                 f"image_data_size is {list(config.image_data_size)}, but the model reads {list(self._shape)}",
@@ -67,7 +66,7 @@ class ImageTexts:
             self._check(file, model)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._index)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
         """Return the batch of these draws; see `headwater.data.source.Samples`."""
@@ -78,10 +77,8 @@ class ImageTexts:
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     def _sample(self, draw: int) -> dict[str, Tensor]:
-        index = draw % len(self)
-        number = bisect.bisect_right(self._ends, index)
+        number, place = self._index.find(draw % len(self))
         file = self.files[number]
-        place = index - (self._ends[number] - len(file))
         stored = file[place]
         largest = int(stored.data[0].max(initial=0))
         if largest >= self._vocab_size:
@@ -123,9 +120,8 @@ class ImageTexts:
         """Return a transformed image [channels, h, w]; zeros if the sample lacks the image."""
         if path is None:
             return torch.zeros(self._shape)
-        seed = derive_seed(self._config.shuffle_seed or 0, "image", draw, number)
         file = self._config.img_data_dir / path
-        generator = np.random.Generator(np.random.Philox(key=seed))
+        generator = random_generator(self._config.shuffle_seed or 0, "image", draw, number)
         image = transform(read_image(file, self._mode), self._config.transforms, generator)
         if tuple(image.shape) != self._shape:
             raise DataError(

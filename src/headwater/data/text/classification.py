@@ -8,17 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from headwater.config.data import TextClassificationDataConfig, TokenClassificationDataConfig
+from headwater.core.batches import IGNORED
 from headwater.core.errors import DataError
 from headwater.core.units import counted
 from headwater.data.loader import Batch
 from headwater.data.text.lines import read_lines
 from headwater.data.text.wordpiece import wordpiece
-
-IGNORED = -100
-"""Label of a token that does not count in the loss."""
 
 _MNLI_CLASSES = ("contradiction", "entailment", "neutral")
 
@@ -52,12 +50,7 @@ class LabelledTexts:
         indices = [draw % len(self) for draw in draws]
         texts = [self.texts[index] for index in indices]
         encoded = self._tokenizer.encode_batch([text if len(text) > 1 else text[0] for text in texts])
-        return {
-            "input_ids": torch.tensor([each.ids for each in encoded]),
-            "attention_mask": torch.tensor([each.attention_mask for each in encoded]),
-            "token_type_ids": torch.tensor([each.type_ids for each in encoded]),
-            "labels": torch.from_numpy(self.labels[indices]),
-        }
+        return _tensors(encoded) | {"labels": torch.from_numpy(self.labels[indices])}
 
 
 class LabelledTokens:
@@ -91,12 +84,16 @@ class LabelledTokens:
             _labels_of_pieces(each.word_ids, self.labels[index])
             for index, each in zip(indices, encoded, strict=True)
         ]
-        return {
-            "input_ids": torch.tensor([each.ids for each in encoded]),
-            "attention_mask": torch.tensor([each.attention_mask for each in encoded]),
-            "token_type_ids": torch.tensor([each.type_ids for each in encoded]),
-            "labels": torch.tensor(labels),
-        }
+        return _tensors(encoded) | {"labels": torch.tensor(labels)}
+
+
+def _tensors(encoded: Sequence[Encoding]) -> Batch:
+    """Return the fields of encoded texts that do not depend on labels."""
+    return {
+        "input_ids": torch.tensor([each.ids for each in encoded]),
+        "attention_mask": torch.tensor([each.attention_mask for each in encoded]),
+        "token_type_ids": torch.tensor([each.type_ids for each in encoded]),
+    }
 
 
 def _labels_of_pieces(words: Sequence[int | None], labels: Sequence[int]) -> list[int]:

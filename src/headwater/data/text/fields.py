@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headwater.core.batches import IGNORED
 from headwater.data.records import FieldSpec
 
 _IDS = ("input_ids",)
@@ -154,6 +155,6 @@ def preference_fields(length: int, *, vocab_size: int) -> list[FieldSpec]:
     for side in ("chosen", "rejected"):
         fields += [
             FieldSpec(f"{side}_input_ids", (f"{side}_input_ids",), (length,), below=vocab_size),
-            FieldSpec(f"{side}_labels", (f"{side}_labels",), (length,), fill=-100, below=vocab_size),
+            FieldSpec(f"{side}_labels", (f"{side}_labels",), (length,), fill=IGNORED, below=vocab_size),
         ]
     return fields

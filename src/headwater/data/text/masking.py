@@ -11,8 +11,9 @@ import torch
 from headwater.config.data import DynamicMaskDataConfig
 from headwater.config.models import BertConfig
 from headwater.core.errors import DataError
-from headwater.core.seeding import derive_seed
+from headwater.data.file_index import FileIndex
 from headwater.data.loader import Batch
+from headwater.data.order import random_generator
 from headwater.data.records import CSVRecords, FieldSpec, Records, Values, record_files
 from headwater.data.text.fields import segment_field
 from headwater.data.text.masks import choose_masks
@@ -97,7 +98,7 @@ class MaskedTexts:
             mask=self._ids[MASK],
             share=masking.fraction,
             most=masking.predictions,
-            generator=np.random.Generator(np.random.Philox(key=derive_seed(masking.seed, "masking", draw))),
+            generator=random_generator(masking.seed, "masking", draw),
         )
         return {
             "input_ids": _filled(ids, masking.length, self._ids[PAD]),
@@ -132,7 +133,7 @@ class _Texts:
     """The column `tokens` of several CSV files."""
 
     def __init__(self, files: Sequence[CSVRecords]) -> None:
-        self._files = list(files)
+        self._files, self._index = list(files), FileIndex(map(len, files))
         for file in files:
             if "tokens" not in file.names:
                 raise DataError(
@@ -142,18 +143,16 @@ class _Texts:
                 )
 
     def tokens(self, index: int) -> list[str]:
-        for file in self._files:
-            if index < len(file):
-                tokens = file.read(index, "tokens")
-                if not tokens or not all(isinstance(token, str) for token in tokens):
-                    raise DataError(
-                        "expected a list of tokens in column tokens",
-                        where=f"{file.path}, line {index + 2}",
-                        remedy="correct or remove the line",
-                    )
-                return list(tokens)
-            index -= len(file)
-        raise AssertionError("index is beyond the last file")
+        number, place = self._index.find(index)
+        file = self._files[number]
+        tokens = file.read(place, "tokens")
+        if not tokens or not all(isinstance(token, str) for token in tokens):
+            raise DataError(
+                "expected a list of tokens in column tokens",
+                where=f"{file.path}, line {place + 2}",
+                remedy="correct or remove the line",
+            )
+        return list(tokens)
 
 
 def _filled(values: Values, length: int, fill: int) -> Values:

@@ -15,6 +15,12 @@ from headwater.core.seeding import derive_seed
 
 Value = TypeVar("Value")
 
+BIASES_AND_NORMS = (
+    (r".*\bbias", InitializerConfig(name="zeros")),
+    (r".*norm\.weight", InitializerConfig(name="ones")),
+)
+"""Rules for biases and for the factors of normalization layers, see `first_match`."""
+
 _TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a standard normal distribution truncated at -2 and 2."""
 

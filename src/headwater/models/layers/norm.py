@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+NormType = Literal["layernorm", "biasless-layernorm", "rmsnorm"]
 
 
 class LayerNorm(nn.LayerNorm):
@@ -42,3 +46,17 @@ class RMSNorm(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(wide) + 1 if self.unit_offset else self.weight.to(wide)
         return F.rms_norm(x.to(wide), self.weight.shape, weight, self.epsilon).to(x.dtype)
+
+
+def make_norm(kind: NormType, width: int, epsilon: float, *, unit_offset: bool = False) -> nn.Module:
+    """Return the normalization layer of a kind.
+
+    Args:
+        kind: the key `norm_type` of a model section.
+        width: elements that are normalized together.
+        epsilon: number that is added to the variance or the mean square.
+        unit_offset: with `rmsnorm`, the factor is 1 + weight (Gemma).
+    """
+    if kind == "rmsnorm":
+        return RMSNorm(width, epsilon, unit_offset=unit_offset)
+    return LayerNorm(width, epsilon, bias=kind == "layernorm")
