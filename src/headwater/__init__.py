@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.version import __version__
@@ -92,10 +94,19 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF_NAME:
-        return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+        return getattr(_import(_MODULE_OF_NAME[name]), name)
     if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
+        return _import(_MODULES[name])
     raise AttributeError(f"module 'headwater' has no attribute {name!r}")
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module, and leave Python's random generator as it was: some imports draw numbers from it."""
+    state = random.getstate()
+    try:
+        return importlib.import_module(name)
+    finally:
+        random.setstate(state)
 
 
 def __dir__() -> list[str]:

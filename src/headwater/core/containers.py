@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, deque
 from typing import Any
 
@@ -18,6 +19,8 @@ def items_of(container: Any) -> Items:
     A subclass may override any method: the table of activations in transformers makes a new object for each
     item that is read. So only the methods of Python's own classes are called here.
     """
+    if type(container) in (dict, OrderedDict):
+        return dict(container)
     if isinstance(container, OrderedDict):
         return {key: dict.__getitem__(container, key) for key in OrderedDict.__iter__(container)}
     if isinstance(container, dict):
@@ -25,9 +28,20 @@ def items_of(container: Any) -> Items:
     return list(_own_class(container).__iter__(container))
 
 
+def has_items(container: Any, items: Items) -> bool:
+    """True if a container has the same objects in the same order as before, with the same keys."""
+    if type(container) in (dict, list, OrderedDict):
+        if len(container) != len(items):
+            return False
+        if not items:
+            return True
+        return _identical(container, items)
+    return _identical(items_of(container), items)
+
+
 def restore(container: Any, items: Items) -> None:
     """Give a container its former items; a container that still has them is not touched."""
-    if _identical(items_of(container), items):
+    if has_items(container, items):
         return
     own = _own_class(container)
     own.clear(container)
@@ -43,10 +57,7 @@ def _own_class(container: Any) -> Any:
     return next(own for own in CONTAINERS if isinstance(container, own))
 
 
-def _identical(now: Items, before: Items) -> bool:
-    """True if the items are the same objects in the same order, with the same keys."""
-    return _identities(now) == _identities(before)
-
-
-def _identities(items: Items) -> list[int]:
-    return [id(item) for item in ((*items, *items.values()) if isinstance(items, dict) else items)]
+def _identical(now: Any, before: Any) -> bool:
+    if len(now) != len(before) or not all(map(operator.is_, now, before)):
+        return False
+    return not isinstance(before, dict) or all(map(operator.is_, now.values(), before.values()))

@@ -1,10 +1,10 @@
-"""Restores Python state that a user's functions can reach, after a run that does not count."""
+"""Restores Python state that a user's functions and modules can reach, after a run that does not count."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,15 +13,34 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from headwater.core.containers import CONTAINERS, items_of, restore
+from headwater.core.containers import CONTAINERS, Items, has_items, items_of, restore
+from headwater.core.random_states import DEFAULTS, GENERATORS, set_state, state_of
 
 _DEEPEST = 4
 """Steps from a function to what it reaches: a cell, an object in it, a dictionary of that, a list in it."""
+
+_DEEPEST_IN_MODULE = 2
+"""Steps from an attribute of a module to what it reaches: an object, a list in it."""
 
 _LARGEST = 1000
 """The items of larger containers are not looked into."""
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_STATE_OF_TORCH = (
+    *("_buffers", *_HOOKS),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+)
+"""The dictionaries of a module whose items belong to its state, beside its own attributes.
+
+Parameters and modules do not: a model with others has another structure.
+"""
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_call_impl", "_compiled_call_impl"}
+"""The attributes of a module that torch makes, and those that replace its call."""
+
+_WITHOUT_STATE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
+"""Classes of values that reach nothing; most attributes have them."""
+
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "headwater", "builtins"}
 
 
@@ -42,34 +61,53 @@ def functions_of(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def effects_undone(functions: Iterable[Any]) -> Iterator[None]:
-    """Undo what the context does to the variables, objects and containers that these functions reach.
+def effects_undone(model: nn.Module) -> Iterator[None]:
+    """Undo what the context does to the Python state that a model's forward and its hooks reach.
 
     Changes of tensors in place, files and anything outside of Python's objects stay.
     """
-    before = _Reached()
-    for function in functions:
-        before.visit(function, _DEEPEST)
+    before = PythonState.of(model)
     try:
         yield
     finally:
         before.put_back()
 
 
-class _Reached:
-    """The state that functions reach, as it was when they were visited."""
+class PythonState:
+    """The state of objects, variables, containers and random generators, as it was when they were visited.
+
+    Tensors are remembered as objects, without their values.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, object] = {}  # keeps them alive, so that an identity means one object
-        self._containers: list[tuple[Any, Any]] = []
+        self._containers: list[tuple[Any, Items]] = []
         self._cells: list[tuple[CellType, object]] = []
-        self._globals: list[tuple[dict[str, Any], str, object]] = []
-        self._attributes: list[tuple[dict[str, Any], str, object]] = []
-        self._objects: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._generators: list[tuple[Any, Any]] = []
+
+    @classmethod
+    def of(cls, model: nn.Module) -> PythonState:
+        """Return the present state of a model's modules, and of what their hooks and forwards reach."""
+        state = cls()
+        modules = list(model.modules())
+        state._seen.update((id(module), module) for module in modules)
+        for module in modules:
+            state._visit_module(module, _DEEPEST_IN_MODULE)
+        functions = functions_of(model)
+        for function in functions:
+            state.visit(function, _DEEPEST)
+        if functions:  # torch's own modules draw from torch's generator only
+            state._generators += [(generator, state_of(generator)) for generator in DEFAULTS]
+        return state
 
     def visit(self, value: Any, depth: int) -> None:
         """Remember the state of a value and of everything that it reaches in `depth` steps."""
-        if depth < 0 or id(value) in self._seen or isinstance(value, torch.Tensor | type | ModuleType):
+        if depth < 0 or type(value) in _WITHOUT_STATE or id(value) in self._seen:
+            return
+        if isinstance(value, torch.Tensor | type | ModuleType):
             return
         self._seen[id(value)] = value
         if isinstance(value, MethodType):
@@ -83,8 +121,11 @@ class _Reached:
                 self._visit_function(value, depth)
         elif isinstance(value, CONTAINERS):
             self._visit_container(value, depth)
+        elif isinstance(value, GENERATORS):
+            self._generators.append((value, state_of(value)))
         elif hasattr(value, "__dict__") and not _is_foreign(type(value)):
-            self._visit_object(value, depth)
+            visit = self._visit_module if isinstance(value, nn.Module) else self._visit_object
+            visit(value, depth)
 
     def _visit_function(self, function: FunctionType, depth: int) -> None:
         for cell in function.__closure__ or ():
@@ -97,11 +138,11 @@ class _Reached:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, depth - 1)
         space = function.__globals__
-        for name in function.__code__.co_names:
-            if name in space:
-                self._globals.append((space, name, space[name]))
-                if not isinstance(space[name], FunctionType):
-                    self.visit(space[name], depth - 1)
+        used = {name: space[name] for name in function.__code__.co_names if name in space}
+        self._globals.append((space, used))
+        for value in used.values():
+            if not isinstance(value, FunctionType):
+                self.visit(value, depth - 1)
 
     def _visit_container(self, container: Any, depth: int) -> None:
         items = items_of(container)
@@ -111,27 +152,80 @@ class _Reached:
                 self.visit(item, depth - 1)
 
     def _visit_object(self, value: Any, depth: int) -> None:
-        attributes = vars(value)
-        hidden = isinstance(value, nn.Module)  # names with an underscore are torch's
-        names = [name for name in attributes if not (hidden and name.startswith("_"))]
-        for name in names:
-            self._attributes.append((attributes, name, attributes[name]))
-            self.visit(attributes[name], depth - 1)
-        if not hidden:
-            self._objects.append((attributes, frozenset(names)))
+        attributes = dict(vars(value))
+        self._objects.append((vars(value), attributes))
+        for attribute in attributes.values():
+            self.visit(attribute, depth - 1)
+
+    def _visit_module(self, module: nn.Module, depth: int) -> None:
+        attributes = vars(module)
+        own = _own_attributes(attributes)
+        self._modules.append((attributes, own))
+        for name in _STATE_OF_TORCH:
+            if isinstance(container := attributes.get(name), CONTAINERS):
+                self._containers.append((container, items_of(container)))
+        for attribute in own.values():
+            self.visit(attribute, depth - 1)
+
+    def add_places_of(self, other: PythonState) -> None:
+        """Remember also the present state of everything whose state `other` remembers."""
+        self._containers += [(container, items_of(container)) for container, _ in other._containers]
+        self._cells += [(cell, cell.cell_contents) for cell, _ in other._cells]
+        for space, used in other._globals:
+            self._globals.append((space, {name: space[name] for name in used if name in space}))
+        self._objects += [(attributes, dict(attributes)) for attributes, _ in other._objects]
+        self._modules += [(attributes, _own_attributes(attributes)) for attributes, _ in other._modules]
+        self._generators += [(generator, state_of(generator)) for generator, _ in other._generators]
+
+    def is_present(self) -> bool:
+        """True if nothing has changed since."""
+        return (
+            all(has_items(container, items) for container, items in self._containers)
+            and all(cell.cell_contents is content for cell, content in self._cells)
+            and all(_has(space, used) for space, used in self._globals)
+            and all(has_items(attributes, before) for attributes, before in self._objects)
+            and all(has_items(_own_attributes(attributes), before) for attributes, before in self._modules)
+            and all(state_of(generator) == state for generator, state in self._generators)
+        )
 
     def put_back(self) -> None:
         """Give everything that has changed its former state."""
         for cell, content in self._cells:
             cell.cell_contents = content
-        for space, name, value in (*self._globals, *self._attributes):
-            if name not in space or space[name] is not value:
-                space[name] = value
-        for attributes, names in self._objects:
-            for name in attributes.keys() - names:
-                del attributes[name]
+        for space, used in self._globals:
+            _set_changed(space, used)
+        for attributes, before in self._objects:
+            restore(attributes, before)
+        for attributes, before in self._modules:
+            now = _own_attributes(attributes)
+            if not has_items(now, before):
+                for name in now.keys() - before.keys():
+                    del attributes[name]
+                _set_changed(attributes, before)
         for container, items in self._containers:
             restore(container, items)
+        for generator, state in self._generators:
+            if state_of(generator) != state:
+                set_state(generator, state)
+
+
+def _has(space: dict[str, Any], before: dict[str, Any]) -> bool:
+    return all(name in space and space[name] is value for name, value in before.items())
+
+
+def _set_changed(space: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if name not in space or space[name] is not value:
+            space[name] = value
+
+
+def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module without those of torch and without a forward of this package."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name not in _OF_TORCH and not (name == "forward" and _is_foreign(value))
+    }
 
 
 def _is_foreign(value: Any) -> bool:

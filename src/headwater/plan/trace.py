@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from headwater.core.dry_run import counting_costs
-from headwater.core.effects import effects_undone, functions_of
+from headwater.core.effects import effects_undone
 from headwater.core.errors import StreamError
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.module_calls import Layer, surround
@@ -97,8 +97,10 @@ def trace_step(
 
     def dry_run(tensors: Tensors) -> _Recorder:
         recorder = _Recorder(model, partition, tensors, observer, inference=inference)
-        untouched = effects_undone(functions_of(model))
-        with tensors.active(), untouched, attributes_restored(model), autocast(precision, "cpu"):
+        untouched = effects_undone(
+            model
+        )  # outermost: it reads states of random generators, which are tensors
+        with untouched, attributes_restored(model), tensors.active(), autocast(precision, "cpu"):
             recorder.run(batch, loss_function)
         return recorder
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from headwater.core.copies import apart
-from headwater.core.effects import effects_undone, functions_of
 from headwater.core.uncompiled import uncompiled
+from headwater.stream.forward_state import ForwardState
 from headwater.stream.saved_tensors import own_checkpoints
 from headwater.stream.transforms import in_transform
 
@@ -87,15 +87,13 @@ def _recompute_forward(
         kept = kept or parametrize._cache_enabled > 0  # the cache is gone when the forward runs again
         if others or kept or not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
-        call = _RepeatedCall(bound_forward, args, kwargs, lambda: functions_of(module))
-        buffers = _Buffers(module)
+        call = _RepeatedCall(bound_forward, args, kwargs, ForwardState(module))
         tensors = call.tensors()
         has_nested = any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors)
         return checkpoint(
             call,
             *tensors,
             use_reentrant=False,
-            context_fn=lambda: (_nothing(), buffers),
             determinism_check="none" if has_nested else "default",  # torch's check needs their sizes
         )
 
@@ -120,9 +118,9 @@ class _Tensor:
 class _RepeatedCall:
     """A call that can be repeated with the original arguments, even if the function changes them.
 
-    Tensors among the arguments are passed to each call, so that this object does not keep them alive. All
-    effects of the second call on objects that hooks and forwards can reach are undone: a list to which a hook
-    appends gets each output once.
+    Tensors among the arguments are passed to each call, so that this object does not keep them alive. The
+    second call begins with the state of the first, and its effects are undone: a list to which a hook appends
+    gets each output once.
     """
 
     def __init__(
@@ -130,10 +128,10 @@ class _RepeatedCall:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        reaching: Callable[[], Iterable[Any]],
+        state: ForwardState,
     ) -> None:
         self._function = function
-        self._reaching = reaching
+        self._state = state
         self._first: tuple[Any, ...] | None = (args, kwargs)
         leaves, self._structure = tree_flatten((args, kwargs))
         self._others = apart([_Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
@@ -158,41 +156,5 @@ class _RepeatedCall:
         own = iter([tensors[place] for place in self._places])
         leaves = [next(own) if leaf is _Tensor else leaf for leaf in apart(self._others)]
         args, kwargs = tree_unflatten(leaves, self._structure)
-        with own_checkpoints.entered(), effects_undone(self._reaching()):
+        with own_checkpoints.entered(), self._state.restored():
             return self._function(*args, **kwargs)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-class _Buffers:
-    """A context that restores the buffers that a module had before its first forward; may be entered again.
-
-    The second forward starts with these buffers, and its changes to them are undone.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = self._copies()
-        self._now = self._before
-
-    def _copies(self) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]]:
-        owners = (owner._buffers for owner in self._module.modules())
-        return [(own, k, b, b.clone()) for own in owners for k, b in own.items() if b is not None]
-
-    def __enter__(self) -> None:
-        self._now = self._copies()
-        _put(self._before)
-
-    def __exit__(self, *exception: object) -> None:
-        _put(self._now)
-
-
-@torch.no_grad()
-def _put(copies: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]]) -> None:
-    for own, name, buffer, value in copies:
-        own[name] = buffer
-        if not torch.equal(buffer, value):  # an unchanged buffer may be saved for another backward
-            buffer.copy_(value)

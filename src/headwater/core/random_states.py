@@ -1,0 +1,43 @@
+"""States of random generators: of Python, numpy and torch."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""The classes whose instances draw random numbers."""
+
+DEFAULTS = (random._inst, np.random.mtrand._rand)
+"""The generators behind the functions of Python's `random` and of `numpy.random`."""
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator, as a value that can be compared; `None` if it has no state to set."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.SystemRandom):
+        return None
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(generator.get_state(legacy=False))
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Give a generator the state that `state_of` returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.SystemRandom):
+        return
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = pickle.loads(state)
+    else:
+        generator.set_state(pickle.loads(state))

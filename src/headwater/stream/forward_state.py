@@ -1,0 +1,87 @@
+"""The state with which a forward begins, for a second run of that forward in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from headwater.core.effects import PythonState
+
+
+class ForwardState:
+    """The state that a forward finds beside its arguments and parameters, at the time this object is made.
+
+    It consists of attributes, variables, lists and dictionaries, buffers, and random generators other than
+    torch's default one. Between a forward and its backward all of these may change: another forward sets
+    attributes, `model.eval()` changes modes, a hook is removed. The second run must not see these changes.
+
+    Args:
+        module: the module whose forward is about to run.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._python = PythonState.of(module)
+        self._values = _copies(_tensors_of(module))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Enter a context with this state. The present state returns at its end; may be entered again."""
+        python = self._present_python()
+        values = _copies([*_tensors_of(self._module), *(tensor for tensor, _ in self._values)])
+        if python is not self._python:
+            self._python.put_back()
+        _put(self._values)
+        try:
+            yield
+        finally:
+            _put(values)
+            python.put_back()
+
+    def _present_python(self) -> PythonState:
+        if self._python.is_present():
+            return self._python
+        python = PythonState.of(self._module)
+        python.add_places_of(self._python)
+        return python
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that a forward may change in place without autograd: buffers and attributes."""
+    return [
+        tensor
+        for part in module.modules()
+        for tensor in (*part._buffers.values(), *vars(part).values())
+        if isinstance(tensor, torch.Tensor) and _may_change(tensor)
+    ]
+
+
+def _may_change(tensor: torch.Tensor) -> bool:
+    return not (
+        isinstance(tensor, nn.Parameter)
+        or tensor.requires_grad
+        or tensor.is_inference()
+        or tensor.is_nested
+        or tensor.layout is not torch.strided
+    )
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(tensor, tensor.clone()) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+
+
+@torch.no_grad()
+def _put(values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give tensors their former values, without a trace in their version counters.
+
+    The values of the second run are those of the first, so a tensor that autograd has saved for another
+    backward is as it was.
+    """
+    for tensor, value in values:
+        if not torch.equal(tensor, value):
+            version = tensor._version
+            tensor.copy_(value)
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -1,0 +1,167 @@
+"""Stages that are recomputed in backward find the state of their forward, whatever has changed since."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from any_loop import check
+from torch import nn
+
+RECOMPUTED = ["recompute", "recompute on disk"]
+
+
+class Block(nn.Module):
+    """A stage whose forward reads attributes, a list, a buffer, and an unregistered tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.2)
+        self.scale = 1.0
+        self._calls = 0
+        self.lengths = []
+        self.mean = torch.zeros(6)
+        self.register_buffer("average", None)
+
+    def forward(self, x):
+        self._calls += 1
+        self.lengths.append(len(x))
+        self.mean += x.detach().mean(0)
+        if self.average is None:
+            self.average = x.detach().mean(0)
+        x = x * self.scale + self._calls + len(self.lengths) + self.mean + self.average
+        return torch.tanh(self.dropout(self.layer(x)))
+
+
+def network(block):
+    return nn.Sequential(nn.Linear(6, 6), block, nn.Linear(6, 3))
+
+
+def train(place, block, call, steps=3):
+    """Take steps; `call(model, step, x)` returns the outputs whose squares are the loss."""
+    model = place.compile(network(block))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shown = []
+    for step in range(steps):
+        outputs = call(model, step, torch.randn(4, 6))
+        sum(output.square().mean() for output in outputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        shown += outputs
+    return shown, model, vars(block).get("_calls"), vars(block).get("lengths"), list(block.buffers())
+
+
+def set_scale(block, value):
+    block.scale = value
+
+
+def set_tensor(block, value):
+    block.scale = torch.tensor(float(value))
+
+
+def fill_mean(block, value):
+    block.mean.fill_(value)
+
+
+def set_dropout(block, value):
+    block.dropout.p = value / 10
+
+
+def change_list(block, value):
+    block.lengths[:] = [0] * value
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+@pytest.mark.parametrize(
+    "change", [set_scale, set_tensor, fill_mean, set_dropout, change_list], ids=lambda change: change.__name__
+)
+def test_state_that_changes_between_two_forwards_of_a_step(plan, change, tmp_path):
+    def call(model, step, x):
+        change(model[1], 2)
+        first = model(x)
+        change(model[1], 5)
+        second = model(x * 2)
+        change(model[1], 7)
+        return first, second
+
+    check(lambda place: train(place, Block(), call), plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+def test_mode_that_changes_before_backward(plan, tmp_path):
+    def call(model, step, x):
+        model.train()
+        first = model(x)
+        model.eval()
+        return first, model(x)
+
+    check(lambda place: train(place, Block(), call), plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+def test_hook_that_is_removed_before_backward(plan, tmp_path):
+    def call(model, step, x):
+        handle = model[1].layer.register_forward_hook(lambda module, args, output: output * 3)
+        output = model(x)
+        handle.remove()
+        return (output,)
+
+    check(lambda place: train(place, Block(), call), plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+@pytest.mark.filterwarnings("ignore::headwater.api.references.StaleTensorWarning")
+def test_spectral_norm_in_two_forwards_of_a_step(plan, tmp_path):
+    def call(model, step, x):
+        return model(x), model(x * 2)
+
+    check(lambda place: train(place, nn.utils.spectral_norm(nn.Linear(6, 6)), call), plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+def test_gradient_penalty_through_a_batch_norm(plan, tmp_path):
+    def call(model, step, x):
+        first = model(x)
+        inputs = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return first, slope
+
+    check(lambda place: train(place, nn.BatchNorm1d(6), call), plan, tmp_path)
+
+
+class Drawing(nn.Module):
+    """A stage whose forward draws numbers from a generator that is not torch's default one."""
+
+    def __init__(self, draw, generator):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.draw = draw
+        self.generator = generator
+
+    def forward(self, x):
+        return self.layer(x) * self.draw(self.generator)
+
+
+GENERATORS = {
+    "python": lambda: (lambda generator: random.random(), None),
+    "numpy": lambda: (lambda generator: float(np.random.randn()), None),
+    "own python": lambda: (lambda generator: generator.random(), random.Random(0)),
+    "own numpy": lambda: (lambda generator: float(generator.random()), np.random.default_rng(0)),
+    "old numpy": lambda: (lambda generator: float(generator.randn()), np.random.RandomState(0)),
+    "own torch": lambda: (
+        lambda generator: torch.rand(6, generator=generator),
+        torch.Generator().manual_seed(0),
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", ["slabs", "recompute"])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_numbers_from_a_random_generator(plan, kind, tmp_path):
+    def script(place):
+        random.seed(0)
+        np.random.seed(0)
+        return train(place, Drawing(*GENERATORS[kind]()), lambda model, step, x: (model(x), model(x)))
+
+    check(script, plan, tmp_path)
