@@ -117,11 +117,11 @@ def keys_page() -> Iterator[str]:
     yield "This page is made from the classes that read params files."
     yield "[Reference](reference.md#params-files) explains the sections that most runs need."
     yield "A section is a mapping with the keys of its table. Unknown keys are errors."
-    yield from _section("trainer", trainer)
+    yield from _section("trainer", trainer, definitions)
     first = [f"{name}Config" for name in FIRST.split()]
     order = [*first, *sorted((name for name in definitions if name not in first), key=_title)]
     for name in order:
-        yield from _section(_title(name), definitions[name])
+        yield from _section(_title(name), definitions[name], definitions)
 
 
 def _title(name: str) -> str:
@@ -136,7 +136,7 @@ def _anchor(name: str) -> str:
     return re.sub(r"[^\w\- ]", "", _title(name).lower()).replace(" ", "-")
 
 
-def _section(title: str, schema: Schema) -> Iterator[str]:
+def _section(title: str, schema: Schema, definitions: Mapping[str, Schema]) -> Iterator[str]:
     yield from ("", f"## {title}")
     if about := schema.get("description"):
         yield from ("", cell(about).replace("\\|", "|"))
@@ -149,7 +149,18 @@ def _section(title: str, schema: Schema) -> Iterator[str]:
         default = node.get("default")
         if default not in (None, [], {}):
             kind += f" (`{cell(_plain(default))}`)"
-        yield f"| `{key}` | {kind} | {cell(node.get('description', ''))} |"
+        yield f"| `{key}` | {kind} | {cell(_meaning(node, definitions))} |"
+
+
+def _meaning(node: Schema, definitions: Mapping[str, Schema]) -> str:
+    """Return the description of a key, or else of the section that it refers to."""
+    if "description" in node:
+        return str(node["description"])
+    for each in (node, *node.get("anyOf", ())):
+        name = each.get("$ref", each.get("items", {}).get("$ref", "")).removeprefix(REFERENCE)
+        if name in definitions:
+            return str(definitions[name].get("description", ""))
+    return ""
 
 
 def _named(schema: Schema) -> Mapping[str, Schema]:
