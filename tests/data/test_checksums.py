@@ -8,6 +8,7 @@ import pytest
 
 from headwater.core.errors import DataError
 from headwater.data.checksums import MARK, remove_checksums, sample_checksums
+from headwater.data.open_files import OpenFiles
 from headwater.data.reader import open_samples
 from headwater.data.records import HDF5Records
 from headwater.data.sample_file import make_samples, write_datasets
@@ -102,7 +103,7 @@ def test_fields_and_texts_have_checksums(tmp_path):
     }
     write_datasets(path, [fields], 6, dtype=None)
     for name, values in fields.items():
-        records = HDF5Records(path)
+        records = HDF5Records(path, OpenFiles())
         assert records.names == fields.keys()
         read = [records.read(index, name) for index in range(6)]
         read = [value.decode() if isinstance(value, bytes) else value for value in read]
@@ -111,7 +112,7 @@ def test_fields_and_texts_have_checksums(tmp_path):
         with h5py.File(path, "r+") as file:
             file[name][4] = file[name][5]
         with pytest.raises(DataError, match=f"sample is damaged: its values in '{name}'"):
-            HDF5Records(path).read(4, name)
+            HDF5Records(path, OpenFiles()).read(4, name)
 
 
 def test_two_flips_do_not_cancel_out():
@@ -127,5 +128,5 @@ def test_two_flips_do_not_cancel_out():
 def test_a_file_of_many_samples(tmp_path):
     values = np.arange(9000, dtype=np.int32)
     write_datasets(tmp_path / "many.h5", [{"label": values}], 9000)
-    records = HDF5Records(tmp_path / "many.h5")
+    records = HDF5Records(tmp_path / "many.h5", OpenFiles())
     assert [records.read(index, "label") for index in (0, 4095, 4096, 8999)] == [0, 4095, 4096, 8999]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headwater.core.errors import DataError
+from headwater.data.open_files import OpenFiles
 from headwater.data.records import CSVRecords, FieldSpec, HDF5Records, open_records
 
 FIELDS = [
@@ -61,7 +62,7 @@ def test_hdf5_and_csv_read_the_same(tmp_path):
 
 def test_open_hdf5_file_can_be_pickled(tmp_path):
     write_hdf5(tmp_path / "a.h5")
-    records = HDF5Records(tmp_path / "a.h5")
+    records = HDF5Records(tmp_path / "a.h5", OpenFiles())
     assert records.read(0, "labels").tolist() == [0]
     assert pickle.loads(pickle.dumps(records)).read(1, "labels").tolist() == [2]
 

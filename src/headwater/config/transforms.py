@@ -17,6 +17,14 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 PerChannel = Annotated[tuple[float, ...], Field(min_length=1), AsTuple]
 
 
+def check_ascending(section: Section, *keys: str) -> None:
+    """Raise ValueError unless the values of these keys are two ascending numbers > 0 each."""
+    for key in keys:
+        low, high = getattr(section, key)
+        if not 0 < low <= high:
+            raise ValueError(f"expected {key} to be two ascending numbers > 0, found [{low}, {high}]")
+
+
 class SizedTransform(Section):
     """A transform with a size.
 
@@ -87,9 +95,7 @@ class RandomResizedCropConfig(SizedTransform):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        for key, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
-            if not 0 < low <= high:
-                raise ValueError(f"expected {key} to be two ascending numbers > 0, found [{low}, {high}]")
+        check_ascending(self, "scale", "ratio")
         return self
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import difflib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch.utils.data import Dataset
 
 from headwater.core.errors import DataError
-from headwater.data.checksums import CheckedSamples
 from headwater.data.file_index import FileIndex
 from headwater.data.loader import Batch, Workers
+from headwater.data.open_files import OpenFiles
 from headwater.data.order import SampleOrder
 from headwater.data.sample_file import (
     CHANNELS,
@@ -30,7 +27,6 @@ from headwater.data.sample_file import (
 )
 from headwater.data.source import SampleSource
 
-_MAX_OPEN_FILES = 16
 _TOKEN_CHANNELS = slice(CHANNELS.index("input_ids"), CHANNELS.index("labels") + 1, CHANNELS.index("labels"))
 """The channels that hold tokens."""
 
@@ -177,7 +173,7 @@ class GptSamples(Dataset[Any]):
         self._sinks = np.zeros((len(self.channels), len(sinks)), dtype=np.int64)
         self._sinks[0] = sinks
         self._index = FileIndex(file.num_samples for file in files)
-        self._open_files = _OpenFiles()
+        self._open_files = OpenFiles(open_sample_file)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -263,36 +259,6 @@ def _check_channels(files: Sequence[SampleFile], *, spans: bool, sinks: bool) ->
             where=str(first.path),
             remedy="remove data_transforms, or prepare the data without --use_vsl",
         )
-
-
-class _OpenFiles:
-    """Cache of open HDF5 files that closes the least recently used one first.
-
-    HDF5 files survive neither pickling nor a fork. A pickled copy is therefore empty, and a forked process
-    starts with an empty cache.
-    """
-
-    def __init__(self) -> None:
-        self._start()
-
-    def __getitem__(self, path: Path) -> CheckedSamples:
-        if self._process != os.getpid():
-            self._start()
-        if path not in self._files:
-            file = open_sample_file(path)
-            self._files[path] = file, CheckedSamples(file, path)
-            if len(self._files) > _MAX_OPEN_FILES:
-                self._files.popitem(last=False)[1][0].close()
-        self._files.move_to_end(path)
-        return self._files[path][1]
-
-    def _start(self) -> None:
-        self._files: collections.OrderedDict[Path, tuple[h5py.File, CheckedSamples]]
-        self._files = collections.OrderedDict()
-        self._process = os.getpid()
-
-    def __reduce__(self) -> tuple[type[_OpenFiles], tuple[()]]:
-        return (_OpenFiles, ())
 
 
 def _hdf5_files(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ import ast
 import csv
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from headwater.core.units import counted
 from headwater.data.checksums import DAMAGE, CheckedSamples
 from headwater.data.file_index import FileIndex
 from headwater.data.loader import Batch
+from headwater.data.open_files import OpenFiles
 
 Values = npt.NDArray[np.int64]
 
@@ -144,14 +145,15 @@ class HDF5Records:
 
     Args:
         path: path of the file.
+        open_files: cache that opens the file when it is read; shared by the files of a data set.
 
     Raises:
         DataError: if it cannot be read, or the datasets differ in the number of samples.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, open_files: OpenFiles) -> None:
         self.path = path
-        self._samples: CheckedSamples | None = None
+        self._open_files = open_files
         try:
             with h5py.File(path, "r") as file:
                 sizes = {name: len(data) for name, data in file.items() if isinstance(data, h5py.Dataset)}
@@ -179,12 +181,7 @@ class HDF5Records:
         Raises:
             DataError: if it cannot be read, or does not match its checksum.
         """
-        if self._samples is None:
-            self._samples = CheckedSamples(h5py.File(self.path, "r"), self.path)
-        return self._samples.read(name, index)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_samples": None}  # an open HDF5 file cannot be pickled
+        return self._open_files[self.path].read(name, index)
 
 
 class Records:
@@ -296,12 +293,11 @@ def open_records(folder: Path, fields: Sequence[FieldSpec], sequence_length: int
     Raises:
         DataError: if no file is found, or a file is damaged or lacks a field.
     """
-    kinds: Mapping[str, type[CSVRecords] | type[HDF5Records]] = {
-        ".h5": HDF5Records,
-        ".hdf5": HDF5Records,
-        ".csv": CSVRecords,
-    }
-    files: list[RecordFile] = [kinds[path.suffix](path) for path in record_files(folder, tuple(kinds))]
+    open_files = OpenFiles()
+    files: list[RecordFile] = [
+        CSVRecords(path) if path.suffix == ".csv" else HDF5Records(path, open_files)
+        for path in record_files(folder, (".h5", ".hdf5", ".csv"))
+    ]
     return Records(files, fields, sequence_length)
 
 

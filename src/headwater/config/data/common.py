@@ -8,6 +8,8 @@ from pydantic import Field
 
 from headwater.config.base import FilePath, NoEffect, OneOrMore, Section
 
+OfTheRun = Annotated[Any, NoEffect("the precision of the run is used")]
+
 
 class LoaderSection(Section):
     """The keys of all data loaders.
@@ -32,8 +34,8 @@ class LoaderSection(Section):
     micro_batch_size: Annotated[
         Any, NoEffect("the plan chooses it, unless trainer.init.backend.micro_batch_size is set")
     ] = None
-    mixed_precision: Annotated[Any, NoEffect("the precision of the run is used")] = None
-    fp16_type: Annotated[Any, NoEffect("the precision of the run is used")] = None
+    mixed_precision: OfTheRun = None
+    fp16_type: OfTheRun = None
     use_worker_cache: Annotated[Any, NoEffect("data are never copied to another place")] = None
     shuffle_buffer: Annotated[Any, NoEffect("all samples are shuffled, without a buffer")] = None
 
@@ -48,6 +50,9 @@ class LoaderSection(Section):
         folders = getattr(self, "data_dir", "")
         return ", ".join(map(str, folders)) if isinstance(folders, tuple) else str(folders)
 
+
+FromModel = Annotated[Any, NoEffect("the value of the model is used")]
+OnePaddedLength = Annotated[Any, NoEffect("all samples are padded to the same length")]
 
 Folders = Annotated[tuple[FilePath, ...], Field(min_length=1), OneOrMore]
 """One folder or several."""

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, FilePath, NoEffect
-from headwater.config.data.common import Folders, LoaderSection
+from headwater.config.data.common import Folders, FromModel, LoaderSection
 from headwater.config.transforms import ResizeConfig, ToTensorConfig, Transforms, check_order
 
 _Encoded = Annotated[Any, NoEffect("the images are already encoded")]
-_FromModel = Annotated[Any, NoEffect("the value of the model is used")]
 
 
 class MNISTDataConfig(LoaderSection):
@@ -51,9 +50,9 @@ class ImageFolderDataConfig(LoaderSection):
     image_size: Annotated[tuple[int, int], AsTuple] | None = None
     num_classes: Annotated[int | None, Field(ge=1)] = None
     transforms: Transforms = ()
-    patch_size: _FromModel = None
-    max_sequence_length: _FromModel = None
-    image_channels: _FromModel = None
+    patch_size: FromModel = None
+    max_sequence_length: FromModel = None
+    image_channels: FromModel = None
 
     @model_validator(mode="after")
     def _order(self) -> Self:
@@ -113,6 +112,6 @@ class LatentDataConfig(LoaderSection):
     data_dir: Folders
     split: str = "train"
     num_classes: Annotated[int | None, Field(ge=1)] = None
-    num_diffusion_steps: _FromModel = None
+    num_diffusion_steps: FromModel = None
     image_size: _Encoded = None
     image_channels: _Encoded = None

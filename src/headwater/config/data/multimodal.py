@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, FilePath, NoEffect
-from headwater.config.data.common import Folders, LoaderSection
+from headwater.config.data.common import Folders, FromModel, LoaderSection
 from headwater.config.transforms import Transforms, check_order
 
 _AsPrepared = Annotated[Any, NoEffect("it was applied when the texts were prepared")]
@@ -32,7 +32,7 @@ class ImageTextDataConfig(LoaderSection):
     image_data_size: Annotated[tuple[int, int, int] | None, AsTuple] = None
     transforms: Annotated[Transforms, Field(min_length=1)]
     max_num_img: Annotated[Any, NoEffect("the number in the files is used")] = None
-    num_patches: Annotated[Any, NoEffect("the value of the model is used")] = None
+    num_patches: FromModel = None
     bos_token_id: _AsPrepared = None
     pad_token_id: _AsPrepared = None
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headwater.config.base import FilePath, NoEffect
-from headwater.config.data.common import Folders, LoaderSection
+from headwater.config.data.common import Folders, FromModel, LoaderSection, OnePaddedLength
 
 
 class TokenPairSection(LoaderSection):
@@ -43,8 +43,8 @@ class TokenPairSection(LoaderSection):
     pad_token: str = "<pad>"
     input_pad_id: int | None = Field(default=None, ge=0)
     labels_pad_id: int | None = Field(default=None, ge=0)
-    buckets: Annotated[Any, NoEffect("all samples are padded to the same length")] = None
-    vocab_size: Annotated[Any, NoEffect("the value of the model is used")] = None
+    buckets: OnePaddedLength = None
+    vocab_size: FromModel = None
 
     @property
     def place(self) -> str:

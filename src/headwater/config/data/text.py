@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, FilePath, NoEffect, Section
-from headwater.config.data.common import Folders, LoaderSection
+from headwater.config.data.common import Folders, FromModel, LoaderSection, OnePaddedLength
 
 _AsPrepared = Annotated[Any, NoEffect("it was applied when the samples were prepared")]
-_Buckets = Annotated[Any, NoEffect("all samples are padded to the same length")]
 _Tokenized = NoEffect("the texts are already tokenized")
 
 
@@ -174,8 +173,8 @@ class MaskedTextDataConfig(RecordSection):
     vocab_file: _AsPrepared = None
     do_lower: _AsPrepared = None
     masked_lm_prob: _AsPrepared = None
-    vocab_size: Annotated[Any, NoEffect("the value of the model is used")] = None
-    buckets: _Buckets = None
+    vocab_size: FromModel = None
+    buckets: OnePaddedLength = None
 
 
 class DynamicMaskDataConfig(RecordSection):
@@ -192,7 +191,7 @@ class DynamicMaskDataConfig(RecordSection):
     max_predictions_per_seq: int = Field(default=20, ge=1)
     masked_lm_prob: float = Field(default=0.15, gt=0, lt=1)
     do_lower: Annotated[bool, _Tokenized] = True
-    buckets: _Buckets = None
+    buckets: OnePaddedLength = None
 
 
 class SentencesDataConfig(RecordSection):

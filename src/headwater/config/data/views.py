@@ -8,7 +8,14 @@ from pydantic import Field, model_validator
 
 from headwater.config.base import FilePath, Section
 from headwater.config.data.common import LoaderSection
-from headwater.config.transforms import Interpolation, OccasionalTransform, Range, Transforms, check_order
+from headwater.config.transforms import (
+    Interpolation,
+    OccasionalTransform,
+    Range,
+    Transforms,
+    check_ascending,
+    check_order,
+)
 
 Pixels = Annotated[int, Field(ge=1)]
 
@@ -60,10 +67,7 @@ class MultiCropConfig(Section):
                     f"expected 1 or {parts} values of p for {each.name} in multicrop_transform_list, "
                     f"found {len(each.p)}"
                 )
-        for key in ("global_crops_scale", "local_crops_scale"):
-            low, high = getattr(self, key)
-            if not 0 < low <= high:
-                raise ValueError(f"expected {key} to be two ascending numbers > 0, found [{low}, {high}]")
+        check_ascending(self, "global_crops_scale", "local_crops_scale")
         return self
 
 

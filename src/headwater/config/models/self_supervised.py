@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
@@ -12,6 +11,7 @@ from pydantic import Field, model_validator
 from headwater.config.base import AsTuple, NoEffect, Section
 from headwater.config.models.common import InitializerConfig, Rate
 from headwater.config.models.vision import ImageEncoderSection, Size
+from headwater.optim.schedules.base import cosine
 
 _VIEW = re.compile(r"ssl_transform\.output\('(global_view|local_view|collated_masks)'\)")
 _OUTPUT = re.compile(r"(image_model_trunks|heads)\.output\((\d+), *(\d+), *(\d+)\)")
@@ -230,8 +230,7 @@ class AverageConfig(CopyConfig):
         """Return the weight of the old average in the update after step `step`, counted from 1."""
         params = self.scheduler_params
         done = min((step - 1) / params.total_steps, 1.0)
-        fall = params.ema_decay_end - params.ema_decay_start
-        return params.ema_decay_end - fall * (1 + math.cos(math.pi * done)) / 2
+        return cosine(params.ema_decay_start, params.ema_decay_end, done)
 
 
 class DinoConfig(Section):

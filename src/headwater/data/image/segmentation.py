@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +14,30 @@ from torch import Tensor
 
 from headwater.config.data import SegmentationDataConfig
 from headwater.core.errors import DataError
-from headwater.core.seeding import derive_seed
 from headwater.data.image.files import is_image, mode_of, read_image
 from headwater.data.image.transforms import to_tensor
 from headwater.data.loader import Batch
+from headwater.data.order import random_generator
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """A crop, then quarter turns, then a flip."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    turns: int = 0
+    flip: bool = False
+
+    def of(self, pixels: Tensor) -> Tensor:
+        """Return the changed pixels [..., h, w]."""
+        rows, columns = (
+            slice(start, start + size) for start, size in ((self.top, self.height), (self.left, self.width))
+        )
+        turned = pixels[..., rows, columns].rot90(self.turns, (-2, -1))
+        return turned.flip(-1) if self.flip else turned
 
 
 class SegmentedImages:
@@ -73,15 +94,10 @@ class SegmentedImages:
                 where=f"{image_file} and {label_file}",
                 remedy="correct or remove one of them",
             )
-        seed = derive_seed(self._config.shuffle_seed or 0, "image", draw)
-        top, left, height, width, turns, flip = self._part(image_file, labels.shape, seed)
-        image = self._normalized(image)[:, top : top + height, left : left + width]
-        labels = labels[top : top + height, left : left + width]
-        image, labels = image.rot90(turns, (1, 2)), labels.rot90(turns)
-        return (image.flip(2), labels.flip(1)) if flip else (image, labels)
+        change = self._change(image_file, labels.shape, draw)
+        return change.of(self._normalized(image)), change.of(labels)
 
-    def _part(self, file: Path, shape: Sequence[int], seed: int) -> tuple[int, int, int, int, int, bool]:
-        """Return top, left, height and width of the crop, the quarter turns, and True if it is flipped."""
+    def _change(self, file: Path, shape: Sequence[int], draw: int) -> _Change:
         height, width = self._config.image_size or shape
         free = shape[0] - height, shape[1] - width
         if min(free) < 0:
@@ -91,12 +107,12 @@ class SegmentedImages:
                 remedy="use a smaller image_size",
             )
         if not self._config.augments:
-            return free[0] // 2, free[1] // 2, height, width, 0, False
-        generator = np.random.Generator(np.random.Philox(key=seed))
+            return _Change(free[0] // 2, free[1] // 2, height, width)
+        generator = random_generator(self._config.shuffle_seed or 0, "image", draw)
         top, left = (int(generator.integers(pixels + 1)) for pixels in free)
         turns, flip = int(generator.integers(4)), bool(generator.integers(2))
         # A crop that is not square is only turned by two quarters: a single quarter would swap its sides.
-        return top, left, height, width, turns if height == width else turns // 2 * 2, flip
+        return _Change(top, left, height, width, turns if height == width else turns // 2 * 2, flip)
 
     def _normalized(self, image: Tensor) -> Tensor:
         match self._config.normalize_data_method:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from headwater.core.errors import DataError
 from headwater.data.multimodal.layout import NO_IMAGE
+from headwater.data.open_files import OpenFiles
 from headwater.data.records import HDF5Records
 
 _NEEDED = 4
@@ -51,14 +52,15 @@ class ImageTextFile:
 
     Args:
         path: path of the file.
+        open_files: cache that opens the file when it is read; shared by the files of a data set.
 
     Raises:
         DataError: if the file cannot be read or has another layout.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, open_files: OpenFiles) -> None:
         self.path = path
-        self._records = HDF5Records(path)
+        self._records = HDF5Records(path, open_files)
         for name in ("data", "img_path"):
             if name not in self._records.names:
                 raise _misshapen(path, f"the file lacks the dataset {name}")

@@ -18,6 +18,7 @@ from headwater.data.image.files import mode_of, read_image
 from headwater.data.image.transforms import transform
 from headwater.data.loader import Batch
 from headwater.data.multimodal.files import ImageText, ImageTextFile
+from headwater.data.open_files import OpenFiles
 from headwater.data.order import random_generator
 from headwater.data.records import record_files
 
@@ -171,8 +172,9 @@ def read_image_texts(config: ImageTextDataConfig, model: MultimodalSection) -> I
         ConfigError: if `image_data_size` is not the image size of the model.
         DataError: if the data are empty, or do not fit the model.
     """
+    open_files = OpenFiles()
     files = [
-        ImageTextFile(path)
+        ImageTextFile(path, open_files)
         for folder in config.data_dir
         for path in record_files(Path(folder), (".h5", ".hdf5"))
     ]
