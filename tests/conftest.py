@@ -14,6 +14,7 @@ from collections.abc import Generator
 import pytest
 
 import quick_start
+from known_dry_runs import KnownDryRuns
 from shared_data import SHARED
 
 _FOLDERS = [tempfile.mkdtemp(prefix="headwater-secret-")]
@@ -28,6 +29,8 @@ if "HEADWATER_TEST_CACHE" not in os.environ:  # workers of pytest-xdist share th
 """The rates of the machine are measured once for all tests, and cached apart from those of the user."""
 
 _MANY_OBJECTS = 30_000
+
+_DRY_RUNS = KnownDryRuns()
 
 _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
 
@@ -82,6 +85,13 @@ def pytest_runtest_teardown() -> None:
 def pytest_runtest_protocol(item, nextitem) -> Generator[None, object, object]:
     """Start processes as a user does in tests with the mark `real_start`, also in fixtures."""
     with quick_start.real_starts() if item.get_closest_marker("real_start") else contextlib.nullcontext():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item) -> Generator[None, object, object]:
+    """Share the dry runs of a test's cases that differ only in the plan."""
+    with _DRY_RUNS.of(item):
         return (yield)
 
 

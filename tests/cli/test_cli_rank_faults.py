@@ -60,15 +60,16 @@ def running(params, options, model_dir, steps=1_000_000):
 
 
 def assert_goes_on(headwater, params, options, model_dir, undisturbed):
-    """Check that the same command resumes the run bit-identically."""
+    """Check that the same command resumes the run bit-identically; a few steps more show that."""
     before = len(losses(model_dir))
     assert 2 <= before < STEPS, "it was disturbed in between"
+    end = min(before + 4, STEPS)
     code, output, error = headwater(
-        "fit", params, *options, f"--max_steps={STEPS}", f"--trainer.init.model_dir={model_dir}"
+        "fit", params, *options, f"--max_steps={end}", f"--trainer.init.model_dir={model_dir}"
     )
     assert code == 0, output + error
-    assert losses(model_dir) == losses(undisturbed)
-    assert_same_checkpoint(model_dir / f"checkpoint_{STEPS}", undisturbed / f"checkpoint_{STEPS}")
+    assert losses(model_dir) == losses(undisturbed)[:end]
+    assert_same_checkpoint(model_dir / f"checkpoint_{end}", undisturbed / f"checkpoint_{end}")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.real_start
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import torch
 from torch import nn
@@ -33,25 +33,40 @@ def make_model():
     with torch.device("meta"):
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 
-optimizer = OptimizerSpec("AdamW", {"lr": 1e-3})
-small = regression(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), 4, 8, optimizer=optimizer)
-with make_engine(small, Setting("disk"), Path(sys.argv[1])) as engine:  # torch loads libraries at first use
-    engine.train_step(small.batches(0), small.update(0))
-Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-before = status("VmRSS")
-job = regression(make_model, 8, WIDTH, optimizer=optimizer, micro_batches=int(sys.argv[4]))
-setting = Setting(sys.argv[2], 2, gradient_tier=sys.argv[3])
-with make_engine(job, setting, Path(sys.argv[1]), initial=initial) as engine:
-    for step in range(3):
-        engine.train_step(job.batches(step), job.update(step))
-print(json.dumps({"rise": status("VmHWM") - before, "state": 12 * DEPTH * WIDTH * WIDTH}))
+def measure(folder, tier, gradient_tier, micro_batches):
+    optimizer = OptimizerSpec("AdamW", {"lr": 1e-3})
+    small = regression(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), 4, 8, optimizer=optimizer)
+    with make_engine(small, Setting("disk"), folder) as engine:  # torch loads libraries at first use
+        engine.train_step(small.batches(0), small.update(0))
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    before = status("VmRSS")
+    job = regression(make_model, 8, WIDTH, optimizer=optimizer, micro_batches=micro_batches)
+    setting = Setting(tier, 2, gradient_tier=gradient_tier)
+    with make_engine(job, setting, folder, initial=initial) as engine:
+        for step in range(3):
+            engine.train_step(job.batches(step), job.update(step))
+    print(json.dumps({"rise": status("VmHWM") - before, "state": 12 * DEPTH * WIDTH * WIDTH}), flush=True)
+
+for case in json.loads(sys.argv[2]):  # a process each: this one has imported torch, and started no thread
+    child = os.fork()
+    if child == 0:
+        measure(Path(sys.argv[1]), *case)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{case} failed")
 """
 
+MIB = 2**20
+CASES = [("disk", "memory", 1), ("disk", "disk", 1), ("disk", "disk", 3), ("memory", "memory", 1)]
+"""Tier, tier of the gradients, number of micro-batches."""
 
-def rise(folder: Path, tier: str, gradient_tier: str, *, micro_batches: int = 1) -> tuple[int, int]:
-    """Run in a separate process; return the rise of its memory peak and the bytes of weights and state."""
+
+@pytest.fixture(scope="module")
+def rises(tmp_path_factory) -> dict[tuple[str, str, int], tuple[int, int]]:
+    """Return by case the rise of the memory peak of its process, and the bytes of weights and state."""
+    folder = tmp_path_factory.mktemp("store")
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), tier, gradient_tier, str(micro_batches)],
+        [sys.executable, "-c", SCRIPT, str(folder), json.dumps(CASES)],
         capture_output=True,
         text=True,
         check=False,
@@ -62,31 +77,28 @@ def rise(folder: Path, tier: str, gradient_tier: str, *, micro_batches: int = 1)
         },  # what is freed goes back to the system at once
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    return result["rise"], result["state"]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    return {case: (found["rise"], found["state"]) for case, found in zip(CASES, results, strict=True)}
 
 
-MIB = 2**20
-
-
-def test_disk_tier_holds_slabs_staging_and_gradients(tmp_path):
-    used, state = rise(tmp_path, "disk", "memory")
+def test_disk_tier_holds_slabs_staging_and_gradients(rises):
+    used, state = rises["disk", "memory", 1]
     slabs, staging, gradients, workspaces = 2 * 4, 4 * 8, 64, 24
     assert used < (slabs + staging + gradients + workspaces) * MIB < state
 
 
-def test_disk_tier_with_gradients_on_disk_holds_no_more_than_a_few_stages(tmp_path):
-    used, state = rise(tmp_path, "disk", "disk")
+def test_disk_tier_with_gradients_on_disk_holds_no_more_than_a_few_stages(rises):
+    used, state = rises["disk", "disk", 1]
     slabs, staging, gradients, workspaces = 2 * 4, 4 * 8, 3 * 4, 24
     assert used < (slabs + staging + gradients + workspaces) * MIB < state / 2
 
 
-def test_gradients_on_disk_are_summed_there_stage_by_stage(tmp_path):
-    used, state = rise(tmp_path, "disk", "disk", micro_batches=3)
+def test_gradients_on_disk_are_summed_there_stage_by_stage(rises):
+    used, state = rises["disk", "disk", 3]
     slabs, staging, gradients, workspaces = 2 * 4, 4 * 8, 4 * 4, 24
     assert used < (slabs + staging + gradients + workspaces) * MIB < state / 2
 
 
-def test_the_measured_peak_includes_the_state_in_the_memory_tier(tmp_path):
-    used, state = rise(tmp_path, "memory", "memory")
+def test_the_measured_peak_includes_the_state_in_the_memory_tier(rises):
+    used, state = rises["memory", "memory", 1]
     assert used > state

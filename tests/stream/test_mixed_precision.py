@@ -25,24 +25,13 @@ def learnable_job(**options) -> Job:
     return Job(make_gpt, batch, gpt_loss, optimizer=RATE, **options)
 
 
-@pytest.fixture(scope="module")
-def fp32_run():
-    return train_plain(learnable_job(), steps=STEPS)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        Setting("memory", 2, precision=BF16),
-        Setting("disk", 3, "recompute", "disk", precision=BF16),
-        Setting(in_place=True, precision=BF16),
-    ],
-    ids=str,
-)
-def test_bf16_follows_fp32(setting, fp32_run, tmp_path):
+def test_bf16_follows_fp32(tmp_path):
+    """One plan is enough: the test below shows that every plan computes the same bits."""
+    setting = Setting("disk", 3, "recompute", "disk", precision=BF16)
     run = train_streamed(learnable_job(), setting, tmp_path, steps=STEPS)
+    fp32 = train_plain(learnable_job(), steps=STEPS)
     assert run.losses[-1] < 0.85 * run.losses[0]
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(fp32_run.losses), rtol=0.03, atol=0.0)
+    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(fp32.losses), rtol=0.03, atol=0.0)
     assert {value.dtype for value in run.weights.values()} == {torch.float32}
     bits = torch.cat([value.flatten().view(torch.int32) for value in run.weights.values()])
     assert (bits & 0xFFFF != 0).float().mean() > 0.9, "the lower half of most masters is in use"
@@ -90,10 +79,10 @@ def test_norms_and_embeddings_of_a_bf16_run(tmp_path):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_fp16_with_a_loss_scale(micro_batches, tmp_path):
     job = learnable_job(micro_batches=micro_batches)
-    plain = train_plain(job, steps=10, precision=FP32)
+    plain = train_plain(job, steps=5, precision=FP32)
     history = History()
     with make_engine(job, Setting("disk", 2, precision=Precision("fp16", 2.0**12)), tmp_path) as engine:
-        for step in range(10):
+        for step in range(5):
             report = engine.train_step(job.batches(step), job.update(step, loss_scale=2.0**12))
             history.losses.append(report.loss)
             history.norms.append(report.gradient_norm)

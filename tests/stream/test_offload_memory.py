@@ -25,7 +25,7 @@ from headwater.stream import offload
 from headwater.stream.engine import Engine
 
 torch.set_num_threads(1)
-WIDTH, DEPTH, ROWS = 512, 24, 8192  # 16 MiB for each activation
+WIDTH, DEPTH, ROWS = 128, 24, 16384  # 8 MiB for each activation; a wider layer only computes longer
 
 class SlowFile(offload.BlockFile):
     def write(self, offset, data):
