@@ -69,10 +69,10 @@ def test_waiting_for_a_stopped_rank_reports_that_it_is_stopped():
     """A process that SIGSTOP has stopped does not answer, although it has not ended."""
 
     def wait(fabric):
+        stopped = fabric.gather_objects(os.getpid(), int)[1]
         if fabric.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 continues it
             return None
-        stopped = fabric._neighbours[1].pid
         told = []
         for ask in (lambda: fabric.gather(1.0), lambda: fabric.gather_objects(1, int)):
             with pytest.raises(RankError) as caught:

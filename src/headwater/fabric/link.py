@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from headwater.core.errors import RankError
-from headwater.fabric.codec import decode, encode
 from headwater.fabric.mesh import Mesh
+from headwater.fabric.values import gather_values
 
 PIECE_BYTES = 4 << 20
 """A good size of one transfer: while one piece is sent, the previous one is processed."""
@@ -47,8 +47,7 @@ class Link:
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values [n] of every host as [hosts, n]."""
         with self._calling(*self._others):
-            messages = self._mesh.gather(encode(values, torch.Tensor))
-        return torch.stack([decode(message, torch.Tensor) for message in messages])
+            return torch.stack(gather_values(self._mesh, values, torch.Tensor))
 
     def exchange(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         """Send a tensor to each other host and receive one from each, all at once.

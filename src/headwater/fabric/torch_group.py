@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from headwater.core.errors import RankError
-from headwater.fabric.codec import decode, encode
 from headwater.fabric.mesh import Mesh
 from headwater.fabric.switchboard import Switchboard
+from headwater.fabric.values import broadcast_value, exchange_values, gather_values
 
 BACKEND = "headwater"
 _Group: Any = torch.distributed.ProcessGroup
@@ -80,45 +80,45 @@ class RankGroup(_Group):  # type: ignore[misc]  # torch's stubs differ from the 
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None) -> _Done:
         for into, own in zip(outputs, inputs, strict=True):
-            _fill(into, self._gather(own))
+            _fill(into, gather_values(self._mesh, own, Tensor))
         return _Done()
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: object = None) -> _Done:
-        _fill(list(output.view(self.size(), *own.shape)), self._gather(own))
+        _fill(list(output.view(self.size(), *own.shape)), gather_values(self._mesh, own, Tensor))
         return _Done()
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
     ) -> _Done:
-        for into, every in zip(zip(*outputs, strict=True), map(self._gather, inputs), strict=True):
-            _fill(into, every)
+        for into, own in zip(zip(*outputs, strict=True), inputs, strict=True):
+            _fill(into, gather_values(self._mesh, own, Tensor))
         return _Done()
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> _Done:
         for tensor in tensors:
-            tensor.copy_(_reduce(self._gather(tensor), opts.reduceOp))
+            tensor.copy_(_reduce(gather_values(self._mesh, tensor, Tensor), opts.reduceOp))
         return _Done()
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> _Done:
         for tensor in tensors:
-            reduced = _reduce(self._gather(tensor), opts.reduceOp)
+            reduced = _reduce(gather_values(self._mesh, tensor, Tensor), opts.reduceOp)
             if self.rank() == opts.rootRank:
                 tensor.copy_(reduced)
         return _Done()
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> _Done:
-        leads = self.rank() == opts.rootRank
         for tensor in tensors:
-            message = self._mesh.broadcast(encode(tensor, Tensor) if leads else None, opts.rootRank)
-            if not leads:
-                _fill([tensor], [decode(message, Tensor)])
+            sent = broadcast_value(self._mesh, tensor, Tensor, opts.rootRank)
+            if self.rank() != opts.rootRank:
+                _fill([tensor], [sent])
         return _Done()
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Done:
         for index, own in enumerate(inputs):
-            every = self._exchange([own if to == opts.rootRank else None for to in range(self.size())])
+            sent = [own if to == opts.rootRank else None for to in range(self.size())]
+            every: list[Any] = exchange_values(self._mesh, sent, Tensor | None)
             if self.rank() == opts.rootRank:
                 _fill(outputs[index], every)
         return _Done()
@@ -126,12 +126,13 @@ class RankGroup(_Group):  # type: ignore[misc]  # torch's stubs differ from the 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> _Done:
         leads = self.rank() == opts.rootRank
         for index, output in enumerate(outputs):
-            _fill([output], [self._exchange(inputs[index] if leads else [None] * self.size())[opts.rootRank]])
+            sent = inputs[index] if leads else [None] * self.size()
+            _fill([output], [exchange_values(self._mesh, sent, Tensor | None)[opts.rootRank]])
         return _Done()
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> _Done:
         for output, own in zip(outputs, inputs, strict=True):
-            output.copy_(_reduce(self._all_to_all(own), opts.reduceOp))
+            output.copy_(_reduce(exchange_values(self._mesh, own, Tensor), opts.reduceOp))
         return _Done()
 
     def reduce_scatter_single(self, output: Tensor, own: Tensor, opts: Any) -> _Done:
@@ -139,7 +140,7 @@ class RankGroup(_Group):  # type: ignore[misc]  # torch's stubs differ from the 
         return self.reduce_scatter([output], [pieces], opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None) -> _Done:
-        _fill(outputs, self._all_to_all(inputs))
+        _fill(outputs, exchange_values(self._mesh, inputs, Tensor))
         return _Done()
 
     def all_to_all_single(
@@ -173,17 +174,6 @@ class RankGroup(_Group):  # type: ignore[misc]  # torch's stubs differ from the 
         self._mesh.close()
 
     abort = shutdown
-
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        return [decode(each, Tensor) for each in self._mesh.gather(encode(own, Tensor))]
-
-    def _exchange(self, tensors: Sequence[Tensor | None]) -> list[Any]:
-        messages = [encode(each, Tensor | None) for each in tensors]
-        return [decode(each, Tensor | None) for each in self._mesh.exchange(messages)]
-
-    def _all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        received: list[Tensor] = self._exchange(tensors)
-        return received
 
 
 @final

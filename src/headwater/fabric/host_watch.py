@@ -1,0 +1,81 @@
+"""Waiting for other ranks of the same host, with a check that their processes run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import final
+
+from headwater.core.errors import RankError
+from headwater.fabric.meeting import Process
+from headwater.fabric.parent import is_alive, is_stopped
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10e-6, 1e-3
+_LIVENESS_S = 0.5
+
+
+@final
+class HostWatch:
+    """Waits for ranks of this host.
+
+    Args:
+        rank: number of this rank.
+        neighbours: processes of this host by rank.
+        timeout_s: seconds to wait before an error is raised.
+        last_call: returns the time (s, monotonic) of the last call to other hosts; 0: never.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        neighbours: Mapping[int, Process],
+        timeout_s: float,
+        last_call: Callable[[], float],
+    ) -> None:
+        self._rank = rank
+        self._neighbours = neighbours
+        self._timeout_s = timeout_s
+        self._last_call = last_call
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Block until `condition()` is true; see `Fabric.wait_until`."""
+        start = time.monotonic()
+        pause, looked = _FIRST_PAUSE_S, start
+        while not condition():
+            time.sleep(pause)
+            pause = min(pause * 1.3, _LONGEST_PAUSE_S)
+            now = time.monotonic()
+            if now - looked > _LIVENESS_S:
+                looked = now
+                self._check_alive(what)
+                if now - self._counted_from(start) > self._timeout_s:
+                    raise RankError(
+                        f"rank {self._rank} has waited {now - start:.0f} s for {what}{self.stopped()}",
+                        remedy="find out what the other ranks do; the last complete checkpoint is intact",
+                    )
+
+    def stopped(self) -> str:
+        """Return which ranks of the host are stopped, for the end of a message."""
+        stopped = [
+            f"rank {rank} (process {process.pid}) is stopped"
+            for rank, process in self._neighbours.items()
+            if is_stopped(process.pid)
+        ]
+        return ": " + ", ".join(stopped) if stopped else ""
+
+    def _counted_from(self, start: float) -> float:
+        """Return the time from which the timeout counts for a wait that began at `start`.
+
+        A call to other hosts may be running. It fails by itself after the timeout, and its error names the
+        host that is missing, so this rank waits longer.
+        """
+        called = self._last_call()
+        return max(start, called + self._timeout_s) if called else start
+
+    def _check_alive(self, what: str) -> None:
+        for rank, process in self._neighbours.items():
+            if not is_alive(process.pid):
+                raise RankError(
+                    f"rank {rank} (process {process.pid}) is gone while rank {self._rank} waits for {what}",
+                    remedy="find out why it ended; the run continues from its last complete checkpoint",
+                )
