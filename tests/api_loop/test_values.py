@@ -40,7 +40,7 @@ READS = {
 
 @pytest.fixture(autouse=True)
 def not_yet_warned(monkeypatch):
-    monkeypatch.setattr(values, "_has_warned", False)
+    monkeypatch.setattr(values._has_warned, "value", False)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from headwater.api import optimizers
 from headwater.api.backend import current_backend
 from headwater.core.errors import CheckpointError, ConfigError, NonFiniteError, StreamError
+from headwater.core.process_value import ProcessValue
 from headwater.core.trees import map_tensors
 from headwater.optim.configure import configured_lr_scheduler
 from headwater.optim.loss_scale import GROWTH_INTERVAL, INITIAL, LARGEST, SMALLEST, LossScale
@@ -22,7 +23,8 @@ _HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _STATE = ("value", "good_steps", "steps", "overflows")
 """The attributes of a `LossScale` that a checkpoint holds; the script sets the others."""
 
-_half_dtype = torch.bfloat16
+_half_dtype = ProcessValue(torch.bfloat16)
+"""Shared by the process: `autocast` has no argument, and `set_half_dtype` chooses its dtype."""
 
 
 def set_half_dtype(dtype: Literal["bfloat16", "float16"] | torch.dtype) -> torch.dtype:
@@ -31,26 +33,25 @@ def set_half_dtype(dtype: Literal["bfloat16", "float16"] | torch.dtype) -> torch
     Raises:
         ConfigError: if `dtype` is neither bfloat16 nor float16.
     """
-    global _half_dtype
     chosen = _HALF_DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in _HALF_DTYPES.values():
         raise ConfigError(
             f"{dtype!r} is no half dtype", where="amp.set_half_dtype", remedy="write 'bfloat16' or 'float16'"
         )
-    _half_dtype = chosen
-    return _half_dtype
+    _half_dtype.value = chosen
+    return chosen
 
 
 def get_half_dtype() -> torch.dtype:
     """Return the dtype in which `autocast` computes; bfloat16 unless `set_half_dtype` was called."""
-    return _half_dtype
+    return _half_dtype.value
 
 
 def autocast() -> torch.autocast:
     """Return `torch.autocast` with the half dtype, for the current backend's device (default: the CPU)."""
     backend = current_backend()
     device = "cpu" if backend is None else backend.torch_device.type
-    return torch.autocast(device, dtype=_half_dtype)
+    return torch.autocast(device, dtype=_half_dtype.value)
 
 
 class GradScaler:

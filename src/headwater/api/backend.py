@@ -16,6 +16,7 @@ from headwater.api.ranks import refuse_restarts, take_accelerator
 from headwater.config.base import nearest
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
+from headwater.core.process_value import ProcessValue
 from headwater.distributed import check_num_csx
 from headwater.fabric.fabric import DEFAULT_TIMEOUT_S
 from headwater.fabric.membership import current, is_rank
@@ -27,7 +28,8 @@ _NUM_CSX = "backend, option num_csx"
 
 logger = logging.getLogger(__name__)
 
-_current: Backend | None = None
+_current = ProcessValue["Backend | None"](None)
+"""Shared by the process: a script chooses a backend with one call, and later calls do not name it."""
 
 
 class Backend:
@@ -112,7 +114,6 @@ def backend(
         ConfigError: if an option is unknown or wrong, the device is missing, or several ranks cannot be
             started.
     """
-    global _current
     if "num_csx" in options:
         options["cluster_config"] = {"num_csx": options.pop("num_csx")}
     cluster: Any = options.get("cluster_config")
@@ -149,8 +150,8 @@ def backend(
             "a launcher has started %s ranks, and num_csx is 1: each of them trains by itself",
             os.environ["WORLD_SIZE"],
         )
-    _current = made
-    return _current
+    _current.value = made
+    return made
 
 
 def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -177,4 +178,4 @@ def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFA
 
 def current_backend() -> Backend | None:
     """Return the backend that was chosen last, or `None`."""
-    return _current
+    return _current.value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from headwater.api.streamed import StreamedModel
 from headwater.api.transaction import is_open
 from headwater.api.updaters import is_state_replaced
 from headwater.core.errors import StreamError
+from headwater.core.process_value import ProcessValue
 from headwater.core.stage import ParamKey
 from headwater.fabric.membership import current
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
@@ -62,7 +62,8 @@ class _StepOptions:
     applied: bool = True
 
 
-_options = _StepOptions()
+_options = ProcessValue(_StepOptions())
+"""Options of the present step. Shared by the process: `torch.optim` calls `step` without these arguments."""
 _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _used: weakref.WeakKeyDictionary[Optimizer, list[ParameterAtRest]] = weakref.WeakKeyDictionary()
 """Optimizer -> the parameters that its present step has updated."""
@@ -95,23 +96,13 @@ def step(
     models = {id(home.store) for home in _homes(optimizer)}
     plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
     if len(models) == 1 and not plain:
-        with _using(asked):
+        with _options.replaced(asked):
             optimizer.step()
         return asked.applied
     if not _prepare_gradients(optimizer, asked):
         return False
     optimizer.step()
     return True
-
-
-@contextmanager
-def _using(options: _StepOptions) -> Iterator[None]:
-    global _options
-    before, _options = _options, options
-    try:
-        yield
-    finally:
-        _options = before
 
 
 def _prepare_gradients(optimizer: Optimizer, options: _StepOptions) -> bool:
@@ -183,17 +174,17 @@ def _commit(optimizer: Optimizer) -> None:
         update = Update(
             store.ledger.num_commits + 1,
             {},
-            max_norm=_options.max_norm,
-            max_value=_options.max_value,
-            loss_scale=_options.loss_scale * _scale_left_by_scaler(optimizer),
-            skip_non_finite=_options.skip_non_finite,
+            max_norm=_options.value.max_norm,
+            max_value=_options.value.max_value,
+            loss_scale=_options.value.loss_scale * _scale_left_by_scaler(optimizer),
+            skip_non_finite=_options.value.skip_non_finite,
         )
         committed = store.commit(
             update, {key: dataclasses.replace(update, options=options) for key, options in parts.items()}
         )
         if not is_open():
             model.apply_updates()
-        _options.applied = committed.applied
+        _options.value.applied = committed.applied
         updated = [
             p for p in params_of(optimizer) if isinstance(p, ParameterAtRest) and p.home.store is store
         ]
@@ -219,7 +210,7 @@ def _check_parts(optimizer: Optimizer) -> None:
             "one from headwater.distributed.take_part(batch)",
         )
     names = {id(p): p.home.spec.name for p in params_of(optimizer) if isinstance(p, ParameterAtRest)}
-    asked = {key: value for key, value in dataclasses.asdict(_options).items() if key != "applied"}
+    asked = {key: value for key, value in dataclasses.asdict(_options.value).items() if key != "applied"}
     check_same_options(current(), optimizer, names, asked)
     for param in params_of(optimizer):
         if not isinstance(param, ParameterAtRest) and param.grad is not None:

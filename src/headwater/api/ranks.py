@@ -11,6 +11,7 @@ from headwater.core.batches import num_samples, slice_batch
 from headwater.core.errors import ConfigError, DataError, StreamError
 from headwater.core.lazy import StoredTensor
 from headwater.core.placement import check_csx_limit
+from headwater.core.process_value import ProcessValue
 from headwater.core.units import counted
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import current
@@ -18,7 +19,11 @@ from headwater.stream.at_rest import AtRest
 
 Batch = TypeVar("Batch")
 
-_part_samples: int | None = None  # samples of this rank's part of the last batch that was divided
+_part_samples = ProcessValue[int | None](None)
+"""Samples of this rank's part of the last batch that was divided; `None`: no batch was divided.
+
+Shared by the process: a data loader divides batches, and the step that uses them does not see the loader.
+"""
 
 
 def take_part(batch: Batch, *, equal: bool = True) -> Batch:
@@ -56,13 +61,12 @@ def take_part(batch: Batch, *, equal: bool = True) -> Batch:
 
 def note_part(batch: Any) -> None:
     """Record that `batch` is this rank's part of a batch."""
-    global _part_samples
-    _part_samples = num_samples(batch)
+    _part_samples.value = num_samples(batch)
 
 
 def is_divided() -> bool:
     """Return true if a batch was divided among the ranks."""
-    return _part_samples is not None
+    return _part_samples.value is not None
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
@@ -86,7 +90,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     if value.dim() == 0 and value.is_floating_point():
         return value.new_tensor(sum(fabric.gather(value.item())) / fabric.size)
     every = fabric.gather_objects(value.cpu(), torch.Tensor)
-    if value.dim() and len(value) == _part_samples:
+    if value.dim() and len(value) == _part_samples.value:
         return torch.cat(every).to(value.device)
     if value.is_floating_point() or value.is_complex():
         return torch.stack(every).mean(0).to(value.device)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from headwater.core.cleanup import on_failure
+from headwater.core.process_value import ProcessValue
 
 
 class Participant(Protocol):
@@ -57,7 +58,8 @@ def _finally(action: Callable[[], object]) -> Iterator[None]:
 
 
 _participants: weakref.WeakValueDictionary[int, Participant] = weakref.WeakValueDictionary()  # oldest first
-_current: _Transaction | None = None
+_current = ProcessValue["_Transaction | None"](None)
+"""The open step. Shared by the process: models, optimizers and scalers join it without knowing each other."""
 
 
 def register(participant: Participant, *, undone_last: bool = False) -> None:
@@ -74,8 +76,8 @@ def register(participant: Participant, *, undone_last: bool = False) -> None:
         del _participants[key]
     _participants[id(participant)] = participant
     _participants.update(others)
-    if _current is not None:
-        _current.join(participant)
+    if _current.value is not None:
+        _current.value.join(participant)
 
 
 def unregister(participant: Participant) -> None:
@@ -85,7 +87,7 @@ def unregister(participant: Participant) -> None:
 
 def is_open() -> bool:
     """Return true if a step is open."""
-    return _current is not None
+    return _current.value is not None
 
 
 def when_committed(action: Callable[[], object]) -> None:
@@ -94,10 +96,10 @@ def when_committed(action: Callable[[], object]) -> None:
     If the step is aborted, the action is dropped. An action that raises an error does not undo the step, and
     the other actions are still called.
     """
-    if _current is None:
+    if _current.value is None:
         action()
     else:
-        _current.when_committed.append(action)
+        _current.value.when_committed.append(action)
 
 
 @contextmanager
@@ -106,18 +108,14 @@ def transaction() -> Iterator[None]:
 
     A transaction within another is part of the outer one.
     """
-    global _current
-    if _current is not None:
+    if _current.value is not None:
         yield
         return
-    step = _current = _Transaction()
-    try:
-        with step.parts:
-            for participant in list(_participants.values()):
-                step.join(participant)
-            yield
-    finally:
-        _current = None
+    step = _Transaction()
+    with _current.replaced(step), step.parts:
+        for participant in list(_participants.values()):
+            step.join(participant)
+        yield
     with ExitStack() as stack:
         for action in reversed(step.when_committed):
             stack.enter_context(_finally(action))

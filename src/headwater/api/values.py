@@ -14,6 +14,7 @@ import torch
 
 from headwater.api.ranks import whole
 from headwater.core.errors import StreamError
+from headwater.core.process_value import ProcessValue
 from headwater.core.trees import map_tensors
 
 _READS = {
@@ -29,7 +30,8 @@ _UNTRACED = {torch.Tensor.__reduce_ex__, torch.Tensor.__deepcopy__}
 """Functions that get a plain tensor, so that pickles do not need this module."""
 
 _reading_is_free: ContextVar[bool] = ContextVar("_reading_is_free", default=False)
-_has_warned = False
+_has_warned = ProcessValue(False)
+"""Shared by the process: the warning is printed once, whichever tensor is read."""
 
 
 class TracedValueWarning(UserWarning):
@@ -86,10 +88,9 @@ def reading_is_free() -> Iterator[None]:
 
 
 def _warn_once(read: str) -> None:
-    global _has_warned
-    if _has_warned or _reading_is_free.get():
+    if _has_warned.value or _reading_is_free.get():
         return
-    _has_warned = True
+    _has_warned.value = True
     warnings.warn(
         f"{read}: the value of a traced step is read outside a closure, and the loop waits for the device; "
         "write a function decorated with step_closure that takes the value, and read it there (said once)",

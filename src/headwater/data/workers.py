@@ -13,12 +13,14 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from headwater.core.errors import DataError
+from headwater.core.process_value import ProcessValue
 from headwater.core.safe_path import safe_path
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-_work: Callable[[Any], Any] | None = None
+_work = ProcessValue[Callable[[Any], Any] | None](None)
+"""The function of a worker. Shared by the process: each worker gets it once, at its start."""
 
 
 def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_workers: int) -> Iterator[Result]:
@@ -61,8 +63,7 @@ def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_worke
 
 
 def _install(work: Callable[[Any], Any]) -> None:
-    global _work
-    _work = work
+    _work.value = work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -81,5 +82,5 @@ def _exit_with_parent() -> None:
 
 
 def _run(task: Any) -> Any:
-    assert _work is not None, "the pool's initializer runs before any task"
-    return _work(task)
+    assert _work.value is not None, "the pool's initializer runs before any task"
+    return _work.value(task)

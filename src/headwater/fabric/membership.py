@@ -11,13 +11,15 @@ from contextvars import ContextVar
 import torch.distributed
 
 from headwater.core.errors import StreamError
+from headwater.core.process_value import ProcessValue
 from headwater.fabric import slurm
 from headwater.fabric.cluster import join_ranks
 from headwater.fabric.fabric import ALONE, DEFAULT_TIMEOUT_S, Fabric
 from headwater.fabric.parent import end_with_parent
 from headwater.fabric.report import ERROR_FILE
 
-_joined: Fabric = ALONE
+_joined = ProcessValue[Fabric](ALONE)
+"""The ranks of this run. Shared by the process: it is one of them from the first call that joins them."""
 _alone_in: ContextVar[str | None] = ContextVar("_alone_in", default=None)
 
 
@@ -44,25 +46,24 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
         ConfigError: if all ranks would be store ranks.
         RankError: if ranks cannot be reached, or the ranks of a host are not numbered consecutively.
     """
-    global _joined
     if is_watched():
         end_with_parent()
-    if _joined is ALONE and is_rank():
-        _joined = join_ranks(timeout_s, num_memx)
-    return _joined
+    if _joined.value is ALONE and is_rank():
+        _joined.value = join_ranks(timeout_s, num_memx)
+    return _joined.value
 
 
 @atexit.register
 def _leave() -> None:
     """Close connections and process group, whose threads would otherwise crash this process at its exit."""
-    _joined.close()
-    if _joined is not ALONE and torch.distributed.is_initialized():
+    _joined.value.close()
+    if _joined.value is not ALONE and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def current() -> Fabric:
     """Return the ranks that make the current calls: all that were joined, or this one inside `alone`."""
-    return ALONE if _alone_in.get() is not None else _joined
+    return ALONE if _alone_in.get() is not None else _joined.value
 
 
 def require_all_ranks(what: str) -> None:

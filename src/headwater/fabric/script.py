@@ -27,6 +27,7 @@ import torch
 from headwater.core.errors import ConfigError, RankError
 from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.placement import Placement
+from headwater.core.process_value import ProcessValue
 from headwater.fabric.alike import check_alike, digest, program
 from headwater.fabric.cluster import host_name
 from headwater.fabric.cores import check_cores
@@ -37,7 +38,8 @@ from headwater.fabric.parent import PARENT, find_parent
 from headwater.fabric.report import report_traceback
 from headwater.fabric.streams import OF_SCRIPT, STDERR, STDIN, STDOUT, silence
 
-_stderr: int | None = None  # a copy of the descriptor from before it was silenced
+_stderr = ProcessValue[int | None](None)
+"""A copy of the descriptor of stderr from before it was silenced. Shared by the process, as stderr is."""
 
 
 def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -115,12 +117,11 @@ def _check_command(num_csx: int, where: str) -> None:
 
 def begin() -> None:
     """Prepare a rank that the launcher has started: it prints nothing, and reports errors to the launcher."""
-    global _stderr
     if not _is_started_by_launcher():
         return  # a program that a rank has started
     find_parent()
     sys.excepthook = _report
-    _stderr = os.dup(STDERR)
+    _stderr.value = os.dup(STDERR)
     silence(STDERR)
 
 
@@ -130,19 +131,18 @@ def _is_started_by_launcher() -> bool:
 
 def _speak(fabric: Fabric) -> None:
     """Allow rank 0 to print: this rank has reached the call at which the script was started again."""
-    global _stderr
     sys.stdout.flush()
     sys.stderr.flush()
     if OF_SCRIPT in os.environ and fabric.rank == 0:
-        assert _stderr is not None, "`begin` was called when the package was imported"
+        assert _stderr.value is not None, "`begin` was called when the package was imported"
         os.dup2(STDIN, STDOUT)
-        os.dup2(_stderr, STDERR)
+        os.dup2(_stderr.value, STDERR)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=stream.isatty())  # type: ignore[union-attr]
     elif fabric.rank > 0:
         silence(STDOUT)
     if OF_SCRIPT not in os.environ:
-        _stderr = os.dup(STDERR)
+        _stderr.value = os.dup(STDERR)
         sys.excepthook = _report
         if fabric.rank > 0:
             silence(STDERR)
@@ -171,7 +171,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     text = "".join(traceback.format_exception(kind, error, trace))
     if OF_SCRIPT not in os.environ:  # the launcher of a script names the rank itself
         text = f"rank {current().rank} on {host_name()} has failed:\n{text}"
-    if not interrupted and not report_traceback(text) and _stderr is not None:
-        os.write(_stderr, text.encode())
+    if not interrupted and not report_traceback(text) and _stderr.value is not None:
+        os.write(_stderr.value, text.encode())
     sys.stdout.flush()
     os._exit(INTERRUPTED if interrupted else 1)

@@ -14,6 +14,7 @@ from torch import nn
 from headwater.api.backend import Backend, backend
 from headwater.api.compile import compile as compile_model
 from headwater.core.errors import ConfigError, StreamError
+from headwater.core.process_value import ProcessValue
 from headwater.utils.data import DataExecutor, DataLoader
 
 __all__ = ["Session", "dataloader", "initialize", "modes", "module", "optimizer"]
@@ -21,7 +22,8 @@ __all__ = ["Session", "dataloader", "initialize", "modes", "module", "optimizer"
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
-_backend: Backend | None = None
+_backend = ProcessValue[Backend | None](None)
+"""Shared by the process: `initialize` chooses the backend, and `module` has no argument for it."""
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -40,8 +42,7 @@ def initialize(backend_type: str = "CSX", *, cs_ip: str | None = None, **options
         cs_ip: the address of a Cerebras system; accepted for compatibility and ignored.
         options: further arguments of `headwater.backend`.
     """
-    global _backend
-    _backend = backend(backend_type, **options)
+    _backend.value = backend(backend_type, **options)
 
 
 def module(model: M) -> M:
@@ -50,9 +51,9 @@ def module(model: M) -> M:
     Raises:
         StreamError: if `initialize` has not been called.
     """
-    if _backend is None:
+    if _backend.value is None:
         raise StreamError("initialize() has not been called", where="module", remedy="call it first")
-    compiled = compile_model(model, _backend)
+    compiled = compile_model(model, _backend.value)
     _models.add(compiled)
     return compiled
 

@@ -1,0 +1,36 @@
+"""A value that the whole process shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar, final
+
+T = TypeVar("T")
+
+
+@final
+class ProcessValue(Generic[T]):
+    """A value that the whole process shares: a call sets it, and later calls of other functions read it.
+
+    Where an argument could carry the value, pass an argument instead. A module that has such a value says
+    beside it why it must be shared.
+
+    Args:
+        value: the first value.
+
+    Attributes:
+        value: the present value.
+    """
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    @contextmanager
+    def replaced(self, value: T) -> Iterator[None]:
+        """Set the value inside the context. The value from before returns at its end."""
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before
