@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from tests.rank_processes import free_port, run_ranks
 
 from headwater.core.errors import RankError
 from headwater.core.placement import Placement
-from headwater.fabric import cluster, meeting, secret
+from headwater.fabric import meeting, secret
 from headwater.fabric.connection import Connection
 from headwater.fabric.handshake import Keys, StrangerError, examine, introduce, purpose_digest
 from headwater.fabric.launch import launch
@@ -75,12 +76,26 @@ def pretend(connect, messages):
         answer = b""
         try:
             stranger.sendall(hello)
-            answer = stranger.recv(100)
+            answer = stranger.recv(64, socket.MSG_WAITALL)
             for message in messages:
                 stranger.sendall(message)
             return answer, stranger.recv(100)
         except ConnectionError:
             return answer, b""
+
+
+def pretend_at(port, messages):
+    """Pretend to be a rank at a port of this host; raise `OSError` if no rank answers."""
+    answer, after = pretend(lambda: socket.create_connection(("127.0.0.1", port)), messages)
+    if not answer:
+        raise OSError("the rank has not begun to listen, or has ended")
+    return answer, after
+
+
+def wait_for(condition):
+    """Block until a condition is true."""
+    while not condition():
+        time.sleep(0.01)
 
 
 def add_up(fabric):
@@ -97,10 +112,15 @@ def test_another_user_cannot_join_or_run_code_at_the_rendezvous_port(tmp_path):
     pickled = pickle.dumps(Harmful(str(harm)))
     messages = [bytes(32), struct.pack("<Q", len(pickled)) + bytes(32) + pickled]
     with (
-        mallory(pretend, lambda: socket.create_connection(("127.0.0.1", port)), messages) as first,
-        mallory(pretend, lambda: socket.create_connection(("127.0.0.1", port)), [pickled * 100]) as second,
+        mallory(pretend_at, port, messages) as first,
+        mallory(pretend_at, port, [pickled * 100]) as second,
     ):
-        results = run_ranks(add_up, port=port)
+
+        def add_up_when_attacked(fabric):
+            wait_for(lambda: not (first.empty() or second.empty()))  # rank 0 listens until it ends
+            return add_up(fabric)
+
+        results = run_ranks(add_up_when_attacked, port=port)
         seen = [first.get(), second.get()]
     assert results == [[1.0, 1.0, 1.0, 2.0, 0, 1]] * 2
     assert not harm.exists()
@@ -111,9 +131,12 @@ LISTENING = re.compile(r"00010000 0001 01 +\d+ +(@\w+)$", re.MULTILINE)
 """Sockets of this host that listen under a name without a file, in /proc/net/unix, which all can read."""
 
 RANK = """
-import json, os, sys, torch
+import json, os, sys, time
+from pathlib import Path
 from headwater.fabric.membership import join
-fabric = join(30)
+fabric = join(200)
+while not Path(sys.argv[1] + "attacked").exists():
+    time.sleep(0.01)
 words = fabric.gather_objects("ok", str)
 open(sys.argv[1] + os.environ["RANK"], "w").write(json.dumps([words, sorted(os.environ)]))
 """
@@ -140,9 +163,17 @@ def find_and_pretend(known, messages):
 def test_another_user_receives_no_bytes_from_ranks_of_one_host(tmp_path):
     known = set(LISTENING.findall(Path("/proc/net/unix").read_text()))
     harm = tmp_path / "harm"
+    heard = []
     with mallory(find_and_pretend, known, [pickle.dumps(Harmful(str(harm)))]) as seen:
+
+        def let_ranks_end():
+            heard.extend(seen.get())
+            (tmp_path / "attacked").touch()
+
+        listening = threading.Thread(target=let_ranks_end)
+        listening.start()
         assert launch(Placement(1, 1), ["-c", RANK, f"{tmp_path}/"], where="here") == 0
-        heard = seen.get()
+        listening.join()
     assert not harm.exists()
     assert heard and all(answer == b"" for answer, _ in heard), "sent away unheard"
     for rank in "01":
@@ -184,23 +215,41 @@ def test_ranks_listen_only_at_the_address_that_is_named():
 
 
 def test_ranks_with_different_secrets_do_not_join(monkeypatch):
-    monkeypatch.setattr(meeting, "take_secret", lambda environment: environment["RANK"].encode() * 16)
-    monkeypatch.setattr(cluster, "DEFAULT_TIMEOUT_S", 1)
-    with pytest.raises(AssertionError, match="does not know the secret") as caught:
-        run_ranks(add_up, timeout_s=1)
+    board = Switchboard(0, b"a" * 32, listen_on_host(8))
+    environment = {
+        "RANK": 1,
+        "WORLD_SIZE": 2,
+        "HEADWATER_RENDEZVOUS": board.address,
+        "HEADWATER_SECRET": "b" * 32,
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(RankError, match="does not know the secret") as caught:
+        meeting.meet(meeting.Process("here", os.getpid(), 0), 60)
     assert "HEADWATER_SECRET_FILE" in str(caught.value)
+    board.close()
 
 
 def test_rank_0_reports_a_refused_connection(monkeypatch):
-    port = free_port()
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
+    """The clock of rank 0 moves only after the refusal, so that a slow machine changes nothing."""
+    refused, looks = threading.Event(), []
+
+    def now():
+        looks.append(refused.is_set())
+        return 1000.0 if sum(looks) > 1 else 0.0  # rank 0 has looked for ranks once after the refusal
+
+    with listen_at("127.0.0.1", 0, 8) as listener:
+        environment = {"RANK": 0, "WORLD_SIZE": 2, "HEADWATER_RENDEZVOUS": "here"}
+        for name, value in {**environment, "HEADWATER_LISTENER": os.dup(listener.fileno())}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(meeting, "time", types.SimpleNamespace(monotonic=now, sleep=time.sleep))
+        stranger = socket.create_connection(listener.getsockname())
 
     def knock():
-        until_listening(port)
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
+        with stranger:
             stranger.sendall(bytes(80))
             stranger.recv(1)
+        refused.set()
 
     knocking = threading.Thread(target=knock)
     knocking.start()
@@ -208,7 +257,7 @@ def test_rank_0_reports_a_refused_connection(monkeypatch):
         RankError,
         match=r"missing ranks \(of 2\): 1; a connection from 127.0.0.1:\d+ was refused: its first",
     ):
-        meeting.meet(meeting.Process("here", os.getpid(), 0), 4)
+        meeting.meet(meeting.Process("here", os.getpid(), 0), 60)
     knocking.join()
 
 
