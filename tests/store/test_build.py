@@ -1,0 +1,55 @@
+"""Building a store: its gradients, its layouts and its ranks follow from the options."""
+
+import pytest
+import torch
+from thread_fabric import ranks
+from thread_hosts import hosts
+
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.fabric.fabric import ALONE
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.build import build_store
+from headwater.store.gradients import GradientOptions
+from headwater.store.memory import MemoryTier
+from headwater.store.rule import UpdateRule
+
+STAGES = [StageSpec(i, f"s{i}", (ParamSpec(f"w{i}", (8,), torch.float32, torch.float32),)) for i in range(2)]
+USER_LOOP = GradientOptions(user_loop=True)
+
+
+def built(fabric, gradients=None):
+    rule = UpdateRule(OptimizerSpec("SGD", {"lr": 1.0}))
+    return build_store(
+        STAGES, rule, lambda own: MemoryTier(own.layouts, fabric=fabric), gradients=gradients, fabric=fabric
+    )
+
+
+def kind_and_owners(fabric, gradients):
+    store = built(fabric, gradients)
+    found = type(store.gradients).__name__, store.fabric.size, sorted(store.ownership.owners(0))
+    fabric.barrier("the end")
+    store.close()
+    return found
+
+
+@pytest.mark.parametrize("gradients", [None, USER_LOOP])
+def test_a_single_rank_owns_all_and_sums_in_its_own_memory(gradients):
+    assert kind_and_owners(ALONE, gradients) == ("LocalGradients", 1, [0])
+
+
+def test_ranks_of_one_host_share_the_updates():
+    for gradients, kind in ((None, "RankGradients"), (USER_LOOP, "LoopGradients")):
+        found = ranks(2, lambda fabric, gradients=gradients: kind_and_owners(fabric, gradients))
+        assert found == [(kind, 2, [0, 1])] * 2
+
+
+def test_each_host_has_all_weights_only_in_a_user_loop():
+    assert hosts(2, lambda fabric: kind_and_owners(fabric, None)) == [("HostGradients", 2, [0, 1])] * 2
+    assert hosts(2, lambda fabric: kind_and_owners(fabric, USER_LOOP)) == [("LoopGradients", 1, [0])] * 2
+
+
+def test_the_tier_has_the_layouts_of_the_stages():
+    store = built(ALONE)
+    assert [layout.stage for layout in store.tier.layouts] == STAGES
+    assert list(store.parameters.read_param((1, 0)).shape) == [8]
+    store.close()
