@@ -1,7 +1,7 @@
 """The exchange of sums between hosts: runs are divided into parts and added in a fixed order."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.stage import ParamSpec, StageSpec
@@ -13,6 +13,7 @@ from headwater.store.gradients.storage import MemoryStorage
 STAGES = [StageSpec(0, "s", (ParamSpec("w", (6,), torch.float32, torch.bfloat16),))]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=5), st.integers(1, 6))
 def test_parts_of_runs_are_equal_and_cover_every_element_once(spans, count):
     runs = [((0, i), min(span), max(span)) for i, span in enumerate(spans)]

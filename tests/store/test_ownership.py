@@ -1,7 +1,7 @@
 """The owners of pieces, which update them: each piece has one owner, and owners have equal parts."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.placement import Placement
@@ -29,6 +29,7 @@ stages = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size
 placements = st.builds(Placement, st.integers(1, 4), st.integers(0, 2))
 
 
+@settings(deadline=None)
 @given(stages, placements, st.integers(1, 4), st.booleans())
 def test_each_piece_has_one_owner_and_all_hosts_together_have_every_element(sizes, placement, hosts, on_disk):
     layouts = [layout_of(index, each) for index, each in enumerate(sizes)]

@@ -1,6 +1,6 @@
 """The order of additions does not depend on the speed of the ranks, and cannot deadlock."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.store.gradients.turns import TurnQueue
@@ -95,6 +95,7 @@ used = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=3)
 """By micro-batch, the sums to which a rank adds, in its order; a sum may occur twice."""
 
 
+@settings(deadline=None)
 @given(st.lists(used, min_size=1, max_size=3), st.booleans(), st.randoms(use_true_random=False))
 def test_the_order_of_additions_does_not_depend_on_the_speed_of_ranks(programs, together, random):
     num_ranks, num_micro_batches = len(programs), max(map(len, programs))
