@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -64,10 +65,7 @@ class ParamSpec:
     @property
     def row_numel(self) -> int:
         """Elements of a row, which is one index in the first dimension."""
-        count = 1
-        for size in self.shape[1:]:
-            count *= size
-        return count
+        return math.prod(self.shape[1:])
 
     def arranged(self, flat: torch.Tensor) -> torch.Tensor:
         """Return all elements, given 1-D in memory order, as a tensor of the parameter's shape."""
@@ -89,20 +87,13 @@ class ParamSpec:
         """Return a tensor of the parameter's shape with the parameter's strides."""
         return tensor if self.strides is None else self.arranged(self.in_memory_order(tensor))
 
-    @property
+    @cached_property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
-    @property
+    @cached_property
     def wire_bytes(self) -> int:
         return self.numel * self.wire_dtype.itemsize
-
-    @property
-    def master_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)

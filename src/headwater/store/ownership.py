@@ -114,6 +114,7 @@ class Ownership:
             for stage, layout in enumerate(layouts)
         ]
         self._wire_ranges = [stage.wire_ranges() for stage in self._stages]
+        self._own_groups = [self._groups_of_mine(stage, None) for stage in range(len(layouts))]
 
     def owners(self, stage: int) -> frozenset[int]:
         """Return the ranks that update pieces of a stage."""
@@ -137,6 +138,11 @@ class Ownership:
 
     def own_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
         """Return the groups with pieces that this rank updates, or with such pieces of these parameters."""
+        if params is None:
+            return self._own_groups[stage]
+        return self._groups_of_mine(stage, params)
+
+    def _groups_of_mine(self, stage: int, params: Collection[int] | None) -> list[Group]:
         return self._stages[stage].groups(lambda piece: self.is_mine(stage, piece), params)
 
     def host_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:

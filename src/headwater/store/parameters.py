@@ -48,10 +48,6 @@ class Parameters:
         self._access = access
         self._gradients = gradients
 
-    def spec(self, key: ParamKey) -> ParamSpec:
-        """Return the shape, dtype and name of a parameter."""
-        return self._tier.layouts[key[0]].stage.params[key[1]]
-
     def read(
         self,
         stage: int,
@@ -112,7 +108,7 @@ class Parameters:
             StoreError: if this rank does not reach all of it.
         """
         stage, param = key
-        spec = self.spec(key)
+        spec = self._spec(key)
         shape, dtype = self._shape_and_dtype(key, state)
         out, filled = torch.empty(shape, dtype=dtype), 0
         with closing(self.read(stage, with_states=state is not None, params={param})) as pieces:
@@ -142,8 +138,11 @@ class Parameters:
 
     def _shape_and_dtype(self, key: ParamKey, state: str | None) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a parameter's master, or of one of its optimizer state tensors."""
-        spec = self.spec(key)
+        spec = self._spec(key)
         if state is None:
             return spec.shape, spec.dtype
         layout = self._rule.state_layout(spec)[state]
         return spec.shape if layout.shape is None else layout.shape, layout.dtype
+
+    def _spec(self, key: ParamKey) -> ParamSpec:
+        return self._tier.layouts[key[0]].stage.params[key[1]]

@@ -30,6 +30,7 @@ class Propagation:
 
     def __init__(self, fabric: Fabric, ownership: Ownership, tier: Tier) -> None:
         self._fabric = fabric
+        self._is_single = fabric.size == 1
         self._ownership = ownership
         self._tier = tier
         count = len(tier.layouts)
@@ -71,6 +72,8 @@ class Propagation:
         number = self._last[stage]
         if up_to is not None and number > up_to:
             return 0
+        if self._is_single:  # it has applied all that it has committed
+            return number
         if self._fabric.num_hosts == 1:
             self._wait_for_host(stage, number)
         else:

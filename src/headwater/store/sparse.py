@@ -13,14 +13,12 @@ from headwater.core.stage import ParamSpec
 from headwater.store.layout import PIECE_ELEMENTS
 
 
-def check_kind(gradient: torch.Tensor, spec: ParamSpec, several_ranks: bool) -> None:
-    """Check that a gradient of this kind can be kept for a parameter.
+def check_sparse(spec: ParamSpec, *, several_ranks: bool) -> None:
+    """Check that sparse gradients of a parameter can be kept.
 
     Raises:
-        StreamError: if it is sparse, and several ranks train or the parameter was not known to have such.
+        StreamError: if several ranks train, or the parameter was not known to have such gradients.
     """
-    if not gradient.is_sparse:
-        return
     if several_ranks:
         raise StreamError(
             "expected a dense gradient with several ranks, got a sparse one",

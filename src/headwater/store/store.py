@@ -18,7 +18,7 @@ from headwater.store.ownership import Ownership
 from headwater.store.parameters import Parameters
 from headwater.store.rule import UpdateRules
 from headwater.store.scalars import OptimizerScalars
-from headwater.store.sparse import check_kind
+from headwater.store.sparse import check_sparse
 from headwater.store.stage_update import StageUpdate
 from headwater.store.stages import StageAccess
 from headwater.store.tier import Tier
@@ -111,7 +111,7 @@ class WeightStore:
 
     def spec(self, key: ParamKey) -> ParamSpec:
         """Return the shape, dtype and name of a parameter."""
-        return self.parameters.spec(key)
+        return self.stages[key[0]].params[key[1]]
 
     # weights
 
@@ -150,7 +150,8 @@ class WeightStore:
 
     def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
         """Add one parameter's gradient of one micro-batch; the tensor belongs to the store from now on."""
-        check_kind(gradient, self.spec((stage, param)), self.gradients.is_shared)
+        if gradient.is_sparse:
+            check_sparse(self.spec((stage, param)), several_ranks=self.gradients.is_shared)
         self.access.flush(stage)  # an older update must use the older gradients first
         if self.gradients.add((stage, param), gradient, last=last):
             self.access.catch_up_all()  # first, because the additions may wait for ranks that wait for this
@@ -162,7 +163,8 @@ class WeightStore:
         Raises:
             StreamError: for gradients of several ranks in `train_step`.
         """
-        check_kind(gradient, self.spec((stage, param)), self.gradients.is_shared)
+        if gradient.is_sparse:
+            check_sparse(self.spec((stage, param)), several_ranks=self.gradients.is_shared)
         self.access.flush(stage)
         editable(self.gradients).replace((stage, param), gradient)
 
