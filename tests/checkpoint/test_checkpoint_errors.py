@@ -23,7 +23,7 @@ from headwater.core.errors import (
     ModelDirBusyError,
 )
 from headwater.optim.spec import OptimizerSpec
-from headwater.store.snapshot import publish, recover, retire
+from headwater.store.checkpoint_folder import publish, recover, retire
 from headwater.store.snapshot_load import SavedCheckpoint, load_weights
 from headwater.store.snapshot_manifest import FORMAT_VERSION
 from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, describe, find_damage

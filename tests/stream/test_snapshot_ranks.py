@@ -11,7 +11,8 @@ from harness import FP32, SEED, Job
 from rank_training import Net, loss_of, plan_of, tokens
 from tests.rank_processes import run_ranks
 
-from headwater.store.snapshot import Snapshot, SnapshotElsewhere
+from headwater.store.snapshot import Snapshot
+from headwater.store.snapshot_hosts import SnapshotElsewhere
 from headwater.stream.engine import Engine
 from headwater.trainer.pretrained import checkpoint_weights
 

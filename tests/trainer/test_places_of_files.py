@@ -12,7 +12,7 @@ from test_callbacks import run, step
 
 from headwater.core.errors import DiskFullError, RunError, StoreError
 from headwater.core.files import check_place, disk_errors, replace_file
-from headwater.store.snapshot import publish
+from headwater.store.checkpoint_folder import publish
 from headwater.trainer.callback import FitStart
 from headwater.trainer.checkpoint import ModelDirLock
 from headwater.trainer.history import History

@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import final
 
 import torch
 
 from headwater.core.cleanup import on_failure
 from headwater.core.errors import HeadwaterError
-from headwater.core.files import PARTIAL_SUFFIX, CheckedFile, disk_errors, sync_folder
+from headwater.core.files import PARTIAL_SUFFIX, CheckedFile, disk_errors
 from headwater.core.safetensors import DTYPE_CODES, DTYPES, TensorFileWriter
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.store.checkpoint_folder import publish, remove
 from headwater.store.pieces import PieceState
-from headwater.store.rule import Scalars, UpdateRules
+from headwater.store.rule import Scalars
+from headwater.store.snapshot_hosts import receive_pieces
 from headwater.store.snapshot_manifest import (
+    BUFFERS_FILE,
     MANIFEST_FILE,
     FileEntry,
     Manifest,
     ParamEntry,
     StageEntry,
-    TensorEntry,
     encode_scalars,
+    state_entries,
+    state_name,
 )
 from headwater.store.store import WeightStore
 
-BUFFERS_FILE = "weights_buffers.safetensors"
-"""The model's buffers; with the stages' weights files it is the whole model."""
 
-REPLACED_SUFFIX = ".replaced"
-"""Suffix of a checkpoint that another one of the same step replaces."""
-
-
+@final
 class Snapshot:
     """The store as it is now, written to a folder by `run`, on any thread.
 
@@ -71,7 +70,7 @@ class Snapshot:
         self._saved: dict[int, StageEntry] = {}
         self._failure: HeadwaterError | None = None
         self._no_hook = store.access.before_update
-        self._received = _receive_pieces(store)
+        self._received = receive_pieces(store)
         with self._nothing_left_on_failure():
             with disk_errors(self._partial):
                 remove(self._partial)
@@ -187,121 +186,3 @@ class Snapshot:
             stages=[self._saved[stage.index] for stage in self._store.stages],
             files={file.path.name: FileEntry(file.num_bytes, file.chunks) for file in files},
         )
-
-
-def _receive_pieces(store: WeightStore) -> Iterator[PieceState]:
-    """Yield the pieces that other hosts send, stage after stage; see `SnapshotElsewhere`."""
-    link = store.snapshots.link
-    if link is not None:
-        for stage in store.stages:
-            for host, piece in store.ownership.elsewhere(stage.index):
-                state = store.parameters.pieces.empty(stage.index, piece)
-                for tensor in (state.master, *state.states.values()):
-                    link.receive(tensor, host)
-                yield state
-
-
-class SnapshotElsewhere:
-    """A snapshot that rank 0 takes. This rank updates no stage before rank 0 has saved it.
-
-    The leader of another host sends its host's pieces of a stage to rank 0; sending a stage saves it.
-
-    Args:
-        store: the store.
-    """
-
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
-        self._up_to = store.ledger.num_commits
-        self._sent = 0  # how many stages were sent
-        store.access.before_update = self._before_update
-
-    def _before_update(self, stage: int, commit: int) -> None:
-        if commit <= self._up_to:
-            return
-        if self._store.snapshots.link is not None:
-            self._send(stage)
-        else:
-            name = self._store.stages[stage].name
-            self._store.snapshots.saved.wait(stage, self._up_to + 1, f"rank 0 to save stage {name!r}")
-
-    def run(self) -> None:
-        """Send the pieces of this host, if this rank leads another host than rank 0's; on any thread."""
-        if self._store.snapshots.link is not None:
-            for stage in self._store.stages:
-                self._send(stage.index)
-
-    def _send(self, stage: int) -> None:
-        """Send a stage, unless it is sent; stages before it are sent first."""
-        link = self._store.snapshots.link
-        assert link is not None, "leaders send"
-        with self._store.access.locks.exclusive(stage), torch.no_grad():
-            if stage < self._sent:
-                return
-            if stage > 0:
-                self._send(stage - 1)
-            with closing(self._store.parameters.read(stage, up_to=self._up_to)) as pieces:
-                for piece in pieces:
-                    for tensor in (piece.master, *piece.states.values()):
-                        link.send(tensor.contiguous(), 0)
-            self._sent = stage + 1
-            self._store.snapshots.saved.post(stage, self._up_to + 1)
-
-
-def state_entries(rule: UpdateRules, param: ParamSpec) -> dict[str, TensorEntry]:
-    """Return dtype and shape of each optimizer state tensor of a whole parameter."""
-    return {
-        name: TensorEntry(DTYPE_CODES[state.dtype], param.shape if state.shape is None else state.shape)
-        for name, state in rule.state_layout(param).items()
-    }
-
-
-def state_name(param: str, state: str) -> str:
-    """Return the name of an optimizer state tensor in its file."""
-    return f"{param}/{state}"
-
-
-def publish(partial: Path, folder: Path) -> None:
-    """Rename a complete checkpoint to its final name, and remove an older one of that name.
-
-    If the process is killed at any instant, at least one of the two is left; `recover` knows its name.
-    """
-    replaced = folder.with_name(folder.name + REPLACED_SUFFIX)
-    with disk_errors(folder):
-        sync_folder(partial)
-        if os.path.lexists(folder):
-            remove(replaced)
-            folder.rename(replaced)
-        partial.rename(folder)
-        sync_folder(folder.parent)
-        remove(replaced)
-
-
-def recover(model_dir: Path) -> None:
-    """Remove the incomplete checkpoints and files that a killed process has left in `model_dir`."""
-    with disk_errors(model_dir):
-        for replaced in model_dir.glob(f"*{REPLACED_SUFFIX}"):
-            folder = replaced.with_name(replaced.name.removesuffix(REPLACED_SUFFIX))
-            if folder.exists():
-                remove(replaced)
-            else:
-                replaced.rename(folder)
-        for partial in model_dir.glob(f"*{PARTIAL_SUFFIX}"):
-            remove(partial)
-
-
-def retire(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that half of it never has its name."""
-    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
-    with disk_errors(folder):
-        remove(partial)
-        folder.rename(partial)
-        remove(partial)
-
-
-def remove(path: Path) -> None:
-    """Delete a folder with its content, a file or a link, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

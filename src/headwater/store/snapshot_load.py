@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,36 +13,25 @@ import torch
 from headwater.core.errors import CheckpointError, CorruptError
 from headwater.core.files import FileBytes
 from headwater.core.safetensors import TensorFile
-from headwater.core.stage import MAY_BE_MISSING, ParamSpec, StageSpec
+from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.pieces import PieceState
 from headwater.store.rule import Scalars
-from headwater.store.snapshot import BUFFERS_FILE, state_entries, state_name
+from headwater.store.saved_weights import Buffers, Names, SavedWeights
 from headwater.store.snapshot_manifest import (
+    BUFFERS_FILE,
     MANIFEST_FILE,
     FileEntry,
     ParamEntry,
     TensorEntry,
     decode_scalars,
     read_manifest,
+    state_entries,
+    state_name,
 )
 from headwater.store.store import WeightStore
 
-Buffers = Mapping[str, torch.Tensor]
-"""Tensors of the model that are not parameters, by name; they are overwritten in place."""
-
-Names = Callable[[str], Sequence[str]]
-"""Returns the names of a parameter in files, the best first, from its name in the model.
-
-With `MAY_BE_MISSING` last the parameter may be missing, and then keeps its value.
-"""
-
 _VERIFY_THREADS = 4
 """Checksums of several files are computed at once, so that `verify` is as fast as the disk."""
-
-_OTHER_MODEL = (
-    "the weights are of another model; set its section to what they were trained with, or begin a new run "
-    "with what they have for it: callback LoadCheckpointStates: model"
-)
 
 
 class SavedCheckpoint:
@@ -131,7 +119,7 @@ class SavedCheckpoint:
             CorruptError: if bytes are damaged; then the store must not be used.
         """
         buffers = buffers or {}
-        weights = _Weights(self.weights(), store, buffers, exact=True, strict=strict)
+        weights = SavedWeights(self.weights(), store.stages, buffers, exact=True, strict=strict)
         _fill(store, weights, buffers, self._states(store))
 
     def _states(self, store: WeightStore) -> _States:
@@ -212,7 +200,9 @@ def load_weights(
         CorruptError: if bytes are damaged; then the store must not be used.
     """
     buffers = buffers or {}
-    weights = _Weights(_weight_files(source), store, buffers, exact=False, strict=strict, names=names)
+    weights = SavedWeights(
+        _weight_files(source), store.stages, buffers, exact=False, strict=strict, names=names
+    )
     _fill(store, weights, buffers, {})
 
 
@@ -243,101 +233,7 @@ def _indexed(index: Path) -> set[str]:
         ) from error
 
 
-class _Weights:
-    """Weights of a whole model in files, checked against a store before any of them is read.
-
-    Args:
-        files: the files.
-        store: the store that they fill.
-        buffers: tensors beside the store's parameters.
-        exact: require the dtypes of the store.
-        strict: refuse missing and unknown parameters and buffers.
-        names: returns the names of a parameter in the files.
-    """
-
-    def __init__(
-        self,
-        files: Sequence[TensorFile],
-        store: WeightStore,
-        buffers: Buffers,
-        *,
-        exact: bool,
-        strict: bool,
-        names: Names = lambda name: (name,),
-    ) -> None:
-        self._names = names
-        self._files = {name: file for file in files for name in file.places}
-        self._where = str(files[0].path.parent)
-        self._exact = exact
-        wanted = [ParamSpec(n, tuple(b.shape), b.dtype, b.dtype) for n, b in buffers.items()]
-        wanted += [spec for stage in store.stages for spec in stage.params]
-        self._saved_names = self._match(wanted)
-        if strict:
-            self._refuse_missing(wanted)
-            self._refuse_unknown(wanted)
-        for spec in wanted:
-            if spec.name in self:
-                self._check(spec)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._saved_names
-
-    def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Return a run of elements of a parameter or buffer, 1-D."""
-        saved = self._saved_names[name]
-        return self._files[saved].read(saved, start, count)
-
-    def _match(self, wanted: Iterable[ParamSpec]) -> dict[str, str]:
-        """Return the name in the files by the name in the model, for parameters that the files hold."""
-        found = {spec.name: [n for n in self._candidates(spec) if n in self._files] for spec in wanted}
-        return {name: names[0] for name, names in found.items() if names}
-
-    def _candidates(self, spec: ParamSpec) -> list[str]:
-        return [name for own in (spec.name, *spec.aliases) for name in self._names(own)]
-
-    def _refuse_missing(self, wanted: Iterable[ParamSpec]) -> None:
-        for spec in wanted:
-            if spec.name not in self and MAY_BE_MISSING not in self._candidates(spec):
-                raise CheckpointError(
-                    f"{spec.name} is missing; {_nearest(spec.name, self._files, 'the files hold')}",
-                    where=self._where,
-                    remedy=_OTHER_MODEL,
-                )
-
-    def _refuse_unknown(self, wanted: Iterable[ParamSpec]) -> None:
-        known = {name for spec in wanted for name in self._candidates(spec)}
-        for name, file in self._files.items():
-            if name not in known:
-                raise CheckpointError(
-                    f"the model has no {name}; {_nearest(name, known, 'it has')}",
-                    where=str(file.path),
-                    remedy=_OTHER_MODEL,
-                )
-
-    def _check(self, spec: ParamSpec) -> None:
-        saved = self._saved_names[spec.name]
-        file = self._files[saved]
-        place = file.places[saved]
-        if place.shape != spec.shape:
-            raise CheckpointError(
-                f"{spec.name} has shape {place.shape} in the file and {spec.shape} in the model",
-                where=str(file.path),
-                remedy=_OTHER_MODEL,
-            )
-        if place.dtype != spec.dtype and (self._exact or not place.dtype.is_floating_point):
-            raise CheckpointError(
-                f"{spec.name} is {place.dtype} in the file and {spec.dtype} in the model",
-                where=str(file.path),
-                remedy="save the weights in the model's own dtype",
-            )
-
-
-def _nearest(name: str, names: Iterable[str], intro: str) -> str:
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-    return f"{intro} {', '.join(close)}" if close else "no name is near it"
-
-
-def _fill(store: WeightStore, weights: _Weights, buffers: Buffers, states: _States) -> None:
+def _fill(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _States) -> None:
     for name, buffer in buffers.items():
         if name in weights:
             buffer.copy_(weights.read(name, 0, buffer.numel()).view(buffer.shape))
@@ -345,7 +241,7 @@ def _fill(store: WeightStore, weights: _Weights, buffers: Buffers, states: _Stat
         _fill_stage(store, stage, weights, states)
 
 
-def _fill_stage(store: WeightStore, stage: StageSpec, weights: _Weights, states: _States) -> None:
+def _fill_stage(store: WeightStore, stage: StageSpec, weights: SavedWeights, states: _States) -> None:
     absent = {index for index, spec in enumerate(stage.params) if spec.name not in weights}
     kept: dict[tuple[int, int], torch.Tensor] = {}
     if absent:

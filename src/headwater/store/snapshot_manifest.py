@@ -15,10 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 from headwater.core.errors import CheckpointError, CorruptError
 from headwater.core.files import Chunk, disk_errors
 from headwater.core.safetensors import DTYPE_CODES, DTYPES
-from headwater.store.rule import Scalars
+from headwater.core.stage import ParamSpec
+from headwater.store.rule import Scalars, UpdateRules
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
+
+BUFFERS_FILE = "weights_buffers.safetensors"
+"""The model's buffers; with the stages' weights files it is the whole model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,3 +202,16 @@ def decode_scalars(scalars: Mapping[str, Any] | None) -> Scalars | None:
         name: torch.tensor(value["value"], dtype=DTYPES[value["dtype"]]) if isinstance(value, dict) else value
         for name, value in scalars.items()
     }
+
+
+def state_entries(rule: UpdateRules, param: ParamSpec) -> dict[str, TensorEntry]:
+    """Return dtype and shape of each optimizer state tensor of a whole parameter."""
+    return {
+        name: TensorEntry(DTYPE_CODES[state.dtype], param.shape if state.shape is None else state.shape)
+        for name, state in rule.state_layout(param).items()
+    }
+
+
+def state_name(param: str, state: str) -> str:
+    """Return the name of an optimizer state tensor in its file."""
+    return f"{param}/{state}"

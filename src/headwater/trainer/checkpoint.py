@@ -30,8 +30,11 @@ from headwater.core.errors import (
     StoreError,
 )
 from headwater.core.files import check_place, disk_errors, make_folder
-from headwater.store.snapshot import Snapshot, SnapshotElsewhere, recover, retire
-from headwater.store.snapshot_load import Buffers, Names, SavedCheckpoint, load_weights
+from headwater.store.checkpoint_folder import recover, retire
+from headwater.store.saved_weights import Buffers, Names
+from headwater.store.snapshot import Snapshot
+from headwater.store.snapshot_hosts import SnapshotElsewhere
+from headwater.store.snapshot_load import SavedCheckpoint, load_weights
 from headwater.store.snapshot_manifest import MANIFEST_FILE
 from headwater.store.store import WeightStore
 

@@ -14,7 +14,7 @@ from headwater.core.files import disk_errors
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import Calibration, calibrate
 from headwater.plan.types import Plan
-from headwater.store.snapshot_load import Names
+from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.job import Trainable

@@ -9,7 +9,7 @@ from pathlib import Path
 from headwater.config.run import SetupConfig
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.optim.loss_scale import LossScale
-from headwater.store.snapshot_load import Names
+from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers, step_of
 from headwater.trainer.state import RunState

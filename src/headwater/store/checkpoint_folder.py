@@ -1,0 +1,58 @@
+"""Folders of checkpoints: they appear complete under their names, and disappear at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from headwater.core.files import PARTIAL_SUFFIX, disk_errors, sync_folder
+
+REPLACED_SUFFIX = ".replaced"
+"""Suffix of a checkpoint that another one of the same step replaces."""
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Rename a complete checkpoint to its final name, and remove an older one of that name.
+
+    If the process is killed at any instant, at least one of the two is left; `recover` knows its name.
+    """
+    replaced = folder.with_name(folder.name + REPLACED_SUFFIX)
+    with disk_errors(folder):
+        sync_folder(partial)
+        if os.path.lexists(folder):
+            remove(replaced)
+            folder.rename(replaced)
+        partial.rename(folder)
+        sync_folder(folder.parent)
+        remove(replaced)
+
+
+def recover(model_dir: Path) -> None:
+    """Remove the incomplete checkpoints and files that a killed process has left in `model_dir`."""
+    with disk_errors(model_dir):
+        for replaced in model_dir.glob(f"*{REPLACED_SUFFIX}"):
+            folder = replaced.with_name(replaced.name.removesuffix(REPLACED_SUFFIX))
+            if folder.exists():
+                remove(replaced)
+            else:
+                replaced.rename(folder)
+        for partial in model_dir.glob(f"*{PARTIAL_SUFFIX}"):
+            remove(partial)
+
+
+def retire(folder: Path) -> None:
+    """Delete a checkpoint. It is renamed first, so that half of it never has its name."""
+    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    with disk_errors(folder):
+        remove(partial)
+        folder.rename(partial)
+        remove(partial)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder with its content, a file or a link, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

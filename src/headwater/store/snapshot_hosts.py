@@ -1,0 +1,72 @@
+"""Snapshots on the other ranks: they send their pieces to rank 0, or wait until rank 0 has saved a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import final
+
+import torch
+
+from headwater.store.pieces import PieceState
+from headwater.store.store import WeightStore
+
+
+def receive_pieces(store: WeightStore) -> Iterator[PieceState]:
+    """Yield the pieces that other hosts send, stage after stage; see `SnapshotElsewhere`."""
+    link = store.snapshots.link
+    if link is not None:
+        for stage in store.stages:
+            for host, piece in store.ownership.elsewhere(stage.index):
+                state = store.parameters.pieces.empty(stage.index, piece)
+                for tensor in (state.master, *state.states.values()):
+                    link.receive(tensor, host)
+                yield state
+
+
+@final
+class SnapshotElsewhere:
+    """A snapshot that rank 0 takes. This rank updates no stage before rank 0 has saved it.
+
+    The leader of another host sends its host's pieces of a stage to rank 0; sending a stage saves it.
+
+    Args:
+        store: the store.
+    """
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._up_to = store.ledger.num_commits
+        self._sent = 0  # how many stages were sent
+        store.access.before_update = self._before_update
+
+    def _before_update(self, stage: int, commit: int) -> None:
+        if commit <= self._up_to:
+            return
+        if self._store.snapshots.link is not None:
+            self._send(stage)
+        else:
+            name = self._store.stages[stage].name
+            self._store.snapshots.saved.wait(stage, self._up_to + 1, f"rank 0 to save stage {name!r}")
+
+    def run(self) -> None:
+        """Send the pieces of this host, if this rank leads another host than rank 0's; on any thread."""
+        if self._store.snapshots.link is not None:
+            for stage in self._store.stages:
+                self._send(stage.index)
+
+    def _send(self, stage: int) -> None:
+        """Send a stage, unless it is sent; stages before it are sent first."""
+        link = self._store.snapshots.link
+        assert link is not None, "leaders send"
+        with self._store.access.locks.exclusive(stage), torch.no_grad():
+            if stage < self._sent:
+                return
+            if stage > 0:
+                self._send(stage - 1)
+            with closing(self._store.parameters.read(stage, up_to=self._up_to)) as pieces:
+                for piece in pieces:
+                    for tensor in (piece.master, *piece.states.values()):
+                        link.send(tensor.contiguous(), 0)
+            self._sent = stage + 1
+            self._store.snapshots.saved.post(stage, self._up_to + 1)
