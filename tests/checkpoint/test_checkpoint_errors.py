@@ -64,7 +64,7 @@ def test_a_missing_checkpoint_is_refused(tmp_path):
 def test_a_checkpoint_without_a_manifest_is_refused(checkpoint):
     (checkpoint / "manifest.json").unlink()
     assert CheckpointManager(checkpoint.parent).latest() is None
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="checkpoint is not complete"):
         load(checkpoint)
 
 

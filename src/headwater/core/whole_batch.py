@@ -46,8 +46,8 @@ def total(own: Tensor) -> Tensor:
 def rows(own: Tensor) -> Tensor:
     """Return the rows of all ranks in rank order: [samples of a part, …] -> [samples, …].
 
-    A loss computed from them is the same on all ranks. Each rank receives the gradient of its own rows,
-    multiplied by the number of ranks, so that the mean over ranks is the whole gradient.
+    A loss computed from them is the same on all ranks. A rank receives only the gradient of the rows that it
+    has passed in, multiplied by the number of ranks. So the mean over ranks is the whole gradient.
     """
     asked = _gather.get()
     if asked is None:

@@ -119,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise _damaged(path, "it is not a file")
     if not path.is_file():
         raise CheckpointError(
-            "this is no complete checkpoint: it has no manifest",
+            "the checkpoint is not complete: it has no manifest",
             where=str(folder),
             remedy="name a folder checkpoint_<step>; one that ends in .partial was interrupted",
         )

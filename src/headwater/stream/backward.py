@@ -1,4 +1,4 @@
-"""The backward that autograd runs now: whoever starts it, its end is noticed."""
+"""The backward that autograd runs now. Its end is noticed, even if the user has started it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NO_TASK = -1
 class BackwardWatch:
     """Tells whether autograd runs a backward, and calls back when it ends.
 
-    A user may call `backward` on any tensor, so nothing announces that a backward begins. Whoever first meets
-    it calls `notice`.
+    A user may call `backward` on any tensor, so nothing announces that a backward begins. The first hook or
+    fetch inside it calls `notice`.
 
     Args:
         at_end: called once at the end of each backward that was noticed.
@@ -29,7 +29,7 @@ class BackwardWatch:
         return torch._C._current_graph_task_id() != _NO_TASK
 
     def notice(self) -> None:
-        """Let autograd call back at the end of the backward that runs now, if one does."""
+        """Ask autograd to call back at the end of the backward that runs now, if one does."""
         task = torch._C._current_graph_task_id()
         if task not in (_NO_TASK, self._task):
             self._task = task

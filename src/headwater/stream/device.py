@@ -146,4 +146,4 @@ def make_device(name: str) -> Device:
         return CpuDevice()
     if name == "cuda":
         return CudaDevice()
-    raise PlanError(f"there is no device {name!r}", remedy="write cpu or cuda")
+    raise PlanError(f"expected device cpu or cuda, got {name!r}", remedy="write cpu or cuda")

@@ -1,4 +1,4 @@
-"""Follows a model whose weights come and go, whoever calls it."""
+"""Follows the calls of a model and its backwards, and provides weights for them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from headwater.stream.weights import StreamStatistics, Weights
 
 
 class Executor:
-    """One model, one store, one plan.
+    """The execution of one model with one plan, by hooks in the model.
 
-    A forward of the model, or of a part of it, brings its weights by hooks; what autograd saves then holds no
-    weights. The first use of a weight or gradient in a backward notices it; autograd calls back at its end.
+    In a forward of the model, or of a part of it, hooks fetch the weights, and autograd saves handles instead
+    of weights. In a backward, the first use of a weight or a gradient shows that it runs; autograd calls back
+    at its end.
 
     Args:
-        model: the model; its calls are surrounded.
-        plan: what to do.
-        store: gives weights and receives gradients.
+        model: the model; it gets hooks.
+        plan: the plan.
+        store: provides weights and receives gradients.
         binder: owns the model's parameters.
-        weights: brings stages to the device.
-        share: factor of every gradient that is given to the store.
+        weights: provides stages on the device.
+        share: factor of every gradient before it goes to the store.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Executor:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave calls of the model in the context alone."""
+        """Inside the context, calls of the model are ignored: no weights are bound."""
         self._forwards.are_followed = False
         self._recomputed.unhook()
         try:
@@ -95,12 +96,12 @@ class Executor:
     # a forward or backward, called by the parts
 
     def _open(self) -> None:
-        """Get ready for a forward that is not part of another."""
+        """Prepare a forward that is not part of another one."""
         if not self._weights.stable:
             refuse_moving_weights()
         if self._forwards_expected:
             self._forwards_expected -= 1
-        else:  # nobody announced it: a loop of the user
+        else:  # `begin` has not announced it: the user's loop calls the model
             self.begin(1 if torch.is_grad_enabled() else 0)
             self._forwards_expected = 0
 
@@ -123,17 +124,20 @@ class Executor:
         self._store.end_micro_batch()
 
     def _let_go(self) -> None:
-        """Hold no weights until another forward or backward begins."""
+        """Unbind all weights until another forward or backward begins."""
         self._binder.unbind_all()
         self._weights.rest()
 
     # one step
 
     def begin(self, num_micro_batches: int = 0) -> StreamStatistics:
-        """Get ready for one training step of so many micro-batches, or for inference if there are none.
+        """Prepare one training step, or inference.
+
+        Args:
+            num_micro_batches: the micro-batches of the step; 0 for inference.
 
         Returns:
-            Statistics, which grow during the step.
+            The statistics, which are updated during the step.
         """
         self.reset()
         self._store.ledger.note_all_used()
@@ -150,7 +154,7 @@ class Executor:
 
         Args:
             loss: scalar, already scaled.
-            last: True for the last micro-batch of the step.
+            last: true for the last micro-batch of the step.
         """
         self._gradients.last_micro_batch = last
         try:
@@ -169,7 +173,7 @@ class Executor:
     # the end, and what comes after it
 
     def leave(self) -> None:
-        """Take all hooks off the model; activations that have moved out can still come back."""
+        """Remove all hooks from the model. Offloaded activations can still be restored."""
         self.reset()
         self._forwards.are_followed = False
         self._sites.remove()
@@ -200,7 +204,7 @@ class Executor:
 
         Args:
             successor: the executor that has the model now.
-            unchanged: True if it has the same stages and modules.
+            unchanged: true if the model has the same stages and modules there.
         """
         if unchanged:
             self._successor = successor

@@ -1,4 +1,4 @@
-"""The forwards that run: of the model, or of any part that the user calls."""
+"""The forwards that run now: of the model, or of any part of it that the user calls."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from headwater.stream.saved_tensors import own_checkpoints
 class Forwards:
     """Binds the stages of a module while its forward runs.
 
-    The outermost call opens a forward and closes it; a call in backward belongs to that backward, where a
-    checkpoint runs a module again.
+    The outermost call begins a forward and ends it. A call inside a backward belongs to that backward, where
+    a checkpoint runs a module again.
 
     Attributes:
-        are_followed: False while calls of the model are to be left alone.
+        are_followed: false while calls of the model are ignored.
 
     Args:
         binder: binds and unbinds parameters.
-        require: gives the image of a stage, up to date.
-        packing: looks at what autograd saves.
-        backward: tells whether one runs.
+        require: returns the image of a stage, up to date.
+        packing: replaces the tensors that autograd saves.
+        backward: the backward that runs now, if one does.
         opened: called when a forward begins outside of a backward.
         closed: called when it has ended.
     """
@@ -47,12 +47,12 @@ class Forwards:
         self._opened = opened
         self._closed = closed
         self._nesting = 0  # calls of modules that run
-        self._depth: Counter[int] = Counter()  # by stage: how many of them use it
+        self._depth: Counter[int] = Counter()  # by stage, how many of these calls use it
         self.are_followed = True
 
     @property
     def are_running(self) -> bool:
-        """True inside of a forward."""
+        """True inside a forward."""
         return self._nesting > 0
 
     def enter(self, stages: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ class Forwards:
                 self._binder.bind(stage, self._require)
 
     def _begin(self) -> None:
-        if self._backward.is_running:  # it no longer needs what ran again before
+        if self._backward.is_running:  # the previous recomputed stage is finished
             self._backward.notice()
             self._binder.unbind_all()
         else:
@@ -101,7 +101,7 @@ class Forwards:
 
     def _unbind(self, stage: int) -> None:
         if self._backward.is_running and own_checkpoints.are_innermost():
-            self._binder.stages[stage].rest()  # what runs again here saves a frozen parameter as itself
+            self._binder.stages[stage].rest()  # a recomputed forward saves the objects of frozen parameters
         else:
             self._binder.stages[stage].unbind()
 

@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd to the store."""
+"""Hooks that move gradients from autograd to the store."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class GradientHooks:
     """Moves each gradient to the store as soon as autograd has accumulated it.
 
     Attributes:
-        last_micro_batch: True while no further micro-batch of the step is expected.
+        last_micro_batch: true while no further micro-batch of the step is expected.
 
     Args:
-        binder: has the parameters.
+        binder: owns the parameters.
         store: receives the gradients, in host memory.
-        weights: has the statistics, which count the bytes.
-        backward: told that a backward runs.
+        weights: owner of the statistics, which count the bytes.
+        backward: is notified that a backward runs.
         share: factor of every gradient; 1 / ranks makes the sum of several ranks a mean.
     """
 
@@ -76,7 +76,7 @@ class GradientHooks:
 
 
 def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Register a hook before those of the user, which are to see the sum that the store has then."""
+    """Register a hook before those of the user, which must see the sum in the store."""
     earlier = dict(param._post_accumulate_grad_hooks or {})
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
     hooks = param._post_accumulate_grad_hooks
@@ -92,5 +92,5 @@ def _taken_gradient(param: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _GRAD.__get__(param)
         _GRAD.__set__(param, None)
-    assert gradient is not None, "the hook runs when a gradient is there"
+    assert gradient is not None, "the hook runs after a gradient was accumulated"
     return gradient

@@ -22,24 +22,24 @@ from headwater.stream.diagnosis import first_non_finite_stage
 from headwater.stream.executor import Executor
 
 IN_LOSS = "in the loss itself"
-"""Where a loss stops being finite if no stage did; of a whole batch another rank may know better."""
+"""The place of the error if the output of every stage was finite. Another rank may know a stage."""
 
 
 class MicroBatches:
     """Computes losses of a model on this rank.
 
     Attributes:
-        matmul: makes the context in which matrices are multiplied.
+        matmul: returns a context for matrix products.
 
     Args:
         model: the model.
-        plan: gives the precision and the device.
+        plan: its precision and its device count here.
         executor: runs backward.
         fabric: the ranks; each computes a part of every micro-batch.
-        device: where the model computes.
+        device: the device that computes.
         loss_function: computes the loss of a batch.
-        seed: seeds the generator of random numbers for each micro-batch; `None` leaves the generator alone.
-        matmul: makes the context in which matrices are multiplied.
+        seed: seeds the random generator for each micro-batch; `None` leaves the generator alone.
+        matmul: returns a context for matrix products.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class MicroBatches:
         self._loss_function = loss_function
         self._seed = seed
         self.matmul = matmul
-        self._asks_for_whole = False  # the model asks for tensors of the whole batch, of all ranks
+        self._asks_for_whole = False  # true once the model has asked for values of all ranks' parts
 
     def train(self, batch: Any, update: Update, index: int, count: int, share: float | None) -> float:
         """Run forward and backward of a micro-batch; gradients go to the store.
 
         Args:
-            batch: what the loss function takes.
+            batch: the argument of the loss function.
             update: the step.
             index: number of the micro-batch in the step.
-            count: micro-batches of the step on each rank.
-            share: weight of the loss in that of the step; 1 / (micro-batches of all ranks) if None.
+            count: number of micro-batches of the step on each rank.
+            share: weight of this loss in the loss of the step; 1 / (micro-batches of all ranks) if `None`.
 
         Returns:
             The loss.
@@ -96,17 +96,17 @@ class MicroBatches:
         return value
 
     def take_part(self, batch: Any, update: Update, index: int) -> None:
-        """Compute what the other ranks ask for of the whole batch, after this rank has refused the step."""
+        """Compute the values that other ranks need of the whole batch, after this rank refused the step."""
         if self._asks_for_whole:
             with torch.no_grad(), self._part(), self.matmul():
                 self._forward(batch, update.step, index)
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch, computed in the contexts of the caller."""
+        """Return the loss of a batch. The caller has entered the contexts of precision and products."""
         return self._loss_function(self._model, self._on_device(batch))
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Make the context that casts as the plan's precision says."""
+        """Return the autocast context of the plan's precision."""
         return autocast(self._plan.precision, self._plan.device)
 
     def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
@@ -133,7 +133,7 @@ class MicroBatches:
         )
 
     def _part(self) -> AbstractContextManager[None]:
-        """Make the context of what this rank computes of a batch; see [Note: the whole batch]."""
+        """Return a context in which this rank computes its part of a batch; see [Note: the whole batch]."""
         if self._fabric.num_csx == 1:
             return nullcontext()
         return part_of_batch(self._gather_parts, self._fabric.rank)

@@ -1,4 +1,4 @@
-"""When what autograd saves is looked at: around a forward, and inside hooks of the user."""
+"""The replacement of tensors that autograd saves: around forwards, and inside hooks of the user."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from headwater.stream.saved_tensors import WeightHandle, are_weights_kept_out, w
 
 
 class Packing:
-    """Keeps weights out of what autograd saves, and moves activations out of the stages that the plan names.
+    """Makes autograd save handles instead of weights, and offloads activations as the plan says.
 
     Attributes:
         stage: the stage whose forward runs; its policy decides what happens to an activation.
 
     Args:
-        binder: tells which tensors are views of weights.
-        stable: True if the weights stay where they are, so that autograd may save them.
-        resolve: gives the weight that a handle stands for.
-        policies: what happens to the activations of each stage.
-        offload: moves activations out; `None` if no stage wants that.
+        binder: finds the handle of a tensor that is a view of weights.
+        stable: true if weights stay in the same memory, so that autograd may save them.
+        resolve: returns the weight of a handle.
+        policies: the policy for the activations of each stage.
+        offload: offloads activations; `None` if the plan offloads none.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class Packing:
         return self._offload(tensor)
 
     def begin_forward(self) -> None:
-        """Look at what autograd saves until `end_forward`."""
+        """Begin to replace the tensors that autograd saves, until `end_forward`."""
         if self._is_needed:
             self._around_forward.enter_context(self._hooks())
 
     def end_forward(self) -> None:
-        """End what `begin_forward` began."""
+        """Undo `begin_forward`."""
         self._around_forward.close()
 
     def begin_module(self) -> None:
-        """Look at what autograd saves first, where the user has put hooks of their own around a module.
+        """Replace saved tensors before hooks that the user has set around this module get them.
 
-        A checkpoint that runs a module again in backward may also have no hooks there.
+        In backward, where a checkpoint runs a module again, there may be no hooks at all.
         """
         around = ExitStack()
         if self._is_needed and not are_weights_kept_out():
@@ -76,17 +76,17 @@ class Packing:
         self._around_modules.append(around)
 
     def end_module(self) -> None:
-        """End what `begin_module` began, unless `reset` has."""
+        """Undo `begin_module`, unless `reset` has."""
         if self._around_modules:
             self._around_modules.pop().close()
 
     def reset(self) -> None:
-        """End everything, the innermost first."""
+        """Undo everything, the innermost module first."""
         while self._around_modules:
             self._around_modules.pop().close()
         self._around_forward.close()
 
     def close(self) -> None:
-        """Release the threads and memory of what has moved out."""
+        """Release the threads and memory of offloaded activations."""
         if self._offload is not None:
             self._offload.close()

@@ -94,7 +94,7 @@ class StageParameters:
             param.__class__ = ParameterAtRest
 
     def _adopt(self, index: int, param: nn.Parameter) -> None:
-        """Let a parameter point to its placeholder, and move its gradient to the store."""
+        """Point a parameter to its placeholder, and move its gradient to the store."""
         enter_store(param)
         gradient, param.grad = param.grad, None
         if gradient is not None:  # from a backward before streaming began

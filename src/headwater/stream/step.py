@@ -20,14 +20,14 @@ from headwater.stream.weights import StreamStatistics
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """What one training step did.
+    """The result of one training step.
 
     Attributes:
         loss: mean loss of the micro-batches.
         gradient_norm: global 2-norm before clipping.
-        applied: False if the step was skipped because its gradient was not finite.
-        statistics: what it streamed.
-        step_s: seconds it took.
+        applied: false if the step was skipped because its gradient was not finite.
+        statistics: counts of the data that it moved.
+        step_s: duration in seconds.
     """
 
     loss: float
@@ -43,7 +43,7 @@ class TrainStep:
     Args:
         store: sums the gradients and commits the update.
         executor: streams the weights.
-        buffers: the model's buffers, which a step that fails must not change.
+        buffers: the model's buffers; a failed step leaves them unchanged.
         micro_batches: computes the losses.
         fabric: the ranks.
     """
@@ -93,8 +93,8 @@ class TrainStep:
     ) -> tuple[float, NonFiniteError | None]:
         """Run forward and backward of every micro-batch on this rank.
 
-        A rank whose loss is not finite cannot raise at once: the other ranks would wait for it. It computes
-        no more gradients, goes through the step with them, and `_agree` raises its error on all ranks.
+        A rank whose loss is not finite cannot raise at once, because the other ranks would wait for it. It
+        computes no more gradients, but takes part in the step. Then `_agree` raises its error on all ranks.
 
         Returns:
             The mean loss and None, or NaN and the error.
@@ -113,7 +113,7 @@ class TrainStep:
                     if self._fabric.size == 1:
                         raise
                     refusal = error
-                else:  # the end of its backward has told the store
+                else:  # the end of its backward has called `end_micro_batch`
                     total += loss if share is None else loss * share * count * self._fabric.num_csx
                     continue
             else:
@@ -125,12 +125,12 @@ class TrainStep:
         """Return the losses of all ranks.
 
         Raises:
-            NonFiniteError: on every rank the same, if one of them refuses its loss.
+            NonFiniteError: the same on every rank, if the loss of one of them is not finite.
         """
         losses = self._fabric.gather(loss)
         if not (update.skip_non_finite or all(map(math.isfinite, losses))):
             refusals = self._fabric.gather_objects(refusal, HeadwaterError | None)
             errors = [error for error in refusals if error is not None]
-            # A rank that knows a stage says more than one that knows only its own part of the loss.
+            # Prefer the error of a rank that knows the stage to that of a rank that knows only its loss.
             raise next((error for error in errors if error.where != IN_LOSS), errors[0])
         return losses
