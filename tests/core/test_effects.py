@@ -1,0 +1,82 @@
+"""Python state that functions reach is as before after a run that does not count."""
+
+from collections import deque
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from headwater.core.effects import effects_undone, functions_of
+
+calls = 0
+
+
+def test_cells_containers_attributes_and_globals_are_restored():
+    count, seen, last = 0, [], deque([1], maxlen=3)
+
+    class Owner:
+        pass
+
+    owner = Owner()
+    owner.names = {"a": 1}
+
+    def function():
+        global calls
+        nonlocal count
+        calls += 1
+        count += 1
+        seen.append(count)
+        last.append(count)
+        owner.names["b"] = 2
+        owner.new = True
+
+    with effects_undone([function]):
+        function()
+        assert (calls, count, seen, owner.names) == (1, 1, [1], {"a": 1, "b": 2})
+    assert (calls, count, seen, list(last), owner.names) == (0, 0, [], [1], {"a": 1})
+    assert not hasattr(owner, "new")
+
+
+def test_state_is_restored_after_an_error_too():
+    seen = []
+    with pytest.raises(ValueError, match="stop"), effects_undone([lambda: seen]):
+        seen.append(1)
+        raise ValueError("stop")
+    assert seen == []
+
+
+def test_arguments_of_partials_and_owners_of_methods_are_reached():
+    class Counter:
+        def __init__(self):
+            self.total = 0
+
+        def add(self, into):
+            self.total += 1
+            into.append(self.total)
+
+    counter, into = Counter(), []
+    function = partial(counter.add, into)
+    with effects_undone([function]):
+        function()
+    assert counter.total == 0 and into == []
+
+
+def test_changes_of_tensors_in_place_stay():
+    value = torch.zeros(1)
+    with effects_undone([lambda: value]):
+        value += 1
+    assert value.item() == 1
+
+
+def test_hooks_and_forwards_of_the_user_are_functions_of_a_model():
+    class Own(nn.Module):
+        def forward(self, x):
+            return x
+
+    def hook(module, args, output):
+        return None
+
+    model = nn.Sequential(Own(), nn.Linear(1, 1))
+    model[1].register_forward_hook(hook)
+    assert set(functions_of(model)) == {Own.forward, hook}

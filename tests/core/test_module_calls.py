@@ -1,0 +1,64 @@
+"""Layers around the calls of a module run outside of its hooks, and leave no trace when they are removed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from headwater.core.module_calls import surround
+
+
+def layer_of(name, events):
+    def layer(call, args, kwargs):
+        events.append(f"{name} begins")
+        try:
+            return call(*args, **kwargs)
+        finally:
+            events.append(f"{name} ends")
+
+    return layer
+
+
+def test_layers_run_around_hooks_the_first_one_outermost():
+    events, module = [], nn.Identity()
+    module.register_forward_hook(lambda *_: events.append("hook"))
+    surround(module, layer_of("first", events))
+    surround(module, layer_of("second", events))
+    surround(module, layer_of("outermost", events), outermost=True)
+    assert module(torch.tensor(1)).item() == 1
+    inner = ["outermost begins", "first begins", "second begins", "hook", "second ends", "first ends"]
+    assert events == [*inner, "outermost ends"]
+
+
+def test_a_module_without_layers_has_its_own_call_again():
+    events, module = [], nn.Identity()
+    removers = [surround(module, layer_of(name, events)) for name in "ab"]
+    for remove in removers:
+        remove()
+        remove()  # again: nothing happens
+    module(1)
+    assert events == [] and "_call_impl" not in vars(module)
+
+
+def test_a_layer_may_change_arguments_and_sees_errors():
+    module = nn.Identity()
+    surround(module, lambda call, args, kwargs: call(args[0] + 1))
+    assert module(1) == 2
+
+    class Failing(nn.Module):
+        def forward(self):
+            raise ValueError("within")
+
+    events, failing = [], Failing()
+    surround(failing, layer_of("a", events))
+    with pytest.raises(ValueError, match="within"):
+        failing()
+    assert events == ["a begins", "a ends"]
+
+
+def test_a_copy_of_a_module_has_no_layers():
+    events, module = [], nn.Identity()
+    surround(module, layer_of("a", events))
+    copy.deepcopy(module)(1)
+    assert events == []
