@@ -55,7 +55,7 @@ def is_served(param: object, optimizer: Optimizer) -> TypeGuard[ParameterAtRest]
     if not isinstance(param, ParameterAtRest):
         return False
     model = find_model(param.home.store)
-    return model is not None and model.is_updated_by(param, optimizer)
+    return model is not None and model.optimizers.is_updated_by(param, optimizer)
 
 
 def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
@@ -64,7 +64,7 @@ def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
         return None
     home = param.home
     home.store.flush_stage(home.stage)
-    model_of(home.store).share_scalars()
+    model_of(home.store).steps.share_scalars()
     scalars = home.store.scalars.of(home.stage)[home.index]
     return scalars if scalars or _layouts(home) else None  # SGD without momentum has no state
 

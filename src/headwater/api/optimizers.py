@@ -168,8 +168,7 @@ def _commit(optimizer: Optimizer) -> None:
             home.set_gradient(None)
         return
     for model, parts in _parts(optimizer).items():
-        assert model.engine is not None, "parameters at rest have an engine"
-        store = model.engine.store
+        store = model.current.present.store
         _check_kinds(optimizer, store, parts)
         update = Update(
             store.ledger.num_commits + 1,
@@ -183,7 +182,7 @@ def _commit(optimizer: Optimizer) -> None:
             update, {key: dataclasses.replace(update, options=options) for key, options in parts.items()}
         )
         if not is_open():
-            model.apply_updates()
+            model.steps.apply_updates()
         _options.value.applied = committed.applied
         updated = [
             p for p in params_of(optimizer) if isinstance(p, ParameterAtRest) and p.home.store is store
@@ -288,7 +287,7 @@ def adopt(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_post_hook(reinstall)
     install(optimizer)
     for model in {model_of(home.store) for home in _homes(optimizer)}:
-        model.update_with(optimizer)
+        model.optimizers.update_with(optimizer)
     install(optimizer).store()
 
 
@@ -340,7 +339,7 @@ def _expect(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             states = loaded.setdefault(model_of(home.store), {})
             states[home.stage, home.index] = group, state_dict["state"][number]
     for model, states in loaded.items():
-        model.expect_states(states)
+        model.optimizers.expect_states(states)
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -100,6 +100,6 @@ def _share(fabric: Fabric) -> StoreShare:
         return WHOLE_STORE
     return StoreShare(
         disk_ranks=fabric.local_size,
-        images=1,  # updates come before the forward; see `StreamedModel.apply_updates`
+        images=1,  # updates come before the forward; see `StreamedSteps.apply_updates`
         sums_stay=fabric.num_hosts > 1,
     )

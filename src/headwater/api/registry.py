@@ -27,7 +27,7 @@ def register(store: WeightStore, model: StreamedModel) -> None:
     """
     store.owner = model
     _model_of[store] = weakref.ref(model)
-    if model.fabric.size > 1:
+    if model.current.fabric.size > 1:
         _kept[id(model)] = model
 
 

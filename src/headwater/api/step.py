@@ -132,7 +132,7 @@ def checkpoint_closure(function: Callable[P, object]) -> Callable[P, None]:
         if not _loops or _loops[-1].at_checkpoint_step:
             call = host_call(function, args, kwargs)
             for model in streamed_models():
-                model.share_scalars()
+                model.steps.share_scalars()
             if current().rank == 0:
                 when_committed(lambda: _closures.run_now(call))
 

@@ -166,6 +166,10 @@ class Updaters:
         entries = self._entries
         return Updaters(self._device, {new: entries[old] for new, old in old_names.items() if old in entries})
 
+    def copy(self) -> Updaters:
+        """Return a copy that can be changed alone."""
+        return Updaters(self._device, self._entries)
+
     @property
     def specs(self) -> dict[str, OptimizerSpec]:
         """The kind of optimizer of each parameter that has one."""

@@ -1,0 +1,41 @@
+"""The reasons for a new plan that a call of a model may bring, on one rank or on any of several."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+from headwater.fabric.fabric import Fabric
+
+_FLAGS = ("structure", "trains_more", "first_training", "retrained")
+
+
+@dataclasses.dataclass(frozen=True)
+class CallNews:
+    """The differences between a call of a model and the calls before it.
+
+    Attributes:
+        size: number of elements in the arguments of the call.
+        structure: true if the structure of the model has changed since it was planned.
+        trains_more: true if parameters require gradients that the plan does not train.
+        first_training: true if the model is in training mode and no dry run was.
+        retrained: true if the set of parameters that require gradients is another than at the last call.
+    """
+
+    size: int
+    structure: bool
+    trains_more: bool
+    first_training: bool
+    retrained: bool
+
+    def of_any_rank(self, fabric: Fabric) -> Self:
+        """Return the news of all ranks: the largest size, and each flag that is true on any of them.
+
+        All ranks must call this. All plan if one of them must: a rank that planned alone would wait for the
+        others.
+        """
+        # One number, because ranks exchange a number at every forward, and objects are slower.
+        flags = sum(getattr(self, name) << bit for bit, name in enumerate(_FLAGS))
+        seen = [int(each) for each in fabric.gather(self.size << len(_FLAGS) | flags)]
+        merged = {name: any(each >> bit & 1 for each in seen) for bit, name in enumerate(_FLAGS)}
+        return dataclasses.replace(self, size=max(seen) >> len(_FLAGS), **merged)

@@ -1,0 +1,182 @@
+"""The engine that a user's model has at present, and its replacement by another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import final
+
+import torch
+from torch import nn
+
+from headwater.api.machine import engine_options
+from headwater.api.updaters import Updaters
+from headwater.api.watcher import Structure, has_lent_parameters
+from headwater.config.sections import BackendConfig
+from headwater.core.buffers import tune_allocator
+from headwater.core.empty import initial_values
+from headwater.core.stage import ParamKey, ParamSpec
+from headwater.fabric.fabric import ALONE, Fabric
+from headwater.plan.types import Plan
+from headwater.store.replicas import take_from_first_host
+from headwater.store.store import WeightStore
+from headwater.store.takeover import take_over
+from headwater.stream.engine import Engine, Initial
+from headwater.stream.leaving import give_back, give_state_back
+
+
+@final
+class CurrentEngine:
+    """The engine that streams a model at present, with the facts for which it was made.
+
+    Attributes:
+        model: the user's module.
+        engine: the engine; `None` before the first plan.
+        fabric: the ranks that train the module together, from the first plan on.
+        structure: the structure of the model when the engine was made.
+        updaters: the optimizer of each parameter.
+
+    Args:
+        model: the user's module.
+        config: the options of the backend.
+        updaters: the optimizers that are known before the first engine.
+        note_store: called with the store of each new engine.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: BackendConfig,
+        updaters: Updaters,
+        note_store: Callable[[WeightStore], None],
+    ) -> None:
+        self.model = model
+        self.engine: Engine | None = None
+        self.fabric: Fabric = ALONE
+        self.structure = Structure(model)
+        self.updaters = updaters
+        self._config = config
+        self._note_store = note_store
+
+    @property
+    def present(self) -> Engine:
+        """The engine of a model that is streamed."""
+        assert self.engine is not None, "streamed parameters have an engine"
+        return self.engine
+
+    @property
+    def has_changed(self) -> bool:
+        """True if the model's structure differs from the engine's, and neither forward nor backward runs."""
+        if self.engine is None or not self.engine.executor.is_idle:
+            return False
+        if self.structure.is_current:
+            return bool(self.engine.departed)
+        return not has_lent_parameters(self.model)
+
+    def old_names(self) -> dict[str, str]:
+        """Return the present name -> the name in `structure`, of each parameter that is in both."""
+        return self.structure.old_names(Structure(self.model))
+
+    def still_streamed(self, old_names: Mapping[str, str]) -> dict[str, str]:
+        """Return `old_names` without the parameters that have left the engine."""
+        if self.engine is None:
+            return {}
+        gone = {self.engine.store.spec(key).name for key in self.engine.departed}
+        return {new: old for new, old in old_names.items() if old not in gone}
+
+    def replace(
+        self, plan: Plan, updaters: Updaters, old_names: Mapping[str, str], *, unchanged: bool
+    ) -> None:
+        """Replace the engine by one with this plan and these optimizers; keep weights and optimizer state.
+
+        Args:
+            plan: the plan.
+            updaters: the optimizer of each parameter.
+            old_names: present name -> name in the old engine, of the parameters that both have.
+            unchanged: true if the model has the same structure as for the old engine.
+        """
+        config, before = self._config, self.engine
+        if plan.device == "cpu" and config.allocator == "tuned":
+            tune_allocator(keep=plan.memory_is_ample)
+        if before is not None:
+            before.detach()
+        self.engine = Engine(
+            self.model,
+            plan,
+            updaters.rule,
+            initial=self._initial(before, old_names),
+            fabric=self.fabric,
+            options=engine_options(config, user_loop=True),
+        )
+        self._note_store(self.engine.store)
+        self.engine.when_departed(self._give_back)
+        if before is not None:
+            self._succeed(before, self.engine, old_names, unchanged=unchanged)
+        self.updaters, self.structure = updaters, Structure(self.model)
+        if before is None and self.fabric.num_hosts > 1:
+            take_from_first_host(self.engine.store, self.fabric)
+
+    def _succeed(
+        self, before: Engine, engine: Engine, old_names: Mapping[str, str], *, unchanged: bool
+    ) -> None:
+        """Move weights and optimizer state from an old engine to a new one.
+
+        Parameters that the model has lost become plain ones.
+
+        Args:
+            before: the old engine.
+            engine: the new engine.
+            old_names: new name -> old name, of the parameters that both have.
+            unchanged: true if the model has the same structure as for the old engine.
+        """
+        if self.fabric.size > 1:
+            before.store.flush()
+            before.store.scalars.share()
+        take_over(engine.store, before.store, old_names)
+        kept = set(old_names.values())
+        for key, param in before.parameters():
+            name = before.store.spec(key).name
+            if name not in kept and key not in before.departed:
+                give_back(before.store, key, param, self.updaters.state_owner_of(name))
+        before.hand_over(engine, unchanged=unchanged)
+
+    def _initial(self, before: Engine | None, old_names: Mapping[str, str]) -> Initial | None:
+        """Return a function that reads the parameters' values, or `None` if the parameters have them."""
+        known = initial_values(self.model)
+        if not known and before is None:
+            return None
+        params = dict(self.model.named_parameters())
+
+        def value(spec: ParamSpec) -> torch.Tensor:
+            if before is not None and spec.name in old_names:
+                return before.master(old_names[spec.name])
+            return known[spec.name]() if spec.name in known else params[spec.name].detach()
+
+        return value
+
+    def _give_back(self, key: ParamKey, param: nn.Parameter) -> None:
+        """Copy value, gradient and optimizer state from the store to a parameter that leaves it."""
+        store = self.present.store
+        give_back(store, key, param, self.updaters.state_owner_of(store.spec(key).name))
+
+    def give_states_back(self, names: Collection[str]) -> None:
+        """Copy the states of parameters from the store to their optimizers; other optimizers follow them.
+
+        Args:
+            names: names of the parameters.
+        """
+        store = self.present.store
+        for key, param in self.present.parameters():
+            name = store.spec(key).name
+            optimizer = self.updaters.state_owner_of(name) if name in names else None
+            if optimizer is not None:
+                give_state_back(store, key, param, optimizer)
+
+    def release(self) -> None:
+        """Return values and gradients to the parameters and states to the optimizers, and end the engine."""
+        if self.engine is None:
+            return
+        self.engine.detach()
+        for key, param in self.engine.parameters():
+            self._give_back(key, param)
+        self.engine.close()
+        self.engine = None

@@ -1,0 +1,151 @@
+"""The optimizers of a streamed model's parameters, and the layout of the store that their states need."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, final
+
+import torch
+
+from headwater.api.engine_swap import CurrentEngine
+from headwater.api.step_participant import StreamedSteps
+from headwater.api.updaters import Updaters, state_tensors
+from headwater.core.errors import StreamError
+from headwater.core.stage import ParamKey
+from headwater.stream.parameters import ParameterAtRest
+
+
+@final
+class OptimizerBook:
+    """Keeps the store of a streamed model in line with the optimizers that the user's loop steps.
+
+    If the states need another layout, the engine is replaced by one with the same plan.
+
+    Args:
+        current_engine: the engine of the model.
+        steps: exchanges the scalars of ranks.
+    """
+
+    def __init__(self, current_engine: CurrentEngine, steps: StreamedSteps) -> None:
+        self._current = current_engine
+        self._steps = steps
+
+    def is_updated_by(self, param: ParameterAtRest, optimizer: torch.optim.Optimizer) -> bool:
+        """True if the state that the store has for a parameter is this optimizer's."""
+        return self._current.updaters.updater_of(param.home.spec.name) is optimizer
+
+    def update_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that this optimizer updates its parameters that are in this model.
+
+        If another optimizer has updated a parameter before, the parameter begins without state. Otherwise its
+        state is adapted to the options of its group.
+
+        Args:
+            optimizer: an optimizer that is about to step, or whose state is asked for.
+
+        Raises:
+            ConfigError: if streaming cannot serve the optimizer, or the options of a group.
+        """
+        names = self._current.structure.names
+        updaters = self._current.updaters.copy()
+        fresh = updaters.note(optimizer, names)
+        if fresh:
+            self._settle()
+            self._current.give_states_back(fresh)
+            has_changed = updaters.specs != self._current.updaters.specs
+            self._update_by(updaters, fresh, rebuild=has_changed or self._has_other_layouts(updaters, fresh))
+        self._follow_options(optimizer, names)
+
+    def _settle(self) -> None:
+        """Apply all updates and exchange scalars, so that this rank can move or judge all states."""
+        self._current.present.store.flush()
+        self._steps.share_scalars()
+
+    def _follow_options(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        """Adapt the state of the parameters if the options of their groups have changed.
+
+        A parameter without state so far begins a new one. The decision is the same on all ranks.
+
+        Raises:
+            ConfigError: if a state lacks a tensor that the optimizer needs now.
+        """
+        changed = self._current.updaters.changed(optimizer, names)
+        if not changed:
+            return
+        self._settle()
+        engine = self._current.present
+        store = engine.store
+        updaters, began = self._current.updaters.copy(), set()
+        for key, _ in engine.parameters():
+            spec, scalars = store.spec(key), store.scalars.of(key[0])[key[1]]
+            if spec.name not in changed:
+                continue
+            if scalars is not None and (scalars or store.rule.state_layout(spec)):
+                updaters.keep_state(spec, changed[spec.name])
+            else:
+                updaters.begin_state(spec.name, changed[spec.name])
+                began.add(spec.name)
+        self._update_by(updaters, began, rebuild=self._has_other_layouts(updaters, began))
+
+    def expect_states(self, loaded: Mapping[ParamKey, tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+        """Change the layout of the store for states that are about to be loaded.
+
+        If the layout of a parameter's state changes, its present state is dropped.
+
+        Args:
+            loaded: parameter -> the options of its group and its state, as they were saved.
+        """
+        store = self._current.present.store
+        updaters, others = self._current.updaters.copy(), set()
+        for key, (options, state) in loaded.items():
+            updaters.expect_state(store.spec(key).name, options, state)
+        rule = updaters.rule
+        for key, (_, state) in loaded.items():
+            spec, tensors = store.spec(key), state_tensors(state)
+            if rule.state_layout(spec).keys() != tensors.keys():
+                return  # loading it will raise an error, and the present states stay
+            if rule.state_layout(spec) != store.rule.state_layout(spec):
+                others.add(spec.name)
+        if others:
+            self._update_by(updaters, others, rebuild=True)
+
+    def _has_other_layouts(self, updaters: Updaters, names: Collection[str]) -> bool:
+        """True if `updaters` needs other state tensors of these parameters than the store has."""
+        store, rule = self._current.present.store, updaters.rule
+        specs = (spec for stage in store.stages for spec in stage.params if spec.name in names)
+        return any(rule.state_layout(spec) != store.rule.state_layout(spec) for spec in specs)
+
+    def _update_by(self, updaters: Updaters, fresh: Collection[str], *, rebuild: bool) -> None:
+        """Replace the optimizers of the parameters.
+
+        Args:
+            updaters: the optimizers.
+            fresh: the parameters whose present state is dropped.
+            rebuild: true if the store needs another layout.
+        """
+        if rebuild:
+            self._rebuild(updaters)
+        self._current.updaters = updaters
+        store = self._current.present.store
+        for stage in store.stages:
+            scalars = store.scalars.of(stage.index)
+            for index, param in enumerate(stage.params):
+                if param.name in fresh:
+                    scalars[index] = None
+
+    def _rebuild(self, updaters: Updaters) -> None:
+        """Replace the engine by one with the same plan, whose store has the layout for these optimizers.
+
+        Raises:
+            StreamError: if a parameter has left the engine and the model has not been planned since then.
+        """
+        engine, structure = self._current.present, self._current.structure
+        if engine.departed:
+            raise StreamError(
+                "a parameter got another shape or dtype between the backward and the step",
+                where=engine.store.spec(next(iter(engine.departed))).name,
+                remedy="change it after the step, or call the model again before the step",
+            )
+        with structure.restored():  # the next forward must still see the user's changes
+            same = {name: name for name in structure.names.values()}
+            self._current.replace(engine.plan, updaters, same, unchanged=True)

@@ -1,0 +1,81 @@
+"""The steps of a streamed model: each is a transaction, and ranks exchange its results."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import final
+
+from headwater.api.engine_swap import CurrentEngine
+from headwater.fabric.membership import require_all_ranks
+from headwater.store.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class StreamedSteps:
+    """A participant of steps: it commits or undoes what a step changes in a streamed model.
+
+    Args:
+        current_engine: the engine of the model.
+    """
+
+    def __init__(self, current_engine: CurrentEngine) -> None:
+        self._current = current_engine
+        self._undo_buffers: Callable[[], None] = _nothing
+        self._shared: weakref.WeakKeyDictionary[WeightStore, int] = weakref.WeakKeyDictionary()
+        """Store -> number of its commits whose scalars all ranks have."""
+
+    def begin_step(self) -> None:
+        engine = self._current.engine
+        if engine is not None:
+            engine.store.begin_transaction()
+            self._undo_buffers = engine.buffers.remember()
+
+    def end_step(self) -> None:
+        engine = self._current.engine
+        if engine is not None:
+            engine.store.end_transaction()
+            self.apply_updates()
+        self._undo_buffers = _nothing
+
+    def abort_step(self) -> None:
+        engine = self._current.engine
+        if engine is None:
+            return
+        engine.executor.reset()
+        if not engine.store.roll_back():
+            logger.warning("the step had been used by a forward after optimizer.step(): it stays applied")
+        self._undo_buffers()
+        self.end_step()
+
+    def apply_updates(self) -> None:
+        """With several ranks, apply all waiting updates. Then each rank can read weights without the others.
+
+        All ranks must call this.
+        """
+        if self._current.fabric.size > 1:
+            self._current.present.store.flush()
+
+    def share_scalars(self) -> None:
+        """Exchange the optimizer scalars, so that every rank has those of all parameters.
+
+        All ranks must call this.
+
+        Raises:
+            StreamError: if one rank calls this alone and does not have all scalars.
+        """
+        store = None if self._current.engine is None else self._current.engine.store
+        if store is None or self._current.fabric.size == 1:
+            return
+        if store.ledger.num_commits == self._shared.get(store, 0):
+            return
+        require_all_ranks("the state of an optimizer")
+        store.scalars.share()
+        self._shared[store] = store.ledger.num_commits
+
+
+def _nothing() -> None:
+    pass
