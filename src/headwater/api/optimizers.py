@@ -13,10 +13,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from headwater.api.optimizer_state import install, is_served, lazy_state, params_of, reinstall
+from headwater.api.moments import lazy_state
+from headwater.api.optimizer_state import install, reinstall
 from headwater.api.ranks import is_divided
 from headwater.api.registry import find_model, model_of
 from headwater.api.same_model import check_same_options
+from headwater.api.stored_state import is_served, params_of
 from headwater.api.streamed import StreamedModel
 from headwater.api.transaction import is_open
 from headwater.api.updaters import is_state_replaced

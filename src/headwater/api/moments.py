@@ -1,0 +1,196 @@
+"""Tensors of an optimizer's state whose values are in the weight store."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from headwater.api.stored_state import Optimizer, layouts_of, set_scalars, stored_scalars
+from headwater.core.errors import StreamError
+from headwater.core.lazy import LazyTensor
+from headwater.core.stage import ParamSpec
+from headwater.store.rule import Scalars
+from headwater.stream.at_rest import (
+    LAYOUT,
+    AtRest,
+    all_of,
+    becomes_parameter_when_marked,
+    is_metadata,
+    on_values,
+    stand_in,
+)
+from headwater.stream.home import Home
+from headwater.stream.kept import KeptHome
+from headwater.stream.parameters import ParameterAtRest
+
+
+@dataclasses.dataclass(frozen=True)
+class _MomentHome:
+    """The place of a state tensor that is in the store."""
+
+    home: Home
+    name: str
+
+    @property
+    def spec(self) -> ParamSpec:
+        return self.home.spec
+
+    def read(self) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return self.home.store.parameters.read_param(self.home.key, self.name).to(self.home.device)
+
+    def write(self, value: torch.Tensor) -> None:
+        self.home.store.parameters.write_param(self.home.key, value.detach(), self.name)
+
+
+class Moment:
+    """A tensor of the state of one parameter, in a store or not. It lives while something refers to it.
+
+    Attributes:
+        kept: the values, after another tensor has replaced this one in the state; `None` before.
+    """
+
+    _alive: ClassVar[weakref.WeakValueDictionary[tuple[int, int, str], Moment]] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def __init__(self, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> None:
+        self._optimizer, self._param, self._name = optimizer, param, name
+        self.param = self  # `nn.Parameter(tensor)` copies it
+        self.kept: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> Moment:
+        """Return the tensor that the state has now."""
+        key = id(optimizer), id(param), name
+        return cls._alive.setdefault(key, cls(optimizer, param, name))
+
+    @classmethod
+    def keep(cls, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> None:
+        """Give tensors that were read from the state a copy of the present values, before these change."""
+        moment = cls._alive.get((id(optimizer), id(param), name))
+        if moment is not None:
+            moment.kept = moment.home.read()
+            cls._alive.pop((id(optimizer), id(param), name))
+
+    @property
+    def home(self) -> Any:
+        if self.kept is not None:
+            return KeptHome(self.kept, self._name)
+        scalars = stored_scalars(self._param, self._optimizer)
+        if scalars is None:
+            return KeptHome(self._plain(), self._name)
+        param: Any = self._param
+        if self._name in scalars:
+            return KeptHome(scalars[self._name], self._name)
+        return _MomentHome(param.home, self._name)
+
+    def _plain(self) -> torch.Tensor:
+        """Return the tensor that the optimizer itself has."""
+        state = self._optimizer.state.get(self._param, {})
+        if self._name not in state:
+            raise StreamError(
+                "a tensor of the state of an optimizer is used that the optimizer does not have any more",
+                where=f"optimizer.state[param][{self._name!r}]",
+                remedy="take the tensor from optimizer.state again, or clone it before the state is replaced",
+            )
+        found: torch.Tensor = state[self._name]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """Reads a moment in one piece."""
+
+    moment: Moment
+
+    def __call__(self) -> Iterator[torch.Tensor]:
+        yield self.moment.home.read()
+
+
+class MomentAtRest(AtRest, torch.Tensor):
+    """A tensor of an optimizer's state whose values are in the weight store.
+
+    Attributes:
+        moment: the tensor of the state.
+        meta: a tensor of the same shape and strides on the meta device.
+    """
+
+    moment: Moment
+    meta: torch.Tensor
+    owner = None
+    selection = staticmethod(all_of)
+    _is_param = becomes_parameter_when_marked
+
+    @property
+    def source(self) -> Moment:
+        return self.moment
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, param: ParameterAtRest, name: str, scalars: Scalars) -> MomentAtRest:
+        """Return the tensor with this name of the state of a parameter."""
+        home = param.home
+        if name in scalars:
+            like, shape = scalars[name], torch.Size()
+        else:
+            layout = layouts_of(home)[name]
+            like = torch.empty((), dtype=layout.dtype, device=home.device)
+            shape = param.shape if layout.shape is None else torch.Size(layout.shape)
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            found = stand_in(cls, shape, like)
+            meta = torch.empty(shape, device="meta")
+        found.moment = Moment.of(optimizer, param, name)
+        found.meta = home.spec.like_the_parameter(meta) if tuple(shape) == home.spec.shape else meta
+        return found
+
+    @property
+    def home(self) -> Any:  # type: ignore[override]
+        return self.moment.home
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in LAYOUT:
+                return func(args[0].meta, *args[1:], **(kwargs or {}))
+            if is_metadata(func):
+                return func(*args, **(kwargs or {}))
+            return on_values(func, args, kwargs or {})
+
+
+def lazy_state(optimizer: Optimizer, param: ParameterAtRest) -> dict[str, Any]:
+    """Return the state of a parameter, with tensors that are read when they are used."""
+    scalars = stored_scalars(param, optimizer)
+    if scalars is None:
+        return {}
+
+    def lazy(name: str) -> LazyTensor:
+        layout = layouts_of(param.home)[name]
+        shape = param.shape if layout.shape is None else layout.shape
+        return LazyTensor(_Reading(Moment.of(optimizer, param, name)), shape, layout.dtype)
+
+    return {**scalars, **{name: lazy(name) for name in layouts_of(param.home)}}
+
+
+def is_present(state: Mapping[str, Any], optimizer: Optimizer, param: ParameterAtRest) -> bool:
+    """True if the tensors of a state are those that the store has for this parameter now."""
+    scalars = stored_scalars(param, optimizer)
+    if scalars is None or state.keys() != {*scalars, *layouts_of(param.home)}:
+        return False
+    present = [_Reading(Moment.of(optimizer, param, name)) for name in layouts_of(param.home)]
+    found = [getattr(state[name], "read_pieces", None) for name in layouts_of(param.home)]
+    return found == present
+
+
+def drop_stored(optimizer: Optimizer, param: ParameterAtRest) -> None:
+    """Drop the state that a store has for a parameter; the next update begins a new one."""
+    scalars = stored_scalars(param, optimizer)
+    if scalars is not None:
+        for name in [*scalars, *layouts_of(param.home)]:
+            Moment.keep(optimizer, param, name)
+        set_scalars(param.home, None)

@@ -1,0 +1,145 @@
+"""The state of one parameter in `optimizer.state`; see [Note: optimizer state]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, final
+
+import torch
+
+from headwater.api.dictionary import Dictionary
+from headwater.api.moments import Moment, MomentAtRest, drop_stored
+from headwater.api.stored_state import Optimizer, layouts_of, set_scalars
+from headwater.store.rule import Scalars
+from headwater.stream.parameters import ParameterAtRest
+
+
+class States(Protocol):
+    """The mapping of all states of an optimizer, as the state of one parameter needs it."""
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; `None` after the optimizer got another mapping."""
+
+    def stored(self, key: object) -> Scalars | None:
+        """Return the scalars of a parameter whose state is in a store; `None` for any other key."""
+
+    def take_out(self, view: ParamState) -> None:
+        """Move the state of one parameter from the store into its mapping."""
+
+
+@final
+class ParamState(Dictionary):
+    """The state of one parameter; see [Note: optimizer state].
+
+    Args:
+        states: the mapping of all states of the optimizer.
+        param: the parameter.
+    """
+
+    def __init__(self, states: States, param: torch.nn.Parameter) -> None:
+        self._own: dict[Any, Any] = {}
+        self._states, self._param = states, param
+        self._is_removed = False
+
+    def _stored(self) -> Scalars | None:
+        """Return the scalars if the store has this state."""
+        return None if self._is_removed else self._states.stored(self._param)
+
+    def _in_store(self) -> tuple[Optimizer, ParameterAtRest]:
+        optimizer = self._states.optimizer
+        assert optimizer is not None and isinstance(self._param, ParameterAtRest), "the store has the state"
+        return optimizer, self._param
+
+    def __getitem__(self, name: str) -> Any:
+        scalars = self._stored()
+        if scalars is None:
+            return self._own[name]
+        optimizer, param = self._in_store()
+        if name in scalars and not isinstance(scalars[name], torch.Tensor):
+            return scalars[name]
+        if name not in scalars and name not in layouts_of(param.home):
+            raise KeyError(name)
+        return MomentAtRest.of(optimizer, param, name, scalars)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        scalars = self._stored()
+        if scalars is None:
+            self._own[name] = value
+            return
+        optimizer, param = self._in_store()
+        moment = Moment.of(optimizer, param, name)
+        if isinstance(value, MomentAtRest) and value.moment is moment:
+            return  # `state[name] += 1` has written already
+        layout = layouts_of(param.home).get(name)
+        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+        shape = param.shape if layout is None or layout.shape is None else layout.shape
+        if is_tensor != (layout is not None) or (is_tensor and tuple(value.shape) != tuple(shape)):
+            self._states.take_out(self)
+            self._own[name] = value
+            return
+        if layout is not None or name in scalars:
+            Moment.keep(optimizer, param, name)
+        if layout is not None:
+            param.home.store.parameters.write_param(param.home.key, value.detach(), name)
+        else:
+            set_scalars(param.home, {**scalars, name: value})
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(name)
+        self._states.take_out(self)
+        del self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        scalars = self._stored()
+        if scalars is None:
+            return iter(self._own)
+        return iter([*scalars, *layouts_of(self._in_store()[1].home)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(iter(self))
+
+    @property
+    def param(self) -> torch.nn.Parameter:
+        return self._param
+
+    def take_out(self) -> None:
+        """Move the state from the store into this mapping."""
+        scalars = self._stored()
+        if scalars is None:
+            return
+        optimizer, param = self._in_store()
+        for name in list(self):
+            self._own[name] = self._taken(name, scalars)
+        drop_stored(optimizer, param)
+
+    def _taken(self, name: str, scalars: Scalars) -> Any:
+        if name in scalars:
+            return scalars[name]
+        moment = Moment.of(*self._in_store(), name)
+        moment.kept = moment.home.read()
+        return moment.kept
+
+    def remove(self) -> None:
+        """Move the state into this mapping and detach it: the optimizer gets another for the parameter."""
+        self.take_out()
+        self._is_removed = True
+
+    def put(self, state: Mapping[str, Any]) -> None:
+        """Replace the entries that are in this mapping and not in the store."""
+        self._own = dict(state.items())
+
+    def own(self) -> dict[str, Any]:
+        """Return the entries that are in this mapping and not in the store."""
+        return dict(self._own)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        values = {k: v.clone() if isinstance(v, MomentAtRest) else v for k, v in self.items()}
+        return dict, (values,)

@@ -1,0 +1,90 @@
+"""The optimizer state that a weight store has for one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
+
+import torch
+
+from headwater.api.registry import find_model, model_of
+from headwater.core.errors import CheckpointError
+from headwater.store.layout import StateLayout
+from headwater.store.rule import Scalars
+from headwater.stream.home import Home
+from headwater.stream.parameters import ParameterAtRest
+
+Optimizer = torch.optim.Optimizer
+
+
+def params_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def is_served(param: object, optimizer: Optimizer) -> TypeGuard[ParameterAtRest]:
+    """True if the state that a store has for a parameter is this optimizer's."""
+    if not isinstance(param, ParameterAtRest):
+        return False
+    model = find_model(param.home.store)
+    return model is not None and model.optimizers.is_updated_by(param, optimizer)
+
+
+def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
+    """Return the scalars of a state that is in a store, or None if no store has a state."""
+    if not is_served(param, optimizer):
+        return None
+    home = param.home
+    home.store.flush_stage(home.stage)
+    model_of(home.store).steps.share_scalars()
+    scalars = home.store.scalars.of(home.stage)[home.index]
+    return scalars if scalars or layouts_of(home) else None  # SGD without momentum has no state
+
+
+def layouts_of(home: Home) -> StateLayout:
+    """Return the tensors of the state of a parameter, as the store's update rule keeps them."""
+    return home.store.rule.state_layout(home.spec)
+
+
+def store_state(home: Home, state: Mapping[str, Any]) -> None:
+    """Replace the optimizer state of one parameter in the store.
+
+    Raises:
+        CheckpointError: if the state is of another optimizer or another shape, or has no values.
+    """
+    layouts = layouts_of(home)
+    tensors = {
+        name: value  # state tensors of a 0-dimensional parameter have no dimensions
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and (value.dim() > 0 or name in layouts)
+    }
+    if tensors.keys() != layouts.keys():
+        raise CheckpointError(
+            f"the optimizer state has {sorted(tensors)}, and this optimizer keeps {sorted(layouts)}",
+            where=home.spec.name,
+            remedy="load the state of the same kind of optimizer, or assign all of these tensors",
+        )
+    for name, value in tensors.items():
+        shape = home.spec.shape if layouts[name].shape is None else layouts[name].shape
+        if tuple(value.shape) != tuple(shape or ()):
+            raise CheckpointError(
+                f"the optimizer state {name!r} has shape {list(value.shape)}, expected {list(shape or ())}",
+                where=home.spec.name,
+                remedy="assign a tensor of the expected shape, or delete the state with pop",
+            )
+    if any(value.is_meta for value in tensors.values()):
+        raise CheckpointError(
+            "the optimizer state was loaded while its parameters were empty, and torch dropped the values",
+            where=home.spec.name,
+            remedy="load it after the model's first forward, or build the model within backend.device",
+        )
+    for name, value in tensors.items():
+        home.store.parameters.write_param(home.key, value.detach(), name)
+    set_scalars(home, {k: v for k, v in state.items() if k not in tensors})
+
+
+def set_scalars(home: Home, value: Scalars | None) -> None:
+    scalars = list(home.store.scalars.of(home.stage))
+    scalars[home.index] = value
+    home.store.scalars.replace(home.stage, scalars)
