@@ -321,8 +321,33 @@ def test_parameters_without_values_are_refused(tmp_path):
         model = nn.Module()
         model.token = nn.Parameter(torch.zeros(3))
     safetensors.torch.save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="nothing else can give: token"):
+    with pytest.raises(CheckpointError, match="lacks token, and the model does not initialise"):
         load_pretrained(model, tmp_path, strict=False)
+
+
+def test_a_refused_checkpoint_leaves_the_model_unchanged(tmp_path):
+    with empty_parameters():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+        model.token = nn.Parameter(torch.zeros(3))
+    model[1] = nn.Linear(2, 2)
+    before = copy.deepcopy(model[1].state_dict())
+    safetensors.torch.save_file({"1.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="lacks token, and"):
+        load_pretrained(model, tmp_path, strict=False)
+    assert all(torch.equal(model[1].state_dict()[name], value) for name, value in before.items())
+    assert all(param.is_meta for param in (*model[0].parameters(), model.token))
+    assert initial_values(model) == {}
+
+
+def test_initial_values_of_a_parameter_leave_others_of_its_module_alone(tmp_path):
+    for saved in ({"weight": torch.ones(2, 2)}, {}):
+        model = nn.Linear(2, 2)
+        weight = model.weight.detach().clone()
+        model.bias = nn.Parameter(torch.empty(2, device="meta"))
+        safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
+        load_pretrained(model, tmp_path, strict=False)
+        assert torch.equal(model.weight, saved.get("weight", weight))
+        assert not model.bias.is_meta and model.bias.isfinite().all()
 
 
 def test_buffers_on_the_meta_device(checkpoints):

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from headwater.convert.shards import (
     write_index,
 )
 from headwater.convert.stored import PICKLED_FILE, pickled_tensors
+from headwater.core.cleanup import on_failure
 from headwater.core.empty import give_values, record_values, recorded_values
 from headwater.core.errors import CheckpointError
 from headwater.core.files import disk_errors
@@ -77,9 +78,11 @@ def load_pretrained(
             The error says which, and the model is unchanged.
     """
     directory = Path(directory)
-    report = record_pretrained(model, directory, strict=strict)
-    _initialize_rest(model, directory)
-    return report
+    loading = _compare(model, directory, strict=strict)
+    # Before the assignment: it may fail, and it draws new values for whole modules.
+    _initialize_rest(model, loading, directory)
+    loading.assign()
+    return loading.report
 
 
 def record_pretrained(model: nn.Module, directory: Path, *, strict: bool = True) -> LoadReport:
@@ -96,6 +99,39 @@ def record_pretrained(model: nn.Module, directory: Path, *, strict: bool = True)
     Raises:
         CheckpointError: see `load_pretrained`.
     """
+    loading = _compare(model, directory, strict=strict)
+    loading.assign()
+    return loading.report
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loading:
+    """A checkpoint that fits a model and is not assigned to it yet.
+
+    Attributes:
+        report: the names that are only in one of the two.
+        values: each parameter or buffer of the model that the checkpoint has, with its values there.
+    """
+
+    report: LoadReport
+    values: Sequence[tuple[Tensor, Tensor]]
+
+    def assign(self) -> None:
+        """Give parameters and buffers their values; empty parameters record where these are."""
+        with torch.no_grad():
+            for place, values in self.values:
+                if place.is_meta and isinstance(place, nn.Parameter):
+                    record_values(place, values)
+                else:
+                    place.copy_(values)  # the store of a streamed parameter keeps the full precision
+
+
+def _compare(model: nn.Module, directory: Path, *, strict: bool) -> _Loading:
+    """Compare a checkpoint with a model, without changing the model.
+
+    Raises:
+        CheckpointError: see `load_pretrained`.
+    """
     _require_buffers(model)
     places = _places(model)
     found = huggingface.named_by_model(model, _checkpoint_tensors(directory), places)
@@ -107,17 +143,7 @@ def record_pretrained(model: nn.Module, directory: Path, *, strict: bool = True)
     report = LoadReport(tuple(sorted(missing)), tuple(sorted(unexpected)))
     if strict and (missing or unexpected):
         raise _names_differ(report, directory)
-    with torch.no_grad():
-        for name, tensor in values.items():
-            _assign(places[name], tensor)
-    return report
-
-
-def _assign(place: Tensor, values: Tensor) -> None:
-    if place.is_meta and isinstance(place, nn.Parameter):
-        record_values(place, values)
-    else:
-        place.copy_(values)  # the store of a streamed parameter keeps the full precision
+    return _Loading(report, [(places[name], tensor) for name, tensor in values.items()])
 
 
 def _require_buffers(model: nn.Module) -> None:
@@ -180,7 +206,7 @@ def _one_of_each(
             raise CheckpointError(
                 f"{first} and {name} differ in the checkpoint, and are one weight in the model",
                 where=str(directory),
-                remedy="set tie_word_embeddings=False in the config and build the model anew",
+                remedy="set tie_word_embeddings=False in the config and build the model again",
             )
     return {name: found[name] for name in name_of.values()}
 
@@ -190,17 +216,49 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     return first.dtype == second.dtype and all(torch.equal(one, other) for one, other in pairs)
 
 
-def _initialize_rest(model: nn.Module, directory: Path) -> None:
-    """Give initial values to empty parameters that no checkpoint has filled."""
-    rest = {n: p for n, p in model.named_parameters() if p.is_meta and recorded_values(p) is None}
-    for param in rest.values():
-        give_values(param, torch.full_like(param, float("nan"), device="cpu"))
-    for module_name in dict.fromkeys(name.rpartition(".")[0] for name in rest):
-        huggingface.initialize(model, module_name)
-    untouched = [name for name, param in rest.items() if param.isnan().any()]
+def _initialize_rest(model: nn.Module, loading: _Loading, directory: Path) -> None:
+    """Give initial values to empty parameters that neither this nor an earlier checkpoint fills.
+
+    All other parameters keep their values.
+
+    Raises:
+        CheckpointError: if the model does not initialise one of them. All of them are empty again then.
+    """
+    filled = {id(place) for place, _ in loading.values}
+    rest = {
+        name: param
+        for name, param in model.named_parameters()
+        if param.is_meta and recorded_values(param) is None and id(param) not in filled
+    }
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in rest)
+    beside = [
+        (param, param.detach().clone())
+        for name in modules
+        for param in model.get_submodule(name).parameters(recurse=False)
+        if not param.is_meta
+    ]
+    with on_failure(lambda: _empty(rest.values())):
+        for param in rest.values():
+            give_values(param, torch.full_like(param, float("nan"), device="cpu"))
+        for name in modules:
+            huggingface.initialize(model, name)
+        with torch.no_grad():
+            for param, values in beside:
+                param.copy_(values)
+        _require_values(rest, directory)
+
+
+def _empty(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        give_values(param, torch.empty_like(param, device="meta"))
+
+
+def _require_values(params: Mapping[str, nn.Parameter], directory: Path) -> None:
+    """Raise an error if a parameter still has the NaN with which it was filled before its initialisation."""
+    untouched = [name for name, param in params.items() if param.isnan().any()]
     if untouched:
         raise CheckpointError(
-            f"the checkpoint lacks values that nothing else can give: {_listed(untouched)}",
+            f"the checkpoint lacks {_listed(untouched)}, and the model does not initialise them",
             where=str(directory),
             remedy="build the model outside empty_parameters()",
         )
