@@ -8,11 +8,10 @@ from typing import final
 import torch
 from torch import nn
 
-from headwater.api.machine import engine_options
+from headwater.api.engines import build_engine
 from headwater.api.updaters import Updaters
 from headwater.api.watcher import Structure, has_lent_parameters
 from headwater.config.sections import BackendConfig
-from headwater.core.buffers import tune_allocator
 from headwater.core.empty import initial_values
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.fabric.fabric import ALONE, Fabric
@@ -94,18 +93,16 @@ class CurrentEngine:
             old_names: present name -> name in the old engine, of the parameters that both have.
             unchanged: true if the model has the same structure as for the old engine.
         """
-        config, before = self._config, self.engine
-        if plan.device == "cpu" and config.allocator == "tuned":
-            tune_allocator(keep=plan.memory_is_ample)
+        before = self.engine
         if before is not None:
             before.detach()
-        self.engine = Engine(
+        self.engine = build_engine(
             self.model,
             plan,
             updaters.rule,
+            self._config,
             initial=self._initial(before, old_names),
             fabric=self.fabric,
-            options=engine_options(config, user_loop=True),
         )
         self._note_store(self.engine.store)
         self.engine.when_departed(self._give_back)

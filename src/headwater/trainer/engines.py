@@ -9,7 +9,6 @@ from pathlib import Path
 from headwater.api.machine import device_of, resources_of
 from headwater.api.ranks import take_accelerator
 from headwater.config.run import SetupConfig
-from headwater.core.buffers import tune_allocator
 from headwater.core.files import disk_errors
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import Calibration, calibrate
@@ -70,8 +69,6 @@ def open_engine(
         Plan,
     )
     show(plan)
-    if device == "cpu" and init.backend.allocator == "tuned":
-        tune_allocator(keep=plan.memory_is_ample)
     with make_engine(init, trainable, plan, work.optimizer, blank=blank, fabric=fabric) as engine:
         yield engine
 

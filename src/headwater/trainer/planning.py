@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from headwater.api.engines import EngineSteps, build_engine
 from headwater.api.machine import (
     NO_UPDATES,
     device_of,
-    engine_options,
     fixed_by,
     optimizer_state_bytes,
     resources_of,
@@ -219,15 +219,14 @@ def make_engine(
     initial = trainable.initial
     if blank:
         initial = functools.partial(_blank, trainable)
-    return Engine(
+    return build_engine(
         trainable.model,
         plan,
         optimizer,
+        init.backend,
         initial=initial,
-        seed=init.seed,
-        loss_function=trainable.loss,
         fabric=fabric,
-        options=engine_options(init.backend),
+        steps=EngineSteps(trainable.loss, init.seed),
     )
 
 

@@ -1,0 +1,74 @@
+"""Construction of an engine from a plan and the options of a backend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from headwater.api.machine import engine_options
+from headwater.config.sections import BackendConfig
+from headwater.core.buffers import tune_allocator
+from headwater.core.loss_function import LossFunction, call_model
+from headwater.fabric.fabric import ALONE, Fabric
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.types import Plan
+from headwater.store.rule import UpdateRules
+from headwater.stream.engine import Engine, Initial
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSteps:
+    """The settings of steps that the engine takes itself, instead of the user's loop.
+
+    Attributes:
+        loss_function: returns the loss of a batch; the model itself if not given.
+        seed: seed of the random numbers of each micro-batch; if `None`, the engine does not seed.
+    """
+
+    loss_function: LossFunction = call_model
+    seed: int | None = None
+
+
+def build_engine(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: OptimizerSpec | UpdateRules,
+    backend: BackendConfig,
+    *,
+    initial: Initial | None = None,
+    fabric: Fabric = ALONE,
+    steps: EngineSteps | None = None,
+) -> Engine:
+    """Return an engine for a plan.
+
+    Args:
+        model: any module. The engine owns its parameters from now on.
+        plan: the plan.
+        optimizer: the optimizer, or update rules.
+        backend: the options of the backend.
+        initial: returns initial values; the present values of the model's parameters if not given.
+        fabric: the ranks that train together.
+        steps: the settings of the engine's own steps; the user's loop trains if not given.
+
+    Returns:
+        The engine.
+
+    Raises:
+        StreamError: if weights have no values, or another engine streams them.
+        DiskFullError: if the files of the disk tier do not fit.
+    """
+    # Before the engine allocates: memory that malloc has taken already keeps its pages.
+    if plan.device == "cpu" and backend.allocator == "tuned":
+        tune_allocator(keep=plan.memory_is_ample)
+    own = steps or EngineSteps()
+    return Engine(
+        model,
+        plan,
+        optimizer,
+        initial=initial,
+        seed=own.seed,
+        loss_function=own.loss_function,
+        fabric=fabric,
+        options=engine_options(backend, user_loop=steps is None),
+    )

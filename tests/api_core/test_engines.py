@@ -1,0 +1,63 @@
+"""An engine built from the options of a backend trains as plain PyTorch."""
+
+import pytest
+import torch
+from torch import nn
+
+import headwater as hw
+from headwater.api.compile import streamed
+from headwater.api.engines import EngineSteps, build_engine
+from headwater.config.sections import BackendConfig
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.update import Update
+
+SGD = OptimizerSpec("SGD", {"lr": 0.5})
+BATCH = torch.ones(2, 3)
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """Return the plan of a compiled model; another model of the same structure fits it."""
+    model = hw.compile(make_model(), hw.backend("CSX", tier="memory"))
+    model(BATCH)
+    plan = streamed(model).engine.plan
+    hw.release(model)
+    return plan
+
+
+def plainly_trained():
+    model = make_model()
+    loss_of(model, BATCH).backward()
+    torch.optim.SGD(model.parameters(), **SGD.kwargs).step()
+    return model
+
+
+def test_an_engine_takes_its_own_steps(plan):
+    model = make_model()
+    steps = EngineSteps(loss_of, seed=1)
+    with build_engine(model, plan, SGD, BackendConfig(), steps=steps) as engine:
+        engine.train_step([BATCH], Update(1, {}))
+        trained = dict(engine.named_masters())
+    for name, value in plainly_trained().state_dict().items():
+        assert torch.equal(trained[name], value), name
+
+
+@pytest.mark.parametrize("allocator", ["tuned", "system"])
+def test_the_loop_of_a_user_trains_an_engine_without_steps(plan, allocator):
+    model = make_model()
+    config = BackendConfig(allocator=allocator)
+    with build_engine(model, plan, SGD, config) as engine:
+        loss_of(model, BATCH).backward()
+        engine.store.commit(Update(1, {}))
+        trained = dict(engine.named_masters())
+    for name, value in plainly_trained().state_dict().items():
+        assert torch.equal(trained[name], value), name
