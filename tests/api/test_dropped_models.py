@@ -32,7 +32,7 @@ def test_a_dropped_model_is_freed_with_its_store_and_its_threads(plan, tmp_path)
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
     for thread in set(threading.enumerate()) - threads:
-        thread.join(10)
+        thread.join(120)
         assert not thread.is_alive()
 
 

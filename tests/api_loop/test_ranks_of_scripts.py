@@ -195,7 +195,7 @@ def test_an_error_of_a_rank_ends_all_ranks_and_is_printed_once(text, told):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("hw.backend('CSX', num_csx=4096)", "(cores of this machine), got 4096"),
+        ("hw.backend('CSX', num_csx=4096)", r"\(cores of this machine\), got 4096"),
         ("hw.backend('CPU', num_csx=2)", "plain PyTorch .CPU. computes on one rank"),
         ("hw.backend('CPU'); hw.utils.CSConfig(num_csx=2)", "plain PyTorch .CPU. computes on one rank"),
     ],
