@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from headwater.config.origins import KeyPath
+from headwater.core import names
 from headwater.core.errors import ConfigError
 from headwater.core.units import parse_bytes
 
@@ -131,21 +131,13 @@ class Choice(Section):
         return next((value for value in values if value is not None), None)
 
 
-_LONGEST_NAME = 100
-"""Number of characters of a word that are compared with names, because difflib takes quadratic time."""
-
-
 def nearest(word: str, valid: Iterable[str]) -> str | None:
     """Return the valid name that is most similar to `word`, or `None` if none is similar."""
-    names = {name.lower(): name for name in valid}
-    word = word[:_LONGEST_NAME].lower()
-    if _USUAL.get(word) in names:
-        return names[_USUAL[word]]
-    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if matches:
-        return names[matches[0]]
-    longer = [name for name in names if len(word) > 3 and name.startswith(word)]
-    return names[min(longer, key=len)] if longer else None
+    valid, word = list(valid), word.lower()
+    if _USUAL.get(word) in valid:
+        return _USUAL[word]
+    longer = [name for name in valid if len(word) > 3 and name.lower().startswith(word)]
+    return names.nearest(word, valid) or min(longer, key=len, default=None)
 
 
 _USUAL = {

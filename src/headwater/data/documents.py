@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from headwater.core.errors import DataError
+from headwater.core.names import nearest_sibling
 from headwater.data.raw_records import (
     RECORD_KINDS,
     UTF8_REMEDY,
@@ -65,7 +65,7 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
                 raise DataError("the folder has no input files", where=str(path), remedy=_SUFFIX_REMEDY)
             found += inside
         elif not path.exists():
-            raise DataError("input does not exist", where=str(path), remedy=_nearest_sibling(path))
+            raise DataError("input does not exist", where=str(path), remedy=_path_remedy(path))
         elif not _is_text(path):
             raise DataError("input has an unknown file type", where=str(path), remedy=_SUFFIX_REMEDY)
         else:
@@ -155,10 +155,9 @@ def _is_text(path: Path) -> bool:
     return path.name.endswith(SUFFIXES)
 
 
-def _nearest_sibling(path: Path) -> str:
-    siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, n=1)
-    return f"did you mean {path.parent / near[0]}?" if near else "check the path"
+def _path_remedy(path: Path) -> str:
+    near = nearest_sibling(path)
+    return "check the path" if near is None else f"did you mean {near}?"
 
 
 _SUFFIX_REMEDY = f"name files that end in {', '.join(SUFFIXES)}"

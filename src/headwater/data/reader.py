@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch.utils.data import Dataset
 
 from headwater.core.errors import DataError
+from headwater.core.names import nearest_sibling
 from headwater.data.file_index import FileIndex
 from headwater.data.loader import Batch, Workers
 from headwater.data.open_files import OpenFiles
@@ -268,13 +268,8 @@ def _hdf5_files(folder: Path) -> list[Path]:
         DataError: if the folder does not exist or has no such files.
     """
     if not folder.is_dir():
-        siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        near = difflib.get_close_matches(folder.name, siblings, n=1)
-        remedy = (
-            f"did you mean {folder.parent / near[0]}?"
-            if near
-            else "create it with: headwater data INPUT --out DIR"
-        )
+        near = nearest_sibling(folder)
+        remedy = f"did you mean {near}?" if near else "create it with: headwater data INPUT --out DIR"
         raise DataError("data_dir is not a folder", where=f"data_dir: {folder}", remedy=remedy)
     files = sorted(path for path in folder.iterdir() if path.suffix in (".h5", ".hdf5"))
     if not files:

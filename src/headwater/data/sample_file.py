@@ -55,7 +55,13 @@ def make_samples(windows: Samples) -> Samples:
 
 
 def write_sample_file(path: Path, blocks: Iterable[Samples], num_samples: int) -> None:
-    """Write `num_samples` samples that arrive in `blocks` [n, channels, length] to an HDF5 file."""
+    """Write samples to an HDF5 file.
+
+    Args:
+        path: file to write; it appears when it is complete.
+        blocks: some samples each, [n, channels, length].
+        num_samples: total number of samples in all blocks.
+    """
     write_datasets(path, ({"data": block} for block in blocks), num_samples)
 
 

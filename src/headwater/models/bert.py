@@ -164,6 +164,11 @@ class Classifier(EncoderModel):
     """A classifier or regressor of texts.
 
     A batch has the arguments of `Encoder`, and `labels` [batch].
+
+    Args:
+        config: the model section of a params file.
+        fused_loss: accepted and ignored, because the loss has no vocabulary.
+        seed: seed of the initial weights.
     """
 
     config: ClassifierConfig
@@ -196,6 +201,11 @@ class TokenClassifier(EncoderModel):
     A batch has the arguments of `Encoder`, and `labels` [batch, seq], `IGNORED` for a token without a class.
     Most tokens have class 0 ("no entity"), so that the accuracy says little. The metric `f1` therefore counts
     only the other classes.
+
+    Args:
+        config: the model section of a params file.
+        fused_loss: accepted and ignored, because the loss has no vocabulary.
+        seed: seed of the initial weights.
     """
 
     config: TokenClassifierConfig
@@ -231,6 +241,11 @@ class ExtractiveSummarizer(EncoderModel):
     token of a sentence; `cls_label`: 1 if the sentence belongs to the summary; `cls_weights`: 1 for a
     sentence, 0 for padding. The metric `best_sentence` is the fraction of the texts whose highest-scoring
     sentence belongs to the summary.
+
+    Args:
+        config: the model section of a params file.
+        fused_loss: accepted and ignored, because the loss has no vocabulary.
+        seed: seed of the initial weights.
     """
 
     config: ExtractiveSummarizationConfig

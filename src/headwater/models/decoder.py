@@ -272,7 +272,13 @@ class Decoder(nn.Module):
     def hidden(
         self, input_ids: Tensor, cache: KeyValueCache | None = None, *, inserted: Inserted | None = None
     ) -> Tensor:
-        """Return the normalized hidden states [batch, seq, hidden] that the head reads."""
+        """Return the normalized hidden states [batch, seq, hidden] that the head reads.
+
+        Args:
+            input_ids: tokens; with a cache only the tokens that are not in it yet.
+            cache: keys and values of the preceding tokens; extended in place.
+            inserted: vectors that replace the embeddings of some tokens.
+        """
         return self._run(input_ids, cache, inserted=inserted)[0]
 
     @property

@@ -55,6 +55,12 @@ def init_parameter(name: str, shape: Sequence[int], config: DecoderConfig, seed:
     """Return the initial value of parameter `name`, fp32 on the CPU.
 
     It depends only on the arguments, so that a model can be initialised one stage at a time.
+
+    Args:
+        name: qualified name of the parameter.
+        shape: shape of the parameter.
+        config: the model section of a params file.
+        seed: seed of the run.
     """
     if name == "alibi.slopes":
         return alibi_slopes(config.num_heads)

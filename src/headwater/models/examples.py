@@ -51,12 +51,14 @@ def texts(*more: str) -> Callable[[Any, int, int | None], Example]:
 
 
 def preferences(config: DPOConfig, size: int, length: int | None) -> Example:
+    """Return a batch of chosen and rejected answers."""
     seq = length or config.policy_model.max_position_embeddings
     example = {name: _whole(size, seq) for name in ("input_ids", "labels")}
     return {f"{side}_{name}": value for side in ("chosen", "rejected") for name, value in example.items()}
 
 
 def masked_texts(config: BertConfig, size: int, length: int | None) -> Example:
+    """Return a batch of texts with masked tokens."""
     example = texts(*(["token_type_ids"] if config.num_segments else []))(config, size, length)
     predictions = math.ceil(0.15 * example["input_ids"].shape[1])
     for name in ("masked_lm_positions", "masked_lm_ids", "masked_lm_weights"):
@@ -74,6 +76,7 @@ def labelled_texts(*labels: str) -> Callable[[Any, int, int | None], Example]:
 
 
 def sentences(config: ExtractiveSummarizationConfig, size: int, length: int | None) -> Example:
+    """Return a batch of texts with up to 50 labelled sentences."""
     example = texts("token_type_ids")(config, size, length)
     sentences = min(50, example["input_ids"].shape[1])
     names = ("cls_indices", "cls_label", "cls_weights")
@@ -81,6 +84,7 @@ def sentences(config: ExtractiveSummarizationConfig, size: int, length: int | No
 
 
 def questions(config: DPRConfig, size: int, length: int | None) -> Example:
+    """Return a batch of questions with two passages each."""
     names = ("input_ids", "attention_mask", "token_type_ids")
     questions = length or config.q_encoder.max_position_embeddings
     passages = length or config.ctx_encoder.max_position_embeddings
@@ -90,10 +94,12 @@ def questions(config: DPRConfig, size: int, length: int | None) -> Example:
 
 
 def digits(config: FCMnistConfig, size: int, length: int | None) -> Example:
+    """Return a batch of handwritten digits."""
     return {"inputs": _real(size, 1, 28, 28), "labels": _whole(size)}
 
 
 def pairs(config: Seq2SeqConfig, size: int, length: int | None) -> Example:
+    """Return a batch of sources and targets."""
     source = length or config.src_max_position_embeddings
     example = {name: _whole(size, source) for name in ("input_ids", "attention_mask")}
     names = ("decoder_input_ids", "decoder_attention_mask", "labels")
@@ -101,20 +107,24 @@ def pairs(config: Seq2SeqConfig, size: int, length: int | None) -> Example:
 
 
 def images(config: ViTConfig, size: int, length: int | None) -> Example:
+    """Return a batch of images with one class each."""
     return {"inputs": _real(size, config.num_channels, *config.image_size), "labels": _whole(size)}
 
 
 def segmented_images(config: UNetConfig, size: int, length: int | None) -> Example:
+    """Return a batch of images with a class for each pixel."""
     inputs = _real(size, config.input_channels, *config.image_size)
     return {"inputs": inputs, "labels": _whole(size, *config.image_size)}
 
 
 def noised_images(config: DiTConfig, size: int, length: int | None) -> Example:
+    """Return a batch of images with noise and timesteps."""
     numbers = {name: _whole(size) for name in ("timesteps", "labels", "no_label")}
     return {name: _real(size, *config.latent_shape) for name in ("inputs", "noise")} | numbers
 
 
 def texts_with_images(config: MultimodalSection, size: int, length: int | None) -> Example:
+    """Return a batch of texts with one image each."""
     return texts("labels")(config.text_model, size, length) | {
         "images": _real(size, 1, *config.image_shape),
         "image_places": _whole(size, 1, config.num_features),
@@ -122,6 +132,7 @@ def texts_with_images(config: MultimodalSection, size: int, length: int | None) 
 
 
 def views(config: DinoConfig, size: int, length: int | None) -> Example:
+    """Return a batch of two global and eight local views of each image."""
     model = config.image_model_trunks[0].image_model
     height, width = model.image_size
     patch_height, patch_width = model.patch_size

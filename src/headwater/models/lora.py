@@ -108,7 +108,13 @@ def is_adapter(name: str) -> bool:
 
 
 def init_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Return the initial value of an adapter's parameter: A is uniform in ±1/√inputs, B is zero."""
+    """Return the initial value of an adapter's parameter: A is uniform in ±1/√inputs, B is zero.
+
+    Args:
+        name: qualified name of the parameter.
+        shape: shape of the parameter.
+        seed: seed of the run.
+    """
     value = torch.zeros(*shape, device="cpu", dtype=torch.float32)
     if name.endswith(".lora_a"):
         generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))

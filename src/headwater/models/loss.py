@@ -117,7 +117,19 @@ def plain_cross_entropy(
     *,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the same loss as `linear_cross_entropy`, computed by PyTorch with all logits in memory."""
+    """Return the same loss as `linear_cross_entropy`, computed by PyTorch with all logits in memory.
+
+    Args:
+        hidden: hidden states, [rows, width].
+        weight: weight of the output projection, [vocab, width].
+        bias: bias of the output projection, [vocab], or `None`.
+        targets: class indices, [rows]; ignored where the row's weight is 0.
+        row_weights: factor of each row in the sum, already normalised, [rows].
+        softcap: see `linear_cross_entropy`.
+
+    Returns:
+        The loss, a scalar in fp32 (fp64 for fp64).
+    """
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(_softmax_dtype(logits.dtype))
     if softcap is not None:

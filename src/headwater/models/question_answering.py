@@ -21,6 +21,11 @@ class QuestionAnswering(EncoderModel):
     last token of the answer, or 0 if the context does not contain it. The metrics count only answers that the
     context contains: `accuracy` is the fraction of exactly predicted spans, `f1` the F1 score of their
     tokens.
+
+    Args:
+        config: the model section of a params file.
+        fused_loss: accepted and ignored, because the loss has no vocabulary.
+        seed: seed of the initial weights.
     """
 
     config: QuestionAnsweringConfig

@@ -216,7 +216,14 @@ def meta_batch(config: ModelConfig, size: int, length: int | None = None) -> Exa
 
 
 def init_parameter(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
-    """Return the initial value of a parameter of the model that `config` describes, fp32 on the CPU."""
+    """Return the initial value of a parameter of the model that `config` describes, fp32 on the CPU.
+
+    Args:
+        name: qualified name of the parameter.
+        shape: shape of the parameter.
+        config: the model section of a params file.
+        seed: seed of the run.
+    """
     return FAMILIES[config.name].init_parameter(name, shape, config, seed)
 
 

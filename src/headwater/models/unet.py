@@ -28,7 +28,13 @@ def _norm(channels: int, config: UNetConfig) -> nn.Module:
 
 
 class Convolution(nn.Module):
-    """3x3 convolution, normalization, nonlinearity: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
+    """3x3 convolution, normalization, nonlinearity: [batch, inputs, h, w] -> [batch, outputs, h, w].
+
+    Args:
+        inputs: channels of the input.
+        outputs: channels of the output.
+        config: the model section of a params file.
+    """
 
     def __init__(self, inputs: int, outputs: int, config: UNetConfig) -> None:
         super().__init__()
@@ -42,7 +48,13 @@ class Convolution(nn.Module):
 
 
 class ConvolutionBlock(nn.Sequential):
-    """Convolutions at one resolution: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
+    """Convolutions at one resolution: [batch, inputs, h, w] -> [batch, outputs, h, w].
+
+    Args:
+        inputs: channels of the input.
+        outputs: channels of the output.
+        config: the model section of a params file.
+    """
 
     def __init__(self, inputs: int, outputs: int, config: UNetConfig) -> None:
         widths = [inputs, *[outputs] * config.convs_per_block]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from headwater.core.errors import ConfigError
+from headwater.core.names import nearest
 from headwater.optim.schedules import Schedule
 
 S = TypeVar("S", bound=Schedule)
@@ -81,13 +81,6 @@ def check_names(given: Iterable[str], valid: Iterable[str], owner: str) -> None:
             close = nearest(name, valid)
             remedy = f"write {close}; {_takes(owner, valid)}" if close else _takes(owner, valid)
             raise ConfigError(f"{owner} takes no argument {name!r}", remedy=remedy)
-
-
-def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name that is most similar to `name`, ignoring case, or `None` if none is similar."""
-    by_lower = {candidate.lower(): candidate for candidate in valid}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return by_lower[close[0]] if close else None
 
 
 def _takes(owner: str, valid: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headwater.core.errors import ConfigError
-from headwater.optim.arguments import nearest
+from headwater.core.names import nearest
 from headwater.optim.extra import Lamb, Lion
 
 OptimizerClass = type[torch.optim.Optimizer]

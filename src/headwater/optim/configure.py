@@ -14,8 +14,9 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from headwater.core.errors import ConfigError
+from headwater.core.names import nearest
 from headwater.optim import lr_scheduler, weight_decay_scheduler
-from headwater.optim.arguments import check_names, nearest
+from headwater.optim.arguments import check_names
 from headwater.optim.catalog import constructor_of, find_optimizer
 from headwater.optim.lr_scheduler import ChainedLR, ConstantLR, LRScheduler, ScalePerParamLR, SequentialLR
 from headwater.optim.scheduler import (

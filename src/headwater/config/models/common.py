@@ -110,18 +110,36 @@ def mup_logits_scale(alpha: float | None, width: float, base: float | None) -> f
 
 
 def attention_scale(kind: Literal["scaled_dot_product", "dot_product"], head_size: int) -> float:
-    """Return the factor on the product of query and key."""
+    """Return the factor on the product of query and key; `dot_product` does not divide by √head_size."""
     return 1.0 if kind == "dot_product" else head_size**-0.5
 
 
 def check_heads(hidden_size: int, num_heads: int, key: str = "hidden_size") -> None:
-    """Raise ValueError if the heads cannot share the width equally; `key` is the key of the width."""
+    """Check that the heads can share the width equally.
+
+    Args:
+        hidden_size: width of all heads together.
+        num_heads: number of heads.
+        key: key of the width, for the error.
+
+    Raises:
+        ValueError: otherwise.
+    """
     if hidden_size % num_heads:
         raise ValueError(f"{key} ({hidden_size}) is not a multiple of num_heads ({num_heads})")
 
 
 def check_both_or_none(section: Section, first: str, second: str) -> None:
-    """Raise ValueError if only one of two keys of a section has a value."""
+    """Check that both or none of two keys have a value.
+
+    Args:
+        section: the section.
+        first: one of the keys.
+        second: the other key.
+
+    Raises:
+        ValueError: otherwise.
+    """
     if (getattr(section, first) is None) != (getattr(section, second) is None):
         raise ValueError(f"expected both or none of {first} and {second}, found one")
 

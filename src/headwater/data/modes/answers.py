@@ -106,7 +106,17 @@ def _answers(context: Context, messages: list[Message], where: str) -> tuple[str
 
 
 def chat_text(context: Context, messages: list[Message], *, prompt: bool = False) -> str:
-    """Return the text of a conversation; with `prompt`, followed by the generation prompt of an answer."""
+    """Return the text of a conversation.
+
+    Args:
+        context: context with the chat template and the tokenizer.
+        messages: messages of the conversation.
+        prompt: add the generation prompt, the text before an answer.
+
+    Raises:
+        DataError: if the template fails for these messages.
+        ConfigError: if the template is not valid Jinja, or Jinja is not installed.
+    """
     template = context.options.chat_template or PLAIN_TEMPLATE
     return render(template, messages, prompt=prompt, **template_tokens(context.tokenizer, context.end))
 

@@ -222,7 +222,16 @@ def no_field(record: Record, name: str) -> DataError:
 
 
 def filled(values: npt.ArrayLike, length: int, fill: int) -> Tokens:
-    """Return the values as int32 [length], padded with `fill`."""
+    """Return values as a row of fixed length.
+
+    Args:
+        values: at most `length` numbers.
+        length: length of the row.
+        fill: number after the values.
+
+    Returns:
+        The row, int32 [length].
+    """
     row = np.full(length, fill, dtype=np.int32)
     numbers = np.asarray(values, dtype=np.int32)
     row[: len(numbers)] = numbers
