@@ -102,14 +102,6 @@ def write_checksums(file: h5py.File, checksums: Mapping[str, Checksums]) -> None
             file[name].attrs[f"{_ATTRIBUTE}{start}"] = values[start : start + _BLOCK]
 
 
-def remove_checksums(file: h5py.File) -> None:
-    """Remove all checksums from an open file."""
-    del file.attrs[MARK]
-    for samples in file.values():
-        for name in [name for name in samples.attrs if name.startswith(_ATTRIBUTE)]:
-            del samples.attrs[name]
-
-
 class CheckedSamples:
     """Samples of an open HDF5 file, compared with their checksums when they are read.
 

@@ -89,10 +89,6 @@ class SampleOrder:
             return position + self.batch_size
         return min(position + self.batch_size, self.end) if position < self.end else None
 
-    def samples(self, start: int, stop: int) -> Indices:
-        """Return the sample numbers at the positions [start, stop) of the stream."""
-        return self.draws(start, stop) % self.num_samples
-
     def draws(self, start: int, stop: int) -> Indices:
         """Return a draw for each of the positions [start, stop) of the stream.
 
@@ -113,7 +109,3 @@ class SampleOrder:
         count = stop - start
         first, last = (count * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return self.draws(start + first, start + last)
-
-    def local_batch(self, start: int, stop: int) -> Indices:
-        """Return this rank's sample numbers of the global batch [start, stop)."""
-        return self.local_draws(start, stop) % self.num_samples
