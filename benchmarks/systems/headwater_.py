@@ -18,7 +18,7 @@ from headwater.core.stage import ParamSpec
 from headwater.core.units import parse_bytes
 from headwater.models.registry import build_model, init_parameter
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.budget import Fixed, PlanRequest, make_plan
 from headwater.plan.calibrate import calibrate
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan, Resources, Trace
@@ -62,21 +62,23 @@ def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module
         return trace_step(model, batch_of(tokens), precision)
 
     return make_plan(
-        trace_for,
-        batch_size=workload.batch,
-        precision=precision,
-        optimizer_state_bytes=8,
-        resources=Resources(host_memory=parse_bytes(args.memory) if args.memory else None, disk=disk),
-        calibration=calibrate("cpu", disk),
-        checkpoints=False,
-        fixed=Fixed(
-            tier=args.tier,
-            num_slabs=args.slabs,
-            activations=Activations(args.activations) if args.activations else None,
-            micro_batch_size=args.micro_batch,
-            gradient_tier=args.gradient_tier,
-            masters=args.masters,
-        ),
+        PlanRequest(
+            trace_for,
+            batch_size=workload.batch,
+            precision=precision,
+            optimizer_state_bytes=8,
+            resources=Resources(host_memory=parse_bytes(args.memory) if args.memory else None, disk=disk),
+            calibration=calibrate("cpu", disk),
+            checkpoints=False,
+            fixed=Fixed(
+                tier=args.tier,
+                num_slabs=args.slabs,
+                activations=Activations(args.activations) if args.activations else None,
+                micro_batch_size=args.micro_batch,
+                gradient_tier=args.gradient_tier,
+                masters=args.masters,
+            ),
+        )
     )
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from synthetic import gpt
 
 from headwater.core.precision import Precision
-from headwater.plan.cluster.scaling import Work, simulate_point
+from headwater.plan.cluster.scaling import simulate_point
 from headwater.plan.cluster.types import (
     Accelerator,
     Cluster,
@@ -16,6 +16,8 @@ from headwater.plan.cluster.types import (
     StoreHosts,
     place,
 )
+from headwater.plan.options import PlanRequest
+from headwater.plan.types import Resources
 
 GB = 10**9
 CPU_RATES = {"fp32": 3e11, "bf16": 1e12, "fp16": 3e11}
@@ -49,15 +51,15 @@ CLUSTERS = (BOXES, SERVERS, SERVERS_AND_STORE, WAFERS)
 SMALL = {"layers": 6, "hidden": 768, "vocabulary": 50257, "length": 512}
 
 
-def work(shape=None, **changes):
-    """Return the work of training a GPT in bf16 with Adam."""
-    given = {"precision": Precision("bf16"), "optimizer_state_bytes": 8} | changes
-    return Work(trace_for=gpt(**(shape or SMALL)), **given)
+def request(batch_size, shape=None, **changes):
+    """Return the request for a plan of training a GPT in bf16 with Adam."""
+    given = {"precision": Precision("bf16"), "optimizer_state_bytes": 8, "resources": Resources()} | changes
+    return PlanRequest(gpt(**(shape or SMALL)), batch_size=batch_size, **given)
 
 
 def point(cluster, num_csx, batch_size, shape=None, **changes):
     """Return the simulation of one step."""
-    return simulate_point(work(shape, **changes), place(cluster, num_csx), batch_size)
+    return simulate_point(request(batch_size // num_csx, shape, **changes), place(cluster, num_csx))
 
 
 def with_network(cluster, **changes):

@@ -12,7 +12,7 @@ from synthetic import gpt
 from headwater.core.errors import ConfigError, DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, KIB, MIB, TIB
-from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.budget import Fixed, PlanRequest, make_plan
 from headwater.plan.predict import NOMINAL
 from headwater.plan.refusal import UNLIMITED, enough, other_settings
 from headwater.plan.search import Budgets, Request, best_plan, fits, micro_batch_sizes
@@ -105,20 +105,22 @@ ARGUMENTS = {
 
 
 def test_a_model_that_fits_is_not_streamed_recomputed_or_split():
-    plan = make_plan(gpt(), resources=Resources(host_memory=GIB), **ARGUMENTS)
+    plan = make_plan(PlanRequest(gpt(), resources=Resources(host_memory=GIB), **ARGUMENTS))
     assert (plan.tier, plan.in_place, plan.micro_batch_size) == ("memory", True, 4)
     assert set(plan.activations) == {Activations.KEEP}
 
 
 def test_without_a_calibration_no_time_is_predicted():
-    unmeasured = make_plan(gpt(), resources=Resources(host_memory=GIB), **ARGUMENTS)
-    measured = make_plan(gpt(), resources=Resources(host_memory=GIB), calibration=NOMINAL, **ARGUMENTS)
+    unmeasured = make_plan(PlanRequest(gpt(), resources=Resources(host_memory=GIB), **ARGUMENTS))
+    measured = make_plan(
+        PlanRequest(gpt(), resources=Resources(host_memory=GIB), calibration=NOMINAL, **ARGUMENTS)
+    )
     assert unmeasured.prediction.step_s is None
     assert measured.prediction.step_s == pytest.approx(sum(measured.prediction.step_parts.values()))
 
 
 def test_the_default_of_a_budget_is_the_free_memory(tmp_path):
-    plan = make_plan(gpt(), resources=Resources(disk=tmp_path / "tier"), **ARGUMENTS)
+    plan = make_plan(PlanRequest(gpt(), resources=Resources(disk=tmp_path / "tier"), **ARGUMENTS))
     assert plan.budget.host_memory > 100 * MIB
     assert plan.budget.disk_bytes > 0
 
@@ -126,8 +128,8 @@ def test_the_default_of_a_budget_is_the_free_memory(tmp_path):
 def test_host_memory_decides_the_tier():
     shape = gpt(layers=12, hidden=256)
     disk = {"disk": Path("tier"), "disk_bytes": GIB}
-    large = make_plan(shape, resources=Resources(host_memory=GIB, **disk), **ARGUMENTS)
-    small = make_plan(shape, resources=Resources(host_memory=80 * MIB, **disk), **ARGUMENTS)
+    large = make_plan(PlanRequest(shape, resources=Resources(host_memory=GIB, **disk), **ARGUMENTS))
+    small = make_plan(PlanRequest(shape, resources=Resources(host_memory=80 * MIB, **disk), **ARGUMENTS))
     assert (large.tier, small.tier) == ("memory", "disk")
     assert small.slabs >= 2
 
@@ -135,7 +137,7 @@ def test_host_memory_decides_the_tier():
 def test_stages_are_recomputed_one_by_one_as_memory_gets_short():
     shape, fixed = gpt(layers=12, hidden=256, length=512), Fixed(micro_batch_size=4)
     recomputed = [
-        make_plan(shape, resources=Resources(host_memory=room * MIB), fixed=fixed, **ARGUMENTS)
+        make_plan(PlanRequest(shape, resources=Resources(host_memory=room * MIB), fixed=fixed, **ARGUMENTS))
         .activations.count(Activations.RECOMPUTE)
         for room in (1000, 300, 250, 200)
     ]  # fmt: skip
@@ -148,7 +150,7 @@ def test_a_refusal_names_the_exceeded_budget_and_settings_that_fit():
     fixed = Fixed(micro_batch_size=4, activations=Activations.KEEP)
     shape = gpt(layers=12, hidden=128, length=128)
     with pytest.raises(DoesNotFitError) as refused:
-        make_plan(shape, resources=small, device="cuda", fixed=fixed, **ARGUMENTS)
+        make_plan(PlanRequest(shape, resources=small, device="cuda", fixed=fixed, **ARGUMENTS))
     assert "1.00 MiB of device memory" in refused.value.what
     assert "device_memory" in refused.value.remedy
 
@@ -158,7 +160,7 @@ def test_refusal_offers_a_smaller_micro_batch():
     fixed = Fixed(micro_batch_size=4, activations=Activations.KEEP)
     room = Resources(host_memory=100 * MIB)
     with pytest.raises(DoesNotFitError, match="micro_batch_size 1"):
-        make_plan(shape, resources=room, fixed=fixed, **ARGUMENTS)
+        make_plan(PlanRequest(shape, resources=room, fixed=fixed, **ARGUMENTS))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_refusal_offers_a_smaller_micro_batch():
 )
 def test_contradictions_are_refused_with_a_remedy(fixed, word):
     with pytest.raises(ConfigError, match=word):
-        make_plan(gpt(), resources=Resources(host_memory=GIB), fixed=fixed, **ARGUMENTS)
+        make_plan(PlanRequest(gpt(), resources=Resources(host_memory=GIB), fixed=fixed, **ARGUMENTS))
 
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1]), (12, [12, 6, 3, 1]), (15, [15, 5, 1])])
@@ -198,7 +200,9 @@ def test_a_model_of_175_billion_parameters_is_planned(device):
     largest = gpt(layers=96, hidden=12288, vocabulary=50257, length=2048)
     resources = Resources(device_memory=80 * GIB, host_memory=64 * GIB, disk=Path("tier"), disk_bytes=4 * TIB)
     arguments = ARGUMENTS | {"batch_size": 16, "base_bytes": GIB}
-    plan = make_plan(largest, resources=resources, device=device, calibration=NOMINAL, **arguments)
+    plan = make_plan(
+        PlanRequest(largest, resources=resources, device=device, calibration=NOMINAL, **arguments)
+    )
     assert plan.tier == "disk"
     assert plan.prediction.disk_bytes >= 12 * 175e9
 
@@ -206,13 +210,15 @@ def test_a_model_of_175_billion_parameters_is_planned(device):
 def test_masters_are_stored_whole_if_memory_allows():
     def plan(budget, **fixed):
         return make_plan(
-            gpt(),
-            batch_size=4,
-            precision=Precision("bf16"),
-            optimizer_state_bytes=8,
-            resources=Resources(host_memory=budget),
-            fixed=Fixed(activations=Activations.KEEP, **fixed),
-            base_bytes=0,
+            PlanRequest(
+                gpt(),
+                batch_size=4,
+                precision=Precision("bf16"),
+                optimizer_state_bytes=8,
+                resources=Resources(host_memory=budget),
+                fixed=Fixed(activations=Activations.KEEP, **fixed),
+                base_bytes=0,
+            )
         )
 
     whole = plan(GIB)
@@ -230,14 +236,16 @@ def test_ranks_share_only_the_store_and_the_slabs_of_the_disk_tier():
         choices = Fixed(tier=tier, gradient_tier="memory", micro_batch_size=2, **fixed)
         resources = Resources(host_memory=1 * GIB, disk=Path("tier"), disk_bytes=1 * GIB)
         return make_plan(
-            SMALL["fp32"],
-            batch_size=2,
-            precision=Precision(),
-            optimizer_state_bytes=8,
-            resources=resources,
-            fixed=choices,
-            base_bytes=MIB,
-            ranks=ranks,
+            PlanRequest(
+                SMALL["fp32"],
+                batch_size=2,
+                precision=Precision(),
+                optimizer_state_bytes=8,
+                resources=resources,
+                fixed=choices,
+                base_bytes=MIB,
+                ranks=ranks,
+            )
         )
 
     shared = {"memory": {"weight store"}, "disk": {"staging", "snapshot", "slabs"}}
@@ -256,15 +264,17 @@ def test_ranks_share_only_the_store_and_the_slabs_of_the_disk_tier():
 def test_ranks_with_separate_accelerators_share_no_device_memory():
     def plan(ranks, tier):
         return make_plan(
-            SMALL["fp32"],
-            batch_size=2,
-            precision=Precision(),
-            optimizer_state_bytes=8,
-            resources=Resources(device_memory=GIB, host_memory=GIB, disk=Path("tier"), disk_bytes=GIB),
-            device="cuda",
-            fixed=Fixed(tier=tier, num_slabs=2, activations=Activations.OFFLOAD),
-            base_bytes=MIB,
-            ranks=ranks,
+            PlanRequest(
+                SMALL["fp32"],
+                batch_size=2,
+                precision=Precision(),
+                optimizer_state_bytes=8,
+                resources=Resources(device_memory=GIB, host_memory=GIB, disk=Path("tier"), disk_bytes=GIB),
+                device="cuda",
+                fixed=Fixed(tier=tier, num_slabs=2, activations=Activations.OFFLOAD),
+                base_bytes=MIB,
+                ranks=ranks,
+            )
         ).prediction
 
     for tier, shared in {"memory": {"weight store"}, "disk": {"snapshot"}}.items():
@@ -281,14 +291,16 @@ def test_ranks_with_separate_accelerators_share_no_device_memory():
 def test_gradient_sums_that_hosts_exchange_stay_in_memory():
     held = [
         make_plan(
-            SMALL["fp32"],
-            batch_size=2,
-            precision=Precision(),
-            optimizer_state_bytes=8,
-            resources=Resources(host_memory=1 * GIB),
-            fixed=Fixed(micro_batch_size=2),
-            base_bytes=MIB,
-            share=share,
+            PlanRequest(
+                SMALL["fp32"],
+                batch_size=2,
+                precision=Precision(),
+                optimizer_state_bytes=8,
+                resources=Resources(host_memory=1 * GIB),
+                fixed=Fixed(micro_batch_size=2),
+                base_bytes=MIB,
+                share=share,
+            )
         ).prediction.host_parts["gradients"]
         for share in (StoreShare(), StoreShare(sums_stay=True))
     ]
@@ -299,13 +311,15 @@ def test_gradient_sums_that_hosts_exchange_stay_in_memory():
 def test_a_host_with_memory_for_only_one_of_three_ranks_is_refused():
     def plan(ranks, memory):
         return make_plan(
-            SMALL["fp32"],
-            batch_size=2,
-            precision=Precision(),
-            optimizer_state_bytes=8,
-            resources=Resources(host_memory=memory),
-            base_bytes=100 * MIB,
-            ranks=ranks,
+            PlanRequest(
+                SMALL["fp32"],
+                batch_size=2,
+                precision=Precision(),
+                optimizer_state_bytes=8,
+                resources=Resources(host_memory=memory),
+                base_bytes=100 * MIB,
+                ranks=ranks,
+            )
         )
 
     one = sum(plan(1, GIB).prediction.host_parts.values())

@@ -12,7 +12,7 @@ from headwater.config.models import DecoderConfig
 from headwater.core.errors import DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.models.registry import build_model
-from headwater.plan.budget import make_plan
+from headwater.plan.budget import PlanRequest, make_plan
 from headwater.plan.estimate import estimated_traces
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Resources
@@ -40,12 +40,14 @@ class Traces:
 
 def plan(traces, memory):
     return make_plan(
-        traces,
-        batch_size=64,
-        precision=Precision(),
-        optimizer_state_bytes=8,
-        resources=Resources(host_memory=memory),
-        base_bytes=0,
+        PlanRequest(
+            traces,
+            batch_size=64,
+            precision=Precision(),
+            optimizer_state_bytes=8,
+            resources=Resources(host_memory=memory),
+            base_bytes=0,
+        )
     )
 
 

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from headwater.core.errors import DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
-from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.budget import Fixed, PlanRequest, make_plan
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import render_plan
 from headwater.plan.trace import trace_step
@@ -40,14 +40,16 @@ def traces(inference):
 
 def plan(inference, host_memory=GIB, optimizer_state_bytes=8, **changes):
     return make_plan(
-        traces(inference),
-        batch_size=8,
-        precision=BF16,
-        optimizer_state_bytes=0 if inference else optimizer_state_bytes,
-        resources=Resources(host_memory=host_memory, disk=changes.pop("disk", None), disk_bytes=GIB),
-        base_bytes=0,
-        calibration=NOMINAL,
-        **changes,
+        PlanRequest(
+            traces(inference),
+            batch_size=8,
+            precision=BF16,
+            optimizer_state_bytes=0 if inference else optimizer_state_bytes,
+            resources=Resources(host_memory=host_memory, disk=changes.pop("disk", None), disk_bytes=GIB),
+            base_bytes=0,
+            calibration=NOMINAL,
+            **changes,
+        )
     )
 
 

@@ -12,7 +12,7 @@ from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB, parse_bytes
 from headwater.models.workspace import WorkspacePool
 from headwater.plan import budget, machine
-from headwater.plan.budget import make_plan
+from headwater.plan.budget import PlanRequest, make_plan
 from headwater.plan.cgroups import Level
 from headwater.plan.machine import LATE_BYTES, WORKER_BYTES, free_resources, held_bytes, resident_bytes
 from headwater.plan.types import Resources
@@ -25,7 +25,7 @@ def plan_within(host_memory, shape=None, **changes):
         "precision": Precision("fp32"),
         "optimizer_state_bytes": 8,
     }
-    return make_plan(shape or gpt(layers=2, hidden=64), **(arguments | changes))
+    return make_plan(PlanRequest(shape or gpt(layers=2, hidden=64), **(arguments | changes)))
 
 
 def test_memory_loaded_by_the_dry_run_counts(monkeypatch):

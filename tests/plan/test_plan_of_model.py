@@ -9,7 +9,7 @@ from torch import nn
 
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, TIB
-from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.budget import Fixed, PlanRequest, make_plan
 from headwater.plan.report import group_stages
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Resources
@@ -59,7 +59,7 @@ ARGUMENTS = {"precision": Precision("bf16"), "optimizer_state_bytes": 8, "base_b
 def test_large_models_are_planned_on_a_laptop(shape, billions):
     resources = Resources(host_memory=48 * GIB, disk=Path("tier"), disk_bytes=4 * TIB)
     trace_for = traces(2048, vocabulary=50257, **shape)
-    plan = make_plan(trace_for, batch_size=1, resources=resources, **ARGUMENTS)
+    plan = make_plan(PlanRequest(trace_for, batch_size=1, resources=resources, **ARGUMENTS))
     assert plan.tier == "disk"
     assert plan.prediction.disk_bytes >= 12 * billions * 1e9
     assert plan.prediction.host_bytes <= 48 * GIB
@@ -71,7 +71,7 @@ def test_activation_policies_save_memory(policy):
     trace_for = traces(256, layers=8, width=128, heads=4, vocabulary=256)
     resources = Resources(host_memory=4 * GIB, disk=Path("tier"), disk_bytes=GIB)
     fixed = Fixed(activations=policy, micro_batch_size=128)
-    plan = make_plan(trace_for, batch_size=128, resources=resources, fixed=fixed, **ARGUMENTS)
+    plan = make_plan(PlanRequest(trace_for, batch_size=128, resources=resources, fixed=fixed, **ARGUMENTS))
     saved = sum(cost.saved_bytes for cost in plan.trace.costs)
     assert (plan.prediction.host_parts["activations"] > saved) == (policy is Activations.KEEP)
     assert (plan.prediction.disk_bytes > 0) == (policy is Activations.OFFLOAD)

@@ -14,7 +14,7 @@ from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
-from headwater.plan.budget import make_plan
+from headwater.plan.budget import PlanRequest, make_plan
 from headwater.plan.outlook import RunLength
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import draw_plan, group_stages
@@ -30,7 +30,7 @@ def plan_for(host_memory, **changes):
         "calibration": NOMINAL,
         "base_bytes": 2 * MIB,
     }
-    return make_plan(gpt(layers=12, hidden=256), **(arguments | changes))
+    return make_plan(PlanRequest(gpt(layers=12, hidden=256), **(arguments | changes)))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from headwater.core.precision import Precision
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.budget import Fixed, PlanRequest, make_plan
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Resources
 from headwater.stream.engine import Engine
@@ -37,9 +37,11 @@ def engine(tier, depth, width, rows):
         return model(x).mean()
     trace = trace_step(model, torch.empty(rows, width, device="meta"), loss_function=loss, inference=True)
     plan = make_plan(
-        lambda _: trace, batch_size=rows, precision=Precision(), optimizer_state_bytes=0,
-        resources=Resources(host_memory=1 << 31, disk=Path(sys.argv[1]), disk_bytes=1 << 31),
-        fixed=Fixed(tier=tier, micro_batch_size=rows),
+        PlanRequest(
+            lambda _: trace, batch_size=rows, precision=Precision(), optimizer_state_bytes=0,
+            resources=Resources(host_memory=1 << 31, disk=Path(sys.argv[1]), disk_bytes=1 << 31),
+            fixed=Fixed(tier=tier, micro_batch_size=rows),
+        )
     )
     return Engine(
         model, plan, OptimizerSpec("SGD", {"lr": 0.0}), loss_function=loss,

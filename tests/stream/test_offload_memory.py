@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from headwater.core.precision import Precision
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.budget import Fixed, PlanRequest, make_plan
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Resources
 from headwater.store.update import Update
@@ -46,10 +46,12 @@ def engine(depth, width, rows):
         return model(x).mean()
     trace = trace_step(model, torch.empty(rows, width, device="meta"), loss_function=loss)
     plan = make_plan(
-        lambda _: trace, batch_size=rows, precision=Precision(), optimizer_state_bytes=8,
-        resources=Resources(host_memory=1 << 31, disk=Path(sys.argv[1]), disk_bytes=1 << 31),
-        fixed=Fixed(activations=Activations.OFFLOAD, gradient_tier="disk", micro_batch_size=rows),
-        checkpoints=False,
+        PlanRequest(
+            lambda _: trace, batch_size=rows, precision=Precision(), optimizer_state_bytes=8,
+            resources=Resources(host_memory=1 << 31, disk=Path(sys.argv[1]), disk_bytes=1 << 31),
+            fixed=Fixed(activations=Activations.OFFLOAD, gradient_tier="disk", micro_batch_size=rows),
+            checkpoints=False,
+        )
     )
     return Engine(
         model, plan, OptimizerSpec("AdamW", {"lr": 1e-3}), loss_function=loss,

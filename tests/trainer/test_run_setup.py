@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from headwater.api.machine import optimizer_state_bytes
 from headwater.config import load_params, shipped_params
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.fabric.fabric import ALONE
 from headwater.models.registry import build_model
-from headwater.optim import OptimizerSpec
 from headwater.optim.loss_scale import LossScale
 from headwater.plan.types import Activations
 from headwater.trainer.evaluate import evaluate
@@ -36,13 +34,6 @@ SMALL = [
 
 def tiny(*overrides):
     return load_params(shipped_params()["gpt/tiny"], [*SMALL, *overrides])
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "expected"), [("AdamW", 8), ("SGD", 0), ("Adagrad", 4), ("RMSprop", 4)]
-)
-def test_optimizer_state_bytes(optimizer, expected):
-    assert optimizer_state_bytes(OptimizerSpec(optimizer, {"lr": 0.1})) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.core.units import counted, format_bytes, format_count
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.budget import Fixed, make_plan
+from headwater.plan.budget import Fixed, PlanRequest, make_plan
 from headwater.plan.capture.findings import names_text
 from headwater.plan.capture.graph import Captured, capture_stages
 from headwater.plan.capture.mlir import MISSING, find_lowering
@@ -300,13 +300,15 @@ def _plan(
     size = record.trace.micro_batch_size
     try:
         return make_plan(
-            lambda _: record.trace,
-            batch_size=size,
-            precision=record.precision,
-            optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
-            resources=resources,
-            device=device,
-            fixed=Fixed(micro_batch_size=size),
+            PlanRequest(
+                lambda _: record.trace,
+                batch_size=size,
+                precision=record.precision,
+                optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
+                resources=resources,
+                device=device,
+                fixed=Fixed(micro_batch_size=size),
+            )
         )
     except DoesNotFitError as error:
         return error

@@ -11,12 +11,12 @@ from torch import nn
 from headwater.api.backend import Backend
 from headwater.api.calls import Call
 from headwater.api.early import EarlyOptions, check
-from headwater.api.machine import device_of, fixed_by, resources_of
 from headwater.core.files import disk_errors
 from headwater.core.precision import Precision
 from headwater.fabric.fabric import Fabric
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
+from headwater.plan.options import device_of, request_of, resources_of
 from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 
 
@@ -66,20 +66,22 @@ class Planner:
             state_bytes: bytes of optimizer state of each trained element.
             fabric: the ranks that train together.
         """
-        disk, config, device = self._folder(), self._backend.config, self.device
+        disk = self._folder()
 
         def make() -> Plan:
-            return make_plan(
+            request = request_of(
+                self._backend.config,
                 lambda size: trace,
+                device=self.device,
                 batch_size=trace.micro_batch_size,
                 precision=precision,
                 optimizer_state_bytes=state_bytes,
-                resources=resources_of(config, disk),
-                device=device,
-                calibration=calibrate(device, disk),
-                fixed=fixed_by(config, trace.micro_batch_size),
-                ranks=fabric.local_size,
-                share=_share(fabric),
+                micro_batch_size=trace.micro_batch_size,
+                disk=disk,
+            )
+            rates = calibrate(request.device, disk)
+            return make_plan(
+                dataclasses.replace(request, calibration=rates, ranks=fabric.local_size, share=_share(fabric))
             )
 
         return dataclasses.replace(fabric.agree(make, Plan), disk=disk)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwater.api.machine import NO_UPDATES, optimizer_state_bytes
 from headwater.core.errors import ConfigError
 from headwater.core.stage import ParamSpec
-from headwater.optim.spec import OptimizerSpec, group_options, state_signature
+from headwater.optim.spec import NO_UPDATES, OptimizerSpec, group_options, state_signature
+from headwater.plan.options import optimizer_state_bytes
 from headwater.store.rule import SeveralRules, UpdateRule, UpdateRules
 
 installed_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = (

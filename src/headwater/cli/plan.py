@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from headwater.api.machine import device_of, resources_of
 from headwater.cli.arguments import PLANNING, USAGE, add_params_arguments, read_params
 from headwater.cli.cluster import add_cluster_arguments, check_cluster_arguments, run_cluster
 from headwater.cli.output import open_console
@@ -18,6 +17,7 @@ from headwater.core.errors import ConfigError, PlanError
 from headwater.fabric.cores import num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.measuring import MOST_WALL_S
+from headwater.plan.options import device_of, resources_of
 from headwater.plan.outlook import RunLength
 from headwater.plan.report import draw_plan, render_plan
 from headwater.plan.types import Plan

@@ -165,6 +165,10 @@ class OptimizerSpec:
                 raise refusal(self.name, why)
 
 
+NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
+"""The optimizer of a model that is not updated; it has no state."""
+
+
 def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group of an optimizer, in the form that `UpdateRule.apply` takes.
 

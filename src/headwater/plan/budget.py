@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from headwater.core.errors import ConfigError
-from headwater.core.precision import Precision
 from headwater.core.units import MIB, counted
 from headwater.plan.estimate import estimated_traces
 from headwater.plan.machine import (
@@ -15,11 +14,12 @@ from headwater.plan.machine import (
     group_memory,
     resident_bytes,
 )
+from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.refusal import UNLIMITED, refusal
-from headwater.plan.search import Budgets, Fixed, Request, TraceFor, best_plan, micro_batch_sizes
-from headwater.plan.types import WHOLE_STORE, Activations, Calibration, Plan, Resources, StoreShare
+from headwater.plan.search import Budgets, Request, best_plan, micro_batch_sizes
+from headwater.plan.types import Activations, Plan, Resources
 
-__all__ = ["Fixed", "make_plan"]
+__all__ = ["Fixed", "PlanRequest", "make_plan"]
 
 _SLACK_BYTES = 24 * MIB
 
@@ -27,40 +27,11 @@ _FEW_SIZES = 3
 """Up to this number of micro-batch sizes, each gets a dry run without an estimate before."""
 
 
-def make_plan(
-    trace_for: TraceFor,
-    *,
-    batch_size: int,
-    precision: Precision,
-    optimizer_state_bytes: int,
-    resources: Resources,
-    device: str = "cpu",
-    calibration: Calibration | None = None,
-    fixed: Fixed | None = None,
-    base_bytes: int | None = None,
-    checkpoints: bool = True,
-    share: StoreShare = WHOLE_STORE,
-    ranks: int = 1,
-    data_workers: int = 0,
-) -> Plan:
+def make_plan(asked: PlanRequest) -> Plan:
     """Return the plan with the shortest predicted step within every budget.
 
     Args:
-        trace_for: micro-batch size -> its dry run.
-        batch_size: samples of one optimizer step.
-        precision: precision of the run.
-        optimizer_state_bytes: bytes of optimizer state for each trained parameter (8 for Adam).
-        resources: budgets of the run; one that is not set is what the machine has free.
-        device: `cpu` or `cuda`.
-        calibration: rates of the machine. Without them plans are compared by nominal rates, and the plan
-            predicts no time.
-        fixed: decisions that the user has made.
-        base_bytes: host memory of the interpreter and its libraries; by default the memory of this process
-            after the first dry run, and `LATE_BYTES`.
-        checkpoints: True if the store is saved during training.
-        share: the part of the weight store that counts against the budgets.
-        ranks: number of ranks on this host, each on batches of this size. They share the host's memory.
-        data_workers: processes of each rank that read data.
+        asked: the step and its limits.
 
     Returns:
         The plan, with its prediction.
@@ -69,38 +40,44 @@ def make_plan(
         ConfigError: if decisions contradict each other or the batch size.
         DoesNotFitError: if no plan fits.
     """
-    request = Request(
-        trace_for=trace_for,
-        batch_size=batch_size,
-        precision=precision,
-        optimizer_state_bytes=optimizer_state_bytes,
-        budgets=_budgets(Resources()),
-        disk=resources.disk,
-        device=device,
-        calibration=calibration,
-        fixed=fixed or Fixed(),
-        base_bytes=base_bytes or 0,
-        checkpoints=checkpoints,
-        share=share,
-        ranks=ranks,
-        worker_bytes=data_workers * WORKER_BYTES,
-    )
-    check(request)
+    check(_with_limits(asked, Resources()))
     # Memory is measured after the first dry run, which loads most of the libraries that a run loads.
-    request = dataclasses.replace(request, asked_host=resources.host_memory, group=group_memory())
-    resources = free_resources(resources, device)
-    request = dataclasses.replace(request, budgets=_budgets(resources))
-    if base_bytes is None:
+    resources = free_resources(asked.resources, asked.device)
+    request = dataclasses.replace(
+        _with_limits(asked, resources), asked_host=asked.resources.host_memory, group=group_memory()
+    )
+    if asked.base_bytes is None:
         measured = resident_bytes() + LATE_BYTES
         request = dataclasses.replace(request, base_bytes=measured, slack_bytes=_SLACK_BYTES)
     plan = _fastest(request)
     if plan is None:
-        raise refusal(dataclasses.replace(request, trace_for=estimated_traces(trace_for)))
+        raise refusal(dataclasses.replace(request, trace_for=estimated_traces(request.trace_for)))
     assert plan.prediction is not None, "the best plan is predicted"
     prediction = plan.prediction
-    if calibration is None:
+    if request.calibration is None:
         prediction = dataclasses.replace(prediction, step_s=None, step_parts={})
     return dataclasses.replace(plan, prediction=prediction, budget=resources)
+
+
+def _with_limits(asked: PlanRequest, resources: Resources) -> Request:
+    """Return the request of the search. A budget that is not set is unlimited."""
+    limits = (resources.device_memory, resources.host_memory, resources.disk_bytes)
+    return Request(
+        trace_for=asked.trace_for,
+        batch_size=asked.batch_size,
+        precision=asked.precision,
+        optimizer_state_bytes=asked.optimizer_state_bytes,
+        budgets=Budgets(*(UNLIMITED if limit is None else limit for limit in limits)),
+        disk=asked.resources.disk,
+        device=asked.device,
+        calibration=asked.calibration,
+        fixed=asked.fixed,
+        base_bytes=asked.base_bytes or 0,
+        checkpoints=asked.checkpoints,
+        share=asked.share,
+        ranks=asked.ranks,
+        worker_bytes=asked.data_workers * WORKER_BYTES,
+    )
 
 
 def _fastest(request: Request) -> Plan | None:
@@ -116,12 +93,6 @@ def _fastest(request: Request) -> Plan | None:
         return None
     fixed = dataclasses.replace(request.fixed, micro_batch_size=estimate.micro_batch_size)
     return best_plan(dataclasses.replace(request, fixed=fixed)) or best_plan(request)
-
-
-def _budgets(resources: Resources) -> Budgets:
-    """Return the budgets of `resources`; a budget that is not set is unlimited."""
-    limits = (resources.device_memory, resources.host_memory, resources.disk_bytes)
-    return Budgets(*(UNLIMITED if limit is None else limit for limit in limits))
 
 
 def check(request: Request) -> None:

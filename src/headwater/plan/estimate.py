@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from headwater.plan.search import TraceFor
+from headwater.plan.options import TraceFor
 from headwater.plan.types import StageCost, Trace
 
 _COUNTS = [field.name for field in dataclasses.fields(StageCost) if field.name != "recomputable"]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from headwater.core.precision import Precision
 from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
 from headwater.plan.machine import NO_GROUP, GroupMemory
+from headwater.plan.options import Fixed, TraceFor
 from headwater.plan.predict import Predictor
 from headwater.plan.types import (
     WHOLE_STORE,
     Activations,
     Calibration,
-    Masters,
     Plan,
     Prediction,
     StoreShare,
@@ -25,9 +25,6 @@ from headwater.plan.types import (
     Trace,
     shares_slabs,
 )
-
-TraceFor = Callable[[int], Trace]
-"""Micro-batch size -> its dry run. It should cache its results."""
 
 
 class Budgets(NamedTuple):
@@ -39,29 +36,8 @@ class Budgets(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
-    """Decisions that the user has made; `None` leaves them to the planner.
-
-    Attributes:
-        tier: where masters and optimizer state are stored.
-        num_slabs: slabs of each size class; on CPU this also turns off computing in place.
-        activations: policy of every stage (a stage that cannot be recomputed keeps its activations instead).
-        micro_batch_size: samples computed at once.
-        gradient_tier: where gradients wait for the update.
-        masters: `split` if the fp32 masters of bf16 weights share memory with the weights, else `whole`.
-    """
-
-    tier: Tier | None = None
-    num_slabs: int | None = None
-    activations: Activations | None = None
-    micro_batch_size: int | None = None
-    gradient_tier: Tier | None = None
-    masters: Masters | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Request:
-    """Everything that a plan depends on. The fields are those of `make_plan`, all with values.
+    """Everything that a plan depends on: a `PlanRequest` in which the machine has filled in what was open.
 
     Attributes:
         budgets: limits of the run.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from headwater.api.early import CompileReport, ValidateReport, compile_only, validate_only
-from headwater.api.machine import device_of
 from headwater.config.run import SetupConfig
 from headwater.core.errors import DoesNotFitError
+from headwater.plan.options import device_of
 from headwater.plan.types import Plan
 from headwater.trainer.job import Trainable
 from headwater.trainer.planning import plan_run, training_workload

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headwater.api.machine import device_of, resources_of
 from headwater.api.ranks import take_accelerator
 from headwater.config.run import SetupConfig
 from headwater.core.files import disk_errors
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import Calibration, calibrate
+from headwater.plan.options import device_of, resources_of
 from headwater.plan.types import Plan
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine

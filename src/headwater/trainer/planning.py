@@ -10,13 +10,6 @@ from pathlib import Path
 import torch
 
 from headwater.api.engines import EngineSteps, build_engine
-from headwater.api.machine import (
-    NO_UPDATES,
-    device_of,
-    fixed_by,
-    optimizer_state_bytes,
-    resources_of,
-)
 from headwater.config.run import SetupConfig
 from headwater.config.sections import LoopConfig
 from headwater.core.errors import ConfigError
@@ -25,11 +18,11 @@ from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec
 from headwater.core.units import counted
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.optim.spec import OptimizerSpec
+from headwater.optim.spec import NO_UPDATES, OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import Calibration
+from headwater.plan.options import PlanRequest, TraceFor, device_of, optimizer_state_bytes, request_of
 from headwater.plan.outlook import RunLength
-from headwater.plan.search import TraceFor
 from headwater.plan.trace import trace_step
 from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 from headwater.stream.engine import Engine
@@ -137,27 +130,51 @@ def plan_run(
         ConfigError: if the params request resources that do not exist.
         DoesNotFitError: if a budget is too small.
     """
-    traces = dry_runs(init, trainable, inference=work.optimizer is NO_UPDATES)
+    request = plan_request(init, trainable, work, device_of(init.backend), disk)
     with noticed("planning") as activity:
 
         def trace_for(size: int) -> Trace:
             activity.name = f"planning: dry run of {counted(size, 'sample', 'samples')}"
-            return traces(size)
+            return request.trace_for(size)
 
         plan = make_plan(
-            trace_for,
-            batch_size=work.batch_size,
-            precision=init.precision.precision,
-            optimizer_state_bytes=optimizer_state_bytes(work.optimizer),
-            resources=resources_of(init.backend, disk),
-            device=device_of(init.backend),
-            calibration=calibration,
-            fixed=fixed_by(init.backend, work.micro_batch_size),
-            ranks=ranks or placement.size,
-            share=share,
-            data_workers=work.data_workers,
+            dataclasses.replace(
+                request,
+                trace_for=trace_for,
+                calibration=calibration,
+                ranks=ranks or placement.size,
+                share=share,
+            )
         )
     return dataclasses.replace(plan, placement=placement)
+
+
+def plan_request(
+    init: SetupConfig, trainable: Trainable, work: Workload, device: str, disk: Path | None = None
+) -> PlanRequest:
+    """Return the request for a plan of `work`, for one rank.
+
+    Args:
+        init: the params.
+        trainable: the model with its loss.
+        work: the step to plan.
+        device: `cpu` or `cuda`.
+        disk: folder of the disk tier; that of the params if not given.
+
+    Returns:
+        The request.
+    """
+    request = request_of(
+        init.backend,
+        dry_runs(init, trainable, inference=work.optimizer is NO_UPDATES),
+        device=device,
+        batch_size=work.batch_size,
+        precision=init.precision.precision,
+        optimizer_state_bytes=optimizer_state_bytes(work.optimizer),
+        micro_batch_size=work.micro_batch_size,
+        disk=disk,
+    )
+    return dataclasses.replace(request, data_workers=work.data_workers)
 
 
 def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreShare:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from headwater.api.machine import fixed_by, optimizer_state_bytes
 from headwater.config.cluster import ClusterFile, DiskSection, MemorySection
 from headwater.config.run import SetupConfig
 from headwater.core.errors import ConfigError, DoesNotFitError
 from headwater.core.patience import noticed, print_notice
 from headwater.core.units import counted
-from headwater.plan.cluster.scaling import Point, Work, simulate_point
+from headwater.plan.cluster.scaling import Point, simulate_point
 from headwater.plan.cluster.types import (
     Accelerator,
     Cluster,
@@ -23,8 +22,9 @@ from headwater.plan.cluster.types import (
     StoreHosts,
     place,
 )
+from headwater.plan.options import TraceFor
 from headwater.trainer.job import Trainable
-from headwater.trainer.planning import dry_runs, fixed_micro_batch_size, optimizer_of
+from headwater.trainer.planning import dry_runs, plan_request, training_workload
 
 MOST_CSX = 1024
 """The most CSXs that are simulated by default."""
@@ -112,12 +112,7 @@ def simulate(
     Raises:
         DoesNotFitError: if no number of CSXs has a plan.
     """
-    work = Work(
-        trace_for=dry_runs(init, trainable),
-        precision=init.precision.precision,
-        optimizer_state_bytes=optimizer_state_bytes(optimizer_of(init, trainable)),
-        device_memory=init.backend.device_memory,
-    )
+    traces = dry_runs(init, trainable)  # shared by all numbers of CSXs
     asked = counts or default_counts(cluster)
     batch_sizes = {number: batch_size * (1 if scaling == "strong" else number) for number in asked}
     points: list[Point] = []
@@ -130,7 +125,7 @@ def simulate(
             ranks, place = counted(number, "CSX", "CSXs"), asked.index(number) + 1
             activity.name = f"simulating {ranks}, number {place} of {len(asked)}"
             try:
-                points.append(_point(init, trainable, work, cluster, number, batch_sizes[number]))
+                points.append(_point(init, trainable, traces, cluster, number, batch_sizes[number]))
             except (ConfigError, DoesNotFitError) as error:
                 refused[number] = error.what
     if not points:
@@ -162,11 +157,9 @@ def _impossible(cluster: Cluster, batch_sizes: Mapping[int, int]) -> dict[int, s
 
 
 def _point(
-    init: SetupConfig, trainable: Trainable, work: Work, cluster: Cluster, number: int, batch_size: int
+    init: SetupConfig, trainable: Trainable, traces: TraceFor, cluster: Cluster, number: int, batch_size: int
 ) -> Point:
     placement = place(cluster, number)
-    size = fixed_micro_batch_size(init, batch_size // number)
-    if size is None and not trainable.divisible:
-        size = batch_size // number
-    work = dataclasses.replace(work, fixed=fixed_by(init.backend, size))
-    return simulate_point(work, placement, batch_size)
+    work = training_workload(init, trainable, batch_size // number)
+    request = plan_request(init, trainable, work, placement.device)
+    return simulate_point(dataclasses.replace(request, trace_for=traces), placement)

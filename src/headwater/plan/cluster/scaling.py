@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from headwater.core.precision import Precision
 from headwater.core.units import MIB
 from headwater.plan.budget import make_plan
 from headwater.plan.cluster.owners import store_tier
@@ -13,32 +12,13 @@ from headwater.plan.cluster.parts import mean_parts
 from headwater.plan.cluster.step import Step, simulate_step
 from headwater.plan.cluster.types import Placement
 from headwater.plan.footprint import Footprint
+from headwater.plan.options import PlanRequest
 from headwater.plan.predict import Predictor
-from headwater.plan.search import Fixed, TraceFor
 from headwater.plan.types import Plan, Resources
 
 _BASE_BYTES = 512 * MIB
 """Host memory of the interpreter and its libraries, for each rank."""
 _DISK = Path("disk")
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """The work of one step, for any number of ranks.
-
-    Attributes:
-        trace_for: number of samples -> its dry run.
-        precision: precision of the run.
-        optimizer_state_bytes: bytes of optimizer state for each trained parameter.
-        fixed: decisions that the user has made.
-        device_memory: bytes of an accelerator that a rank may use; `None`: all of them.
-    """
-
-    trace_for: TraceFor
-    precision: Precision
-    optimizer_state_bytes: int
-    fixed: Fixed = dataclasses.field(default_factory=Fixed)
-    device_memory: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +48,12 @@ class Point:
         return self.batch_size / self.step.step_s
 
 
-def simulate_point(work: Work, placement: Placement, batch_size: int) -> Point:
+def simulate_point(asked: PlanRequest, placement: Placement) -> Point:
     """Make a plan for one rank of a placement, and simulate the step of all of them.
 
     Args:
-        work: the work of the step.
+        asked: the step of one rank. Its resources count only as the limit of an accelerator's memory.
         placement: where the ranks are.
-        batch_size: samples of a step of all ranks, a multiple of their number.
 
     Returns:
         The simulated step.
@@ -83,36 +62,34 @@ def simulate_point(work: Work, placement: Placement, batch_size: int) -> Point:
         ConfigError: if decisions contradict each other or the batch size.
         DoesNotFitError: if no plan fits.
     """
-    plan = make_plan(
-        work.trace_for,
-        batch_size=batch_size // placement.num_csx,
-        precision=work.precision,
-        optimizer_state_bytes=work.optimizer_state_bytes,
-        resources=_resources(work, placement),
+    request = dataclasses.replace(
+        asked,
+        resources=_resources(asked.resources.device_memory, placement),
         device=placement.device,
         calibration=placement.rates,
-        fixed=work.fixed,
         base_bytes=_BASE_BYTES,
         share=placement.share,
     )
+    plan = make_plan(request)
     footprint = Footprint(
         plan.trace,
-        optimizer_state_bytes=work.optimizer_state_bytes,
+        optimizer_state_bytes=asked.optimizer_state_bytes,
         base_bytes=_BASE_BYTES,
         share=placement.share,
     )
     if placement.cluster.store is not None:
         store_tier(footprint, placement)
     step = simulate_step(plan, Predictor(footprint, placement.rates), placement)
-    return Point(placement, batch_size, plan, step, mean_parts(step.timeline, step.ranks))
+    parts = mean_parts(step.timeline, step.ranks)
+    return Point(placement, asked.batch_size * placement.num_csx, plan, step, parts)
 
 
-def _resources(work: Work, placement: Placement) -> Resources:
+def _resources(most_device_memory: int | None, placement: Placement) -> Resources:
     """Return one rank's part of its host."""
     host, accelerator = placement.cluster.host, placement.cluster.host.accelerator
     device_memory = None
     if accelerator is not None:
-        device_memory = min(accelerator.memory_bytes, work.device_memory or accelerator.memory_bytes)
+        device_memory = min(accelerator.memory_bytes, most_device_memory or accelerator.memory_bytes)
     disk = host.disk if placement.cluster.store is None else None
     return Resources(
         device_memory=device_memory,

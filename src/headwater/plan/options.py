@@ -1,0 +1,216 @@
+"""The request for a plan, and the part of it that the options of a backend decide."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from headwater.core.errors import ConfigError
+from headwater.core.precision import Precision
+from headwater.core.stage import ParamSpec
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.types import (
+    WHOLE_STORE,
+    Activations,
+    Calibration,
+    Masters,
+    Resources,
+    StoreShare,
+    Tier,
+    Trace,
+)
+from headwater.store.rule import UpdateRule
+
+TraceFor = Callable[[int], Trace]
+"""Micro-batch size -> its dry run. It should cache its results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """Decisions that the user has made; `None` leaves them to the planner.
+
+    Attributes:
+        tier: where masters and optimizer state are stored.
+        num_slabs: slabs of each size class; on CPU this also turns off computing in place.
+        activations: policy of every stage (a stage that cannot be recomputed keeps its activations instead).
+        micro_batch_size: samples computed at once.
+        gradient_tier: where gradients wait for the update.
+        masters: `split` if the fp32 masters of bf16 weights share memory with the weights, else `whole`.
+    """
+
+    tier: Tier | None = None
+    num_slabs: int | None = None
+    activations: Activations | None = None
+    micro_batch_size: int | None = None
+    gradient_tier: Tier | None = None
+    masters: Masters | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """The step to plan and the limits of the plan.
+
+    Attributes:
+        trace_for: micro-batch size -> its dry run.
+        batch_size: samples of one optimizer step.
+        precision: precision of the run.
+        optimizer_state_bytes: bytes of optimizer state for each trained parameter (8 for Adam).
+        resources: budgets of the run; one that is not set is what the machine has free.
+        device: `cpu` or `cuda`.
+        calibration: rates of the machine. Without them plans are compared by nominal rates, and the plan
+            predicts no time.
+        fixed: decisions that the user has made.
+        base_bytes: host memory of the interpreter and its libraries; by default it is measured after the
+            first dry run.
+        checkpoints: True if the store is saved during training.
+        share: the part of the weight store that counts against the budgets.
+        ranks: number of ranks on this host, each on batches of this size. They share the host's memory.
+        data_workers: processes of each rank that read data.
+    """
+
+    trace_for: TraceFor
+    _: dataclasses.KW_ONLY
+    batch_size: int
+    precision: Precision
+    optimizer_state_bytes: int
+    resources: Resources
+    device: str = "cpu"
+    calibration: Calibration | None = None
+    fixed: Fixed = Fixed()
+    base_bytes: int | None = None
+    checkpoints: bool = True
+    share: StoreShare = WHOLE_STORE
+    ranks: int = 1
+    data_workers: int = 0
+
+
+class DiskOptions(Protocol):
+    """The disk tier that a backend allows: a folder, and the bytes that may be used in it."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def size(self) -> int | None: ...
+
+
+class BackendOptions(Protocol):
+    """The options of a backend that matter for a plan, under the names of the params."""
+
+    @property
+    def backend_type(self) -> Literal["CSX", "CPU", "GPU"]: ...
+    @property
+    def device_memory(self) -> int | None: ...
+    @property
+    def host_memory(self) -> int | None: ...
+    @property
+    def disk(self) -> DiskOptions | None: ...
+    @property
+    def num_slabs(self) -> int | None: ...
+    @property
+    def activations(self) -> Literal["auto", "keep", "recompute", "offload"]: ...
+    @property
+    def tier(self) -> Literal["auto", "memory", "disk"]: ...
+    @property
+    def gradient_tier(self) -> Literal["auto", "memory", "disk"]: ...
+    @property
+    def masters(self) -> Literal["auto", "split"]: ...
+
+
+def request_of(
+    backend: BackendOptions,
+    trace_for: TraceFor,
+    *,
+    device: str,
+    batch_size: int,
+    precision: Precision,
+    optimizer_state_bytes: int,
+    micro_batch_size: int | None = None,
+    disk: Path | None = None,
+) -> PlanRequest:
+    """Return the request for a step within the limits and decisions of a backend, for one rank on this host.
+
+    Args:
+        backend: the options.
+        trace_for: micro-batch size -> its dry run.
+        device: `cpu` or `cuda`.
+        batch_size: samples of one optimizer step.
+        precision: precision of the run.
+        optimizer_state_bytes: bytes of optimizer state for each trained parameter.
+        micro_batch_size: samples computed at once; the plan chooses it if not given.
+        disk: replaces the backend's folder of the disk tier.
+
+    Returns:
+        The request. The caller replaces what several ranks or measured rates change.
+    """
+    return PlanRequest(
+        trace_for,
+        batch_size=batch_size,
+        precision=precision,
+        optimizer_state_bytes=optimizer_state_bytes,
+        resources=resources_of(backend, disk),
+        device=device,
+        fixed=_fixed_by(backend, micro_batch_size),
+    )
+
+
+def device_of(backend: BackendOptions) -> str:
+    """Return `cpu` or `cuda`. For `CSX` it is `cuda` if torch finds a GPU.
+
+    Raises:
+        ConfigError: if the backend is `GPU` and torch finds no GPU.
+    """
+    if backend.backend_type == "CPU":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if backend.backend_type == "GPU":
+        raise ConfigError(
+            "torch finds no GPU here",
+            where="trainer.init.backend.backend_type",
+            remedy="write CPU, or CSX for the best device there is",
+        )
+    return "cpu"
+
+
+def resources_of(backend: BackendOptions, disk: Path | None = None) -> Resources:
+    """Return the resource limits of a backend.
+
+    Args:
+        backend: the options.
+        disk: replaces the folder of the disk tier.
+    """
+    given = backend.disk
+    return Resources(
+        device_memory=backend.device_memory,
+        host_memory=backend.host_memory,
+        disk=disk or (given.path if given else None),
+        disk_bytes=given.size if given else None,
+    )
+
+
+def _fixed_by(backend: BackendOptions, micro_batch_size: int | None) -> Fixed:
+    """Return the decisions that the options make, so that the planner must not."""
+    return Fixed(
+        tier=None if backend.tier == "auto" else backend.tier,
+        num_slabs=backend.num_slabs,
+        activations=None if backend.activations == "auto" else Activations(backend.activations),
+        micro_batch_size=micro_batch_size,
+        gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
+        masters=None if backend.masters == "auto" else backend.masters,
+    )
+
+
+def optimizer_state_bytes(optimizer: OptimizerSpec, options: Mapping[str, Any] | None = None) -> int:
+    """Return the bytes of state that `optimizer` keeps for each element of a parameter (8 for Adam).
+
+    Args:
+        optimizer: the kind of optimizer.
+        options: the options of the parameter's group.
+    """
+    probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
+    layout = UpdateRule(optimizer, options).state_layout(probe)
+    return sum(tensor.dtype.itemsize for tensor in layout.values() if tensor.shape is None)

@@ -1,0 +1,76 @@
+"""Requests for plans from the options of a backend."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from synthetic import gpt
+
+from headwater.config.sections import BackendConfig
+from headwater.core.errors import ConfigError
+from headwater.core.precision import Precision
+from headwater.optim import OptimizerSpec
+from headwater.optim.spec import NO_UPDATES
+from headwater.plan.options import Fixed, device_of, optimizer_state_bytes, request_of, resources_of
+from headwater.plan.types import Activations, Resources
+
+GIB = 1 << 30
+
+
+def request_for(options, **changes):
+    given = {"device": "cpu", "batch_size": 4, "precision": Precision(), "optimizer_state_bytes": 8}
+    return request_of(BackendConfig.model_validate(options), gpt(), **(given | changes))
+
+
+def test_what_is_automatic_is_left_to_the_planner():
+    request = request_for({})
+    assert request.fixed == Fixed()
+    assert request.resources == Resources()
+    assert (request.ranks, request.data_workers, request.base_bytes) == (1, 0, None)
+
+
+def test_decisions_and_limits_of_the_user_are_those_of_the_request():
+    options = {
+        "tier": "disk",
+        "gradient_tier": "memory",
+        "activations": "recompute",
+        "masters": "split",
+        "num_slabs": 3,
+        "host_memory": "2GiB",
+        "disk": {"path": "/tier", "size": "1GiB"},
+    }
+    request = request_for(options, micro_batch_size=2)
+    assert request.fixed == Fixed("disk", 3, Activations.RECOMPUTE, 2, "memory", "split")
+    assert request.resources == Resources(None, 2 * GIB, Path("/tier"), GIB)
+
+
+def test_a_given_folder_replaces_that_of_the_disk_tier():
+    backend = BackendConfig.model_validate({"disk": {"path": "/tier"}})
+    assert resources_of(backend).disk == Path("/tier")
+    assert resources_of(backend, Path("/other")).disk == Path("/other")
+
+
+@pytest.mark.parametrize(
+    ("backend_type", "finds_gpu", "device"),
+    [("CPU", True, "cpu"), ("CSX", True, "cuda"), ("CSX", False, "cpu"), ("GPU", True, "cuda")],
+)
+def test_device_of_a_backend(backend_type, finds_gpu, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: finds_gpu)
+    assert device_of(BackendConfig.model_validate({"backend_type": backend_type})) == device
+
+
+def test_a_gpu_that_torch_does_not_find_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch finds no GPU"):
+        device_of(BackendConfig.model_validate({"backend_type": "GPU"}))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"), [("AdamW", 8), ("SGD", 0), ("Adagrad", 4), ("RMSprop", 4)]
+)
+def test_bytes_of_optimizer_state_of_an_element(optimizer, expected):
+    assert optimizer_state_bytes(OptimizerSpec(optimizer, {"lr": 0.1})) == expected
+
+
+def test_a_model_that_is_not_updated_has_no_optimizer_state():
+    assert optimizer_state_bytes(NO_UPDATES) == 0
