@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from headwater.core.errors import DoesNotFitError
 from headwater.core.units import format_bytes
 from headwater.plan.cluster.disk import DiskQueue
-from headwater.plan.cluster.network import Links
-from headwater.plan.cluster.timeline import Kind, Timeline
+from headwater.plan.cluster.host import HostResources
+from headwater.plan.cluster.timeline import Kind
 from headwater.plan.cluster.types import Placement
 from headwater.plan.footprint import Footprint
 from headwater.plan.predict import Predictor
@@ -19,41 +19,28 @@ class Owners:
     """The shares of one host: a compute host, or a host of the weight store.
 
     Args:
-        timeline: of the step.
         plan: of one rank.
         predictor: of the plan's trace.
-        placement: where the ranks are.
-        network: the links between hosts; `None` if nothing is sent.
-        cores: resource of each rank that computes on cores.
-        memory: resource of a compute host's memory.
-        disk: its disk.
+        host: the resources of a compute host.
     """
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        plan: Plan,
-        predictor: Predictor,
-        placement: Placement,
-        network: Links | None,
-        cores: Sequence[int],
-        memory: int,
-        disk: DiskQueue,
-    ) -> None:
+    def __init__(self, plan: Plan, predictor: Predictor, host: HostResources) -> None:
+        timeline, placement = host.timeline, host.placement
         self._timeline, self._plan, self._predictor = timeline, plan, predictor
-        self._placement, self._network = placement, network
-        self._cores, self._memory, self._host_disk, self._disk = cores, memory, disk, disk
+        self._placement, self._network = placement, host.network
+        self._cores, self._memory = host.cores, host.memory
+        self._host_disk = self._disk = host.disk
         self._part = 1.0 / placement.owners
         self._slowness, tier = 1.0, plan.tier
         store = placement.cluster.store
         if store is not None:
             tier = store_tier(predictor.footprint, placement)
-            self._cores = ()
+            self._cores = []
             self._memory = timeline.resource("store", "memory")
             self._disk = DiskQueue(timeline, "store", store.disk)
             self._slowness = predictor.adamw_params_per_s / store.memory.adamw_params_per_s
         self._on_disk = tier == "disk"
-        self.need_slabs = self._on_disk and network is None
+        self.need_slabs = self._on_disk and host.network is None
         """True if updated weights must be put in a slab, as they are nowhere else in memory."""
 
     def update(self, stage: int, after: Sequence[int]) -> int:

@@ -1,0 +1,69 @@
+"""Gradients on their way out: sums of the ranks of a host, and sums of all hosts."""
+
+from __future__ import annotations
+
+from typing import final
+
+from headwater.plan.cluster.host import HostResources
+from headwater.plan.cluster.owners import Owners
+from headwater.plan.cluster.timeline import Kind
+from headwater.plan.footprint import Footprint
+from headwater.plan.types import Plan
+
+
+@final
+class GradientsOut:
+    """Adds the gradients of every rank to the host's sums in turns, and sends complete sums to the owners.
+
+    Args:
+        plan: of one rank.
+        footprint: of the plan's trace.
+        host: the resources.
+        owners: receive the sums.
+    """
+
+    def __init__(self, plan: Plan, footprint: Footprint, host: HostResources, owners: Owners) -> None:
+        self._plan, self._footprint = plan, footprint
+        self._host, self._owners = host, owners
+        self._turn: dict[int, int] = {}  # by stage: the last addition to its gradients
+        self._reduced: list[int] = []
+
+    def add(self, micro_batch: int, stage: int, computed: list[int]) -> None:
+        """Add the gradients of a micro-batch: each rank adds its own, then the sum is sent to the owners.
+
+        Args:
+            micro_batch: its index.
+            stage: index of the stage.
+            computed: by rank, the task that has made the gradients.
+        """
+        held, network = self._footprint.stages[stage], self._host.network
+        if not held.trained:
+            return
+        last = micro_batch == self._plan.num_micro_batches - 1
+        turns = [self._take_turn(micro_batch, stage, rank, task) for rank, task in enumerate(computed)]
+        after = (
+            [self._owners.keep(stage, micro_batch, turns)] if self._plan.gradient_tier == "disk" else turns
+        )
+        if network is not None and (last or self._host.placement.streams_from_store):
+            after = [network.reduce(stage, held.gradient, after)]
+        self._reduced += after if last else []
+
+    def agree(self) -> None:
+        """Exchange the norm of all gradients between hosts, after the last sum."""
+        network = self._host.network
+        if network is not None:
+            self._host.timeline.add(Kind.REDUCE, "norm", -1, network.agreement_s, after=self._reduced)
+
+    def _take_turn(self, micro_batch: int, stage: int, rank: int, computed: int) -> int:
+        """Bring the gradients of one rank to the host, and add them to its sums after the previous rank."""
+        host, held, done = self._host, self._footprint.stages[stage], computed
+        if host.links_out:
+            done = host.send(Kind.REDUCE, "gradients", stage, held.gradient, host.links_out[rank], [done])
+        if len(host.ranks) > 1:
+            first = micro_batch == 0 and rank == 0
+            before = [self._turn[stage]] if stage in self._turn else []
+            moved = held.gradient + (1 if first else 2) * self._footprint.held_gradient(self._plan, stage)
+            core = tuple(host.cores[rank : rank + 1])
+            done = host.use_memory(Kind.REDUCE, "gradients added", stage, moved, [done, *before], core)
+            self._turn[stage] = done
+        return done

@@ -1,0 +1,144 @@
+"""Weights on their way in: updates of stages, and fetches in the order of their uses."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from typing import final
+
+from headwater.plan.belady import CachePolicy, replay, slab_capacity
+from headwater.plan.cluster.host import HostResources
+from headwater.plan.cluster.owners import Owners
+from headwater.plan.cluster.timeline import Kind
+from headwater.plan.predict import Predictor
+from headwater.plan.types import Plan
+
+
+@final
+class WeightsIn:
+    """Fetches of weights, each begun as soon as the slab that it needs is free.
+
+    Args:
+        plan: of one rank.
+        predictor: of the plan's trace.
+        host: the resources.
+        owners: update the weights.
+    """
+
+    def __init__(self, plan: Plan, predictor: Predictor, host: HostResources, owners: Owners) -> None:
+        self._plan, self._footprint = plan, predictor.footprint
+        self._host, self._owners = host, owners
+        self._schedule = plan.trace.schedule
+        self._missed = set(predictor.missed(plan))
+        self._freed_by = freed_by(plan) if self._missed else {}
+        self._used: list[list[int]] = []  # tasks of every use, by rank
+        self._fetches: deque[int] = deque()  # uses whose fetch has not begun
+        self._arrived: dict[int, list[list[int]]] = {}  # by use: tasks that each rank waits for
+        self._whole: dict[int, int] = {}  # by stage: the task after which the host has its updated weights
+
+    def supply(self, use: int) -> None:
+        """Update a stage before its first use, unless that needs a slab, and queue its fetch."""
+        stage = self._stage(use)
+        if self._is_first(use) and not self._owners.need_slabs:
+            self._whole[stage] = self._owners.update(stage, after=[])
+        self._fetches.append(use)
+        self._begin_fetches()
+
+    def take(self, use: int) -> list[list[int]]:
+        """Return by rank the tasks that the computation of this use waits for."""
+        self._begin_fetches()
+        return self._arrived.pop(use)
+
+    def release(self, computed: list[int]) -> None:
+        """Free the slab of the next use after its computation.
+
+        Args:
+            computed: the task of each rank.
+        """
+        self._used.append(computed)
+
+    def last_use(self, rank: int) -> list[int]:
+        """Return the computation of the previous use on a rank; nothing before the first use."""
+        return [self._used[-1][rank]] if self._used else []
+
+    def _stage(self, use: int) -> int:
+        return self._schedule[use % len(self._schedule)]
+
+    def _is_first(self, use: int) -> bool:
+        stage = self._stage(use)
+        return use < len(self._plan.trace.uses) and self._footprint.first_use[stage] == use
+
+    def _begin_fetches(self) -> None:
+        """Begin fetches in the order of uses, as slabs become free."""
+        while self._fetches:
+            use = self._fetches[0]
+            before = self._use_that_frees(use)
+            if before is not None and before >= len(self._used):
+                return
+            self._fetches.popleft()
+            freed = (
+                [[task] for task in self._used[before]]
+                if before is not None
+                else [[] for _ in self._host.ranks]
+            )
+            self._arrived[use] = self._fetch(use, freed)
+
+    def _use_that_frees(self, use: int) -> int | None:
+        """Return the last use of the stage whose slab this use gets; `None` if it was a step earlier."""
+        distance = self._freed_by.get(use % len(self._schedule))
+        return None if distance is None or distance > use else use - distance
+
+    def _fetch(self, use: int, freed: list[list[int]]) -> list[list[int]]:
+        """Bring the weights of a use to every rank; return the tasks that each rank waits for."""
+        stage, network = self._stage(use), self._host.network
+        slab = self._footprint.stages[stage].slab
+        everywhere = [task for tasks in freed for task in tasks]
+        if self._is_first(use) and self._owners.need_slabs:
+            self._whole[stage] = self._owners.update(stage, after=everywhere)
+        whole = [self._whole[stage]] if self._whole.get(stage, -1) >= 0 else []
+        again = use % len(self._schedule) in self._missed
+        moves = again or (
+            self._is_first(use) and not self._plan.in_place and self._footprint.stages[stage].trained > 0
+        )
+        if not moves:
+            return [whole for _ in self._host.ranks]
+        if self._host.placement.streams_from_store:
+            assert network is not None, "weights stream over it"
+            return [[network.broadcast(stage, slab, [*whole, *everywhere])] for _ in self._host.ranks]
+        from_disk = self._plan.tier == "disk"
+        updated = self._is_first(use) and self._owners.need_slabs and self._footprint.stages[stage].trained
+        if from_disk and not updated:
+            whole = [*whole, self._host.disk.read("weights", stage, slab, everywhere)]
+        if self._plan.device == "cpu":
+            return [
+                whole if from_disk else [self._copy(stage, rank, [*whole, *f])]
+                for rank, f in enumerate(freed)
+            ]
+        return [self._upload(stage, rank, [*whole, *f]) for rank, f in enumerate(freed)]
+
+    def _copy(self, stage: int, rank: int, after: list[int]) -> int:
+        """Copy a stage from the weight store in memory to a slab, by the cores that compute."""
+        moved, core = 2 * self._footprint.stages[stage].slab, (self._host.ranks[rank],)
+        return self._host.use_memory(Kind.BROADCAST, "weights to slab", stage, moved, after, core)
+
+    def _upload(self, stage: int, rank: int, after: list[int]) -> list[int]:
+        """Copy a stage from memory to an accelerator."""
+        slab, link = self._footprint.stages[stage].slab, self._host.links_in[rank]
+        over_link = self._host.send(Kind.BROADCAST, "weights", stage, slab, link, after)
+        return [over_link, self._host.use_memory(Kind.BROADCAST, "weights read", stage, slab, after)]
+
+
+def freed_by(plan: Plan) -> dict[int, int]:
+    """Return for each position how many uses earlier the stage was used whose slab it takes."""
+    schedule = plan.trace.schedule
+    sizes = [stage.slab_bytes for stage in plan.trace.stages]
+    policy = CachePolicy(schedule, sizes, slab_capacity(sizes, plan.slabs))
+    uses = list(replay(policy, rounds=2))
+    distances = {}
+    for index, (before, use) in enumerate(pairwise(uses), start=1):
+        gone = before.resident - use.resident
+        if index >= len(schedule) and gone:
+            (victim,) = gone
+            last = next(other for other in range(index - 1, -1, -1) if uses[other].stage == victim)
+            distances[use.position] = index - last
+    return distances
