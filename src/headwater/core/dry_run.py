@@ -1,12 +1,33 @@
-"""A flag for code that may leave out repeated work while a dry run counts what a step costs."""
+"""Flags of a dry run and marks of module classes, with which repeated work may be left out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
+
+from torch import nn
 
 _COUNTS_COSTS: ContextVar[bool] = ContextVar("counts_costs", default=False)
+
+_COSTS_BY_SHAPES: set[type[nn.Module]] = set()
+
+Kind = TypeVar("Kind", bound=type[nn.Module])
+
+
+def costs_by_shapes(kind: Kind) -> Kind:
+    """Mark a class of modules whose calls depend on attributes and inputs alone, and have no other effect.
+
+    A dry run calls a few of many equal modules of this class; see [Note: repeated stages].
+    """
+    _COSTS_BY_SHAPES.add(kind)
+    return kind
+
+
+def has_costs_by_shapes(module: nn.Module) -> bool:
+    """True if the class of a module is marked; a subclass is not marked by that."""
+    return type(module) in _COSTS_BY_SHAPES
 
 
 def counts_costs() -> bool:

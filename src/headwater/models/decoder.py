@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwater.config.models import DecoderConfig
+from headwater.core.dry_run import costs_by_shapes
 from headwater.core.errors import DataError
 from headwater.models.decoder_parameters import init_parameter, layer_namings
 from headwater.models.layers.attention import KeyValueCache, LayerCache, Seen, SelfAttention, visible
@@ -31,6 +32,7 @@ from headwater.models.lora import add_adapters
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy, row_cross_entropies
 
 
+@costs_by_shapes
 class Block(nn.Module):
     """A transformer block: attention and feed-forward layer, [batch, seq, hidden] -> same shape.
 

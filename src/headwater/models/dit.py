@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwater.config.models import DiTConfig, InitializerConfig
+from headwater.core.dry_run import costs_by_shapes
 from headwater.models.diffusion import add_noise, noise_variances
 from headwater.models.layers.attention import Seen, SelfAttention
 from headwater.models.layers.feed_forward import NONLINEARITIES, FeedForward
@@ -46,6 +47,7 @@ def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
+@costs_by_shapes
 class AdaptiveBlock(nn.Module):
     """A transformer block with adaLN-Zero: a vector per image modulates its norms and outputs.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.models import EncoderSection, InitializerConfig, Nonlinearity
+from headwater.core.dry_run import costs_by_shapes
 from headwater.core.errors import DataError
 from headwater.models.layers.attention import Seen, SelfAttention
 from headwater.models.layers.feed_forward import FeedForward
@@ -72,6 +73,7 @@ class StochasticDepth(nn.Module):
         return x * (kept / (1 - self.rate)).to(x.dtype)
 
 
+@costs_by_shapes
 class EncoderBlock(nn.Module):
     """A transformer block: attention and feed-forward layer, [batch, seq, hidden] -> same shape.
 

@@ -211,14 +211,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def _block_starts(rows: int, block: int) -> Sequence[int]:
-    """Return the first row of each block.
+def _block_starts(rows: int, block: int, *, first_chunk: bool) -> Sequence[int]:
+    """Return the first row of each block of a chunk.
 
-    A dry run that counts costs only visits the first and the last block. The operators of a block have no
-    FLOPs, all blocks between these two are equal, and there can be thousands of them.
+    A dry run that counts costs only visits the first and the last block of the first chunk, which has the
+    most rows. The operators of a block have no FLOPs, all other blocks are equal to these or smaller, and
+    there can be thousands of them.
     """
     starts = range(0, rows, block)
-    return (starts[0], starts[-1]) if counts_costs() and len(starts) > 2 else starts
+    if not counts_costs():
+        return starts
+    return (0, starts[-1])[: len(starts)] if first_chunk else ()
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
@@ -265,7 +268,7 @@ class _Pass:
                 part = slice(start, min(start + layout.chunk, rows))
                 logits = chunk.view(layout.chunk, layout.row_stride)[: part.stop - start, :vocab]
                 torch.mm(self.hidden[part], self.weight.t(), out=logits)
-                for start_row in _block_starts(len(logits), layout.block):
+                for start_row in _block_starts(len(logits), layout.block, first_chunk=start == 0):
                     block = logits[start_row : start_row + layout.block]
                     rows_here = slice(part.start + start_row, part.start + start_row + len(block))
                     block_weights = row_weights[rows_here].unsqueeze(1)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from headwater.config.models import Seq2SeqConfig
 from headwater.config.models.seq2seq import StackName
 from headwater.core.batches import IGNORED
+from headwater.core.dry_run import costs_by_shapes
 from headwater.core.errors import DataError
 from headwater.models.evaluation import Scored
 from headwater.models.layers.attention import Seen, SelfAttention, visible
@@ -32,6 +33,7 @@ def _norm(config: Seq2SeqConfig) -> nn.Module:
     return make_norm(config.norm_type, config.d_model, config.layer_norm_epsilon)
 
 
+@costs_by_shapes
 class Block(nn.Module):
     """A transformer block: self-attention, in the decoder also cross-attention, and feed-forward layer.
 

@@ -51,7 +51,9 @@ def make_plan(asked: PlanRequest) -> Plan:
         request = dataclasses.replace(request, base_bytes=measured, slack_bytes=_SLACK_BYTES)
     plan = _fastest(request)
     if plan is None:
-        raise refusal(dataclasses.replace(request, trace_for=estimated_traces(request.trace_for)))
+        sizes = micro_batch_sizes(request)
+        made = sizes if len(sizes) <= _FEW_SIZES else ()
+        raise refusal(dataclasses.replace(request, trace_for=estimated_traces(request.trace_for, made=made)))
     assert plan.prediction is not None, "the best plan is predicted"
     prediction = plan.prediction
     if request.calibration is None:

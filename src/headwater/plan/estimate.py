@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 from headwater.plan.options import TraceFor
 from headwater.plan.types import StageCost, Trace
@@ -11,11 +12,18 @@ from headwater.plan.types import StageCost, Trace
 _COUNTS = [field.name for field in dataclasses.fields(StageCost) if field.name != "recomputable"]
 
 
-def estimated_traces(trace_for: TraceFor) -> TraceFor:
-    """Return dry runs of any size, extrapolated from those of one and two samples."""
+def estimated_traces(trace_for: TraceFor, *, made: Collection[int] = ()) -> TraceFor:
+    """Return dry runs of any size, extrapolated from those of one and two samples.
+
+    Args:
+        trace_for: number of samples -> its dry run.
+        made: sizes whose dry runs have been made, so that they need no estimate.
+    """
 
     @functools.cache
     def estimate(size: int) -> Trace:
+        if size in made:
+            return trace_for(size)
         one = trace_for(1)
         if size == 1:
             return one

@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from headwater.core.dry_run import counting_costs
@@ -33,6 +33,7 @@ from headwater.core.trees import tensors_in
 from headwater.plan.alive import AliveTensors, has_storage, num_bytes
 from headwater.plan.known_traces import known_or_made
 from headwater.plan.partition import Partition, Unit, find_stages
+from headwater.plan.repeats import Call, Repeats
 from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, attributes_restored, in_host_memory
 from headwater.plan.types import StageCost, Trace
 from headwater.plan.writes import ParameterWrites, changed_by
@@ -95,11 +96,9 @@ def trace_step(
     precision = precision or Precision()
     partition = partition or find_stages(model, precision)
 
-    def dry_run(tensors: Tensors) -> _Recorder:
-        recorder = _Recorder(model, partition, tensors, observer, inference=inference)
-        untouched = effects_undone(
-            model
-        )  # outermost: it reads states of random generators, which are tensors
+    def dry_run(tensors: Tensors, repeats: Repeats | None = None) -> _Recorder:
+        recorder = _Recorder(model, partition, tensors, observer, repeats, inference=inference)
+        untouched = effects_undone(model)  # outermost: it reads states of random generators, tensors too
         with untouched, attributes_restored(model), tensors.active(), autocast(precision, "cpu"):
             recorder.run(batch, loss_function)
         return recorder
@@ -107,7 +106,10 @@ def trace_step(
     def make() -> Trace:
         try:
             with counting_costs() if observer is None else nullcontext():
-                recorder = dry_run(FakeTensors())
+                may_skip = observer is None and not inference
+                recorder = dry_run(FakeTensors(), Repeats(model, partition) if may_skip else None)
+                if not recorder.consistent:
+                    recorder = dry_run(FakeTensors())
         except Exception:  # fake values can cause any error in a forward; a real fault raises again below
             if observer is not None or not in_host_memory(model, batch):
                 raise
@@ -185,6 +187,7 @@ class _Recorder(TorchDispatchMode):
         partition: Partition,
         tensors: Tensors,
         observer: Observer | None,
+        repeats: Repeats | None,
         *,
         inference: bool,
     ) -> None:
@@ -193,6 +196,7 @@ class _Recorder(TorchDispatchMode):
         self._partition = partition
         self._computes_on = tensors
         self._observer = observer
+        self._repeats = repeats
         self._inference = inference
         self._alive = AliveTensors()
         self._unit_of = {
@@ -256,8 +260,23 @@ class _Recorder(TorchDispatchMode):
         def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if threading.get_ident() != self._thread:
                 return call(*args, **kwargs)  # two threads would mix up the modules that run
-            self._modules.append(path)
             stage = self._unit_of.get(path)
+            if stage is None or self._units or self._repeats is None:
+                return run(stage, call, args, kwargs)
+            inputs, structure = tree_flatten((args, kwargs))
+            repeated = self._repeats.call_like(stage, inputs, structure)
+            if repeated is not None:
+                return self._repeat(stage, repeated, inputs)
+            num_uses = len(self._uses)
+            output = run(stage, call, args, kwargs)
+            if self._reads_itself_alone(stage, num_uses):
+                self._repeats.note(stage, inputs, structure, output)
+            return output
+
+        def run(
+            stage: int | None, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            self._modules.append(path)
             if stage is not None:
                 self._enter_unit(stage, tensors_in((args, kwargs)))
             outputs: list[torch.Tensor] = []
@@ -272,6 +291,18 @@ class _Recorder(TorchDispatchMode):
             return output
 
         return layer
+
+    def _repeat(self, stage: int, original: Call, inputs: Sequence[Any]) -> Any:
+        """Record a use of a stage that need not run, and return an output; see [Note: repeated stages]."""
+        self._current = stage
+        self._note_use(stage)
+        output = original.output(inputs)
+        self._when_backward_reaches(tensors_in(output), stage)
+        return output
+
+    def _reads_itself_alone(self, stage: int, num_uses: int) -> bool:
+        """True if the call of a stage, with `num_uses` uses before it, has read only its parameters."""
+        return self._uses[num_uses:] == [stage] and stage not in self._writes.units
 
     def _enter_unit(self, stage: int, inputs: Sequence[torch.Tensor]) -> None:
         if self._units:
@@ -356,8 +387,25 @@ class _Recorder(TorchDispatchMode):
         self._sites.setdefault(site, set()).add(stage)
         if not self._units:
             self._current = stage
+        self._note_use(stage)
+
+    def _note_use(self, stage: int) -> None:
         if not self._uses or self._uses[-1] != stage:
             self._uses.append(stage)
+
+    @property
+    def consistent(self) -> bool:
+        """False if stages were skipped whose costs differ from those of their originals after all."""
+        return self._repeats is None or self._repeats.consistent
+
+    def _fill_in_repeats(self) -> None:
+        """Give skipped stages the costs and the sites of their originals."""
+        for stage, original in (self._repeats.original if self._repeats else {}).items():
+            self._costs[stage] = self._costs[original]
+            path, old = (self._partition.units[index].path for index in (stage, original))
+            here = [site for site, stages in self._sites.items() if original in stages]
+            for site in here:
+                self._sites.setdefault(path + site.removeprefix(old), set()).add(stage)
 
     def _runs_again(self, unit: Unit) -> bool:
         """True if the forward of a stage can run again; TorchScript fails inside a checkpoint."""
@@ -376,6 +424,7 @@ class _Recorder(TorchDispatchMode):
                 where=type(self._model).__name__,
                 remedy="compute in the thread that calls the model, not in other threads",
             )
+        self._fill_in_repeats()
         sites = {path: set(stages) for path, stages in self._sites.items()}
         for index, unit in enumerate(self._partition.units):
             sites.setdefault(unit.path, set()).add(index)

@@ -1,4 +1,4 @@
-"""The graph of each distinct stage, or the reason why it has none."""
+"""The graph of each distinct stage, or the reason why a stage has no graph."""
 
 from __future__ import annotations
 

@@ -1,0 +1,267 @@
+"""Equal stages of a dry run: the first two and the last two run, the others take over their costs.
+
+[Note: repeated stages]
+A model of 126 equal blocks has 126 times the operators of one block, and a dry run spends up to a millisecond
+on an operator. A class that is marked by `costs_by_shapes` promises that a call depends on its attributes and
+inputs alone, and has no effect but its output. Of equal modules of such a class, called with equal inputs,
+the first one runs since it may save tensors that all share. The second one is the original of the others. The
+last ones run since their backwards come first, before there are sums of gradients. A call between these
+returns tensors like those of the original, with one node in the graph of autograd.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from headwater.core.dry_run import has_costs_by_shapes
+from headwater.core.stage import StageSpec
+from headwater.plan.alive import has_storage
+from headwater.plan.partition import Partition
+
+_FIRST, _LAST = 2, 2
+"""Number of equal stages that run: the first ones with the same inputs, and the last ones of all."""
+_SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_OF_MODULES = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The call of an original.
+
+    Attributes:
+        inputs: leaves of the arguments.
+        structure: structure of the arguments.
+        outputs: for each leaf of the output a tensor like it, the index of the input that it is, or a value.
+        output_structure: structure of the output.
+    """
+
+    inputs: tuple[Any, ...]
+    structure: TreeSpec
+    outputs: tuple[Any, ...]
+    output_structure: TreeSpec
+
+    def fits(self, inputs: Sequence[Any], structure: TreeSpec) -> bool:
+        """True if a call with these inputs costs the same."""
+        return (
+            structure == self.structure
+            and all(map(_is_like, inputs, self.inputs))
+            and _sharing(inputs) == _sharing(self.inputs)
+        )
+
+    def output(self, inputs: Sequence[Any]) -> Any:
+        """Return an output for these inputs; its tensors depend on the inputs in the graph of autograd."""
+        given = list({id(leaf): leaf for leaf in inputs if _needs_gradient(leaf)}.values())
+        made = iter(_Repeated.apply(self._new, *given))  # type: ignore[no-untyped-call]
+        leaves = [
+            next(made) if isinstance(each, _New) else inputs[each.index] if isinstance(each, _Input) else each
+            for each in self.outputs
+        ]
+        return tree_unflatten(leaves, self.output_structure)
+
+    @property
+    def _new(self) -> tuple[_New, ...]:
+        return tuple(each for each in self.outputs if isinstance(each, _New))
+
+
+@final
+class Repeats:
+    """Stages that repeat others, and the calls of stages that have run.
+
+    Attributes:
+        original: skipped stage -> the stage whose costs it has.
+        consistent: False if such a stage was called a second time, so that the costs are wrong.
+
+    Args:
+        model: the model; its modules have no layers of the dry run yet.
+        partition: its stages.
+    """
+
+    def __init__(self, model: nn.Module, partition: Partition) -> None:
+        self.original: dict[int, int] = {}
+        self.consistent = True
+        self._equal = {stage: equal for equal in _equal_stages(model, partition) for stage in equal}
+        self._calls: dict[int, Call] = {}
+        self._called: set[int] = set()
+
+    def call_like(self, stage: int, inputs: Sequence[Any], structure: TreeSpec) -> Call | None:
+        """Return the call that a call of this stage repeats, which is skipped then; `None` if it must run.
+
+        Args:
+            stage: index of the stage.
+            inputs: leaves of the arguments.
+            structure: structure of the arguments.
+        """
+        if stage in self._called:  # the costs of a stage are those of all its calls
+            self._calls.pop(stage, None)
+            if stage in self.original or stage in self.original.values():
+                self.consistent = False
+            return None
+        self._called.add(stage)
+        equal = self._equal.get(stage, [])
+        if stage in equal[-_LAST:]:
+            return None
+        calls = ((other, self._calls[other]) for other in equal if other in self._calls)
+        fitting = [(other, call) for other, call in calls if call.fits(inputs, structure)]
+        if len(fitting) < _FIRST:
+            return None
+        self.original[stage], call = fitting[_FIRST - 1]
+        return call
+
+    def note(self, stage: int, inputs: Sequence[Any], structure: TreeSpec, output: Any) -> None:
+        """Keep the call of a stage that has run.
+
+        Args:
+            stage: index of the stage.
+            inputs: leaves of the arguments.
+            structure: structure of the arguments.
+            output: the output.
+        """
+        if stage not in self._equal:
+            return
+        leaves, output_structure = tree_flatten(output)
+        described = _described(leaves, inputs)
+        if described is not None:
+            self._calls[stage] = Call(tuple(inputs), structure, described, output_structure)
+
+
+@dataclasses.dataclass(frozen=True)
+class _New:
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Input:
+    index: int
+
+
+class _Repeated(torch.autograd.Function):
+    """New tensors that depend on the inputs of a call."""
+
+    @staticmethod
+    def forward(ctx: Any, news: tuple[_New, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs]
+        made = tuple(torch.empty_strided(new.shape, new.stride, dtype=new.dtype) for new in news)
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, new in zip(made, news, strict=True) if not new.requires_grad)
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (
+            None,
+            *(torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in ctx.likes),
+        )
+
+
+def _equal_stages(model: nn.Module, partition: Partition) -> list[list[int]]:
+    """Return lists of stages that cost the same if their inputs do, each in the order of the model."""
+    groups: dict[Hashable, list[int]] = {}
+    for stage, unit in zip(partition.stages, partition.units, strict=True):
+        module = model.get_submodule(unit.path)
+        key = None
+        if not unit.direct_only and has_costs_by_shapes(module):
+            key = _stage_key(module, stage)
+        if key is not None:
+            groups.setdefault((unit.path.rpartition(".")[0], key), []).append(stage.index)
+    return [equal for equal in groups.values() if len(equal) > _FIRST + _LAST]
+
+
+def _stage_key(module: nn.Module, stage: StageSpec) -> Hashable | None:
+    """Return what the costs of a stage depend on, apart from its inputs; `None` if it shares parameters."""
+    if sum(1 for _ in module.parameters()) != len(stage.params) or any(p.aliases for p in stage.params):
+        return None
+    params = tuple(dataclasses.replace(param, name="") for param in stage.params)
+    inside = _module_key(module)
+    return None if inside is None else (params, inside)
+
+
+def _module_key(module: nn.Module) -> Hashable | None:
+    """Return what the costs of a call depend on; `None` if hooks make that unknown."""
+    values = vars(module)
+    if any(values[name] for name in _HOOKS) or "_call_impl" in values:
+        return None
+    own = tuple((name, _value_key(values[name])) for name in sorted(values.keys() - _OF_MODULES))
+    params = tuple((name, param is None) for name, param in module._parameters.items())
+    buffers = tuple((name, _buffer_key(buffer)) for name, buffer in module._buffers.items())
+    children = tuple(
+        (name, None if child is None else _module_key(child)) for name, child in module._modules.items()
+    )
+    if any(key is None and module._modules[name] is not None for name, key in children):
+        return None
+    return type(module), module.training, own, params, buffers, children
+
+
+def _value_key(value: Any) -> Hashable:
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_value_key, value))
+    return (type(value), value) if type(value) in _SIMPLE else id(value)
+
+
+def _buffer_key(buffer: torch.Tensor | None) -> Hashable:
+    if buffer is None or not buffer.is_floating_point():  # values of integers may decide what runs
+        return id(buffer)
+    return tuple(buffer.shape), buffer.stride(), buffer.dtype
+
+
+def _is_like(leaf: Any, original: Any) -> bool:
+    """True if an input costs the same. The values of floating-point tensors decide nothing in a dry run."""
+    if leaf is original:
+        return True
+    if not isinstance(leaf, torch.Tensor) or not isinstance(original, torch.Tensor):
+        return type(leaf) is type(original) and type(leaf) in _SIMPLE and bool(leaf == original)
+    return leaf.is_floating_point() and has_storage(leaf) and _tensor_key(leaf) == _tensor_key(original)
+
+
+def _tensor_key(tensor: torch.Tensor) -> Hashable:
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _sharing(leaves: Sequence[Any]) -> list[int]:
+    """Return for each tensor the index of the first leaf with the same memory."""
+    first: dict[int, int] = {}
+    return [
+        first.setdefault(_memory(leaf), index)
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else id(tensor)
+
+
+def _described(leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Return a description of an output; `None` if parts of it cannot be made again from the inputs."""
+    indices = {id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, torch.Tensor)}
+    taken = {_memory(leaf) for leaf in inputs if isinstance(leaf, torch.Tensor)}
+    with_gradients = any(map(_needs_gradient, inputs))
+    described: list[Any] = []
+    for leaf in leaves:
+        if id(leaf) in indices:
+            described.append(_Input(indices[id(leaf)]))
+        elif isinstance(leaf, torch.Tensor):
+            wrong = leaf.requires_grad and not with_gradients  # of the original's own parameters alone
+            if wrong or not leaf.is_floating_point() or not has_storage(leaf) or _memory(leaf) in taken:
+                return None
+            taken.add(_memory(leaf))
+            described.append(_New(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
+        elif type(leaf) in _SIMPLE:
+            described.append(leaf)
+        else:
+            return None
+    return tuple(described)
+
+
+def _needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
