@@ -34,6 +34,11 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return 0  # a layout that is opaque to Python
 
 
+def memory_key(tensor: torch.Tensor) -> int:
+    """Return a number that tensors with the same storage have in common while one of them exists."""
+    return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else id(tensor)
+
+
 class AliveTensors:
     """Storages of tensors that still exist.
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from headwater.core.dry_run import has_costs_by_shapes
 from headwater.core.stage import StageSpec
-from headwater.plan.alive import has_storage
+from headwater.plan.alive import has_storage, memory_key
 from headwater.plan.partition import Partition
 
 _FIRST, _LAST = 2, 2
@@ -231,20 +231,16 @@ def _sharing(leaves: Sequence[Any]) -> list[int]:
     """Return for each tensor the index of the first leaf with the same memory."""
     first: dict[int, int] = {}
     return [
-        first.setdefault(_memory(leaf), index)
+        first.setdefault(memory_key(leaf), index)
         for index, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor)
     ]
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else id(tensor)
-
-
 def _described(leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return a description of an output; `None` if parts of it cannot be made again from the inputs."""
     indices = {id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, torch.Tensor)}
-    taken = {_memory(leaf) for leaf in inputs if isinstance(leaf, torch.Tensor)}
+    taken = {memory_key(leaf) for leaf in inputs if isinstance(leaf, torch.Tensor)}
     with_gradients = any(map(_needs_gradient, inputs))
     described: list[Any] = []
     for leaf in leaves:
@@ -252,9 +248,9 @@ def _described(leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...] 
             described.append(_Input(indices[id(leaf)]))
         elif isinstance(leaf, torch.Tensor):
             wrong = leaf.requires_grad and not with_gradients  # of the original's own parameters alone
-            if wrong or not leaf.is_floating_point() or not has_storage(leaf) or _memory(leaf) in taken:
+            if wrong or not leaf.is_floating_point() or not has_storage(leaf) or memory_key(leaf) in taken:
                 return None
-            taken.add(_memory(leaf))
+            taken.add(memory_key(leaf))
             described.append(_New(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
         elif type(leaf) in _SIMPLE:
             described.append(leaf)

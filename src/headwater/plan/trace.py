@@ -7,10 +7,8 @@ reads it without owning it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import GeneratorType
 from typing import Any
@@ -20,8 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_flatten
 
 from headwater.core.dry_run import counting_costs
 from headwater.core.effects import effects_undone
@@ -30,12 +27,14 @@ from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.module_calls import Layer, surround
 from headwater.core.precision import Precision, autocast
 from headwater.core.trees import tensors_in
-from headwater.plan.alive import AliveTensors, has_storage, num_bytes
+from headwater.plan.alive import memory_key
 from headwater.plan.known_traces import known_or_made
 from headwater.plan.partition import Partition, Unit, find_stages
+from headwater.plan.reads import WeightReads
 from headwater.plan.repeats import Call, Repeats
+from headwater.plan.stage_costs import StageCosts, operands
 from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, attributes_restored, in_host_memory
-from headwater.plan.types import StageCost, Trace
+from headwater.plan.types import Trace
 from headwater.plan.writes import ParameterWrites, changed_by
 
 
@@ -155,29 +154,6 @@ def _check_output(output: object, where: str) -> None:
         )
 
 
-def _set_current(reference: weakref.ref[_Recorder], stage: int, gradient: torch.Tensor) -> None:
-    """Set the current stage of a recorder; a hook of a tensor."""
-    recorder = reference()
-    if recorder is not None:
-        recorder._current = stage
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    if not has_storage(tensor):
-        return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
-
-
-@dataclasses.dataclass
-class _Cost:
-    flops: int = 0
-    backward_flops: int = 0
-    saved_bytes: int = 0
-    input_bytes: int = 0
-    output_bytes: int = 0
-    transient_bytes: int = 0
-
-
 class _Recorder(TorchDispatchMode):
     """A dispatch mode that records module calls and operators; `trace` returns the result."""
 
@@ -198,33 +174,25 @@ class _Recorder(TorchDispatchMode):
         self._observer = observer
         self._repeats = repeats
         self._inference = inference
-        self._alive = AliveTensors()
         self._unit_of = {
             unit.path: index for index, unit in enumerate(partition.units) if not unit.direct_only
         }
-        self._stage_of_storage: dict[int, int] = {}
-        self._keep_alive: list[torch.Tensor] = []
+        self._stage_of_memory: dict[int, int] = {}
         self._thread = threading.get_ident()
-        self._modules: list[str] = []  # qualified names of the modules whose forward runs
-        self._units: list[int] = []  # stages among them
-        self._inputs: list[set[int]] = []  # storages of the inputs of each of these stages
-        self._current = 0
-        self._in_backward = False
-        self._saved: set[int] = set()
-        self._costs = [_Cost() for _ in partition.stages]
-        self._uses: list[int] = []
-        self._sites: dict[str, set[int]] = {}
-        self._writes = ParameterWrites({}, self._units)
+        self._inputs: list[set[int]] = []  # memory of the inputs of each stage that runs
+        self._costs = StageCosts(len(partition.stages), inference=inference)
+        self._reads = WeightReads(partition.units)
+        self._writes = ParameterWrites({}, self._reads.running)
 
     def run(self, batch: Any, loss_function: LossFunction) -> None:
         """Run one step and record it."""
         state = self._computes_on.state(self._model, self._partition)
-        self._alive = AliveTensors(ignored=state.values())
         for stage in self._partition.stages:
             for param in stage.params:
-                self._stage_of_storage[_storage(state[param.name])] = stage.index
+                self._stage_of_memory[memory_key(state[param.name])] = stage.index
         params = {param.name: state[param.name] for stage in self._partition.stages for param in stage.params}
-        self._writes = ParameterWrites(params, self._units)
+        self._writes = ParameterWrites(params, self._reads.running)
+        self._costs.leave_out(params.values(), state.values())
         torch.func.functional_call(
             _Step(self._model, lambda batch: self._step(batch, loss_function)),
             {f"model.{name}": tensor for name, tensor in state.items()},
@@ -252,7 +220,7 @@ class _Recorder(TorchDispatchMode):
     @contextmanager
     def _recording_backward(self) -> Iterator[None]:
         """Record a backward."""
-        self._in_backward = True
+        self._costs.in_backward = True
         with self:
             yield
 
@@ -261,82 +229,62 @@ class _Recorder(TorchDispatchMode):
             if threading.get_ident() != self._thread:
                 return call(*args, **kwargs)  # two threads would mix up the modules that run
             stage = self._unit_of.get(path)
-            if stage is None or self._units or self._repeats is None:
-                return run(stage, call, args, kwargs)
+            if stage is None or self._reads.running or self._repeats is None:
+                return self._run(path, call, args, kwargs)
             inputs, structure = tree_flatten((args, kwargs))
             repeated = self._repeats.call_like(stage, inputs, structure)
             if repeated is not None:
                 return self._repeat(stage, repeated, inputs)
-            num_uses = len(self._uses)
-            output = run(stage, call, args, kwargs)
-            if self._reads_itself_alone(stage, num_uses):
+            num_uses = len(self._reads.uses)
+            output = self._run(path, call, args, kwargs)
+            if self._reads.uses[num_uses:] == [stage] and stage not in self._writes.units:
                 self._repeats.note(stage, inputs, structure, output)
-            return output
-
-        def run(
-            stage: int | None, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
-            self._modules.append(path)
-            if stage is not None:
-                self._enter_unit(stage, tensors_in((args, kwargs)))
-            outputs: list[torch.Tensor] = []
-            try:
-                output = call(*args, **kwargs)
-                _check_output(output, path or type(self._model).__name__)
-                outputs = tensors_in(output)
-            finally:
-                self._modules.pop()
-                if stage is not None:
-                    self._leave_unit(outputs)
             return output
 
         return layer
 
-    def _repeat(self, stage: int, original: Call, inputs: Sequence[Any]) -> Any:
-        """Record a use of a stage that need not run, and return an output; see [Note: repeated stages]."""
-        self._current = stage
-        self._note_use(stage)
-        output = original.output(inputs)
-        self._when_backward_reaches(tensors_in(output), stage)
+    def _run(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run and record a call of the module at `path`."""
+        stage = self._unit_of.get(path)
+        if stage is not None:
+            self._enter_unit(stage, tensors_in((args, kwargs)))
+        self._reads.enter(path, stage)
+        outputs: list[torch.Tensor] = []
+        try:
+            output = call(*args, **kwargs)
+            _check_output(output, path or type(self._model).__name__)
+            outputs = tensors_in(output)
+        finally:
+            self._reads.leave(stage)
+            if stage is not None:
+                self._leave_unit(stage, outputs)
         return output
 
-    def _reads_itself_alone(self, stage: int, num_uses: int) -> bool:
-        """True if the call of a stage, with `num_uses` uses before it, has read only its parameters."""
-        return self._uses[num_uses:] == [stage] and stage not in self._writes.units
+    def _repeat(self, stage: int, original: Call, inputs: Sequence[Any]) -> Any:
+        """Record a use of a stage that need not run, and return an output; see [Note: repeated stages]."""
+        self._costs.current = stage
+        self._reads.use(stage)
+        output = original.output(inputs)
+        self._costs.when_backward_reaches(tensors_in(output), stage)
+        return output
 
     def _enter_unit(self, stage: int, inputs: Sequence[torch.Tensor]) -> None:
-        if self._units:
+        if self._inputs:
             # After the backward of this stage, the backward of the surrounding stage continues.
-            outer, entered = self._units[-1], self._inputs[-1]
-            self._when_backward_reaches((t for t in inputs if _storage(t) not in entered), outer)
-        self._units.append(stage)
-        self._inputs.append({_storage(tensor) for tensor in inputs})
-        self._costs[stage].input_bytes += sum(num_bytes(t) for t in inputs if t.requires_grad)
-        self._current = stage
+            outer, entered = self._reads.running[-1], self._inputs[-1]
+            self._costs.when_backward_reaches((t for t in inputs if memory_key(t) not in entered), outer)
+        self._inputs.append({memory_key(tensor) for tensor in inputs})
+        self._costs.enter(stage, inputs)
 
-    def _leave_unit(self, outputs: Sequence[torch.Tensor]) -> None:
-        stage = self._units.pop()
+    def _leave_unit(self, stage: int, outputs: Sequence[torch.Tensor]) -> None:
         self._inputs.pop()
-        if self._units:
-            self._current = self._units[-1]
-        self._costs[stage].output_bytes += sum(map(num_bytes, outputs))
-        self._when_backward_reaches(outputs, stage)
-
-    def _when_backward_reaches(self, tensors: Iterable[torch.Tensor], stage: int) -> None:
-        """Set the current stage to `stage` when backward reaches one of these tensors."""
-        for tensor in tensors:
-            if tensor.requires_grad:
-                # Weak: Python's collector does not see what such a hook refers to.
-                tensor.register_hook(functools.partial(_set_current, weakref.ref(self), stage))
+        if self._reads.running:
+            self._costs.current = self._reads.running[-1]
+        self._costs.leave(stage, outputs)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = _storage(tensor)
-        inputs = self._inputs[-1] if self._inputs else set()
         self._writes.note_saved(tensor)
-        if key not in self._stage_of_storage and key not in self._saved and key not in inputs:
-            self._saved.add(key)
-            self._keep_alive.append(tensor)  # a new storage could get the address of a freed one
-            self._costs[self._current].saved_bytes += num_bytes(tensor)
+        self._costs.save(tensor, self._inputs[-1] if self._inputs else set())
         return tensor
 
     def __torch_dispatch__(
@@ -346,66 +294,22 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # not an operator, and very frequent
         out = self._computes_on.call(func, args, kwargs)
-        if not self._in_backward:
+        if not self._costs.in_backward:
             self._writes.note_operator(changed_by(func, args, kwargs))
-            for tensor in _tensors((args, kwargs)):
-                stage = self._stage_of_storage.get(_storage(tensor))
-                if stage is not None:
-                    self._read(stage)
-        cost = self._costs[self._current]
-        cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, out))
-        count = _flop_count(func._overloadpacket)
-        flops = 0 if count is None else count(*args, **kwargs, out_val=out)
-        if self._in_backward:
-            cost.backward_flops += flops
-        else:
-            cost.flops += flops
+            for tensor in operands((args, kwargs)):
+                stage = self._stage_of_memory.get(memory_key(tensor))
+                if stage is not None and self._reads.read(stage) and not self._reads.running:
+                    self._costs.current = stage
+        flops = self._costs.add(func, args, kwargs, out)
         if self._observer is not None:
-            arguments = (*args, *kwargs.values())
-            self._observer(OperatorCall(func, arguments, out, self._current, flops, self._in_backward))
+            arguments, at = (*args, *kwargs.values()), self._costs
+            self._observer(OperatorCall(func, arguments, out, at.current, flops, at.in_backward))
         return out
-
-    def _bytes_beside(self, func: Any, out: Any) -> int:
-        """Return the short-lived bytes at this operator.
-
-        In inference these are the bytes of all living tensors. In training they are the bytes of the
-        operator's results only, because most living tensors are saved by autograd and counted in `_pack`.
-        """
-        tensors = _tensors(out)
-        if not self._inference:
-            return 0 if func.is_view else sum(map(num_bytes, tensors))
-        for tensor in tensors:
-            self._alive.add(tensor)
-        return self._alive.num_bytes
-
-    def _read(self, stage: int) -> None:
-        """Record that a forward operator reads a parameter of `stage`."""
-        if not self._modules:
-            return  # outside of all forwards it is read from the store
-        unit = self._partition.units[stage]
-        site = unit.path if unit.path in self._modules else self._modules[-1]
-        self._sites.setdefault(site, set()).add(stage)
-        if not self._units:
-            self._current = stage
-        self._note_use(stage)
-
-    def _note_use(self, stage: int) -> None:
-        if not self._uses or self._uses[-1] != stage:
-            self._uses.append(stage)
 
     @property
     def consistent(self) -> bool:
         """False if stages were skipped whose costs differ from those of their originals after all."""
         return self._repeats is None or self._repeats.consistent
-
-    def _fill_in_repeats(self) -> None:
-        """Give skipped stages the costs and the sites of their originals."""
-        for stage, original in (self._repeats.original if self._repeats else {}).items():
-            self._costs[stage] = self._costs[original]
-            path, old = (self._partition.units[index].path for index in (stage, original))
-            here = [site for site, stages in self._sites.items() if original in stages]
-            for site in here:
-                self._sites.setdefault(path + site.removeprefix(old), set()).add(stage)
 
     def _runs_again(self, unit: Unit) -> bool:
         """True if the forward of a stage can run again; TorchScript fails inside a checkpoint."""
@@ -418,48 +322,28 @@ class _Recorder(TorchDispatchMode):
         Raises:
             StreamError: if no operator in this thread read a weight.
         """
-        if not self._uses:
+        if not self._reads.uses:
             raise StreamError(
                 "the forward reads no weights in the thread that calls it",
                 where=type(self._model).__name__,
                 remedy="compute in the thread that calls the model, not in other threads",
             )
-        self._fill_in_repeats()
-        sites = {path: set(stages) for path, stages in self._sites.items()}
-        for index, unit in enumerate(self._partition.units):
-            sites.setdefault(unit.path, set()).add(index)
+        for stage, original in (self._repeats.original if self._repeats else {}).items():
+            self._costs.take_over(stage, original)
+            self._reads.take_over(stage, original)
         written = self._writes.written
         holders = (s.index for s in self._partition.stages for p in s.params if p.name in written)
         once = self._writes.units.union(holders)  # stages whose forwards cannot run again
         return Trace(
             stages=self._partition.stages,
-            uses=tuple(self._uses),
+            uses=tuple(self._reads.uses),
             costs=tuple(
-                StageCost(
-                    **dataclasses.asdict(cost), recomputable=self._runs_again(unit) and stage not in once
-                )
-                for stage, (cost, unit) in enumerate(zip(self._costs, self._partition.units, strict=True))
+                self._costs.of(stage, recomputable=self._runs_again(unit) and stage not in once)
+                for stage, unit in enumerate(self._partition.units)
             ),
-            sites={path: tuple(sorted(stages)) for path, stages in sites.items()},
+            sites=self._reads.sites(),
             micro_batch_size=micro_batch_size,
             inference=self._inference,
             written=written,
             assigned_after_use=self._writes.assigned_after_use,
         )
-
-
-@functools.cache
-def _flop_count(operator: Any) -> Callable[..., int] | None:
-    """Return the function that counts an operator's floating-point operations; `None` if torch has none.
-
-    An in-place operator (`addmm_`) is counted like the operator that returns its result (`addmm`).
-    """
-    found, name = flop_registry.get(operator), operator.__name__
-    if found is None and name.endswith("_") and getattr(torch.ops.aten, name, None) is operator:
-        found = flop_registry.get(getattr(torch.ops.aten, name[:-1], None))
-    return found
-
-
-def _tensors(tree: Any) -> Sequence[torch.Tensor]:
-    """Return the tensors among an operator's arguments or results."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,71 @@
+"""Reads of weights in a dry run: the order in which stages are used, and the modules that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from headwater.plan.partition import Unit
+
+
+@final
+class WeightReads:
+    """The modules whose forward runs now, and what they have read.
+
+    Attributes:
+        running: stages whose modules run, from the outermost inward.
+        uses: stages in the order of their use; a use ends when another stage is read.
+
+    Args:
+        units: the module of each stage.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.running: list[int] = []
+        self.uses: list[int] = []
+        self._units = units
+        self._modules: list[str] = []  # qualified names of the modules whose forward runs
+        self._sites: dict[str, set[int]] = {}
+
+    def enter(self, path: str, stage: int | None) -> None:
+        """Begin the forward of a module; `stage` is the stage that it makes, if it makes one."""
+        self._modules.append(path)
+        if stage is not None:
+            self.running.append(stage)
+
+    def leave(self, stage: int | None) -> None:
+        """End the forward of the innermost module; `stage` is the one of `enter`."""
+        self._modules.pop()
+        if stage is not None:
+            self.running.pop()
+
+    def read(self, stage: int) -> bool:
+        """Record that an operator of the forward reads a parameter; return False outside of all forwards.
+
+        There a parameter is read from the store.
+        """
+        if not self._modules:
+            return False
+        path = self._units[stage].path
+        site = path if path in self._modules else self._modules[-1]
+        self._sites.setdefault(site, set()).add(stage)
+        self.use(stage)
+        return True
+
+    def use(self, stage: int) -> None:
+        """Record a use of a stage."""
+        if not self.uses or self.uses[-1] != stage:
+            self.uses.append(stage)
+
+    def take_over(self, stage: int, original: int) -> None:
+        """Record that the modules of a stage read it as those of another stage read that one."""
+        path, old = self._units[stage].path, self._units[original].path
+        for site in [site for site, stages in self._sites.items() if original in stages]:
+            self._sites.setdefault(path + site.removeprefix(old), set()).add(stage)
+
+    def sites(self) -> dict[str, tuple[int, ...]]:
+        """Return by module the stages that it reads. A stage that no operator reads is that of its module."""
+        sites = {path: set(stages) for path, stages in self._sites.items()}
+        for index, unit in enumerate(self._units):
+            sites.setdefault(unit.path, set()).add(index)
+        return {path: tuple(sorted(stages)) for path, stages in sites.items()}

@@ -1,0 +1,150 @@
+"""Costs of the stages in a dry run, added up operator by operator."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from headwater.plan.alive import AliveTensors, memory_key, num_bytes
+from headwater.plan.types import StageCost
+
+
+@dataclasses.dataclass
+class _Cost:
+    flops: int = 0
+    backward_flops: int = 0
+    saved_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    transient_bytes: int = 0
+
+
+@final
+class StageCosts:
+    """The costs of every stage. What runs counts for the current stage.
+
+    Attributes:
+        current: index of the current stage.
+        in_backward: True if backward runs.
+
+    Args:
+        num_stages: number of stages.
+        inference: True if the step is a forward alone.
+    """
+
+    def __init__(self, num_stages: int, *, inference: bool) -> None:
+        self.current = 0
+        self.in_backward = False
+        self._inference = inference
+        self._costs = [_Cost() for _ in range(num_stages)]
+        self._alive = AliveTensors()
+        self._not_saved: set[int] = set()
+        self._saved: dict[int, torch.Tensor] = {}
+
+    def leave_out(self, params: Iterable[torch.Tensor], state: Iterable[torch.Tensor]) -> None:
+        """Count memory of the model itself as no cost.
+
+        Args:
+            params: parameters, which are not counted if autograd saves them.
+            state: parameters and buffers, which are not counted among the living tensors.
+        """
+        self._not_saved = {memory_key(param) for param in params}
+        self._alive = AliveTensors(ignored=state)
+
+    def enter(self, stage: int, inputs: Iterable[torch.Tensor]) -> None:
+        """Begin the forward of a stage with these inputs."""
+        self._costs[stage].input_bytes += sum(num_bytes(t) for t in inputs if t.requires_grad)
+        self.current = stage
+
+    def leave(self, stage: int, outputs: Sequence[torch.Tensor]) -> None:
+        """End the forward of a stage with these outputs. The stage stays current until another one begins."""
+        self._costs[stage].output_bytes += sum(map(num_bytes, outputs))
+        self.when_backward_reaches(outputs, stage)
+
+    def when_backward_reaches(self, tensors: Iterable[torch.Tensor], stage: int) -> None:
+        """Make `stage` current when backward reaches one of these tensors."""
+        for tensor in tensors:
+            if tensor.requires_grad:
+                # Weak: Python's collector does not see what such a hook refers to.
+                tensor.register_hook(functools.partial(_set_current, weakref.ref(self), stage))
+
+    def save(self, tensor: torch.Tensor, inputs: set[int]) -> None:
+        """Count a tensor that autograd saves, once for each memory.
+
+        Args:
+            tensor: the tensor.
+            inputs: memory of the inputs of the stage, which is counted already.
+        """
+        key = memory_key(tensor)
+        if key not in self._not_saved and key not in self._saved and key not in inputs:
+            self._saved[key] = tensor  # kept: new memory could get the address of freed memory
+            self._costs[self.current].saved_bytes += num_bytes(tensor)
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+        """Count an operator; return its floating-point operations."""
+        cost = self._costs[self.current]
+        cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, out))
+        count = _flop_count(func._overloadpacket)
+        flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+        if self.in_backward:
+            cost.backward_flops += flops
+        else:
+            cost.flops += flops
+        return flops
+
+    def take_over(self, stage: int, original: int) -> None:
+        """Give a stage the costs of another one."""
+        self._costs[stage] = self._costs[original]
+
+    def of(self, stage: int, *, recomputable: bool) -> StageCost:
+        """Return the costs of a stage.
+
+        Args:
+            stage: its index.
+            recomputable: True if its forward can run again.
+        """
+        return StageCost(**dataclasses.asdict(self._costs[stage]), recomputable=recomputable)
+
+    def _bytes_beside(self, func: Any, out: Any) -> int:
+        """Return the short-lived bytes at this operator.
+
+        In inference these are the bytes of all living tensors. In training they are the bytes of the
+        operator's results only, because most living tensors are saved by autograd and counted in `save`.
+        """
+        tensors = operands(out)
+        if not self._inference:
+            return 0 if func.is_view else sum(map(num_bytes, tensors))
+        for tensor in tensors:
+            self._alive.add(tensor)
+        return self._alive.num_bytes
+
+
+def operands(tree: Any) -> Sequence[torch.Tensor]:
+    """Return the tensors among an operator's arguments or results."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _set_current(reference: weakref.ref[StageCosts], stage: int, gradient: torch.Tensor) -> None:
+    """Set the current stage; a hook of a tensor."""
+    costs = reference()
+    if costs is not None:
+        costs.current = stage
+
+
+@functools.cache
+def _flop_count(operator: Any) -> Callable[..., int] | None:
+    """Return the function that counts an operator's floating-point operations; `None` if torch cannot.
+
+    An in-place operator (`addmm_`) is counted like the operator that returns its result (`addmm`).
+    """
+    found, name = flop_registry.get(operator), operator.__name__
+    if found is None and name.endswith("_") and getattr(torch.ops.aten, name, None) is operator:
+        found = flop_registry.get(getattr(torch.ops.aten, name[:-1], None))
+    return found

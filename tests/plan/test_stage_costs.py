@@ -1,0 +1,64 @@
+"""Costs of stages, added up operator by operator."""
+
+import torch
+
+from headwater.plan.stage_costs import StageCosts
+
+MM, RELU, VIEW = torch.ops.aten.mm.default, torch.ops.aten.relu.default, torch.ops.aten.view.default
+
+
+def cost_of(costs, stage=0):
+    return costs.of(stage, recomputable=True)
+
+
+def test_operators_count_for_the_current_stage():
+    costs, left, right = StageCosts(2, inference=False), torch.zeros(3, 4), torch.zeros(4, 5)
+    costs.enter(1, [left])
+    assert costs.add(MM, (left, right), {}, left @ right) == 2 * 3 * 4 * 5
+    costs.in_backward = True
+    costs.add(MM, (left, right), {}, left @ right)
+    assert (cost_of(costs, 1).flops, cost_of(costs, 1).backward_flops) == (120, 120)
+    assert cost_of(costs, 0).flops == 0
+
+
+def test_transient_bytes_are_those_of_the_largest_result_and_not_of_views():
+    costs, tensor = StageCosts(1, inference=False), torch.zeros(6)
+    costs.add(RELU, (tensor,), {}, tensor.relu())
+    costs.add(VIEW, (tensor, [1, 6]), {}, torch.zeros(100))
+    assert cost_of(costs).transient_bytes == 24
+
+
+def test_saved_memory_counts_once_and_that_of_parameters_and_inputs_does_not():
+    costs, param, given, made = StageCosts(1, inference=False), *(torch.zeros(4) for _ in range(3))
+    costs.leave_out([param], [param])
+    for tensor in (param, given, made, made[:2]):
+        costs.save(tensor, {given.untyped_storage()._cdata})
+    assert cost_of(costs).saved_bytes == 16
+
+
+def test_a_forward_alone_counts_living_tensors():
+    costs, param = StageCosts(1, inference=True), torch.zeros(100)
+    costs.leave_out([param], [param])
+    first = torch.zeros(4)
+    costs.add(RELU, (first,), {}, first)
+    second = torch.zeros(8)
+    costs.add(RELU, (second,), {}, second)
+    assert cost_of(costs).transient_bytes == 16 + 32
+
+
+def test_backward_makes_the_stage_current_whose_output_it_reaches():
+    costs, given = StageCosts(2, inference=False), torch.zeros(4, requires_grad=True)
+    costs.enter(0, [given])
+    output = given * 2
+    costs.leave(0, [output])
+    costs.enter(1, [output])
+    output.sum().backward()
+    assert costs.current == 0
+    assert (cost_of(costs, 0).output_bytes, cost_of(costs, 1).input_bytes) == (16, 16)
+
+
+def test_a_stage_takes_over_the_costs_of_another_one():
+    costs = StageCosts(2, inference=False)
+    costs.add(RELU, (), {}, torch.zeros(4))
+    costs.take_over(1, 0)
+    assert cost_of(costs, 1) == cost_of(costs, 0)
