@@ -77,6 +77,7 @@ def test_params_file_with_an_own_model_resumes():
     assert steps == 6
 
 
+@pytest.mark.real_start  # a kernel ends with all processes of its group
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_runs(name, tmp_path):
     shutil.copy(EXAMPLES / f"{name}.ipynb", tmp_path)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # the build takes half a minute of processor time
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
