@@ -18,7 +18,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LATER = (
-    "CHANGELOG.md",
     "src/headwater/api/backend.py",
     "src/headwater/api/pretrained.py",
     "src/headwater/api/ranks.py",
