@@ -21,7 +21,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if "HEADWATER_SCRIPT" in os.environ:
-    importlib.import_module("headwater.fabric.script").begin()
+    importlib.import_module("headwater.fabric.launch.script").begin()
 
 _MODULE_OF_NAME = {
     "backend": "headwater.api.backend",

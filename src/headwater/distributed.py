@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from headwater.api.ranks import take_part, whole
 from headwater.core.errors import ConfigError
-from headwater.fabric.cores import check_cores, num_cores
+from headwater.fabric.launch.cores import check_cores, num_cores
 from headwater.fabric.membership import is_rank
 
 __all__ = [

@@ -204,7 +204,7 @@ def test_bad_input_is_refused(headwater, params, options, message):
 
 
 def test_without_ray_the_extra_is_named(headwater, params, monkeypatch):
-    monkeypatch.delitem(sys.modules, "headwater.fabric.ray", raising=False)
+    monkeypatch.delitem(sys.modules, "headwater.fabric.launch.ray", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, error = headwater("ray", "fit", params, TWO)
     assert code == 2

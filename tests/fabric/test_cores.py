@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from headwater.fabric.cores import cores_of_ranks
+from headwater.fabric.launch.cores import cores_of_ranks
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def machine(monkeypatch, tmp_path):
     """Return a function that makes a machine of NUMA nodes on which this process may use `allowed` cores."""
 
     def make(*nodes, allowed=range(1024)):
-        monkeypatch.setattr("headwater.fabric.cores._NODES", tmp_path)
+        monkeypatch.setattr("headwater.fabric.launch.cores._NODES", tmp_path)
         monkeypatch.setattr("os.sched_getaffinity", lambda process: set(allowed))
         for number, cores in enumerate(nodes):
             (tmp_path / f"node{number}").mkdir()
@@ -58,9 +58,9 @@ def test_ranks_are_bound_to_their_cores(tmp_path):
     launcher = f"""
 import sys
 from pathlib import Path
-import headwater.fabric.cores as cores
+import headwater.fabric.launch.cores as cores
 from headwater.core.placement import Placement
-from headwater.fabric.launch import launch
+from headwater.fabric.launch.launcher import launch
 cores._NODES = Path({str(nodes)!r})
 rank = '''
 import os, time

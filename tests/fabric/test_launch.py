@@ -11,7 +11,7 @@ import pytest
 
 from headwater.core.errors import RankError
 from headwater.core.placement import Placement
-from headwater.fabric.launch import launch
+from headwater.fabric.launch.launcher import launch
 from headwater.fabric.parent import find_parent
 
 TWO = Placement(1, 1)
@@ -42,7 +42,7 @@ def test_a_killed_rank_is_restarted(rank, tmp_path, capsys):
 def test_a_rank_that_is_stopped_is_not_reported_as_ended_by_the_signal_of_the_launcher(
     monkeypatch, capsys, tmp_path
 ):
-    monkeypatch.setattr("headwater.fabric.launch._GRACE_S", 0.5)
+    monkeypatch.setattr("headwater.fabric.launch.launcher._GRACE_S", 0.5)
     command = f"""
 import os, pathlib, signal, time
 from headwater.core.errors import RankError
@@ -100,7 +100,7 @@ time.sleep(100)
 """
     program = f"""
 from headwater.core.placement import Placement
-from headwater.fabric.launch import launch
+from headwater.fabric.launch.launcher import launch
 launch(Placement(1, 1), ["-c", {rank!r}], where="here")
 """
     launcher = subprocess.Popen([sys.executable, "-c", program])

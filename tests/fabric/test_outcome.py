@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from headwater.core.errors import DataError, RankError
-from headwater.fabric.outcome import Failure, exit_code
+from headwater.fabric.launch.outcome import Failure, exit_code
 
 MISSED = {"kind": "RankError", "what": "rank 1 is gone", "where": None, "remedy": None}
 DATA = {"kind": "DataError", "what": "a file is damaged", "where": "x.h5", "remedy": None}

@@ -26,7 +26,7 @@ from headwater.core.placement import Placement
 from headwater.fabric import meeting, secret
 from headwater.fabric.connection import Connection
 from headwater.fabric.handshake import Keys, StrangerError, examine, introduce, purpose_digest
-from headwater.fabric.launch import launch
+from headwater.fabric.launch.launcher import launch
 from headwater.fabric.switchboard import Switchboard, address_of, call, listen_at, listen_on_host
 
 MALLORY = 23457
@@ -440,7 +440,7 @@ def test_a_killed_launcher_leaves_no_files(tmp_path):
     waiting = f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(100)"
     program = f"""
 from headwater.core.placement import Placement
-from headwater.fabric.launch import launch
+from headwater.fabric.launch.launcher import launch
 launch(Placement(1, 1), ["-c", {waiting!r}], where="")
 """
     folder = tmp_path / "temporary"

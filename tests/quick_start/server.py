@@ -40,6 +40,7 @@ _PACKAGES = (
     "config",
     "core",
     "fabric",
+    "fabric.launch",
     "optim",
     "plan",
     "store",
@@ -50,7 +51,7 @@ _MODULES = (
     *("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "torch.distributed.run"),
     *("multiprocessing.spawn", "h5py"),
 )
-_LEFT_OUT = ("headwater.fabric.ray", "headwater.fabric.actors", "headwater.cli.ray", "headwater.cli.demo")
+_LEFT_OUT = ("headwater.fabric.launch.ray", "headwater.cli.ray", "headwater.cli.demo")
 
 _CLONE_PARENT, _CLONE_CHILD_SETTID, _CLONE_CHILD_CLEARTID = 0x8000, 0x1000000, 0x200000
 _CLONE_NEWNET = 0x40000000
@@ -285,7 +286,7 @@ def _begin_at_import() -> None:
     def first(name, *args, **kwargs):
         if name.partition(".")[0] == "headwater":
             builtins.__import__ = original
-            importlib.import_module("headwater.fabric.script").begin()
+            importlib.import_module("headwater.fabric.launch.script").begin()
         return original(name, *args, **kwargs)
 
     builtins.__import__ = first

@@ -15,7 +15,7 @@ from headwater.conform.grammar.case import Outcome
 from headwater.conform.report import Entry
 from headwater.core.errors import ConfigError
 from headwater.core.units import format_duration
-from headwater.fabric.cores import num_cores
+from headwater.fabric.launch.cores import num_cores
 
 _DIFFERENT = 1
 _STEPS, _TIMEOUT_S, _RANDOM_TIMEOUT_S = 3, 600, 60

@@ -14,7 +14,7 @@ from headwater.cli.cluster import add_cluster_arguments, check_cluster_arguments
 from headwater.cli.output import open_console
 from headwater.core.batches import equal_share
 from headwater.core.errors import ConfigError, PlanError
-from headwater.fabric.cores import num_cores
+from headwater.fabric.launch.cores import num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.measuring import MOST_WALL_S
 from headwater.plan.options import device_of, resources_of

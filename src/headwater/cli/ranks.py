@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from headwater.cli.main import guarded
 from headwater.core.placement import Placement
-from headwater.fabric.launch import launch
-from headwater.fabric.streams import OF_SCRIPT, STDIN, STDOUT, silence
+from headwater.fabric.launch.launcher import launch
+from headwater.fabric.launch.streams import OF_SCRIPT, STDIN, STDOUT, silence
 
 
 def main(argv: Sequence[str]) -> int:

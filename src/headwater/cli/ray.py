@@ -18,7 +18,7 @@ from headwater.cli.parser import Parser
 from headwater.config import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.core.units import GIB, format_bytes, parse_bytes
-from headwater.fabric.kuberay import PARAMS, Pods, manifest
+from headwater.fabric.launch.kuberay import PARAMS, Pods, manifest
 from headwater.trainer.run_dir import resolved_params
 
 
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_fit(args: argparse.Namespace, config: RunConfig) -> int:
     """Train on a Ray cluster; return the exit code."""
-    from headwater.fabric.ray import Request, launch  # imports ray, which is optional and slow
+    from headwater.fabric.launch.ray import Request, launch  # imports ray, which is optional and slow
 
     request = Request(
         num_ranks=config.init.backend.placement.size,

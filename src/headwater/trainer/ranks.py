@@ -11,8 +11,8 @@ from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.fabric.alike import check_alike, program
 from headwater.fabric.fabric import Fabric
-from headwater.fabric.launch import become_launcher
-from headwater.fabric.launch import launch as launch_here
+from headwater.fabric.launch.launcher import become_launcher
+from headwater.fabric.launch.launcher import launch as launch_here
 from headwater.fabric.membership import is_watched, join
 from headwater.fabric.report import report
 from headwater.trainer.run_dir import given_params

@@ -19,8 +19,8 @@ from typing import NoReturn
 from headwater.core.errors import RankError
 from headwater.core.placement import Placement
 from headwater.core.signals import Handler, handled
-from headwater.fabric.cores import bound_to, check_cores, cores_of_ranks, num_cores
-from headwater.fabric.outcome import Failure, cause, exit_code
+from headwater.fabric.launch.cores import bound_to, check_cores, cores_of_ranks, num_cores
+from headwater.fabric.launch.outcome import Failure, cause, exit_code
 from headwater.fabric.parent import LISTENER, PARENT, RENDEZVOUS
 from headwater.fabric.report import ERROR_FILE, read_report
 from headwater.fabric.secret import SECRET, new_secret

@@ -30,13 +30,13 @@ from headwater.core.placement import Placement
 from headwater.core.process_value import ProcessValue
 from headwater.fabric.alike import check_alike, digest, program
 from headwater.fabric.cluster import host_name
-from headwater.fabric.cores import check_cores
 from headwater.fabric.fabric import DEFAULT_TIMEOUT_S, Fabric
-from headwater.fabric.launch import become_launcher
+from headwater.fabric.launch.cores import check_cores
+from headwater.fabric.launch.launcher import become_launcher
+from headwater.fabric.launch.streams import OF_SCRIPT, STDERR, STDIN, STDOUT, silence
 from headwater.fabric.membership import current, is_rank, join
 from headwater.fabric.parent import PARENT, find_parent
 from headwater.fabric.report import report_traceback
-from headwater.fabric.streams import OF_SCRIPT, STDERR, STDIN, STDOUT, silence
 
 _stderr = ProcessValue[int | None](None)
 """A copy of the descriptor of stderr from before it was silenced. Shared by the process, as stderr is."""

@@ -24,7 +24,7 @@ from typing import Any
 from headwater.core.errors import ConfigError, HeadwaterError, RankError
 from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.signals import handled
-from headwater.fabric.outcome import Failure, exit_code
+from headwater.fabric.launch.outcome import Failure, exit_code
 from headwater.fabric.report import ERROR_FILE, read_report
 from headwater.fabric.secret import SECRET, new_secret
 
