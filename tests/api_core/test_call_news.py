@@ -1,4 +1,4 @@
-"""What a call of a model brings that is new: each rank has the largest size and the flags of all ranks."""
+"""The news of a call of a model: each rank has the largest size and the flags of all ranks."""
 
 import dataclasses
 from types import SimpleNamespace

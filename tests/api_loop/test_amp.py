@@ -175,16 +175,20 @@ def test_a_scale_stays_within_its_limits():
 
 
 WRONG = {
-    "loss_scale is a number above 0": lambda: GradScaler(0.0),
-    "loss_scale is a number above 0, found 'dynamik'": lambda: GradScaler("dynamik"),
-    "init_scale is a number above 0": lambda: GradScaler("dynamic", init_scale=-1),
-    "steps_per_increase is a number above 0": lambda: GradScaler("dynamic", steps_per_increase=0),
-    "not between": lambda: GradScaler("dynamic", init_scale=4.0, max_loss_scale=2.0),
-    "by norm or by value, not both": lambda: clipped(max_gradient_norm=1.0, max_gradient_value=1.0),
-    "max_gradient_norm is a number above 0": lambda: clipped(max_gradient_norm=0.0),
-    "max_gradient_value is a number above 0": lambda: clipped(max_gradient_value=math.inf),
-    "is no half dtype": lambda: set_half_dtype(torch.float32),
-    "'half' is no half dtype": lambda: set_half_dtype("half"),
+    "expected loss_scale to be a finite number above 0, got 0": lambda: GradScaler(0.0),
+    "expected loss_scale to be a finite number above 0, got 'dynamik'": lambda: GradScaler("dynamik"),
+    "expected init_scale to be a finite number": lambda: GradScaler("dynamic", init_scale=-1),
+    "expected steps_per_increase to be a finite number": lambda: GradScaler("dynamic", steps_per_increase=0),
+    "expected init_scale to be from min_loss_scale .* to max_loss_scale 2.0, got 4.0": lambda: GradScaler(
+        "dynamic", init_scale=4.0, max_loss_scale=2.0
+    ),
+    "expected one of max_gradient_norm and max_gradient_value, got both": lambda: clipped(
+        max_gradient_norm=1.0, max_gradient_value=1.0
+    ),
+    "expected max_gradient_norm to be a finite number": lambda: clipped(max_gradient_norm=0.0),
+    "expected max_gradient_value to be a finite number": lambda: clipped(max_gradient_value=math.inf),
+    "expected bfloat16 or float16, got torch.float32": lambda: set_half_dtype(torch.float32),
+    "expected bfloat16 or float16, got 'half'": lambda: set_half_dtype("half"),
 }
 
 
@@ -202,7 +206,7 @@ def test_wrong_arguments_are_named(message):
 def test_calls_in_the_wrong_order_are_named():
     _, optimizer = job()
     scaler = GradScaler("dynamic")
-    with pytest.raises(StreamError, match="no optimizer has stepped"):
+    with pytest.raises(StreamError, match="expected a step of an optimizer before the update"):
         scaler.update()
     scaler.unscale_(optimizer)
     with pytest.raises(StreamError, match="unscaled already"):

@@ -220,7 +220,7 @@ def test_a_batch_that_is_not_full_cannot_be_divided(refused):
 
 
 def test_max_restarts_is_refused_outside_fit(refused):
-    assert "only `headwater fit` starts a run again by itself" in refused("--max_restarts", "2")
+    assert "only `headwater fit` restarts a run" in refused("--max_restarts", "2")
     with pytest.raises(ConfigError, match=r"(?s)only `headwater fit`.*cluster_config\.max_restarts"):
         headwater.backend("CSX", cluster_config={"max_restarts": 1})
 

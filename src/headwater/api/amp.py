@@ -36,7 +36,9 @@ def set_half_dtype(dtype: Literal["bfloat16", "float16"] | torch.dtype) -> torch
     chosen = _HALF_DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in _HALF_DTYPES.values():
         raise ConfigError(
-            f"{dtype!r} is no half dtype", where="amp.set_half_dtype", remedy="write 'bfloat16' or 'float16'"
+            f"expected bfloat16 or float16, got {dtype!r}",
+            where="amp.set_half_dtype",
+            remedy="write 'bfloat16' or 'float16'",
         )
     _half_dtype.value = chosen
     return chosen
@@ -97,8 +99,8 @@ class GradScaler:
         )
         if is_dynamic and not self._scale.smallest <= first <= self._scale.largest:
             raise ConfigError(
-                f"init_scale {first} is not between min_loss_scale {self._scale.smallest} and "
-                f"max_loss_scale {self._scale.largest}",
+                f"expected init_scale to be from min_loss_scale {self._scale.smallest} to "
+                f"max_loss_scale {self._scale.largest}, got {first}",
                 where="amp.GradScaler",
                 remedy="widen the limits, or start between them",
             )
@@ -180,7 +182,7 @@ class GradScaler:
         """
         if not self._applied:
             raise StreamError(
-                "the loss scale is updated, and no optimizer has stepped",
+                "expected a step of an optimizer before the update of the loss scale, got none",
                 where="GradScaler.update",
                 remedy="call GradScaler.step(optimizer) first",
             )
@@ -200,8 +202,9 @@ class GradScaler:
         """
         if set(state) != set(_STATE):
             raise CheckpointError(
-                f"the state of a GradScaler has the keys {', '.join(_STATE)}, found {', '.join(state)}",
-                remedy="give what GradScaler.state_dict() returned",
+                f"expected a state with the keys {', '.join(_STATE)}, got {', '.join(state)}",
+                where="GradScaler.load_state_dict",
+                remedy="pass the result of GradScaler.state_dict()",
             )
         self._scale = dataclasses.replace(self._scale, **state)
 
@@ -232,7 +235,7 @@ def optimizer_step(
     """
     if max_gradient_norm is not None and max_gradient_value is not None:
         raise ConfigError(
-            "gradients are clipped by norm or by value, not both",
+            "expected one of max_gradient_norm and max_gradient_value, got both",
             where="amp.optimizer_step",
             remedy="leave out max_gradient_norm or max_gradient_value",
         )
@@ -260,6 +263,8 @@ def _positive(name: str, value: Any, default: D) -> float | D:
         return default
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(
-            f"{name} is a number above 0, found {value!r}", where="amp", remedy=f"correct {name}"
+            f"expected {name} to be a finite number above 0, got {value!r}",
+            where="amp",
+            remedy=f"correct {name}",
         )
     return value

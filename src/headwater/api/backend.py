@@ -136,7 +136,7 @@ def backend(
         raise ConfigError(problem["msg"], where=f"backend, option {place}" if place else "backend") from error
     if config.placement.num_memx:
         raise ConfigError(
-            "store ranks are for `headwater fit`; in a loop of one's own all ranks compute",
+            f"expected num_memx=0 in a user's loop, got {config.placement.num_memx}: all ranks compute there",
             where="backend, option cluster_config.num_memx",
             remedy="leave it out",
         )

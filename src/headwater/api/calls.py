@@ -44,6 +44,9 @@ def guard_call(
 
     Returns:
         A function that ends the guard.
+
+    Raises:
+        StreamError: from the guarded call, if a transform of torch.func runs in the forward.
     """
 
     def guarded(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

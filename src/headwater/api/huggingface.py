@@ -152,7 +152,13 @@ class _Groups:
 
 
 def without_ignored(model: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
-    """Return the missing and the unexpected names, without those that the model ignores."""
+    """Return the missing and the unexpected names, without those that the model ignores.
+
+    Args:
+        model: the model.
+        missing: names that only the model has.
+        unexpected: names that only the checkpoint has.
+    """
     if not is_transformers_model(model):
         return missing, unexpected
     names = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
@@ -198,7 +204,13 @@ def initialize(model: Any, module_name: str) -> None:
 
 
 def save_config(model: Any, directory: Path, dtype: torch.dtype) -> None:
-    """Write `config.json`, and the generation config if the model has one, as `save_pretrained` does."""
+    """Write `config.json`, and the generation config if the model has one, as `save_pretrained` does.
+
+    Args:
+        model: the model; nothing is written if it is not a transformers model.
+        directory: the folder, which exists.
+        dtype: the dtype of the floating-point weights in the checkpoint.
+    """
     if not is_transformers_model(model):
         return
     config = copy.deepcopy(model.config)

@@ -65,13 +65,25 @@ class Moment:
 
     @classmethod
     def of(cls, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> Moment:
-        """Return the tensor that the state has now."""
+        """Return the tensor that the state has now.
+
+        Args:
+            optimizer: the optimizer.
+            param: the parameter whose state it is in.
+            name: the name of the tensor in that state, such as `exp_avg`.
+        """
         key = id(optimizer), id(param), name
         return cls._alive.setdefault(key, cls(optimizer, param, name))
 
     @classmethod
     def keep(cls, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> None:
-        """Give tensors that were read from the state a copy of the present values, before these change."""
+        """Give tensors that were read from the state a copy of the present values, before these change.
+
+        Args:
+            optimizer: see `of`.
+            param: see `of`.
+            name: see `of`.
+        """
         moment = cls._alive.get((id(optimizer), id(param), name))
         if moment is not None:
             moment.kept = moment.home.read()
@@ -132,7 +144,14 @@ class MomentAtRest(AtRest, torch.Tensor):
 
     @classmethod
     def of(cls, optimizer: Optimizer, param: ParameterAtRest, name: str, scalars: Scalars) -> MomentAtRest:
-        """Return the tensor with this name of the state of a parameter."""
+        """Return the tensor with this name of the state of a parameter.
+
+        Args:
+            optimizer: the optimizer that has the state in the store.
+            param: the parameter.
+            name: the name of the tensor in the state.
+            scalars: the scalars of the state, by name.
+        """
         home = param.home
         if name in scalars:
             like, shape = scalars[name], torch.Size()
@@ -178,7 +197,13 @@ def lazy_state(optimizer: Optimizer, param: ParameterAtRest) -> dict[str, Any]:
 
 
 def is_present(state: Mapping[str, Any], optimizer: Optimizer, param: ParameterAtRest) -> bool:
-    """True if the tensors of a state are those that the store has for this parameter now."""
+    """Return true if the tensors of a state are those that the store has for this parameter now.
+
+    Args:
+        state: a state, such as one of a `state_dict`.
+        optimizer: the optimizer that has the state in the store.
+        param: the parameter.
+    """
     scalars = stored_scalars(param, optimizer)
     if scalars is None or state.keys() != {*scalars, *layouts_of(param.home)}:
         return False

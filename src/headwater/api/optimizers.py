@@ -205,7 +205,7 @@ def _check_parts(optimizer: Optimizer) -> None:
         return
     if not is_divided():
         raise StreamError(
-            "every rank has computed the same: no batch was divided among them",
+            "no batch was divided among the ranks, so all of them computed the same gradient",
             where="optimizer.step()",
             remedy="take the batches from headwater.utils.data.DataExecutor(loader), or this rank's part of "
             "one from headwater.distributed.take_part(batch)",

@@ -38,6 +38,11 @@ class Planner:
     def stop_early(self, model: nn.Module, call: Call, precision: Precision) -> None:
         """Print the report and end the script, if the backend only compiles or validates.
 
+        Args:
+            model: the model, which is not streamed yet.
+            call: the arguments of its first call.
+            precision: precision of the run.
+
         Raises:
             SystemExit: after the report, with status 0.
         """

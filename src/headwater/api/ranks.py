@@ -39,7 +39,7 @@ def take_part(batch: Batch, *, equal: bool = True) -> Batch:
         The part, with the same nesting.
 
     Raises:
-        DataError: if equal parts are asked for and the ranks do not divide the number of samples.
+        DataError: if `equal` is true and the number of samples is not a multiple of the number of ranks.
     """
     fabric = current()
     if fabric.size == 1:
@@ -98,9 +98,9 @@ def whole(value: torch.Tensor) -> torch.Tensor:
         return torch.stack(every).sum(0, dtype=value.dtype).to(value.device)
     if any(not torch.equal(each, every[0]) for each in every):
         raise StreamError(
-            f"ranks have different tensors of shape {list(value.shape)} and {value.dtype}, and nobody knows "
-            "what they are for the whole batch",
-            remedy="give a closure a mean (floating point), a count (a whole number), or one entry a sample",
+            f"expected the same tensor on all ranks, got different ones of shape {list(value.shape)} and "
+            f"{value.dtype}, which have no value for the whole batch",
+            remedy="give a closure a mean (floating point), a count (integer), or one entry for each sample",
         )
     return value
 
@@ -117,7 +117,8 @@ def refuse_restarts(cluster: ClusterConfig, *, where: str) -> None:
     """
     if cluster.max_restarts:
         raise ConfigError(
-            "only `headwater fit` starts a run again by itself",
+            f"expected max_restarts=0 in a script, got {cluster.max_restarts}: "
+            "only `headwater fit` restarts a run",
             where=where,
             remedy="leave it out, and start the script again",
         )

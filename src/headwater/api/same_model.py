@@ -82,8 +82,8 @@ def check_same_options(
         raise StreamError(
             f"expected the same options on all ranks, found a difference at {difference}",
             where=f"{type(optimizer).__name__}.step()",
-            remedy="set the options of the optimizer alike on every rank; a rate that depends on a loss "
-            "needs the loss of the whole batch (headwater.step_closure)",
+            remedy="set the same options on every rank; if a learning rate depends on a loss, take the loss "
+            "of the whole batch (headwater.step_closure)",
         )
 
 
