@@ -11,6 +11,7 @@ import torch
 
 from headwater.api import optimizers
 from headwater.api.backend import current_backend
+from headwater.api.gradients import are_finite, gradients_of, unscale
 from headwater.core.errors import CheckpointError, ConfigError, NonFiniteError, StreamError
 from headwater.core.process_value import ProcessValue
 from headwater.core.trees import map_tensors
@@ -133,7 +134,9 @@ class GradScaler:
                 where="GradScaler.unscale_",
                 remedy="call unscale_ once, and update() after each step",
             )
-        self._found_finite[id(optimizer)] = _unscale(optimizer, self._scale.value)
+        gradients = gradients_of(optimizer)
+        unscale(gradients, self._scale.value)
+        self._found_finite[id(optimizer)] = are_finite(gradients)
 
     def step(
         self,
@@ -247,15 +250,6 @@ def optimizer_step(
     scheduler = configured_lr_scheduler(optimizer)
     if scheduler is not None:
         scheduler.step_with_optimizer()
-
-
-def _unscale(optimizer: torch.optim.Optimizer, scale: float) -> bool:
-    """Divide the optimizer's gradients by the scale, and return true if all of them are finite."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    gradients = [param.grad for param in params if param.grad is not None]
-    for gradient in gradients:
-        gradient.mul_(1.0 / scale)
-    return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 def _positive(name: str, value: Any, default: D) -> float | D:

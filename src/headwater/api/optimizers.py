@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from headwater.api.gradients import are_finite, gradients_of, unscale
 from headwater.api.moments import lazy_state
 from headwater.api.optimizer_state import install, reinstall
 from headwater.api.ranks import is_divided
@@ -109,17 +110,14 @@ def step(
 
 def _prepare_gradients(optimizer: Optimizer, options: _StepOptions) -> bool:
     """Unscale and clip in place, as plain PyTorch does; return false if the step must be skipped."""
-    params = [param for param in params_of(optimizer) if param.grad is not None]
-    gradients = [param.grad for param in params if param.grad is not None]
-    if options.loss_scale != 1.0:
-        for gradient in gradients:
-            gradient.mul_(1.0 / options.loss_scale)
-    if options.skip_non_finite and not all(bool(gradient.isfinite().all()) for gradient in gradients):
+    gradients = gradients_of(optimizer)
+    unscale(gradients, options.loss_scale)
+    if options.skip_non_finite and not are_finite(gradients):
         return False
     if options.max_norm is not None:
-        torch.nn.utils.clip_grad_norm_(params, options.max_norm)
+        torch.nn.utils.clip_grad_norm_(params_of(optimizer), options.max_norm)
     if options.max_value is not None:
-        torch.nn.utils.clip_grad_value_(params, options.max_value)
+        torch.nn.utils.clip_grad_value_(params_of(optimizer), options.max_value)
     return True
 
 
@@ -187,9 +185,12 @@ def _commit(optimizer: Optimizer) -> None:
             model.steps.apply_updates()
         _options.value.applied = committed.applied
         updated = [
-            p for p in params_of(optimizer) if isinstance(p, ParameterAtRest) and p.home.store is store
+            param
+            for param in params_of(optimizer)
+            if isinstance(param, ParameterAtRest)
+            and param.home.store is store
+            and param.home.key in committed.params
         ]
-        updated = [param for param in updated if param.home.key in committed.params]
         torch.autograd.graph.increment_version(updated)  # as an update in place does
         _used.setdefault(optimizer, []).extend(updated)
 

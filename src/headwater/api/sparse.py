@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from headwater.api import transaction
+from headwater.api.gradients import are_finite
 from headwater.api.optimizers import amend_with
+from headwater.api.stored_state import params_of
 from headwater.core.errors import ConfigError
 from headwater.optim.catalog import is_elementwise, optimizers
 from headwater.sparsity.schedules import Cadence, Constant, Cosine, Cubic, Exponential, Linear, Power, Value
@@ -70,7 +72,8 @@ class SparsityOptimizer:
     ) -> None:
         if self.algorithm != "static" and schedule is None:
             raise ConfigError(
-                f"{type(self).__name__} has no schedule", remedy="say every how many steps its masks change"
+                f"expected a schedule for {type(self).__name__}, got None",
+                remedy="pass the number of steps between two changes of a mask",
             )
         self._parameters = {name: param for name, param in named_parameters if param.requires_grad}
         shapes = {name: param.shape for name, param in self._parameters.items()}
@@ -124,22 +127,23 @@ class SparsityOptimizer:
         if not self._begun:
             return
         own = {id(param): name for name, param in self._parameters.items() if name in self._sparsifier.names}
-        given = [param for group in optimizer.param_groups for param in group["params"] if id(param) in own]
-        given = [param for param in given if param.grad is not None]
+        given = [
+            (own[id(param)], gradient)
+            for param in params_of(optimizer)
+            if id(param) in own and (gradient := param.grad) is not None
+        ]
         kind = type(optimizer).__name__
         if given and kind in optimizers() and not is_elementwise(kind):
             raise ConfigError(
                 f"{kind} does not update each weight by itself: masked ones would grow",
                 remedy="use an optimizer that does, such as AdamW or SGD",
             )
-        gradients = [param.grad for param in given if param.grad is not None]
         changing = self._sparsifier.changing(self._step + 1)
-        if changing and not all(bool(g.isfinite().all()) for g in gradients):
+        if changing and not are_finite(gradient for _, gradient in given):
             return  # a later check refuses or skips this step; the masks must not change
         weights = self._weights(optimizer)
         with torch.no_grad():
-            for param, gradient in zip(given, gradients, strict=True):
-                name = own[id(param)]
+            for name, gradient in given:
                 if optimizer not in self._cleared:  # it may have trained dense weights before
                     weights.clear(name, self._sparsifier.mask_of(name))
                 if name in changing:
