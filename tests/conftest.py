@@ -28,6 +28,8 @@ if "HEADWATER_TEST_CACHE" not in os.environ:  # workers of pytest-xdist share th
     os.environ["HEADWATER_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = _FOLDERS[-1]
 """The rates of the machine are measured once for all tests, and cached apart from those of the user."""
 
+os.environ[quick_start.NO_PICTURES] = "1"
+
 _MANY_OBJECTS = 30_000
 
 _DRY_RUNS = KnownDryRuns()
@@ -45,6 +47,15 @@ def pytest_unconfigure() -> None:
     """Remove the folders of this session. Forked ranks never call this, so the folders outlive them."""
     for folder in _FOLDERS:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the loss curve of a run, which takes up to 0.6 s, only in tests with the mark `pictures`."""
+    if request.node.get_closest_marker("pictures"):
+        monkeypatch.delenv(quick_start.NO_PICTURES, raising=False)
+    else:
+        quick_start.leave_pictures_out(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

@@ -128,6 +128,7 @@ def test_data(headwater, tmp_path):
     assert (out / "train").is_dir() and (out / "tokenizer.json").is_file()
 
 
+@pytest.mark.pictures
 def test_demo(headwater, tmp_path):
     folder = tmp_path / "demo"
     code, out, _ = headwater("demo", "--max_steps", 2, "--model_dir", folder)

@@ -14,6 +14,7 @@ from headwater.trainer.datasets import open_data
 from headwater.trainer.pretrained import checkpoint_weights
 
 
+@pytest.mark.pictures
 def test_a_run_leaves_everything_in_its_model_dir(headwater, params, tmp_path):
     code, out, err = headwater("fit", params)
     assert (code, err) == (0, "")

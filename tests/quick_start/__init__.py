@@ -16,5 +16,6 @@ have the mark `real_start`. HEADWATER_REAL_STARTS=1 makes all starts real.
 """
 
 from quick_start.client import install, real_starts
+from quick_start.pictures import NO_PICTURES, leave_pictures_out
 
-__all__ = ["install", "real_starts"]
+__all__ = ["NO_PICTURES", "install", "leave_pictures_out", "real_starts"]

@@ -26,6 +26,7 @@ _HERE = str(Path(__file__).resolve().parent.parent)
 sys.path.insert(0, _HERE)
 from quick_start.client import SERVER, Client, use  # noqa: E402
 from quick_start.command import Program  # noqa: E402
+from quick_start.pictures import NO_PICTURES, leave_pictures_out  # noqa: E402
 
 sys.path.remove(_HERE)
 
@@ -49,7 +50,7 @@ _PACKAGES = (
 )
 _MODULES = (
     *("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "torch.distributed.run"),
-    *("multiprocessing.spawn", "h5py"),
+    *("multiprocessing.spawn", "h5py", "torch.utils.tensorboard"),
 )
 _LEFT_OUT = ("headwater.fabric.launch.ray", "headwater.cli.ray", "headwater.cli.demo")
 
@@ -230,6 +231,8 @@ def run(program: Program) -> int:
     main = types.ModuleType("__main__")
     main.__builtins__ = __builtins__
     sys.modules["__main__"] = main
+    if NO_PICTURES in os.environ:
+        leave_pictures_out()
     if "HEADWATER_SCRIPT" in os.environ:
         _begin_at_import()
     if program.kind == "module":

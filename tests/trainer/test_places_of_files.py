@@ -120,6 +120,7 @@ def test_a_link_or_pipe_makes_way_for_the_history(tmp_path, kind):
     assert not (tmp_path / "history.jsonl").is_symlink()
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
 def test_a_loss_curve_that_cannot_be_drawn_is_a_warning(tmp_path, kind, caplog):
     pytest.importorskip("matplotlib")
