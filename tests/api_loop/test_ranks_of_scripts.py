@@ -196,8 +196,11 @@ def test_an_error_of_a_rank_ends_all_ranks_and_is_printed_once(text, told):
     ("text", "told"),
     [
         ("hw.backend('CSX', num_csx=4096)", r"\(cores of this machine\), got 4096"),
-        ("hw.backend('CPU', num_csx=2)", "plain PyTorch .CPU. computes on one rank"),
-        ("hw.backend('CPU'); hw.utils.CSConfig(num_csx=2)", "plain PyTorch .CPU. computes on one rank"),
+        ("hw.backend('CPU', num_csx=2)", "num_csx=1 for plain PyTorch .CPU."),
+        (
+            "hw.backend('CPU'); hw.utils.CSConfig(num_csx=2)",
+            "num_csx=1 for plain PyTorch .CPU.",
+        ),
     ],
 )
 def test_an_invalid_number_of_ranks_is_refused_in_the_first_process(text, told):

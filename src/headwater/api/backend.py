@@ -168,7 +168,7 @@ def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFA
     """
     if kind != "CSX":
         raise ConfigError(
-            f"plain PyTorch ({kind}) computes on one rank, and {num_csx} are asked for",
+            f"expected num_csx=1 for plain PyTorch ({kind}), which computes on one rank, got {num_csx}",
             where=where,
             remedy='write "CSX", or num_csx=1',
         )

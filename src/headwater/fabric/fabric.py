@@ -193,7 +193,13 @@ class Board:
         return int(self._values[slot])
 
     def wait(self, slot: int, value: int, what: str) -> None:
-        """Block until a counter is at least `value`; see `Fabric.wait_until`."""
+        """Block until a counter is at least `value`; see `Fabric.wait_until`.
+
+        Args:
+            slot: number of the counter.
+            value: the least value to wait for.
+            what: name of the awaited event, for messages.
+        """
         values = self._values
         if values[slot] < value:
             self._fabric.wait_until(lambda: bool(values[slot] >= value), what)

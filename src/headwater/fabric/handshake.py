@@ -60,7 +60,7 @@ def introduce(
         OSError: if the other end does not answer in time.
     """
     end = time.monotonic() + within_s
-    hello = _HELLO.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES), own, other, _digest(purpose))
+    hello = _HELLO.pack(_MAGIC, secrets.token_bytes(_NONCE_BYTES), own, other, purpose_digest(purpose))
     _send(connection, hello, end)
     answer = _receive(connection, _NONCE_BYTES + _CODE_BYTES, end)
     said = hello + answer[:_NONCE_BYTES]
@@ -105,10 +105,6 @@ def examine(connection: socket.socket, secret: bytes, own: int, within_s: float)
 
 def purpose_digest(purpose: str) -> bytes:
     """Return the digest of a purpose that the first message of a handshake contains."""
-    return _digest(purpose)
-
-
-def _digest(purpose: str) -> bytes:
     return hashlib.sha256(purpose.encode()).digest()
 
 

@@ -162,14 +162,13 @@ class _Rendezvous:
         """Wait for all other ranks, and send each of them the addresses of all."""
         others = range(1, self._size)
         self._wait(lambda: self._missing(board), self._timeout_s)
-        connections = [board.take(_PURPOSE, other, self._timeout_s) for other in others]
+        taken = [board.take(_PURPOSE, other, self._timeout_s) for other in others]
+        connections = [connection for connection in taken if connection is not None]
+        assert len(connections) == len(others), "only this thread takes connections of the rendezvous"
         hellos = [self._hello(board.address)]
-        for connection in connections:
-            assert connection is not None, "only this thread takes connections of the rendezvous"
-            hellos.append(decode(connection.receive_message(), _Hello))
+        hellos += [decode(connection.receive_message(), _Hello) for connection in connections]
         failure = _check(hellos)
         for connection in connections:
-            assert connection is not None, "only this thread takes connections of the rendezvous"
             connection.send_message(encode((hellos, failure), _Table)).result()
         if failure is not None:
             raise failure

@@ -31,7 +31,7 @@ class Mesh:
     ) -> None:
         self.size = len(ranks)
         self.own = list(ranks).index(switchboard.rank) if switchboard.rank in ranks else None
-        self.timeout_s = timeout_s
+        self._timeout_s = timeout_s
         self._switchboard = switchboard
         self._ranks = list(ranks)
         self._purpose = purpose
@@ -90,7 +90,7 @@ class Mesh:
     def _to(self, other: int) -> Connection:
         if other not in self._connections:
             self._connections[other] = self._switchboard.connect(
-                self._purpose, self._ranks[other], self.timeout_s
+                self._purpose, self._ranks[other], self._timeout_s
             )
         return self._connections[other]
 

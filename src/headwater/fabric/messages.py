@@ -98,5 +98,11 @@ class Messages:
 
 
 def new_mesh(switchboard: Switchboard, ranks: Sequence[int], timeout_s: float) -> Mesh:
-    """Return a mesh of some ranks. All ranks call this, since the number of calls names the mesh."""
+    """Return a mesh of some ranks. All ranks call this, since the number of calls names the mesh.
+
+    Args:
+        switchboard: the connections of this rank.
+        ranks: the members.
+        timeout_s: seconds to wait for another member.
+    """
     return Mesh(switchboard, ranks, timeout_s, switchboard.next_purpose())

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import final
 
+from headwater.core.cleanup import on_failure
 from headwater.core.errors import RankError
 from headwater.fabric.connection import Connection
 from headwater.fabric.handshake import Keys, StrangerError, examine, introduce, purpose_digest
@@ -34,16 +35,22 @@ def listen_on_host(backlog: int) -> socket.socket:
 
 
 def listen_at(address: str, port: int, backlog: int) -> socket.socket:
-    """Return a socket that listens at one network address."""
+    """Return a socket that listens at one network address.
+
+    Args:
+        address: host name or address; "" for all interfaces of this host.
+        port: number of the port; 0 for a free one.
+        backlog: how many connections may wait until they are accepted.
+
+    Raises:
+        OSError: if the address is not of this host, or the port is taken.
+    """
     family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family)
-    try:
+    with on_failure(listener.close):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen(backlog)
-    except OSError:
-        listener.close()
-        raise
     return listener
 
 
@@ -56,12 +63,9 @@ def address_of(listener: socket.socket) -> Address:
 def _dial(address: Address, timeout_s: float) -> socket.socket:
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX)
-        try:
+        with on_failure(connection.close):
             connection.settimeout(timeout_s)
             connection.connect(bytes.fromhex(address))
-        except OSError:
-            connection.close()
-            raise
         return connection
     return socket.create_connection(address, timeout_s)
 
@@ -83,13 +87,11 @@ def call(address: Address, secret: bytes, purpose: str, own: int, other: int, ti
     """
     within_s = min(timeout_s, _HANDSHAKE_S)
     connection = _dial(address, within_s)
-    try:
-        keys = introduce(connection, secret, purpose, own, other, within_s)
-    except (StrangerError, OSError) as error:
-        connection.close()
-        if isinstance(error, StrangerError):
+    with on_failure(connection.close):
+        try:
+            keys = introduce(connection, secret, purpose, own, other, within_s)
+        except StrangerError as error:
             raise _refusal(str(error), address) from error
-        raise
     return Connection(connection, keys, other, timeout_s)
 
 
@@ -156,7 +158,13 @@ class Switchboard:
         return connection
 
     def take(self, purpose: str, other: int, timeout_s: float) -> Connection | None:
-        """Return the connection that a rank has made for a purpose; `None` if it has not connected yet."""
+        """Return the connection that a rank has made for a purpose; `None` if it has not connected yet.
+
+        Args:
+            purpose: see `connect`.
+            other: number of the rank.
+            timeout_s: seconds without progress after which a call of the connection fails.
+        """
         with self._changed:
             found = self._arrived.pop((purpose_digest(purpose), other), None)
         return None if found is None else Connection(*found, other, timeout_s)

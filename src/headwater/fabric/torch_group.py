@@ -40,7 +40,13 @@ _REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def start_group(switchboard: Switchboard, size: int, timeout_s: float) -> None:
-    """Make the ranks the default group of `torch.distributed`."""
+    """Make the ranks the default group of `torch.distributed`.
+
+    Args:
+        switchboard: the connections of this rank.
+        size: number of ranks.
+        timeout_s: seconds to wait for another rank in a collective.
+    """
 
     def make(options: Any, _: object) -> RankGroup:
         ranks = options.global_ranks_in_group or range(size)

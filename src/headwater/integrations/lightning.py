@@ -153,7 +153,13 @@ class FileCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint; the file appears when it is complete."""
+        """Write a checkpoint; the file appears when it is complete.
+
+        Args:
+            checkpoint: its content; tensors may be lazy.
+            path: the file. A remote path is left to Lightning.
+            storage_options: options of a remote file system; if they are given, Lightning writes the file.
+        """
         if _is_remote(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -173,7 +179,13 @@ class FileCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; its tensors are memory-mapped."""
+        """Return the content of a checkpoint; its tensors are memory-mapped.
+
+        Args:
+            path: the file. A remote path is left to Lightning.
+            map_location: as for `torch.load`.
+            weights_only: as for `torch.load`.
+        """
         if _is_remote(path):
             return super().load_checkpoint(path, map_location, weights_only)
         checkpoint: dict[str, Any] = torch.load(
