@@ -110,6 +110,45 @@ def test_hook_that_is_removed_before_backward(plan, tmp_path):
     check(lambda place: train(place, Block(), call), plan, tmp_path)
 
 
+def new_weight(model):
+    model[1].layer.weight = nn.Parameter(torch.randn(6, 6))
+
+
+def new_part(model):
+    model[1].dropout = nn.ReLU()
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+@pytest.mark.parametrize("change", [new_weight, new_part], ids=["weight", "part"])
+def test_structure_that_changes_before_backward(plan, change, tmp_path):
+    def script(place):
+        model = place.compile(network(Block()))
+        names, weights = zip(*model.named_parameters(), strict=True)
+        output = model(torch.ones(4, 6).cumsum(1))
+        change(model)
+        output.square().mean().backward()
+        return output, {name: weight.grad for name, weight in zip(names, weights, strict=True)}
+
+    check(script, plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+def test_functional_call_of_a_model_with_a_module_under_two_names(plan, tmp_path):
+    """Torch's `functional_call` leaves its tensors in such a module."""
+
+    def script(place):
+        shared = nn.Linear(6, 6)
+        model = place.compile(nn.Sequential(shared, shared, nn.Tanh(), nn.Linear(6, 2)))
+        weight, inputs = shared.weight, torch.ones(4, 6).cumsum(1)
+        output = model(inputs)
+        values = {name: value.detach() * 0.5 for name, value in model.named_parameters()}
+        torch.func.functional_call(model, values, (inputs,))
+        output.square().mean().backward()
+        return output, weight.grad
+
+    check(script, plan, tmp_path)
+
+
 @pytest.mark.parametrize("plan", RECOMPUTED)
 @pytest.mark.filterwarnings("ignore::headwater.api.references.StaleTensorWarning")
 def test_spectral_norm_in_two_forwards_of_a_step(plan, tmp_path):

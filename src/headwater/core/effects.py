@@ -27,13 +27,10 @@ _LARGEST = 1000
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _STATE_OF_TORCH = (
-    *("_buffers", *_HOOKS),
+    *("_parameters", "_buffers", "_modules", *_HOOKS),
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
 )
-"""The dictionaries of a module whose items belong to its state, beside its own attributes.
-
-Parameters and modules do not: a model with others has another structure.
-"""
+"""The dictionaries of a module whose items belong to its state, beside its own attributes."""
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_call_impl", "_compiled_call_impl"}
 """The attributes of a module that torch makes, and those that replace its call."""

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from headwater.core.containers import CONTAINERS, items_of, restore
 from headwater.core.stage import ParamSpec
 from headwater.core.trees import map_tensors, tensors_in
 from headwater.plan.partition import Partition
@@ -96,19 +95,6 @@ def in_host_memory(model: nn.Module, batch: Any) -> bool:
 def fake_state(model: nn.Module, partition: Partition) -> State:
     """Return fake parameters and buffers without known values. Needs a fake mode."""
     return _state(model, partition, _fake_param, _empty_like)
-
-
-@contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward does to plain attributes of modules: no tensor or hook of a dry run may stay."""
-    attributes = [vars(module) for module in model.modules()]
-    inside = [value for values in attributes for value in values.values() if isinstance(value, CONTAINERS)]
-    before = [(container, items_of(container)) for container in (*attributes, *inside)]
-    try:
-        yield
-    finally:
-        for container, items in before:
-            restore(container, items)
 
 
 def _fake_param(spec: ParamSpec) -> torch.Tensor:

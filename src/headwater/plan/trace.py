@@ -33,7 +33,7 @@ from headwater.plan.partition import Partition, Unit, find_stages
 from headwater.plan.reads import WeightReads
 from headwater.plan.repeats import Call, Repeats
 from headwater.plan.stage_costs import StageCosts, operands
-from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, attributes_restored, in_host_memory
+from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, in_host_memory
 from headwater.plan.types import Trace
 from headwater.plan.writes import ParameterWrites, changed_by
 
@@ -98,7 +98,7 @@ def trace_step(
     def dry_run(tensors: Tensors, repeats: Repeats | None = None) -> _Recorder:
         recorder = _Recorder(model, partition, tensors, observer, repeats, inference=inference)
         untouched = effects_undone(model)  # outermost: it reads states of random generators, tensors too
-        with untouched, attributes_restored(model), tensors.active(), autocast(precision, "cpu"):
+        with untouched, tensors.active(), autocast(precision, "cpu"):
             recorder.run(batch, loss_function)
         return recorder
 

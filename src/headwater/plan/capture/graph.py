@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
+from headwater.core.effects import effects_undone
 from headwater.core.precision import autocast
 from headwater.plan.capture.export import StageFunction, export_call, quiet, serialise
 from headwater.plan.capture.findings import WHOLE_FORWARD, Finding, Findings
@@ -21,7 +22,7 @@ from headwater.plan.capture.graph_source import graph_source, mark_places
 from headwater.plan.capture.mlir import Lowering
 from headwater.plan.capture.place import Locator, Place, first_sentence
 from headwater.plan.capture.record import ModuleCall, StepRecord
-from headwater.plan.tensors import attributes_restored, fake_state
+from headwater.plan.tensors import fake_state
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ def capture_stages(model: nn.Module, record: StepRecord, lowering: Lowering | No
 def _with_fake_state(model: nn.Module, record: StepRecord, action: Callable[[], T]) -> T:
     """Return the result of `action`, called while the model has fake weights in the precision of the run."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, attributes_restored(model), autocast(record.precision, "cpu"):
+    with effects_undone(model), mode, autocast(record.precision, "cpu"):
         state = {f"model.{name}": tensor for name, tensor in fake_state(model, record.partition).items()}
         result: T = functional_call(_Within(model, action), state, ())
         return result
