@@ -73,7 +73,7 @@ def test_dataloader_accepts_a_loader_or_a_function():
 
 
 def test_wrong_use_of_sessions_raises_with_the_reason(monkeypatch):
-    monkeypatch.setattr(cbtorch, "_backend", None)
+    monkeypatch.setattr(cbtorch._backend, "value", None)
     with pytest.raises(StreamError, match=r"initialize\(\) has not been called"):
         cbtorch.module(make_model())
     with pytest.raises(ConfigError, match="got Linear"):

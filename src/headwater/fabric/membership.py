@@ -70,7 +70,7 @@ def require_all_ranks(what: str) -> None:
     """Check that this rank is not inside `alone`, where the other ranks do not make the same call.
 
     Args:
-        what: the thing of which each rank has a part.
+        what: the thing that is divided among the ranks.
 
     Raises:
         StreamError: if it is.
