@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Protocol
 
@@ -55,29 +57,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         find_parent()
     words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _run(words, is_process=argv is None))
+    with errors_printed() as outcome:
+        args = _parsed(words)
+        if args is not None:
+            args.words, args.is_process = words, argv is None
+            outcome.exit_code = int(args.run(args))
+    return outcome.exit_code
+
+
+@dataclasses.dataclass
+class Outcome:
+    """The exit code of a command, which the command sets if it ends without an error."""
+
+    exit_code: int = 0
+
+
+@contextmanager
+def errors_printed() -> Iterator[Outcome]:
+    """Print errors that a user can cause as messages, and set the exit code for them."""
+    from headwater.cli.output import print_error
+
+    outcome = Outcome()
+    try:
+        yield outcome
+    except HeadwaterError as error:
+        # With a launcher, the launcher prints the error, once for all ranks.
+        outcome.exit_code = 1 if report(error) else print_error(error)
+    except KeyboardInterrupt:
+        if speaks_for_all():
+            print("interrupted", file=sys.stderr)
+        outcome.exit_code = EXIT_CODE
+    except BrokenPipeError:  # the reader has closed the pipe (`headwater … | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        outcome.exit_code = EXIT_CODE
 
 
 def guarded(run: Callable[[], int]) -> int:
     """Call `run` and return its exit code. Errors that a user can cause are printed as messages."""
-    from headwater.cli.output import print_error
-
-    try:
-        return run()
-    except HeadwaterError as error:
-        if report(error):
-            return 1  # the launcher prints the error, once for all ranks
-        return print_error(error)
-    except KeyboardInterrupt:
-        if speaks_for_all():
-            print("interrupted", file=sys.stderr)
-        return EXIT_CODE
-    except BrokenPipeError:  # the reader has closed the pipe (`headwater … | head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_CODE
+    with errors_printed() as outcome:
+        outcome.exit_code = run()
+    return outcome.exit_code
 
 
-def _run(words: list[str], *, is_process: bool) -> int:
+def _parsed(words: list[str]) -> argparse.Namespace | None:
+    """Return the arguments with the command's `run`; print the help and return `None` without a command."""
     from headwater.cli.parser import Parser, suggestion
 
     parser = Parser(prog="headwater", description="Train PyTorch models of any size by weight streaming.")
@@ -94,10 +117,11 @@ def _run(words: list[str], *, is_process: bool) -> int:
             subparser.set_defaults(parser=subparser, run=command.run)
             command.add_arguments(subparser)
     end = words.index("--") if "--" in words else len(words)
+    args: argparse.Namespace
     args, rest = parser.parse_known_args(words[:end])
     if name is None:
         parser.print_help()
-        return 0
+        return None
     if "flags" in args:
         from headwater.cli.arguments import overrides
 
@@ -108,5 +132,4 @@ def _run(words: list[str], *, is_process: bool) -> int:
         args.command = words[end + 1 :]  # the words of another program, which are not parsed
     elif words[end + 1 :]:
         raise args.parser.unknown(words[end + 1])
-    args.words, args.is_process = words, is_process
-    return int(args.run(args))
+    return args

@@ -16,6 +16,7 @@ from headwater.core.errors import HeadwaterError, NonFiniteError
 from headwater.plan.types import Plan
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
+from headwater.stream.step import StepReport
 from headwater.trainer.averages import MovingAverages
 from headwater.trainer.batches import equal_parts, num_samples, num_tokens
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
@@ -28,6 +29,25 @@ from headwater.trainer.sparse import start_sparse
 from headwater.trainer.state import RunState
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step that has not run yet.
+
+    Attributes:
+        start_s: clock at which the wait for the batch began.
+        batch: the batch; `None` on a rank that does not compute.
+        parts: its micro-batches.
+        update: the update of the weights.
+        loss_weights: see `Trainer._loss_weights`.
+    """
+
+    start_s: float
+    batch: Batch
+    parts: Sequence[Batch]
+    update: Update
+    loss_weights: list[float] | None
 
 
 class Trainer:
@@ -96,7 +116,11 @@ class Trainer:
         try:
             batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
             while self._between_steps(interrupt):
-                self._step(batches)
+                step = self._next_step(batches)
+                report = self._engine.train_step(
+                    step.parts, step.update, self._before_commit, step.loss_weights
+                )
+                self._after_step(step, report)
             if self._failure is not None:
                 raise self._failure
         except BaseException as error:
@@ -136,13 +160,16 @@ class Trainer:
 
     # training
 
-    def _step(self, batches: Iterator[Batch]) -> None:
-        start = time.perf_counter()
-        batch = next(batches)
-        update = self._update()
+    def _next_step(self, batches: Iterator[Batch]) -> _Step:
+        """Return the next step: its update, and its batch in micro-batches."""
+        start_s, batch = time.perf_counter(), next(batches)
         count = self._engine.plan.num_micro_batches
         parts = [None] * count if batch is None else equal_parts(batch, count)
-        report = self._engine.train_step(parts, update, self._before_commit, self._loss_weights(parts))
+        return _Step(start_s, batch, parts, self._update(), self._loss_weights(parts))
+
+    def _after_step(self, step: _Step, report: StepReport) -> None:
+        """Advance the state of the run by a step, and tell the callbacks."""
+        batch, update = step.batch, step.update
         if report.applied:
             self._averages.after_update(update.step)
         self.state = dataclasses.replace(
@@ -160,7 +187,7 @@ class Trainer:
             applied=report.applied,
             loss_scale=update.loss_scale,
             tokens=int(sum(fabric.gather(num_tokens(batch)))),
-            step_s=time.perf_counter() - start,
+            step_s=time.perf_counter() - step.start_s,
             bytes_in=report.statistics.bytes_in,
             bytes_out=report.statistics.bytes_out,
             hit_rate=report.statistics.hit_rate,

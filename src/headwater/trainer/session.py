@@ -22,7 +22,7 @@ from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, comple
 from headwater.trainer.datasets import open_data
 from headwater.trainer.engines import disk_folder, open_engine, trained_model
 from headwater.trainer.evaluate import Evaluation, evaluate
-from headwater.trainer.interrupt import interrupts, shielded
+from headwater.trainer.interrupt import Interrupt, interrupts, shielded
 from headwater.trainer.job import Batch, Job, Trainable
 from headwater.trainer.logs import make_callbacks
 from headwater.trainer.loop import Trainer
@@ -131,10 +131,17 @@ def fit_job(
             )
             if leads:
                 job.write(run_dir)
-            return _train(trainer, start, checkpoints)
+            first_step = trainer.state.step
+            _announce(trainer, start, checkpoints)
+            budget = trainer.plan.budget
+            limit = None if budget is None else budget.host_memory
+            with interrupts() as interrupt, memory_watch(interrupt, limit):
+                trainer.fit(interrupt)
+            return _result(trainer, first_step, interrupt, checkpoints)
 
 
-def _train(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> FitResult:
+def _announce(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> None:
+    """Log where the run begins, and set later checkpoints of an earlier run aside."""
     if start.path is not None:
         if start.state is None:
             logger.info("starting with the weights of %s", start.path)
@@ -144,9 +151,12 @@ def _train(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> Fi
     if first_step < trainer.end_step and trainer.leads:
         for path in checkpoints.set_aside(first_step, start.path):
             logger.warning("this run starts at an earlier step, so a later one was set aside: %s", path)
-    budget = trainer.plan.budget
-    with interrupts() as interrupt, memory_watch(interrupt, None if budget is None else budget.host_memory):
-        trainer.fit(interrupt)
+
+
+def _result(
+    trainer: Trainer, first_step: int, interrupt: Interrupt, checkpoints: CheckpointManager
+) -> FitResult:
+    """Return the result of a run that began at `first_step`; log it if there was nothing to do."""
     if trainer.state.step == first_step and not interrupt.requested:
         logger.warning("nothing to do: step %d was the last one; --max_steps sets a later one", first_step)
     return FitResult(
