@@ -48,7 +48,13 @@ def split_batch(batch: Any, size: int) -> Iterator[Any]:
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return the samples [start, stop) of a batch; tensors with another first dimension stay whole."""
+    """Return the samples [start, stop) of a batch; tensors with another first dimension stay whole.
+
+    Args:
+        batch: nested tensors.
+        start: the first sample.
+        stop: one past the last sample.
+    """
     samples = num_samples(batch)
     return map_tensors(lambda t: t[start:stop] if t.dim() and len(t) == samples else t, batch)
 

@@ -126,7 +126,13 @@ class LazyTensor(StoredTensor):
 
     @classmethod
     def whole(cls, read: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Self:
-        """Return a lazy tensor whose values `read` returns in one piece."""
+        """Return a lazy tensor whose values `read` returns in one piece.
+
+        Args:
+            read: returns the values; called for each operation that needs them.
+            shape: the shape of the tensor.
+            dtype: its dtype.
+        """
         return cls(lambda: iter([read()]), shape, dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:

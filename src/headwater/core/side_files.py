@@ -29,7 +29,12 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def copy_side_files(source: Path, target: Path, *, but: Iterable[str] = ()) -> None:
-    """Copy the side files of one folder to another, except those named in `but`.
+    """Copy the side files of one folder to another.
+
+    Args:
+        source: the folder with the files.
+        target: an existing folder.
+        but: names of files that are not copied.
 
     Raises:
         StoreError: if a file cannot be read or written.

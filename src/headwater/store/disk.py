@@ -185,7 +185,16 @@ class DiskTier(Tier):
 def file_sizes(
     layouts: Sequence[StageLayout], folder: Path, kept: Sequence[Sequence[Group]]
 ) -> dict[Path, int]:
-    """Return the bytes of the file of each stage, which holds its wire image and these groups."""
+    """Return the bytes of the file of each stage, which holds its wire image and these groups.
+
+    Args:
+        layouts: one per stage.
+        folder: the folder of the files.
+        kept: the groups of each stage that are in its file.
+
+    Returns:
+        Path of each file -> bytes.
+    """
     return {
         folder / f"stage_{index:04d}.bin": layout.wire_bytes + sum(group.num_bytes for group in groups)
         for index, (layout, groups) in enumerate(zip(layouts, kept, strict=True))

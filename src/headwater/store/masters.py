@@ -18,7 +18,13 @@ _CHUNK_ELEMENTS = 1 << 18
 
 
 def join_halves(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor) -> None:
-    """Write to `out` (fp32) the masters of bf16 wire values and lower halves (int16), all 1-D."""
+    """Write to `out` (fp32) the masters of bf16 wire values and lower halves (int16), all 1-D.
+
+    Args:
+        high: wire values, bf16.
+        low: lower halves, int16.
+        out: the masters, fp32; overwritten.
+    """
     scratch = torch.empty(min(out.numel(), _CHUNK_ELEMENTS), dtype=torch.int32)
     for upper, lower, whole in _chunks(high, low, out):
         whole.copy_(upper)  # as bits: the upper half, shifted to its place
@@ -27,7 +33,13 @@ def join_halves(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
-    """Write wire values and lower halves from masters, which are overwritten: undoes `join_halves`."""
+    """Write wire values and lower halves from masters, which are overwritten: undoes `join_halves`.
+
+    Args:
+        master: fp32, 1-D; its content is undefined afterwards.
+        high: wire values, bf16; overwritten.
+        low: lower halves, int16; overwritten.
+    """
     for upper, lower, whole in _chunks(high, low, master):
         bits = whole.view(torch.int32)
         lower.copy_(bits)
@@ -74,7 +86,14 @@ def read_master(
 def write_master(
     encoding: Encoding, master: torch.Tensor, wire: torch.Tensor, rest: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write a master back to where `read_master` found it. `master` may be overwritten."""
+    """Write a master back to where `read_master` found it. `master` may be overwritten.
+
+    Args:
+        encoding: how it is stored.
+        master: the tensor that `read_master` has returned, changed.
+        wire: the piece's wire values, 1-D.
+        rest: the piece's fields.
+    """
     if encoding is Encoding.SPLIT:
         split_halves(master, wire, rest[MASTER_FIELD[encoding]].view(-1))
     elif encoding is Encoding.COPY:

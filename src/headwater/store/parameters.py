@@ -125,7 +125,15 @@ class Parameters:
         return spec.like_the_parameter(out) if is_like_it else out
 
     def write_param(self, key: ParamKey, value: torch.Tensor, state: str | None = None) -> None:
-        """Replace a parameter's master, or one of its optimizer state tensors, by a tensor of its shape."""
+        """Replace a parameter's master, or one of its optimizer state tensors, by a tensor of its shape.
+
+        All ranks call it at once, with equal values.
+
+        Args:
+            key: the parameter.
+            value: of the shape of the master or the state; converted to its dtype.
+            state: name of the state tensor; the master if not given.
+        """
         stage, param = key
         shape, _ = self._shape_and_dtype(key, state)
         flat = value.reshape(shape).reshape(-1)

@@ -108,7 +108,13 @@ class Pieces:
         return PieceState(piece.param, piece.start, master, states)
 
     def write(self, stage: int, image: torch.Tensor, fill: Callable[[PieceState], None]) -> None:
-        """Replace all pieces that this rank updates; `fill` writes the `master` and `states` of each."""
+        """Replace all pieces that this rank updates; `fill` writes the `master` and `states` of each.
+
+        Args:
+            stage: the stage.
+            image: its wire image.
+            fill: called with each piece; writes its `master` and `states`, whose values are undefined.
+        """
         groups = self._ownership.own_groups(stage)
         wires = self._stage(stage).flat_views(image)
         for group, rest in self._tier.groups(stage, groups, read=False, write=True):

@@ -30,7 +30,15 @@ def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Map
 
 
 def clear_state(store: WeightStore, stage: int, kept: Mapping[int, Tensor]) -> None:
-    """Set optimizer state to zero where `kept` is false; see `prune`."""
+    """Set optimizer state to zero where `kept` is false; see `prune`.
+
+    All ranks call it at once, and each changes the pieces that it updates.
+
+    Args:
+        store: the weight store.
+        stage: index of the stage.
+        kept: bool, in the shape of each parameter, by index.
+    """
     store.parameters.change(stage, kept.keys(), lambda piece: _clear(piece, kept))
 
 

@@ -68,7 +68,16 @@ class SavedWeights:
         return name in self._saved_names
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Return a run of elements of a parameter or buffer, 1-D."""
+        """Return a run of elements of a parameter or buffer, 1-D.
+
+        Args:
+            name: its name in the model.
+            start: the first element.
+            count: number of elements.
+
+        Raises:
+            CorruptError: if the bytes are not those that were written.
+        """
         saved = self._saved_names[name]
         return self._files[saved].read(saved, start, count)
 

@@ -39,14 +39,29 @@ def values_of(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def add(total: torch.Tensor, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-    """Return the sum of two gradients, as autograd forms it; `total` is changed if it may and can be."""
+    """Return the sum of two gradients, as autograd forms it; `total` is changed if it may and can be.
+
+    Args:
+        total: the sum until now.
+        gradient: the gradient that is added; dense or sparse.
+        in_place: true if `total` may be changed.
+    """
     if total.is_sparse and not gradient.is_sparse:
         return gradient + total
     return total.add_(gradient) if in_place else total + gradient
 
 
 def rows_of(gradient: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the part of a sparse gradient for these rows, its entries in the same order."""
+    """Return the part of a sparse gradient for these rows, its entries in the same order.
+
+    Args:
+        gradient: sparse, not necessarily coalesced.
+        start: the first row.
+        stop: one past the last row.
+
+    Returns:
+        A sparse tensor of `stop - start` rows.
+    """
     if (start, stop) == (0, gradient.shape[0]):
         return gradient
     indices, values = gradient._indices(), gradient._values()

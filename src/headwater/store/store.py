@@ -149,7 +149,17 @@ class WeightStore:
         self.gradients.discard()
 
     def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
-        """Add one parameter's gradient of one micro-batch; the tensor belongs to the store from now on."""
+        """Add one parameter's gradient of one micro-batch; the tensor belongs to the store from now on.
+
+        Args:
+            stage: the stage.
+            param: index of the parameter in the stage.
+            gradient: in host memory, in the parameter's shape.
+            last: true if this is the step's last micro-batch, as far as is known.
+
+        Raises:
+            StreamError: if the gradient is sparse and cannot be kept.
+        """
         if gradient.is_sparse:
             check_sparse(self.spec((stage, param)), several_ranks=self.gradients.is_shared)
         self.access.flush(stage)  # an older update must use the older gradients first
@@ -160,8 +170,13 @@ class WeightStore:
     def set_gradient(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         """Replace the sum of one parameter; the tensor belongs to the store from now on.
 
+        Args:
+            stage: the stage.
+            param: index of the parameter in the stage.
+            gradient: in host memory, in the parameter's shape.
+
         Raises:
-            StreamError: for gradients of several ranks in `train_step`.
+            StreamError: for gradients of several ranks in `train_step`, or a sparse one that cannot be kept.
         """
         if gradient.is_sparse:
             check_sparse(self.spec((stage, param)), several_ranks=self.gradients.is_shared)

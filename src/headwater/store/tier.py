@@ -62,11 +62,23 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
-        """Copy a part of the wire image to its place in page-aligned memory. Whole blocks are copied."""
+        """Copy a part of the wire image to its place in page-aligned memory. Whole blocks are copied.
+
+        Args:
+            stage: the stage.
+            into: uint8 memory for the whole image.
+            part: the bytes that are needed.
+        """
 
     @abc.abstractmethod
     def write_wire(self, stage: int, image: torch.Tensor, part: slice = WHOLE) -> None:
-        """Replace a part of the wire image by that part of `image`, in whole blocks as `read_wire`."""
+        """Replace a part of the wire image by that part of `image`, in whole blocks as `read_wire`.
+
+        Args:
+            stage: the stage.
+            image: uint8, the whole image.
+            part: the bytes that have changed.
+        """
 
     @abc.abstractmethod
     def groups(

@@ -68,7 +68,13 @@ class Part:
     factor: torch.Tensor | None
 
     def prepared(self, gradient: torch.Tensor, dtype: torch.dtype, space: torch.Tensor) -> torch.Tensor:
-        """Return the gradient, scaled and clipped: in place, or in `space` if it has another dtype."""
+        """Return the gradient, scaled and clipped: in place, or in `space` if it has another dtype.
+
+        Args:
+            gradient: the summed gradient of a piece; dense or sparse.
+            dtype: dtype of the master.
+            space: memory for a dense gradient in that dtype, of the gradient's shape.
+        """
         if gradient.dtype != dtype:
             gradient = gradient.to(dtype) if gradient.is_sparse else space.copy_(gradient)
         if gradient.is_sparse:

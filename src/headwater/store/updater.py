@@ -134,8 +134,11 @@ class Updater:
         todo = list(loaded)
         while todo:
             first = todo[0]
-            alike = [each for each in todo if each.is_like(first)]
-            todo = [each for each in todo if each not in alike]
+            alike = list[_Loaded]()
+            others = list[_Loaded]()
+            for each in todo:
+                (alike if each.is_like(first) else others).append(each)
+            todo = others
             new = first.rule.apply(
                 [each.master for each in alike],
                 [each.gradient for each in alike],
@@ -192,10 +195,12 @@ def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Ten
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Yield runs of pieces, each of at least `PIECE_ELEMENTS` elements but for the last."""
     batch: list[Piece] = []
+    numel = 0
     for piece in pieces:
         batch.append(piece)
-        if sum(each.stop - each.start for each in batch) >= PIECE_ELEMENTS:
+        numel += piece.stop - piece.start
+        if numel >= PIECE_ELEMENTS:
             yield batch
-            batch = []
+            batch, numel = [], 0
     if batch:
         yield batch

@@ -14,7 +14,13 @@ from headwater.core.trees import tensors_in
 def first_non_finite_stage(
     model: nn.Module, stages: Sequence[StageSpec], forward: Callable[[], object]
 ) -> str | None:
-    """Run `forward` again and return the name of the first stage with a non-finite output, or `None`."""
+    """Run `forward` again and return the name of the first stage with a non-finite output, or `None`.
+
+    Args:
+        model: the model.
+        stages: its stages.
+        forward: runs the forward of the model.
+    """
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:

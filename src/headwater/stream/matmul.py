@@ -37,7 +37,16 @@ class Product(enum.Enum):
 
 
 def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `left @ right + bias` of fp32 matrices, computed by oneDNN."""
+    """Return `left @ right + bias` of fp32 matrices, computed by oneDNN.
+
+    Args:
+        left: [rows, inner].
+        right: [inner, columns].
+        bias: [columns]; no bias if not given.
+
+    Returns:
+        [rows, columns].
+    """
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
     return out
 

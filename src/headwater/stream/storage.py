@@ -67,7 +67,14 @@ def make_store(
 
 
 def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric) -> Weights:
-    """Return the object that provides weights on the device of this rank."""
+    """Return the object that provides weights on the device of this rank.
+
+    Args:
+        plan: the plan.
+        store: the weight store of this rank.
+        device: the device of this rank.
+        fabric: the ranks that train together; those of one host may share slabs.
+    """
     if plan.in_place or not (fabric.computes or plan.shares_slabs):
         return InPlaceWeights(store)
     sharing = fabric if plan.shares_slabs else ALONE

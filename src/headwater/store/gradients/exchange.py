@@ -117,7 +117,13 @@ def _num_bytes(runs: Runs, dtypes: Mapping[ParamKey, torch.dtype]) -> int:
 
 
 def divide(runs: Runs, part: int, count: int) -> Runs:
-    """Return part number `part` of `count` parts of the runs, with about equally many elements each."""
+    """Return part number `part` of `count` parts of the runs, with about equally many elements each.
+
+    Args:
+        runs: runs of elements, in any order.
+        part: from 0 to `count - 1`.
+        count: number of parts. Together, in order, they are the runs.
+    """
     total = sum(stop - start for _, start, stop in runs)
     first, last = total * part // count, total * (part + 1) // count
     found, before = [], 0

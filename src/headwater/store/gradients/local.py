@@ -36,6 +36,7 @@ class LocalGradients(EditableGradients):
         self._stages = stages
         self._sum_dtype = sum_dtype
         self._sums = BufferedSums(stages, buffer)
+        self._num_trained = [sum(spec.requires_grad for spec in stage.params) for stage in stages]
 
     def add(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> bool:
         if key in self.status.consumed:
@@ -47,7 +48,7 @@ class LocalGradients(EditableGradients):
         self.status.arrive(key, is_sparse=total.is_sparse)
         if last:
             self.status.measure(key, gradient_norm(total))
-        if len(opened.received) == sum(spec.requires_grad for spec in self._stages[stage].params):
+        if len(opened.received) == self._num_trained[stage]:
             self._sums.settle(stage)  # on disk this frees the memory of the stage's gradients
         return False
 

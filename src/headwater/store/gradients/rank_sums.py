@@ -62,7 +62,7 @@ class RankSums:
         self._fabric = fabric
         self.storage = storage
         self._begin = begin
-        self.keys = [(s.index, i) for s in stages for i, p in enumerate(s.params) if p.requires_grad]
+        self.keys = list(storage.sizes.dtypes)
         self.slots = {key: slot for slot, key in enumerate(self.keys)}
         count, rank, num_ranks = len(self.keys), fabric.local_rank, fabric.local_size
         entered = Board(fabric, num_ranks) if together else None

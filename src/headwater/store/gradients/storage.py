@@ -32,17 +32,38 @@ class GradientStorage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return these elements of a sum: a view of them, or a copy."""
+        """Return these elements of a sum: a view of them, or a copy.
+
+        Args:
+            key: the parameter.
+            start: the first element, in the order of memory.
+            stop: one past the last element; the end of the sum if not given.
+
+        Returns:
+            The elements, 1-D, in the dtype of the sum.
+        """
 
     @abc.abstractmethod
     def write(self, key: ParamKey, values: torch.Tensor, start: int = 0) -> None:
-        """Replace elements of a sum by `values`, from `start` on."""
+        """Replace elements of a sum by `values`, from `start` on.
+
+        Args:
+            key: the parameter.
+            values: of any shape; converted to the dtype of the sum.
+            start: the first element that is replaced.
+        """
 
     @abc.abstractmethod
     def changing(
         self, key: ParamKey, start: int = 0, stop: int | None = None
     ) -> AbstractContextManager[torch.Tensor]:
-        """Return these elements in a context, in which they may be changed in place."""
+        """Return these elements in a context, in which they may be changed in place.
+
+        Args:
+            key: the parameter.
+            start: the first element.
+            stop: one past the last element; the end of the sum if not given.
+        """
 
     @abc.abstractmethod
     def add(self, key: ParamKey, gradient: torch.Tensor) -> None:
