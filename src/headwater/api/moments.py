@@ -24,7 +24,7 @@ from headwater.stream.at_rest import (
     stand_in,
 )
 from headwater.stream.home import Home
-from headwater.stream.kept import KeptHome
+from headwater.stream.parameter_memory import KeptHome
 from headwater.stream.parameters import ParameterAtRest
 
 

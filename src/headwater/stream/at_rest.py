@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -33,7 +32,7 @@ from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor, StoredTensor
 from headwater.plan.alive import has_storage
 from headwater.stream.home import Home
-from headwater.stream.kept import KeptHome
+from headwater.stream.parameter_memory import KeptHome, Memory, Values
 
 logger = logging.getLogger(__name__)
 
@@ -56,72 +55,6 @@ LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
 
 View = Callable[[torch.Tensor], torch.Tensor]
 T = TypeVar("T", bound=torch.Tensor)
-
-
-class Memory:
-    """The memory to which a parameter points; it lives while a tensor at rest shares it.
-
-    [Note: other memory]
-    `p.data = other` makes `p` point to other memory. Views that were taken of `p` before keep the former
-    memory and its values. So all tensors at rest that are views of a parameter share one `Memory`. It reads
-    and writes the store until the parameter gets other memory. Then it copies the values to `kept`, if a
-    tensor at rest still needs them. If such a tensor is assigned to `p.data` again, its `Memory` returns to
-    the store.
-
-    Attributes:
-        param: the parameter.
-        kept: the values, if they are no longer the parameter's values in the store; else `None`.
-    """
-
-    def __init__(self, param: torch.Tensor) -> None:
-        self.param: Any = param
-        self.kept: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, param: torch.Tensor) -> Memory:
-        """Return the memory to which a parameter points now."""
-        return _memories.setdefault(id(param), cls(param))
-
-    @property
-    def home(self) -> Any:
-        if self.kept is None and hasattr(self.param, "home"):
-            return self.param.home
-        return KeptHome(self.param.data if self.kept is None else self.kept, "parameter")
-
-
-_memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
-"""Identity of a parameter -> its present memory, if a tensor at rest is a view of it."""
-
-
-def leave_memory(param: Any) -> None:
-    """Give a parameter of a store other memory; tensors that share the present memory keep its values."""
-    memory = _memories.pop(id(param), None)
-    if memory is not None and memory.kept is None:
-        memory.kept = param.home.read()
-
-
-def return_to_memory(memory: Memory) -> None:
-    """Give a parameter a former memory again. The store has the values of that memory already."""
-    memory.kept = None
-    _memories[id(memory.param)] = memory
-
-
-def leave_store(param: torch.Tensor) -> None:
-    """Make tensors at rest share the memory of a parameter that has become a plain one."""
-    memory = _memories.get(id(param))
-    if memory is not None:
-        memory.kept = param.data
-
-
-def enter_store(param: torch.Tensor) -> None:
-    """Make tensors at rest that share the memory of a plain parameter follow it into the store."""
-    memory = _memories.get(id(param))
-    if memory is None or memory.kept is None:
-        return
-    if memory.kept.data_ptr() == param.data_ptr() and memory.kept.shape == param.shape:
-        memory.kept = None
-    else:
-        del _memories[id(param)]
 
 
 class AtRest:
@@ -218,32 +151,6 @@ class PartAtRest(AtRest, torch.Tensor):
             if func == DATA.__set__ and _plain_view(args[0]) is args[0]:
                 raise moved(args[0].home, "tensor.data.data = …")
             return on_values(func, args, kwargs or {})
-
-
-class Values:
-    """A function that reads the values of a parameter in pieces, from the place where they are at that time.
-
-    Two of these objects are equal if they read the same parameter.
-
-    Args:
-        param: a parameter at rest. Later the parameter may be bound, in another store, or a plain one.
-    """
-
-    def __init__(self, param: torch.Tensor) -> None:
-        self.memory = Memory.of(param)
-
-    def __call__(self) -> Iterator[torch.Tensor]:
-        home = self.memory.home
-        if isinstance(home, KeptHome):
-            yield home.read()
-        else:
-            yield from home.pieces()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Values) and other.memory is self.memory
-
-    def __hash__(self) -> int:
-        return id(self.memory)
 
 
 class DetachedAtRest(AtRest, StoredTensor):
@@ -457,11 +364,6 @@ def whole_memory(value: object, param: Any) -> Memory | None:
     same = layout.shape == own.shape and layout.stride() == own.stride()
     same = same and value.dtype == param.home.spec.dtype and value.source.param is param
     return value.source if same else None
-
-
-def present_memory(param: torch.Tensor) -> Memory | None:
-    """Return the present memory of a parameter if a tensor at rest shares it; else `None`."""
-    return _memories.get(id(param))
 
 
 def plain_value(value: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from torch import nn
 
 from headwater.core.stage import ParamKey
 from headwater.store.store import WeightStore
-from headwater.stream.at_rest import leave_store
+from headwater.stream.parameter_memory import leave_store
 
 
 def give_back(

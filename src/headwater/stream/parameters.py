@@ -16,26 +16,23 @@ from headwater.stream.at_rest import (
     LAYOUT,
     AtRest,
     DetachedAtRest,
-    Memory,
     all_of,
     becomes_parameter,
     becomes_parameter_when_marked,
     changed_while_recording,
     home_of,
     is_metadata,
-    leave_memory,
     moved,
     new_parameter,
     on_values,
     plain_value,
-    present_memory,
     read_copy,
-    return_to_memory,
     stand_in,
     tied_by_data,
     whole_memory,
 )
 from headwater.stream.home import Home
+from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
 
 _BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
 """Functions that use parameters as nodes of a graph and do not read their values."""

@@ -13,8 +13,8 @@ from torch import nn
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamKey, ParamSpec, StageSpec
 from headwater.store.store import WeightStore
-from headwater.stream.at_rest import enter_store, leave_memory
 from headwater.stream.home import Home
+from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest
 from headwater.stream.saved_tensors import WeightHandle, changed_in_place
 

@@ -1,0 +1,148 @@
+"""The memory to which a parameter points, which tensors at rest share with it.
+
+[Note: other memory]
+`p.data = other` makes `p` point to other memory. Views that were taken of `p` before keep the former memory
+and its values. So all tensors at rest that are views of a parameter share one `Memory`. It reads and writes
+the store until the parameter gets other memory. Then it copies the values to `kept`, if a tensor at rest
+still needs them. If such a tensor is assigned to `p.data` again, its `Memory` returns to the store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Named:
+    name: str
+
+
+@final
+class KeptHome:
+    """A home whose values are in memory; `read` returns that memory, not a copy.
+
+    Attributes:
+        spec: has the name of the parameter to which the values belonged.
+
+    Args:
+        values: the memory.
+        name: the name of the parameter.
+    """
+
+    def __init__(self, values: torch.Tensor, name: str) -> None:
+        self.spec = _Named(name)
+        self._values = values
+
+    def read(self) -> torch.Tensor:
+        """Return the memory."""
+        return self._values
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replace the values."""
+        if value is not self._values:
+            self._values.copy_(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeptHome) and other._values is self._values
+
+    def __hash__(self) -> int:
+        return id(self._values)
+
+
+@final
+class Memory:
+    """The memory to which a parameter points; it lives while a tensor at rest shares it.
+
+    See [Note: other memory].
+
+    Attributes:
+        param: the parameter.
+        kept: the values, if they are no longer the parameter's values in the store; else `None`.
+    """
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.param: Any = param
+        self.kept: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, param: torch.Tensor) -> Memory:
+        """Return the memory to which a parameter points now."""
+        return _memories.setdefault(id(param), cls(param))
+
+    @property
+    def home(self) -> Any:
+        if self.kept is None and hasattr(self.param, "home"):
+            return self.param.home
+        return KeptHome(self.param.data if self.kept is None else self.kept, "parameter")
+
+
+_memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+"""Identity of a parameter -> its present memory, if a tensor at rest is a view of it."""
+
+
+def leave_memory(param: Any) -> None:
+    """Give a parameter of a store other memory; tensors that share the present memory keep its values."""
+    memory = _memories.pop(id(param), None)
+    if memory is not None and memory.kept is None:
+        memory.kept = param.home.read()
+
+
+def return_to_memory(memory: Memory) -> None:
+    """Give a parameter a former memory again. The store has the values of that memory already."""
+    memory.kept = None
+    _memories[id(memory.param)] = memory
+
+
+def leave_store(param: torch.Tensor) -> None:
+    """Make tensors at rest share the memory of a parameter that has become a plain one."""
+    memory = _memories.get(id(param))
+    if memory is not None:
+        memory.kept = param.data
+
+
+def enter_store(param: torch.Tensor) -> None:
+    """Make tensors at rest that share the memory of a plain parameter follow it into the store."""
+    memory = _memories.get(id(param))
+    if memory is None or memory.kept is None:
+        return
+    if memory.kept.data_ptr() == param.data_ptr() and memory.kept.shape == param.shape:
+        memory.kept = None
+    else:
+        del _memories[id(param)]
+
+
+def present_memory(param: torch.Tensor) -> Memory | None:
+    """Return the present memory of a parameter if a tensor at rest shares it; else `None`."""
+    return _memories.get(id(param))
+
+
+@final
+class Values:
+    """A function that reads the values of a parameter in pieces, from the place where they are at that time.
+
+    Two of these objects are equal if they read the same parameter.
+
+    Args:
+        param: a parameter at rest. Later the parameter may be bound, in another store, or a plain one.
+    """
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.memory = Memory.of(param)
+
+    def __call__(self) -> Iterator[torch.Tensor]:
+        home = self.memory.home
+        if isinstance(home, KeptHome):
+            yield home.read()
+        else:
+            yield from home.pieces()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Values) and other.memory is self.memory
+
+    def __hash__(self) -> int:
+        return id(self.memory)
