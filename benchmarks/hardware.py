@@ -11,11 +11,11 @@ import dataclasses
 from pathlib import Path
 
 from benchmarks.runner import print_table, save
-from headwater.api.machine import optimizer_state_bytes
 from headwater.config import load_params, shipped_params
 from headwater.core.precision import Precision
 from headwater.core.units import GIB
 from headwater.optim import OptimizerSpec
+from headwater.plan.options import optimizer_state_bytes
 from headwater.plan.search import Budgets, Fixed, Request, best_plan
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Plan, Trace
