@@ -28,11 +28,11 @@ USABLE = 0.9
 HOST_BASE = {"cpu": int(0.7 * GIB), "cuda": 3 * GIB}
 """Host memory of the interpreter and its libraries; with CUDA also of its context."""
 SHAPES = {
-    "gpt": (
-        "cerebras_gpt_590m", "cerebras_gpt_1p3b", "cerebras_gpt_2p7b",
-        "cerebras_gpt_6p7b", "cerebras_gpt_13b", "175b",
+    "GPT": (
+        "cerebras_gpt_111m", "cerebras_gpt_256m", "cerebras_gpt_590m", "cerebras_gpt_1p3b",
+        "cerebras_gpt_2p7b", "cerebras_gpt_6p7b", "cerebras_gpt_13b", "175b",
     ),
-    "llama": (
+    "Llama": (
         "llama3p2_1b", "llama3p2_3b", "llama2_7b", "llama2_13b", "llama1_33b", "llama2_70b", "llama3p1_405b",
     ),
 }  # fmt: skip
@@ -118,20 +118,22 @@ def row(machine: Machine, families: dict[str, list[Model]]) -> dict[str, object]
     cells: dict[str, object] = {"machine": machine.name}
     for family, models in families.items():
         found = largest(machine, models)
-        if found is None:
-            cells[family] = cells[f"{family} on"] = "–"
-            continue
-        model, plan = found
-        cells[family] = f"{model.parameters / 1e9:.3g} B (`{model.name}`)"
-        cells[f"{family} on"] = plan.tier
+        cells[f"largest {family}"] = "–" if found is None else _cell(*found)
     return cells
+
+
+def _cell(model: Model, plan: Plan) -> str:
+    where = "" if plan.tier == "memory" else ", weights on disk"
+    return f"{model.parameters / 1e9:.3g} B (`{model.name}`){where}"
 
 
 def main() -> None:
     """Print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.parse_args()
-    families = {family: [dry_run(f"{family}/{name}") for name in names] for family, names in SHAPES.items()}
+    families = {
+        family: [dry_run(f"{family.lower()}/{name}") for name in names] for family, names in SHAPES.items()
+    }
     rows = [row(machine, families) for machine in MACHINES]
     print_table(rows)
     save("hardware", {"rows": rows})
