@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -12,8 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from headwater.core.stage import ParamSpec
 from headwater.core.trees import map_tensors, tensors_in
+from headwater.plan.alive import memory_key
 from headwater.plan.partition import Partition
 from headwater.plan.stand_ins import Operators, python_stand_ins
+from headwater.plan.writes import changed_by
+
+T = TypeVar("T")
 
 State = dict[str, torch.Tensor]
 """Every parameter and buffer of a model by each of its names; parameters are in wire precision."""
@@ -59,11 +63,27 @@ class FakeTensors:
         return fake
 
 
+class _WritesToModel(Exception):
+    """Raised in a forward instead of a change of the model's own weights."""
+
+
 class RealTensors:
     """Tensors with the model's values, for forwards in which weights decide what runs.
 
-    Parameters share memory with the model's, but have separate gradients.
+    Parameters share memory with the model's, but have separate gradients. A forward that changes a parameter
+    which is not a copy gets an exception.
+
+    Attributes:
+        written: the parameters that must be copies, because the forward changes them.
+
+    Args:
+        copied: names of the parameters that are copies.
     """
+
+    def __init__(self, copied: Set[str] = frozenset()) -> None:
+        self.written: set[str] = set()
+        self._copied = copied
+        self._shared: dict[object, str] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -75,6 +95,10 @@ class RealTensors:
 
         def own(spec: ParamSpec) -> torch.Tensor:
             value = params[spec.name].detach().to(spec.wire_dtype)
+            if spec.name in self._copied:
+                value = value.clone()
+            else:
+                self._shared[memory_key(value)] = spec.name
             return value.requires_grad_(spec.requires_grad)
 
         return _state(model, partition, own, torch.clone)
@@ -83,7 +107,27 @@ class RealTensors:
         return map_tensors(torch.clone, batch)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = {self._shared.get(memory_key(tensor)) for tensor in changed_by(func, args, kwargs)} - {None}
+        if changed:
+            self.written.update(name for name in changed if name is not None)
+            raise _WritesToModel
         return func(*args, **kwargs)
+
+
+def with_real_tensors(run: Callable[[RealTensors], T]) -> T:
+    """Return the result of a dry run on the model's own tensors, with copies of those that it changes."""
+    copied: set[str] = set()
+    while True:
+        tensors = RealTensors(copied)
+        try:
+            result = run(tensors)
+        except Exception:
+            if not tensors.written:
+                raise
+        else:
+            if not tensors.written:  # a forward may catch the exception
+                return result
+        copied = copied | tensors.written
 
 
 def in_host_memory(model: nn.Module, batch: Any) -> bool:

@@ -33,7 +33,7 @@ from headwater.plan.partition import Partition, Unit, find_stages
 from headwater.plan.reads import WeightReads
 from headwater.plan.repeats import Call, Repeats
 from headwater.plan.stage_costs import StageCosts, operands
-from headwater.plan.tensors import FakeTensors, RealTensors, Tensors, in_host_memory
+from headwater.plan.tensors import FakeTensors, Tensors, in_host_memory, with_real_tensors
 from headwater.plan.types import Trace
 from headwater.plan.writes import ParameterWrites, changed_by
 
@@ -112,7 +112,7 @@ def trace_step(
         except Exception:  # fake values can cause any error in a forward; a real fault raises again below
             if observer is not None or not in_host_memory(model, batch):
                 raise
-            recorder = dry_run(RealTensors())
+            recorder = with_real_tensors(dry_run)
         return recorder.trace(_batch_size(batch))
 
     if observer is not None:
