@@ -16,7 +16,7 @@ from headwater.core.stage import ParamSpec
 from headwater.models.huggingface import HuggingFaceModel, library_arguments
 from headwater.models.registry import FAMILIES, build_model, meta_batch
 from headwater.trainer.datasets import open_data
-from headwater.trainer.huggingface import initial_of
+from headwater.trainer.huggingface import LibraryValues
 from headwater.trainer.pretrained import checkpoint_weights
 
 transformers = pytest.importorskip("transformers")
@@ -137,7 +137,7 @@ def test_loss_of_a_transformers_model_equals_the_librarys(task, tmp_path):
     assert config.kind == task
     model = build_model(config, device="meta")
     assert isinstance(model, HuggingFaceModel)
-    initial = initial_of(model, 0)
+    initial = LibraryValues(model, 0)
     values = {
         name: initial(ParamSpec(name, tuple(p.shape), torch.float32, torch.float32))
         for name, p in model.named_parameters()
@@ -301,6 +301,16 @@ def test_folder_that_cannot_be_used_is_refused(headwater, library_params, pretra
     assert not list(tmp_path.glob("run/checkpoint_*"))
 
 
+def test_weights_of_another_model_are_refused_before_the_plan(
+    headwater, library_params, pretrained, tmp_path
+):
+    bad_folder("another model", pretrained, tmp_path / "bad")
+    changed(library_params, hf=str(tmp_path / "bad"))
+    code, output, error = headwater("fit", library_params, "--host_memory=1MiB")
+    assert code == 2
+    assert "tensors of the model are missing" in error, output + error
+
+
 def test_data_of_another_task_are_refused(headwater, library_params):
     changed(library_params, task="masked_lm")
     code, _, error = headwater("fit", library_params)
@@ -319,10 +329,12 @@ def test_an_unknown_model_error_suggests_the_hf_section(headwater, library_param
 def test_a_missing_head_is_initialised_and_named(pretrained, caplog):
     section = {"name": "hf", "hf": str(pretrained), "task": "sequence_classification"}
     model = build_model(HuggingFaceConfig.model_validate(section), device="meta")
-    initial = initial_of(model, 1)
+    initial = LibraryValues(model, 1)
     shape = tuple(model.hf.score.weight.shape)
     drawn = initial(ParamSpec("hf.score.weight", shape, torch.float32, torch.float32))
     assert drawn.std() > 0
-    assert torch.equal(drawn, initial_of(model, 1)(ParamSpec("hf.score.weight", shape, *[torch.float32] * 2)))
+    assert torch.equal(
+        drawn, LibraryValues(model, 1)(ParamSpec("hf.score.weight", shape, *[torch.float32] * 2))
+    )
     assert "initialized randomly: score.weight" in caplog.text
     assert "lm_head.weight" in caplog.text

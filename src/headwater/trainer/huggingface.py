@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from headwater.core.stage import ParamSpec
 from headwater.models.huggingface import HuggingFaceModel
 from headwater.models.registry import build_model, init_parameter
 from headwater.store.snapshot_load import SavedCheckpoint
-from headwater.stream.engine import Initial
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +30,35 @@ _OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "
 _LISTED = 6
 
 
-def initial_of(model: HuggingFaceModel, seed: int) -> Initial:
-    """Return the source of the initial values: the weights in the folder, or random ones.
+@final
+class LibraryValues:
+    """The initial values of a library model: the weights in its folder, or random ones.
 
-    The folder is read when the first value is requested. The model's buffers then get their values too.
+    The folder is opened at the first check or value. The model's buffers then get their values too.
+
+    Args:
+        model: the model, on the meta device.
+        seed: seed of random weights.
     """
-    values = functools.cache(lambda: _pretrained(model))
 
-    def initial(spec: ParamSpec) -> Tensor:
-        stored = values().get(spec.name)
+    def __init__(self, model: HuggingFaceModel, seed: int) -> None:
+        self._model = model
+        self._seed = seed
+        self._stored = functools.cache(lambda: _pretrained(model))
+
+    def check(self) -> None:
+        """Raise an error if the folder has no weights that can be read, or these are of another model.
+
+        Raises:
+            CheckpointError: if so.
+        """
+        self._stored()
+
+    def __call__(self, spec: ParamSpec) -> Tensor:
+        stored = self._stored().get(spec.name)
         if stored is None:
-            return init_parameter(spec.name, spec.shape, model.config, seed)
+            return init_parameter(spec.name, spec.shape, self._model.config, self._seed)
         return stored.clone().to(torch.float32)
-
-    return initial
 
 
 def _pretrained(model: HuggingFaceModel) -> dict[str, Tensor]:

@@ -46,6 +46,7 @@ class Trainable:
         example: number of samples -> a batch of that size; only its shapes are used.
         loss: computes the scalar loss of a batch; the model itself if not given.
         initial: returns the initial value of a parameter; if not given, the model's values are used.
+        check_initial: raises an error if the source of the initial values has other parameters.
         learning_rate_scale: factor on the learning rate of a parameter, by name.
         divisible: True if the mean of the losses of micro-batches, weighted with `weight`, is the loss of the
             batch. The plan may then choose a smaller micro-batch.
@@ -61,6 +62,7 @@ class Trainable:
     example: Callable[[int], Batch]
     loss: LossFunction = call_model
     initial: Initial | None = None
+    check_initial: Callable[[], object] = lambda: None
     learning_rate_scale: Callable[[str], float] = lambda name: 1.0
     divisible: bool = False
     weight: Callable[[Batch], float] = lambda batch: float(num_samples(batch))

@@ -107,9 +107,11 @@ def fit_job(
         strict = not init.checkpoint.disable_strict_checkpoint_loading
         start = fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints), Start)
         resumed = start.state.micro_batch_size if start.state else None
+        blank = strict and start.path is not None
+        if not blank:  # before the plan, which may be refused on a busy machine
+            job.trainable.check_initial()
         batch_size = job.batch_size // fabric.num_csx
         work = training_workload(init, job.trainable, batch_size, resumed, data_workers=job.data_workers)
-        blank = strict and start.path is not None
         done = start.state.step if start.state else 0
 
         def show(plan: Plan) -> None:

@@ -17,7 +17,7 @@ from headwater.optim.param_groups import learning_rate_factors
 from headwater.stream.engine import Initial
 from headwater.trainer.batches import num_samples
 from headwater.trainer.datasets import find_prepared, open_data
-from headwater.trainer.huggingface import initial_of, weights_folder
+from headwater.trainer.huggingface import LibraryValues, weights_folder
 from headwater.trainer.job import Average, Batch, Job, Trainable
 from headwater.trainer.metrics import find_metrics
 from headwater.trainer.ranks import check_alike
@@ -42,11 +42,12 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
     family = FAMILIES[init.model.name]
     initial: Initial = lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed)  # noqa: E731
     if isinstance(model, HuggingFaceModel):
-        initial = initial_of(model, init.seed)
+        initial = LibraryValues(model, init.seed)
     return Trainable(
         model=model,
         example=lambda size: meta_batch(init.model, size, sequence_length),
         initial=initial,
+        check_initial=initial.check if isinstance(initial, LibraryValues) else lambda: None,
         learning_rate_scale=lambda name: factors.get(name, 1.0) * learning_rate_scale(name, init.model),
         divisible=model.divisible if isinstance(model, HuggingFaceModel) else family.divisible,
         weight=lambda batch: _weight(init.model, batch),
