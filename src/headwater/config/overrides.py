@@ -121,6 +121,7 @@ def without_replaced_lengths(document: Document, path: KeyPath) -> Document:
     """Return `document` without the file's run lengths if `path`, set on the command line, is one."""
     if path[-1] not in _LENGTH_KEYS or path[:-1] not in _LOOPS:
         return document
+    # The run ends at the first limit: a limit of the file could end it before the one that the user asks for.
     for key in _LENGTH_KEYS:
         old = (*path[:-1], key)
         if document.get(old) is not None and document.origin(old).source != SOURCE:

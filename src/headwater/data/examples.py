@@ -87,6 +87,7 @@ class MakeExamples:
             else:
                 raise made
         if mode.in_rows:
+            # The first token of a text is the label of no position.
             context.counts["loss_tokens"] += sum(int(mask[1:].sum()) for _, mask in examples)
         rows = [row for example in examples for row in example]
         tokens = [row for example in examples for row in example[: mode.token_columns]]

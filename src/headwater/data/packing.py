@@ -130,6 +130,7 @@ def pack(sizes: Indices, capacity: int) -> tuple[Indices, Indices]:
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []
     count = 0
+    # Stable: the order of equal sizes, and with it every file, must not depend on the sorting algorithm.
     for example in np.argsort(-sizes, kind="stable"):
         size = int(sizes[example])
         at = bisect.bisect_left(rooms, size)

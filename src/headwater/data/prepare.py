@@ -132,6 +132,7 @@ class _Preparation:
                 written = self._write_examples(make, corpus)
             corpus.remove()
             statistics = self._statistics(corpus, written, end, bad)
+        # The statistics are written last: their presence means that all data are complete.
         statistics.write(folder)
         return statistics
 

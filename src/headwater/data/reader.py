@@ -209,6 +209,7 @@ class GptSamples(Dataset[Any]):
         rows_by_file: dict[Path, list[int]] = {}
         for row, (file, _) in enumerate(places):
             rows_by_file.setdefault(file.path, []).append(row)
+        # One comparison for all samples of a file is faster than one for each sample.
         for path, rows in rows_by_file.items():
             stacked = np.stack([values[row] for row in rows])
             self._open_files[path].verify("data", [places[row][1] for row in rows], stacked)

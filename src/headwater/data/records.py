@@ -88,6 +88,7 @@ class CSVRecords:
                 remedy="decompress it (gunzip)",
             )
         try:
+            # Only the positions of the lines stay in memory; a line is read when its sample is needed.
             with path.open("rb") as file:
                 lengths = [len(line) for line in file]
         except OSError as error:

@@ -87,6 +87,8 @@ def _swap(partial: Path, target: Path) -> None:
     if not target.exists():
         partial.rename(target)
         return
+    # A rename cannot replace a folder with content. The old data are moved away first and removed last, so
+    # that a kill in between leaves both complete.
     old = target.with_name(target.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     target.rename(old)

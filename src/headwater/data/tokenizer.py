@@ -171,6 +171,7 @@ def _from_tokens(path: Path) -> Tokenizer:
     """Return BERT's tokenizer of a vocab.txt. It lowercases text unless a token has capital letters."""
     words = _read_text(path).split("\n")
     lower = all(word == word.lower() for word in words if not word.startswith("["))
+    # The limit on the length is removed below: texts are cut into samples after tokenization.
     tokenizer = wordpiece(path, lower=lower, length=3, vocab_size=len(words))
     tokenizer.no_truncation()
     tokenizer.no_padding()

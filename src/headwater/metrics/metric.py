@@ -38,6 +38,7 @@ class Metric(torchmetrics.Metric):
             persistent: include the state in the `state_dict`.
         """
         self.add_state(name, tensor, dist_reduce_fx="sum", persistent=persistent)
+        # A subclass may override `reset` and create its states there, without torchmetrics' `reset`.
         self._update_count, self._computed = 0, None
 
     @property

@@ -313,6 +313,7 @@ class Decoder(nn.Module):
         positions = keys[start:] if position_ids is None else position_ids
         x = self._embed(input_ids, positions, inserted)
         turns = self._rotations(positions)
+        # Layers with the same window share a mask, which has as many elements as the scores of a head.
         masks = {
             window: self._mask(keys[start:], keys, window, attention_span)
             for window in {self.config.window(layer) for layer in range(len(self.blocks))}

@@ -225,6 +225,7 @@ def init_parameter(name: str, shape: Sequence[int], config: HuggingFaceConfig, s
 def _apply_rules(model: Any, path: str) -> None:
     """Apply the library's rules for initial weights to a module and then to each module around it."""
     parts = path.split(".") if path else []
+    # From the inside out, as in the library: the rule of an outer module may replace that of an inner one.
     around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
     for index, module in enumerate(around):
         nearest = next(each for each in around[index:] if hasattr(each, "_init_weights"))

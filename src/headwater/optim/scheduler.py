@@ -144,6 +144,7 @@ class Scheduler:
         for group in self.optimizer.param_groups:
             if not self._applies(group):
                 continue
+            # A tensor is changed in place: a compiled or captured step reads this tensor.
             if isinstance(group[self.option], torch.Tensor):
                 group[self.option].fill_(value * self._factor(group))
             else:
