@@ -43,7 +43,7 @@ def convert_params(path: Path, overrides: Sequence[str] | Mapping[str, Any] = ()
     """
     run, document, trainer = read_run(path, overrides)
     for location in _without_effect(trainer):
-        # Defaults of a family count as given, but are not in the document: their place is that of the section.
+        # Defaults of a family count as given, but are not in the document: `locate` returns their section.
         place = document.locate(("trainer",), location)
         parent = document.get(place[:-1])
         if isinstance(parent, dict) and place[-1] == location[-1]:
