@@ -81,6 +81,17 @@ class MoEConfig(Section):
 
 _BIASES = ("use_projection_bias_in_attention", "use_ffn_bias_in_attention", "use_ffn_bias")
 _NO_BIAS = dict.fromkeys(_BIASES, False)
+_GPTJ = {
+    "position_embedding_type": "rotary",
+    "rotary_style": "interleaved",
+    "rotary_dim": 64,
+    "parallel_blocks": True,
+    "share_embedding_weights": False,
+    "use_projection_bias_in_attention": False,
+    "use_ffn_bias_in_attention": False,
+    "use_bias_in_output": True,
+    "dropout_rate": 0.0,
+}
 _LLAMA = {
     "position_embedding_type": "rotary",
     "norm_type": "rmsnorm",
@@ -95,17 +106,7 @@ _MUP_ALIBI = {"position_embedding_type": "alibi", "nonlinearity": "swiglu", "dro
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {},
     "gpt3": {},
-    "gptj": {
-        "position_embedding_type": "rotary",
-        "rotary_style": "interleaved",
-        "rotary_dim": 64,
-        "parallel_blocks": True,
-        "share_embedding_weights": False,
-        "use_projection_bias_in_attention": False,
-        "use_ffn_bias_in_attention": False,
-        "use_bias_in_output": True,
-        "dropout_rate": 0.0,
-    },
+    "gptj": _GPTJ,
     "gpt-neox": {
         "position_embedding_type": "rotary",
         "parallel_blocks": True,
@@ -148,18 +149,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "btlm": _MUP_ALIBI,
     "jais": _MUP_ALIBI,
-    "codegen": {
-        "position_embedding_type": "rotary",
-        "rotary_style": "interleaved",
-        "rotary_dim": 64,
-        "parallel_blocks": True,
-        "nonlinearity": "gelu_new",
-        "share_embedding_weights": False,
-        "use_projection_bias_in_attention": False,
-        "use_ffn_bias_in_attention": False,
-        "use_bias_in_output": True,
-        "dropout_rate": 0.0,
-    },
+    "codegen": {**_GPTJ, "nonlinearity": "gelu_new"},
     "santacoder": _BIGCODE,
     "starcoder": _BIGCODE,
 }
