@@ -11,6 +11,7 @@ from rich.progress import Progress
 from headwater.core.errors import DataError
 from headwater.data.packing import arrange, numbered_tasks, pack, split_samples
 from headwater.data.split_files import SplitFiles
+from headwater.data.staging import complete_file
 
 CAPACITY = 10
 
@@ -82,3 +83,14 @@ def test_complete_files_are_kept(tmp_path):
     }
     found = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.txt")}
     assert found == {"train/data-00000.txt": "kept", "train/data-00001.txt": "0", "val/data-00000.txt": "1"}
+
+
+def test_a_file_appears_only_when_it_is_complete(tmp_path):
+    path = tmp_path / "a.txt"
+    with pytest.raises(ValueError, match="stop"), complete_file(path) as partial:
+        partial.write_text("half")
+        raise ValueError("stop")
+    assert not path.exists()
+    with complete_file(path) as partial:
+        partial.write_text("whole")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]

@@ -19,6 +19,7 @@ from headwater.data.modes import Context, ModeOptions, Packing, find_mode
 from headwater.data.modes.base import Example, Tokens, Unusable
 from headwater.data.order import Indices
 from headwater.data.sample_file import BLOCK_SAMPLES, CHANNELS, SPAN_CHANNELS, Samples, write_datasets
+from headwater.data.staging import complete_file
 from headwater.data.tokenizer import vocabulary_size
 
 _ITEM = np.dtype(np.int32).itemsize
@@ -226,18 +227,15 @@ def _write_fields(path: Path, fields: Iterator[dict[str, Tokens]], count: int) -
 
 
 def _write_table(path: Path, lines: Iterator[dict[str, object]], _count: int) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8", newline="") as file:
+    with complete_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         writer = None
         for line in lines:
             if writer is None:
                 writer = csv.DictWriter(file, list(line), lineterminator="\n")
                 writer.writeheader()
             writer.writerow(line)
-    partial.rename(path)
 
 
 def _write_lines(path: Path, lines: Sequence[str]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
-    partial.rename(path)
+    with complete_file(path) as partial:
+        partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.data.examples import Block
+from headwater.data.staging import complete_file
 
 _INTERVAL_S = 1.0
 
@@ -87,9 +88,8 @@ class Corpus:
             file.flush()
             os.fsync(file.fileno())
         content = {**vars(self.progress), "token_counts": self.progress.token_counts.tolist()}
-        partial = self._journal.with_suffix(".partial")
-        partial.write_text(json.dumps(content))
-        partial.rename(self._journal)
+        with complete_file(self._journal) as partial:
+            partial.write_text(json.dumps(content))
         self._saved = time.monotonic()
 
     def lengths(self) -> npt.NDArray[np.int32]:

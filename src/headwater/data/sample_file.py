@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from headwater.core.errors import DataError
 from headwater.data.checksums import DAMAGE, CheckedSamples, Checksums, sample_checksums, write_checksums
+from headwater.data.staging import complete_file
 
 CHANNELS = ("input_ids", "attention_mask", "labels")
 SPAN_CHANNELS = (*CHANNELS, "attention_span", "position_ids")
@@ -84,12 +85,11 @@ def write_datasets(
         dtype: dtype of all datasets except texts; `None`: the dtype of the values.
         compression: name of an HDF5 compression filter, or `None`.
     """
-    partial = path.with_name(path.name + ".partial")
     packed = {"compression": compression, "shuffle": True} if compression else {}
     if compression == "gzip":
         packed["compression_opts"] = 1
     checksums: dict[str, Checksums] = {}
-    with h5py.File(partial, "w") as file:
+    with complete_file(path) as partial, h5py.File(partial, "w") as file:
         file.attrs["n_examples"] = num_samples
         start = 0
         for block in blocks:
@@ -105,8 +105,7 @@ def write_datasets(
                 checksums[name][start:end] = sample_checksums(name, range(start, end), stored)
             start += len(values)
         write_checksums(file, checksums)
-    assert start == num_samples, f"{start} samples arrived for a file of {num_samples}"
-    partial.rename(path)
+        assert start == num_samples, f"{start} samples arrived for a file of {num_samples}"
 
 
 def open_sample_file(path: Path) -> h5py.File:

@@ -12,6 +12,7 @@ from headwater.core.side_files import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, copy_s
 from headwater.data.modes import Mode
 from headwater.data.modes.chat import PLAIN_TEMPLATE
 from headwater.data.settings import PrepareSettings
+from headwater.data.staging import complete_file
 from headwater.data.tokenizer import load_tokenizer
 
 
@@ -51,7 +52,6 @@ def save_tokenizer(folder: Path, settings: PrepareSettings, mode: Mode, texts: I
     if template is not None:
         (folder / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
     # The tokenizer is saved last: a preparation that finds it skips all of the above.
-    partial = path.with_suffix(".partial")
-    tokenizer.save(str(partial))
-    partial.rename(path)
+    with complete_file(path) as partial:
+        tokenizer.save(str(partial))
     return tokenizer

@@ -1,4 +1,4 @@
-"""Staged folder: an output folder that appears complete or not at all."""
+"""Staged folders and files: output that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
         except Exception:  # raised again; only an interrupted preparation keeps its files and continues
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+@contextlib.contextmanager
+def complete_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a file to write, which is renamed to `path` when the block ends without an error."""
+    partial = path.with_name(path.name + ".partial")
+    yield partial
+    partial.rename(path)
 
 
 @contextlib.contextmanager

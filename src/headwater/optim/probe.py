@@ -44,7 +44,7 @@ def check_streamable(name: str, build: Build) -> None:
     try:
         _train_jointly(joint, params)
         values, states, shapes = _train_singly(single)
-    except Exception as error:
+    except Exception as error:  # the step of the user's class can raise any exception
         why = f"the update of a single parameter fails ({type(error).__name__}: {error})"
         raise refusal(name, why) from error
     _refuse_growth(name, shapes)
