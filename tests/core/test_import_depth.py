@@ -1,4 +1,4 @@
-"""Depth of the package: the longest chain of modules of which each imports the next."""
+"""Depth of the package: the longest chain of modules in which each module imports the next."""
 
 import ast
 import functools

@@ -50,7 +50,7 @@ def test_random_masks_depend_on_seed_and_name_alone():
     assert not torch.equal(masks[0], masks[2])
 
 
-def test_parts_of_a_parameter_have_masks_of_their_own():
+def test_parts_of_a_parameter_have_separate_masks():
     top = Sparsity(Constant(0.5), init_method="topk", param_filter=("first",))
     parts = {"block.weight": [Part("first", slice(0, 2)), Part("second", slice(2, 4))]}
     _, mask = begun(top, parts=parts)

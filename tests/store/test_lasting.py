@@ -55,7 +55,7 @@ def test_a_change_of_a_lent_copy_counts_when_more_is_added():
     assert on_ranks(program) == [[22.0] * 3] * 2
 
 
-def test_nothing_is_lent_of_a_sum_that_nobody_has():
+def test_a_missing_sum_is_not_lent():
     assert on_ranks(lambda sums, rank: sums.lend(OTHER)) == [None, None]
 
 

@@ -23,8 +23,8 @@ class StoredTensor(Tensor):
 
     Shape, dtype, `detach`, `requires_grad_` and the like read nothing. Every other operation reads the values
     again and returns plain tensors; so do `clone`, `copy.deepcopy` and pickling. After a call of `data_ptr`
-    or `untyped_storage` the tensor keeps its values in memory. `LazyTensor` is a stored tensor that nobody
-    can write to; those of the engine write to the weight store.
+    or `untyped_storage` the tensor keeps its values in memory. `LazyTensor` is a stored tensor that
+    cannot be written; those of the engine write to the weight store.
 
     Args:
         read_pieces: reads the values. Lazy tensors with equal `read_pieces` are the same weights (tied).
