@@ -46,3 +46,12 @@ def test_only_named_sums_that_are_present_are_remembered():
     assert status.remembered == {A}
     status.forget()
     assert not status.remembered
+
+
+def test_the_global_norm_is_that_of_the_measured_norms():
+    status = GradientStatus()
+    for key, norm in (((0, 0), 3.0), ((0, 1), 4.0), ((1, 0), 12.0)):
+        status.measure(key, torch.tensor(norm))
+    assert status.norm([(0, 0), (0, 1)]).item() == 5.0
+    assert status.norm(status.norms).item() == 13.0
+    assert status.norm([]).item() == 0.0

@@ -10,7 +10,7 @@ import torch
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.store.gradients.buffer import GradientBuffer
 from headwater.store.gradients.buffered import BufferedSums
-from headwater.store.gradients.norms import NARROW, global_norm, gradient_norm
+from headwater.store.gradients.norms import NARROW, gradient_norm
 from headwater.store.gradients.port import EditableGradients, Gradients
 from headwater.store.gradients.status import GradientStatus
 from headwater.store.sparse import add
@@ -76,7 +76,7 @@ class LocalGradients(EditableGradients):
             for param, total in enumerate(self._sums.look(stage)):
                 if total is not None and (stage, param) in missing:
                     self.status.measure((stage, param), gradient_norm(total))
-        return global_norm([self.status.norms[key] for key in keys])
+        return self.status.norm(keys)
 
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
         for key in keys:

@@ -10,7 +10,7 @@ import torch
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Fabric
 from headwater.store.gradients.lasting import LastingSums
-from headwater.store.gradients.norms import global_norm, gradient_norm
+from headwater.store.gradients.norms import gradient_norm
 from headwater.store.gradients.port import EditableGradients, Gradients
 from headwater.store.gradients.status import GradientStatus
 from headwater.store.gradients.storage import GradientStorage
@@ -61,7 +61,7 @@ class LoopGradients(EditableGradients):
             self.status.measure(key, norm)
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
-        return global_norm([self.status.norms[key] for key in keys])
+        return self.status.norm(keys)
 
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
         for key in keys:

@@ -9,7 +9,7 @@ import torch
 
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Fabric
-from headwater.store.gradients.norms import global_norm, gradient_norm
+from headwater.store.gradients.norms import gradient_norm
 from headwater.store.gradients.port import Gradients, GradientSink
 from headwater.store.gradients.rank_sums import Beginning, RankSums
 from headwater.store.gradients.status import GradientStatus
@@ -71,7 +71,7 @@ class RankGradients(GradientSink):
                 self.status.measure(key, self.sums.norms[self.sums.slots[key]].clone())
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
-        return global_norm([self.status.norms[key] for key in keys])
+        return self.status.norm(keys)
 
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
         self._committed.update(keys)

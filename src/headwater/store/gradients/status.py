@@ -8,6 +8,7 @@ from typing import final
 from torch import Tensor
 
 from headwater.core.stage import ParamKey
+from headwater.store.gradients.norms import global_norm
 
 
 @final
@@ -47,6 +48,10 @@ class GradientStatus:
         self.norms[key] = norm
         if self.first_bad is None and not bool(norm.isfinite()):
             self.first_bad = key[0]
+
+    def norm(self, keys: Iterable[ParamKey]) -> Tensor:
+        """Return the global norm of sums that have been measured; the order decides the last bits."""
+        return global_norm([self.norms[key] for key in keys])
 
     def leave(self, key: ParamKey) -> None:
         """Note that a sum is not present any more: a commit has taken it, or it was dropped."""
