@@ -40,3 +40,34 @@ def test_weights_that_a_forward_changes_are_as_in_plain_pytorch(plan, tmp_path):
         return losses, model
 
     check(script, plan, tmp_path)
+
+
+class Packed(nn.Module):
+    """A model with an embedding that renormalizes its weight, and with packed sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, max_norm=1.0)
+        self.gru = nn.GRU(6, 6, batch_first=True)
+
+    def forward(self, tokens):
+        lengths = torch.tensor([3, 2, 1])[: len(tokens)]
+        packed = nn.utils.rnn.pack_padded_sequence(self.embedding(tokens), lengths, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)[0]
+
+
+@pytest.mark.parametrize("plan", ["memory", "disk"])
+def test_renormalized_embedding_with_packed_sequences_and_another_batch_size(plan, tmp_path):
+    def script(place):
+        model = place.compile(Packed())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(2):
+            loss = model(torch.randint(11, (2 + step, 3))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model
+
+    check(script, plan, tmp_path)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from headwater.core.lazy import StoredTensor
 from headwater.core.stage import ParamSpec
 from headwater.core.trees import map_tensors, tensors_in
 from headwater.plan.alive import memory_key
@@ -84,6 +85,7 @@ class RealTensors:
         self.written: set[str] = set()
         self._copied = copied
         self._shared: dict[object, str] = {}
+        self._alive: list[torch.Tensor] = []  # so that a key in `_shared` means one tensor
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -107,11 +109,18 @@ class RealTensors:
         return map_tensors(torch.clone, batch)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = {self._shared.get(memory_key(tensor)) for tensor in changed_by(func, args, kwargs)} - {None}
+        names = (self._shared.get(memory_key(tensor)) for tensor in changed_by(func, args, kwargs))
+        changed = {name for name in names if name is not None}
         if changed:
-            self.written.update(name for name in changed if name is not None)
+            self.written |= changed
             raise _WritesToModel
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, StoredTensor):  # `detach` of a stored tensor has no memory in common with it
+            name = self._shared.get(memory_key(args[0]))
+            if name is not None:
+                self._shared[memory_key(out)] = name
+                self._alive.append(out)
+        return out
 
 
 def with_real_tensors(run: Callable[[RealTensors], T]) -> T:
