@@ -107,7 +107,7 @@ def test_labels_and_lists(submit, queue):
 
 
 def test_invalid_requests_are_refused(submit, queue, tmp_path):
-    with pytest.raises(ConfigError, match=r"expected num_csx to be 1 to 4 \(CSXs of the queue\\), got 5"):
+    with pytest.raises(ConfigError, match=r"expected num_csx to be 1 to 4 \(CSXs of the queue\), got 5"):
         submit("true", num_csx=5)
     with pytest.raises(ConfigError, match="command of the job is empty"):
         submit()

@@ -139,7 +139,7 @@ def test_a_cancelled_job_is_asked_first_and_ended_the_second_time(submit, queue,
 
 
 def test_invalid_requests_are_refused(submit, queue, tmp_path):
-    with pytest.raises(ConfigError, match=r"expected num_csx to be 1 to 4 \(CSXs of the cluster\\), got 5"):
+    with pytest.raises(ConfigError, match=r"expected num_csx to be 1 to 4 \(CSXs of the cluster\), got 5"):
         submit("true", num_csx=5)
     with pytest.raises(ConfigError, match="the limit is 1000"):
         submit("true", labels={f"label{index}": "x" * 100 for index in range(20)})

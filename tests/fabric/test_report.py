@@ -31,7 +31,7 @@ def test_a_rank_prints_what_it_cannot_report(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"message": "from torch"}'])
-def test_a_file_that_is_no_report_is_ignored(content, tmp_path):
+def test_a_file_without_a_report_is_ignored(content, tmp_path):
     (tmp_path / "error").write_text(content)
     assert read_report(str(tmp_path / "error")) == {}
 

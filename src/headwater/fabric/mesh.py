@@ -44,6 +44,7 @@ class Mesh:
     def exchange(self, messages: Sequence[bytes]) -> list[bytes | bytearray]:
         """Send each member its message, and return what each member sends to this one."""
         others = self._others()
+        # All sends begin before the first receive. Otherwise members with long messages wait for each other.
         sending = [self._to(other).send_message(messages[other]) for other in others]
         received: list[bytes | bytearray] = [messages[index] for index in range(self.size)]
         for other in others:

@@ -33,6 +33,8 @@ def __getattr__(name: str) -> Any:
 @cache
 def _of_first_rank(writer: type[SummaryWriter]) -> type[SummaryWriter]:
     """Return a subclass of `writer` whose objects write on rank 0 and do nothing on other ranks."""
+    # A subclass, so that `isinstance` and the subclasses of scripts work. `__new__` runs after the script has
+    # joined its ranks, unlike the import of this module.
 
     class SummaryWriter(writer):  # type: ignore[misc]
         """Torch's `SummaryWriter`, which writes on rank 0 only."""

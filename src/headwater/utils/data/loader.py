@@ -64,7 +64,7 @@ class InputFunction:
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._get()
-        if isinstance(loader, Iterator):
+        if isinstance(loader, Iterator):  # it is used up after one pass, so the next pass needs a new one
             self._loader = None
         with reading_input():
             batches = iter(loader)

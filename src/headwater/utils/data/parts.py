@@ -53,6 +53,7 @@ class Parts:
         own = iter(batches)
         while True:
             batch = next(own, _END)
+            # A rank at its end gathers too: the other ranks learn of it, and none waits for its next batch.
             marks = fabric.gather(_NO_BATCH if batch is _END else float(fingerprint(batch)))
             if _NO_BATCH in marks:
                 _check_end(marks)
