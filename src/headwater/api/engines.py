@@ -6,7 +6,6 @@ import dataclasses
 
 from torch import nn
 
-from headwater.api.machine import engine_options
 from headwater.config.sections import BackendConfig
 from headwater.core.buffers import tune_allocator
 from headwater.core.loss_function import LossFunction, call_model
@@ -15,6 +14,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan
 from headwater.store.rule import UpdateRules
 from headwater.stream.engine import Engine, Initial
+from headwater.stream.options import EngineOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,12 @@ def build_engine(
     if plan.device == "cpu" and backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)
     own = steps or EngineSteps()
+    options = EngineOptions(
+        user_loop=steps is None,
+        fast_matmul=backend.matmul == "fast",
+        compile_blocks=backend.compile,
+        verify_disk=backend.verify_disk,
+    )
     return Engine(
         model,
         plan,
@@ -70,5 +76,5 @@ def build_engine(
         seed=own.seed,
         loss_function=own.loss_function,
         fabric=fabric,
-        options=engine_options(backend, user_loop=steps is None),
+        options=options,
     )
