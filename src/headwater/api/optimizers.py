@@ -17,12 +17,11 @@ from headwater.api.gradients import are_finite, gradients_of, unscale
 from headwater.api.moments import lazy_state
 from headwater.api.optimizer_state import install, reinstall
 from headwater.api.ranks import is_divided
-from headwater.api.registry import find_model, model_of
+from headwater.api.registry import find_model, is_state_replaced, model_of
 from headwater.api.same_model import check_same_options
 from headwater.api.stored_state import is_served, params_of
 from headwater.api.streamed import StreamedModel
 from headwater.api.transaction import is_open
-from headwater.api.updaters import is_state_replaced
 from headwater.core.errors import StreamError
 from headwater.core.process_value import ProcessValue
 from headwater.core.stage import ParamKey

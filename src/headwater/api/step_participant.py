@@ -25,8 +25,8 @@ class StreamedSteps:
     def __init__(self, current_engine: CurrentEngine) -> None:
         self._current = current_engine
         self._undo_buffers: Callable[[], None] = _nothing
+        # Store -> number of its commits whose scalars all ranks have.
         self._shared: weakref.WeakKeyDictionary[WeightStore, int] = weakref.WeakKeyDictionary()
-        """Store -> number of its commits whose scalars all ranks have."""
 
     def begin_step(self) -> None:
         engine = self._current.engine

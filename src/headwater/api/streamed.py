@@ -87,14 +87,15 @@ class StreamedModel:
         if self.engine is None and is_lazy(self.model):
             return None  # this call creates the parameters; the next call is streamed
         with_gradients = torch.is_grad_enabled()
+        if self.engine is not None and not with_gradients and not self.current.has_changed:
+            return None  # any plan fits; generation makes many such calls
         trained = trained_names(self.model)
         news = self._news((args, kwargs), trained)
         if self.engine is None or with_gradients:
             news = news.of_any_rank(current())
             self._check_trained(trained, retrained=news.retrained)
         fits = news.size <= self._largest_batch and not news.trains_more and not news.structure
-        may_stay = (fits and not news.first_training) or not with_gradients
-        if self.engine is not None and not news.structure and may_stay:
+        if self.engine is not None and fits and not news.first_training:
             return None
         if has_lent_parameters(self.model):
             return None  # the model's usual parameters are not known during this call

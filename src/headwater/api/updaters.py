@@ -12,22 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwater.api.registry import is_state_replaced
 from headwater.core.errors import ConfigError
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec, group_options, state_signature
 from headwater.plan.options import optimizer_state_bytes
 from headwater.store.rule import SeveralRules, UpdateRule, UpdateRules
-
-installed_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Optimizer -> the mapping in `optimizer.state` that shows the states in stores, if it has such a mapping."""
-
-
-def is_state_replaced(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the user has assigned another mapping to `optimizer.state`."""
-    return optimizer in installed_states and installed_states[optimizer]() is not optimizer.state
-
 
 Options = Mapping[str, Any]
 
