@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from headwater.api.engine_swap import CurrentEngine
-from headwater.api.step_participant import StreamedSteps
 from headwater.api.updaters import Updaters, state_tensors
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamKey
 from headwater.stream.parameters import ParameterAtRest
+
+if TYPE_CHECKING:
+    from headwater.api.engine_swap import CurrentEngine
+    from headwater.api.step_participant import StreamedSteps
 
 
 @final

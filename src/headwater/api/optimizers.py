@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.optimizer import (
@@ -20,7 +20,6 @@ from headwater.api.ranks import is_divided
 from headwater.api.registry import find_model, is_state_replaced, model_of
 from headwater.api.same_model import check_same_options
 from headwater.api.stored_state import is_served, params_of
-from headwater.api.streamed import StreamedModel
 from headwater.api.transaction import is_open
 from headwater.core.errors import StreamError
 from headwater.core.process_value import ProcessValue
@@ -33,6 +32,9 @@ from headwater.store.store import WeightStore
 from headwater.store.update import Update
 from headwater.stream.home import Home
 from headwater.stream.parameters import ParameterAtRest
+
+if TYPE_CHECKING:
+    from headwater.api.streamed import StreamedModel
 
 Optimizer = torch.optim.Optimizer
 

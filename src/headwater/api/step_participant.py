@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from headwater.api.engine_swap import CurrentEngine
 from headwater.fabric.membership import require_all_ranks
 from headwater.store.store import WeightStore
+
+if TYPE_CHECKING:
+    from headwater.api.engine_swap import CurrentEngine
 
 logger = logging.getLogger(__name__)
 
