@@ -31,7 +31,7 @@ class Measurement:
         file: the params file, relative to the folder.
         cpu_s: seconds of CPU in user mode.
         first_notice_s: seconds from the start to the first line on stderr that tells of progress; `None` if
-            there was none.
+            no line was printed.
         outcome: `planned`, `refused` (no plan fits this machine) or the last line of the error.
     """
 

@@ -80,7 +80,17 @@ def test_frozen_layers_below_the_first_trained_one_run(monkeypatch):
     assert skipping == full
 
 
-@pytest.mark.parametrize("order", [[*range(8), 4], [*range(8), 1], [0, 0, *range(8)], [7, *range(7)]])
+@pytest.mark.parametrize(
+    "order",
+    [
+        [*range(8), 4],
+        [*range(8), 1],
+        [0, 0, *range(8)],
+        [7, *range(7)],
+        [*range(8), *range(8)],
+        [*range(8), *range(7)],
+    ],
+)
 def test_stages_that_are_used_twice_or_in_another_order(order, monkeypatch):
     skipping, full = traces(Stack(order=order), torch.zeros(4, 8, requires_grad=True), monkeypatch)
     assert skipping == full
@@ -125,9 +135,19 @@ def test_a_layer_with_a_hook_runs(skipped):
 )
 def test_every_family_has_the_trace_of_all_its_layers(params, layers, skipped, monkeypatch):
     overrides = [f"trainer.init.model.{name}={value}" for name, value in layers.items()]
-    init = load_params(shipped_params()[params], overrides).init
-    trainable = zoo_trainable(init)
-    skipping = dry_runs(init, trainable)(2)
-    monkeypatch.setattr(repeats, "_equal_stages", lambda model, partition: [])
-    assert skipping == dry_runs(init, trainable)(2)
+    check_zoo(load_params(shipped_params()[params], overrides), skipped, monkeypatch)
+
+
+def test_layers_that_are_called_several_times_also_without_gradients(skipped, tmp_path, monkeypatch):
+    text = shipped_params()["dino/tiny"].read_text()
+    (tmp_path / "dino.yaml").write_text(text.replace("num_hidden_layers: 2", "num_hidden_layers: 6"))
+    check_zoo(load_params(tmp_path / "dino.yaml"), skipped, monkeypatch)
+
+
+def check_zoo(config, skipped, monkeypatch):
+    """Check that the dry run skips stages, with the trace of a dry run of all stages."""
+    trainable = zoo_trainable(config.init)
+    skipping = dry_runs(config.init, trainable)(2)
     assert skipped
+    monkeypatch.setattr(repeats, "_equal_stages", lambda model, partition: [])
+    assert skipping == dry_runs(config.init, trainable)(2)

@@ -3,7 +3,7 @@
 [Note: repeated stages]
 A model of 126 equal blocks has 126 times the operators of one block, and a dry run spends up to a millisecond
 on an operator. A class that is marked by `costs_by_shapes` promises that a call depends on its attributes and
-inputs alone, and has no effect but its output. Of equal modules of such a class, called with equal inputs,
+inputs alone, and has no effect but its output. If equal modules of such a class are called with equal inputs,
 the first one runs since it may save tensors that all share. The second one is the original of the others. The
 last ones run since their backwards come first, before there are sums of gradients. A call between these
 returns tensors like those of the original, with one node in the graph of autograd.
@@ -12,6 +12,7 @@ returns tensors like those of the original, with one node in the graph of autogr
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, final
 
@@ -40,17 +41,20 @@ class Call:
         structure: structure of the arguments.
         outputs: for each leaf of the output a tensor like it, the index of the input that it is, or a value.
         output_structure: structure of the output.
+        with_gradients: True if autograd records it.
     """
 
     inputs: tuple[Any, ...]
     structure: TreeSpec
     outputs: tuple[Any, ...]
     output_structure: TreeSpec
+    with_gradients: bool
 
     def fits(self, inputs: Sequence[Any], structure: TreeSpec) -> bool:
         """True if a call with these inputs costs the same."""
         return (
             structure == self.structure
+            and torch.is_grad_enabled() == self.with_gradients
             and all(map(_is_like, inputs, self.inputs))
             and _sharing(inputs) == _sharing(self.inputs)
         )
@@ -76,7 +80,6 @@ class Repeats:
 
     Attributes:
         original: skipped stage -> the stage whose costs it has.
-        consistent: False if such a stage was called a second time, so that the costs are wrong.
 
     Args:
         model: the model; its modules have no layers of the dry run yet.
@@ -85,10 +88,17 @@ class Repeats:
 
     def __init__(self, model: nn.Module, partition: Partition) -> None:
         self.original: dict[int, int] = {}
-        self.consistent = True
+        self._as_expected = True
         self._equal = {stage: equal for equal in _equal_stages(model, partition) for stage in equal}
-        self._calls: dict[int, Call] = {}
-        self._called: set[int] = set()
+        self._calls: dict[tuple[int, int], Call] = {}  # by stage and number of the call
+        self._counts: Counter[int] = Counter()
+
+    @property
+    def consistent(self) -> bool:
+        """False if a stage was not called as its original was, so that it has other costs."""
+        return self._as_expected and all(
+            self._counts[stage] == self._counts[original] for stage, original in self.original.items()
+        )
 
     def call_like(self, stage: int, inputs: Sequence[Any], structure: TreeSpec) -> Call | None:
         """Return the call that a call of this stage repeats, which is skipped then; `None` if it must run.
@@ -98,17 +108,17 @@ class Repeats:
             inputs: leaves of the arguments.
             structure: structure of the arguments.
         """
-        if stage in self._called:  # the costs of a stage are those of all its calls
-            self._calls.pop(stage, None)
-            if stage in self.original or stage in self.original.values():
-                self.consistent = False
-            return None
-        self._called.add(stage)
+        number = self._counts[stage]
+        self._counts[stage] += 1
         equal = self._equal.get(stage, [])
-        if stage in equal[-_LAST:]:
+        if stage in equal[-_LAST:] or (number > 0 and stage not in self.original):
             return None
-        calls = ((other, self._calls[other]) for other in equal if other in self._calls)
-        fitting = [(other, call) for other, call in calls if call.fits(inputs, structure)]
+        calls = ((other, self._calls.get((other, number))) for other in equal if other not in self.original)
+        fitting = [(other, call) for other, call in calls if call and call.fits(inputs, structure)]
+        if number > 0:  # the costs of a stage are those of all its calls
+            call = dict(fitting).get(self.original[stage])
+            self._as_expected = self._as_expected and call is not None
+            return call
         if len(fitting) < _FIRST:
             return None
         self.original[stage], call = fitting[_FIRST - 1]
@@ -128,7 +138,10 @@ class Repeats:
         leaves, output_structure = tree_flatten(output)
         described = _described(leaves, inputs)
         if described is not None:
-            self._calls[stage] = Call(tuple(inputs), structure, described, output_structure)
+            key = stage, self._counts[stage] - 1
+            self._calls[key] = Call(
+                tuple(inputs), structure, described, output_structure, torch.is_grad_enabled()
+            )
 
 
 @dataclasses.dataclass(frozen=True)
