@@ -42,7 +42,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """Yield the tensors of a folder: of its safetensors files, or else of its `pytorch_model.bin`.
+    """Yield the tensors of a folder's safetensors files, or of `pytorch_model.bin` if there are none.
 
     Raises:
         CheckpointError: if there are no weights, or a file is damaged or holds other objects than tensors.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from headwater.conform.grammar.program import TOKENS, WIDTH, Kind, indented
 
@@ -44,75 +46,77 @@ _CLIPS = {
 }
 
 
-def _write(
-    seed: int,
-    parts: Mapping[str, Sequence[str]],
-    *,
-    steps: int,
-    optimizer: str,
-    loss: str,
-    accumulate: int,
-    clip: str,
-    zero: str,
-    look: str,
-    sizes: str,
-) -> str:
-    """Return the source of a program."""
-    size = {"same": "4", "shrinking": "4 - step", "growing": "2 + step"}[sizes]
-    looks = {
-        "end": (),
-        "gradients": ('show_all(show, f"step {step} gradient", gradients_of(model))',),
-        "parameters": ('show_all(show, f"step {step} parameter", model.state_dict())',),
-    }[look]
-    before = [*parts["gradients"], *filter(None, [_CLIPS[clip]])]
-    if look == "gradients":
-        before = [*looks, *before]
-    after = [*(looks if look == "parameters" else ()), *parts["end"]]
-    one = [
-        "y = model(x, tokens)",
-        LOSSES[loss],
-        *parts["loss"],
-        "loss.backward()",
-        'show(f"step {step} output", y)',
-        'show(f"step {step} loss", loss)',
-    ]
-    if accumulate > 1:
-        one = [f"for part in range({accumulate}):\n{indented(one, 1)}"]
-    inner = [
-        f"x, tokens = torch.randn({size}, 3, {WIDTH}), torch.randint({TOKENS}, ({size}, 3))",
-        f"target = torch.randn({size}, 3, 2)",
-        *parts["batch"],
-        *one,
-        *before,
-        "optimizer.step()",
-        zero,
-        *after,
-    ]
+_SIZES = {"same": "4", "shrinking": "4 - step", "growing": "2 + step"}
+
+_LOOKS = {
+    "end": "",
+    "gradients": 'show_all(show, f"step {step} gradient", gradients_of(model))',
+    "parameters": 'show_all(show, f"step {step} parameter", model.state_dict())',
+}
+
+Parts = Mapping[str, Sequence[str]]
+"""The lines that the features of a program add, by the place to which they belong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """The settings of a program.
+
+    Attributes:
+        steps: number of optimizer steps.
+        optimizer: a key of `OPTIMIZERS`.
+        loss: a key of `LOSSES`.
+        accumulate: number of backwards in a step.
+        clip: a key of `_CLIPS`.
+        zero: the line that drops the gradients.
+        look: a key of `_LOOKS`: what the program shows at each step.
+        sizes: a key of `_SIZES`: the batch size of each step.
+    """
+
+    steps: int
+    optimizer: str
+    loss: str
+    accumulate: int
+    clip: str
+    zero: str
+    look: str
+    sizes: str
+
+
+def _write(seed: int, parts: Parts, **choices: Any) -> str:
+    """Return the source of a program.
+
+    Args:
+        seed: seed of its random numbers.
+        parts: the lines of its features.
+        choices: the attributes of `_Settings`.
+    """
+    settings = _Settings(**choices)
     top = "\n\n".join(text.strip("\n") for text in parts["top"])
-    return f"""\
+    parts_of_source = (
+        _IMPORTS,
+        f"{top}\n\n",
+        _network(parts),
+        _HELPERS.format(optimizer=OPTIMIZERS[settings.optimizer]),
+        _run(seed, parts, settings),
+    )
+    return "".join(parts_of_source)
+
+
+_IMPORTS = """\
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 
-{top}
+"""
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear({WIDTH}, {WIDTH})
-{indented(parts["init"], 2)}\
-        self.head = nn.Linear({WIDTH}, 2)
-
-    def forward(self, x, tokens):
-        x = self.first(x)
-{indented(parts["forward"], 2)}\
-        return self.head(x)[..., :2]
+_HELPERS = """\
 
 
 def make_optimizer(model):
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return {OPTIMIZERS[optimizer]}
+    return {optimizer}
 
 
 def gradients_of(model):
@@ -125,6 +129,29 @@ def show_all(show, what, values):
             show_all(show, f"{{what}} {{name}}", value)
         else:
             show(f"{{what}} {{name}}", value)
+"""
+
+
+def _network(parts: Parts) -> str:
+    """Return the source of the model's class."""
+    return f"""\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear({WIDTH}, {WIDTH})
+{indented(parts["init"], 2)}\
+        self.head = nn.Linear({WIDTH}, 2)
+
+    def forward(self, x, tokens):
+        x = self.first(x)
+{indented(parts["forward"], 2)}\
+        return self.head(x)[..., :2]
+"""
+
+
+def _run(seed: int, parts: Parts, settings: _Settings) -> str:
+    """Return the source of the function that trains the model."""
+    return f"""\
 
 
 def run(compile, show):
@@ -134,8 +161,8 @@ def run(compile, show):
     model = compile(model)
     optimizer = make_optimizer(model)
 {indented(parts["begin"], 1)}\
-    for step in range({steps}):
-{indented(inner, 2)}\
+    for step in range({settings.steps}):
+{indented(_step(parts, settings), 2)}\
     show_all(show, "final", model.state_dict())
     show_all(show, "final", dict(model.named_buffers()))
     show_all(show, "final optimizer", optimizer.state_dict()["state"])
@@ -143,6 +170,35 @@ def run(compile, show):
     with torch.no_grad():
         show("final eval", model(x, tokens))
 """
+
+
+def _step(parts: Parts, settings: _Settings) -> list[str]:
+    """Return the lines of one step."""
+    size, look = _SIZES[settings.sizes], _LOOKS[settings.look]
+    micro_batch = [
+        "y = model(x, tokens)",
+        LOSSES[settings.loss],
+        *parts["loss"],
+        "loss.backward()",
+        'show(f"step {step} output", y)',
+        'show(f"step {step} loss", loss)',
+    ]
+    if settings.accumulate > 1:
+        micro_batch = [f"for part in range({settings.accumulate}):\n{indented(micro_batch, 1)}"]
+    lines = [
+        f"x, tokens = torch.randn({size}, 3, {WIDTH}), torch.randint({TOKENS}, ({size}, 3))",
+        f"target = torch.randn({size}, 3, 2)",
+        *parts["batch"],
+        *micro_batch,
+        look if settings.look == "gradients" else "",
+        *parts["gradients"],
+        _CLIPS[settings.clip],
+        "optimizer.step()",
+        settings.zero,
+        look if settings.look == "parameters" else "",
+        *parts["end"],
+    ]
+    return [line for line in lines if line]
 
 
 SETTINGS = Kind(
