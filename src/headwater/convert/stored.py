@@ -42,10 +42,10 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """Yield the tensors of a folder's safetensors files, or of `pytorch_model.bin` if there are none.
+    """Yield the tensors of a folder's safetensors files, or of `pytorch_model.bin` if it lacks those.
 
     Raises:
-        CheckpointError: if there are no weights, or a file is damaged or holds other objects than tensors.
+        CheckpointError: if the folder lacks weights, or a file is damaged or has objects other than tensors.
     """
     if has_weights(folder, PICKLED_FILE) and not has_weights(folder):
         for path in weight_files(folder, PICKLED_FILE):
