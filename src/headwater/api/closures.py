@@ -107,7 +107,7 @@ class ClosureQueue:
             self.run_all()
 
     def run_now(self, call: Call) -> None:
-        """Run every waiting call, then this one."""
+        """Run every waiting call, then `call`."""
         self._waiting.append(call)
         self.run_all()
 

@@ -145,7 +145,7 @@ class OptimizerState(Dictionary):
                 self._own.pop(param, None)
 
     def receive(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Keep a state that leaves the store in this mapping."""
+        """Keep the state of a parameter that leaves the store: this mapping holds it from now on."""
         view = self._views.get(id(param))
         if view is not None:
             view.put(state)

@@ -130,11 +130,11 @@ class ParamState(Dictionary):
         self._is_removed = True
 
     def put(self, state: Mapping[str, Any]) -> None:
-        """Replace the entries that are in this mapping and not in the store."""
+        """Replace the state that this mapping holds. The state in the store does not change."""
         self._own = dict(state.items())
 
     def own(self) -> dict[str, Any]:
-        """Return the entries that are in this mapping and not in the store."""
+        """Return the state of the parameter as far as this mapping holds it; empty if the store holds it."""
         return dict(self._own)
 
     def copy(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def _shared(names: Mapping[int, str], known: Collection[int]) -> set[str]:
 
 
 def _tensors() -> Iterable[torch.Tensor]:
-    """Return every `torch.Tensor` and `nn.Parameter` of this process, without those of subclasses."""
+    """Return every `torch.Tensor` and `nn.Parameter` of this process, but no object of a subclass."""
     return (each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
 
 

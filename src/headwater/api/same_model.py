@@ -14,7 +14,7 @@ from headwater.optim.spec import group_options, numbers
 
 
 def check_same_model(fabric: Fabric, model: nn.Module, kept: Collection[str]) -> None:
-    """Check that the modules and parameters of a model are those of every other rank. All ranks call this.
+    """Check that all ranks have a model with the same modules and parameters. All ranks call this.
 
     Args:
         fabric: the ranks.

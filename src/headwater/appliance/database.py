@@ -120,7 +120,7 @@ class Database:
         return float(self._setting("grace_s"))
 
     def change_settings(self, slots: Sequence[Slot] | None, grace_s: float | None) -> None:
-        """Set those of the two settings that are not `None`."""
+        """Change the slots and the grace period; an argument of `None` leaves its setting as it is."""
         given = {"slots": slots and slots_to_record(slots), "grace_s": grace_s}
         for name, value in given.items():
             if value is not None:

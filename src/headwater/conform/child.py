@@ -72,7 +72,7 @@ def outcome_of(request: Request) -> dict[str, Any]:
 
 
 def _run(request: Request) -> list[Shown]:
-    """Return the values that the run recorded."""
+    """Train the model as the request says, and return the values recorded at each step."""
     course = Course(request.steps, request.seed, request.observed)
     if request.run == RANKS:
         backend = headwater.backend("CSX", num_csx=NUM_CSX)

@@ -100,7 +100,7 @@ class Mixture:
 
     @functools.cached_property
     def _turns(self) -> npt.NDArray[np.int64]:
-        """The order of the samples of a pass, in which those of each source are spread evenly.
+        """The order of the samples of a pass. The samples of each source are spread evenly over the pass.
 
         Samples are numbered source after source.
         """

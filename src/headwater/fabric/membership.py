@@ -62,7 +62,7 @@ def _leave() -> None:
 
 
 def current() -> Fabric:
-    """Return the ranks that make the current calls: all that were joined, or this one inside `alone`."""
+    """Return the ranks that make the current calls: all that were joined, or inside `alone` this rank."""
     return ALONE if _alone_in.get() is not None else _joined.value
 
 

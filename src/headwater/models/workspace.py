@@ -56,7 +56,7 @@ class WorkspacePool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes kept for the next call."""
+        """Bytes of memory that no caller borrows at this moment."""
         with self._lock:
             return sum(buffer.nbytes for buffer in self._idle.values())
 

@@ -102,7 +102,7 @@ class Scheduler:
         self._write()
 
     def step_with_optimizer(self) -> None:
-        """Step for a loop that may not call `step` itself. If it does call it, that call does nothing."""
+        """Step the scheduler. If the user's loop calls `step` too, that call does nothing."""
         self._ahead = False
         self.step()
         self._ahead = True

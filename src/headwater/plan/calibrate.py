@@ -49,15 +49,15 @@ class Known:
         return self.measurement.cpu_share >= QUIET_CPU_SHARE
 
     def is_undoubted(self, now_s: float) -> bool:
-        """True if it is recent enough to be used without measuring the machine again."""
+        """True if the measurement is so recent that it needs no quick check."""
         return 0 <= now_s - self.taken_s < _UNDOUBTED_S
 
     def is_young(self, now_s: float) -> bool:
-        """True if it may be used after a quick check."""
+        """True if the measurement is recent enough to be used after a quick check."""
         return 0 <= now_s - self.taken_s < (_QUIET_LIFE_S if self.quiet else _BUSY_LIFE_S)
 
     def holds(self, quick: Timing) -> bool:
-        """True if it agrees with the result of a quick check.
+        """True if the stored measurement agrees with a quick check made now.
 
         On a machine that is busy now, a slow check does not refute the measurement. If the measurement
         was taken on a busy machine and the machine is quiet now, it should be measured again.
@@ -166,7 +166,7 @@ def _mount_point(folder: Path) -> Path:
 
 
 def _read_cache(cache: Path | None) -> dict[str, Known]:
-    """Return stored measurements. Damaged entries, and those of versions with other fields, are left out."""
+    """Return stored measurements, without damaged entries and entries of versions with other fields."""
     if cache is None:
         return {}
     try:

@@ -34,7 +34,7 @@ class WeightReads:
             self.running.append(stage)
 
     def leave(self, stage: int | None) -> None:
-        """End the forward of the innermost module; `stage` is the one of `enter`."""
+        """End the forward of the innermost module; `stage` is the argument that `enter` got for it."""
         self._modules.pop()
         if stage is not None:
             self.running.pop()
@@ -58,7 +58,7 @@ class WeightReads:
             self.uses.append(stage)
 
     def take_over(self, stage: int, original: int) -> None:
-        """Record that the modules of a stage read it as those of another stage read that one."""
+        """Give `stage`, which did not run, the reads of `original`, whose modules are equal."""
         path, old = self._units[stage].path, self._units[original].path
         for site in [site for site, stages in self._sites.items() if original in stages]:
             self._sites.setdefault(path + site.removeprefix(old), set()).add(stage)

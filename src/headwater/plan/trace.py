@@ -308,7 +308,7 @@ class _Recorder(TorchDispatchMode):
 
     @property
     def consistent(self) -> bool:
-        """False if stages were skipped whose costs differ from those of their originals after all."""
+        """False if a skipped stage proved to differ in cost from the stage whose costs it was given."""
         return self._repeats is None or self._repeats.consistent
 
     def _runs_again(self, unit: Unit) -> bool:

@@ -180,7 +180,7 @@ class _Loaded:
     states: dict[str, torch.Tensor]
 
     def is_like(self, other: _Loaded) -> bool:
-        """True if one call of the optimizer can update both."""
+        """True if one call of the optimizer can update this piece and `other`."""
         kernel = needs_plain_kernel(self.gradient) == needs_plain_kernel(other.gradient)
         return kernel and self.rule is other.rule and self.options == other.options
 

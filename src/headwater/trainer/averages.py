@@ -68,11 +68,11 @@ class MovingAverages:
 
 @dataclasses.dataclass(frozen=True)
 class _Follower:
-    """The average of another weight.
+    """A weight that is the moving average of another weight.
 
     Attributes:
         source: the weight that it averages.
-        momentum: returns the share of its value that it keeps in a step, by the step's number.
+        momentum: returns the share of the average that is kept in a step, by the step's number.
     """
 
     source: ParamKey

@@ -67,7 +67,7 @@ class SparseTraining:
             gradients.multiply(key, functools.partial(self._sparsifier.mask_of, name))
 
     def _change(self, changing: Iterable[str], step: int) -> None:
-        """Change the masks of those of these parameters that have a gradient."""
+        """Change the masks of the parameters named in `changing`, except parameters without a gradient."""
         present = self._store.gradients.status.present
         trained = [name for name in changing if self._keys[name] in present]
         for stage, names in self._by_stage(trained).items():

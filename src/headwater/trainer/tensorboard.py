@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 TRAIN, EVAL = "train", "eval"
-"""Names of the folders of event files; they are those of the Cerebras documents."""
+"""Names of the folders of event files, as in the Cerebras documents."""
 
 
 class TensorBoard(Callback):

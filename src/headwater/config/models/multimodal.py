@@ -103,7 +103,7 @@ class Tower(NamedTuple):
 
 
 def _decoder(section: Any) -> Any:
-    """Convert the names that public files use for a language model without head to those of a decoder."""
+    """Rename keys and models: from a headless language model in public files to a `Decoder` section."""
     if not isinstance(section, dict):
         return section
     section = {_DECODER_KEYS.get(key, key): value for key, value in section.items()}

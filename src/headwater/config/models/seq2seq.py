@@ -249,7 +249,7 @@ class Seq2SeqConfig(Section):
 
     @property
     def logits_scale(self) -> float:
-        """Effective factor on the logits. It corrects for a shared embedding, whose values are larger."""
+        """Factor on the logits. Without muP it is 1, or smaller if the logits share the embedding."""
         if self.is_mup:
             ratio = self.width_ratio
             return self.output_logits_alpha / (ratio if self.scale_output_logits_by_d else math.sqrt(ratio))

@@ -55,9 +55,9 @@ class Folder:
         found = json.loads(about.read_text())["seed"]
         if found != seed:
             raise ConfigError(
-                f"expected a campaign with seed {seed}, found one with seed {found}",
+                f"expected a folder of models of seed {seed}, found models of seed {found}",
                 where=str(path),
-                remedy="write another folder, or the same seed",
+                remedy=f"pass another folder (--out), or --seed {found}",
             )
 
     def outcomes(self) -> list[Outcome]:

@@ -55,7 +55,7 @@ Writer = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A feature of PyTorch that a piece uses.
+    """A kind of piece of a random program: it uses one feature of PyTorch, such as a shared weight.
 
     Attributes:
         name: name of the feature.

@@ -61,7 +61,7 @@ class HostAssembly:
     def before_reading(
         self, key: ParamKey, generations: Mapping[ParamKey, int], has_here: Callable[[ParamKey], bool]
     ) -> None:
-        """Put sums together, this one among them, unless that was done since the last addition.
+        """Put together the sum of `key`, and other sums, unless that was done since the last addition.
 
         All ranks call it at once.
 

@@ -36,7 +36,7 @@ class Exchange:
         self._wire_dtypes = {key: stages[key[0]].params[key[1]].wire_dtype for key in self._dtypes}
 
     def reduce(self, runs: Sequence[Runs]) -> None:
-        """Replace the sums of this host's runs by those of all hosts.
+        """Replace the sums of this host's runs by the totals over all hosts.
 
         Args:
             runs: by host, the same on every host.
@@ -82,7 +82,7 @@ class Exchange:
         return finished
 
     def _add_up(self, runs: Runs, received: Sequence[torch.Tensor]) -> None:
-        """Add up the hosts' values for the runs of this one."""
+        """Add up the values that the hosts have sent for this host's runs."""
         position = 0
         for key, start, stop in runs:
             own, dtype = self._storage.read(key, start, stop), self._wire_dtypes[key]

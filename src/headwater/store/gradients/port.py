@@ -142,7 +142,7 @@ def editable(gradients: GradientSink) -> EditableGradients:
     """Return gradients that a user's loop may edit.
 
     Raises:
-        StreamError: if they are those of several ranks in `train_step`.
+        StreamError: if they are the gradients of several ranks in `train_step`.
     """
     if not isinstance(gradients, EditableGradients):
         raise StreamError(

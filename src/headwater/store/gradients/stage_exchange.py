@@ -118,7 +118,7 @@ class StageExchange:
                 own.mul_(factor().reshape(-1)[start:stop])
 
     def _own_runs(self, key: ParamKey) -> list[tuple[int, int]]:
-        """Return the elements of a parameter that this host updates, in one run if there are any."""
+        """Return [(start, stop)], the elements of a parameter that this host updates, or an empty list."""
         runs = self._runs[key[0]][self._host]
         return [(start, stop) for owned, start, stop in runs if owned == key]
 

@@ -71,11 +71,11 @@ class TurnQueue:
 
     @property
     def has_begun(self) -> bool:
-        """True if a turn of the current micro-batch was handed out."""
+        """True if `first` has returned a turn in the current micro-batch."""
         return bool(self._first)
 
     def first(self, slot: int) -> Turn | None:
-        """Return the turn for the first gradient of this micro-batch; `None` if it was handed out before."""
+        """Return the turn for this rank's first gradient in the micro-batch, and `None` on later calls."""
         if slot in self._first:
             return None
         self._enter()
@@ -83,10 +83,12 @@ class TurnQueue:
         return self._turn(slot, 0)
 
     def end_micro_batch(self) -> list[tuple[Turn, bool]]:
-        """Return the remaining turns of this micro-batch, in the order of their use, and begin the next one.
+        """Return this rank's turns that `first` has not returned, and begin the next micro-batch.
+
+        The turns are in the order in which the rank must use them.
 
         Returns:
-            Each turn, and true if it is one for a second gradient.
+            Pairs of a turn and a flag: true if the turn is for a second gradient.
         """
         self._enter()
         first = [self._turn(slot, 0) for slot in range(self._num_slots) if slot not in self._first]
@@ -104,7 +106,7 @@ class TurnQueue:
         return Turn(slot, before + self._rank, self.micro_batch)
 
     def wait(self, turn: Turn, what: str) -> None:
-        """Block until all turns before this one have been taken. `what` names the sum in errors."""
+        """Block until `turn` is the next turn at its sum. `what` names the sum in errors."""
         if self._entered is not None and self._rank == 0:  # all others wait for rank 0, so it is enough
             for rank in range(self._num_ranks):
                 self._entered.wait(rank, turn.micro_batch + 1, f"rank {rank} to come to the backward")
@@ -119,6 +121,6 @@ class TurnQueue:
         self._taken.wait(slot, (micro_batch * ROUNDS + 1) * self._num_ranks, what)
 
     def wait_for_all(self, slot: int, what: str) -> None:
-        """Block until all ranks have used their turns in every round in which this rank has used its own."""
+        """Block until every rank has used as many turns at a sum as this rank."""
         rounds = self.micro_batch * ROUNDS + (slot in self._first)
         self._taken.wait(slot, rounds * self._num_ranks, what)
