@@ -32,8 +32,8 @@ def _lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield from _named("Not equal", "what happened", (o for o in built if not o.equal))
     yield "## Not built"
     yield ""
-    yield "Plain PyTorch does not train these classes either. Most often the rules that reduce a"
-    yield "configuration find no valid sizes, or a package is not installed."
+    yield "Plain PyTorch does not train these classes either. Most often the reduced configuration"
+    yield "has invalid sizes, or a package is not installed."
     yield ""
     yield from _named("", "why", (o for o in outcomes if not o.built))
 

@@ -127,4 +127,4 @@ def test_conversion_between_releases_is_refused(formats, tmp_path, capsys):
     assert main(["checkpoint", *words.split()]) == 2
     message = capsys.readouterr().err
     assert f"{source} and {target} both mean the format" in message
-    assert "use IN without conversion" in message
+    assert "IN needs no conversion" in message

@@ -89,7 +89,7 @@ class ValidateReport:
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """The result of a compilation.
+    """The report of a backend that compiles or validates a model instead of training it.
 
     Attributes:
         record: the training step on fake tensors.

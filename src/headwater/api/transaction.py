@@ -25,7 +25,7 @@ class Participant(Protocol):
 
 
 class _Transaction:
-    """An open step.
+    """A step that has begun and is not yet committed or aborted.
 
     Attributes:
         parts: the participants. Closing the stack ends each participant's step, the last to join first. If

@@ -92,7 +92,7 @@ def run_convert(args: argparse.Namespace) -> int:
             if args.src_fmt == args.tgt_fmt
             else f"{args.src_fmt} and {args.tgt_fmt} both mean the format {source}",
             where="--tgt-fmt",
-            remedy="use IN without conversion, or name the other format",
+            remedy="IN needs no conversion; for another format write another --tgt-fmt",
         )
     if not args.input.exists():
         raise CheckpointError("the checkpoint does not exist", where=str(args.input), remedy="check the path")

@@ -122,7 +122,7 @@ class StoreSection(Section):
 
 
 class ClusterFile(Section):
-    """A cluster file.
+    """The content of a cluster file: the hosts and network of a cluster that the planner simulates.
 
     Attributes:
         description: description of the cluster, with the source of the numbers.

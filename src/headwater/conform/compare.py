@@ -54,7 +54,7 @@ class Comparison:
 
 
 class _Runs:
-    """The runs of one comparison."""
+    """Runs one comparison: the model in plain PyTorch, and under each plan, in separate processes."""
 
     def __init__(self, comparison: Comparison, folder: Path) -> None:
         self._comparison = comparison

@@ -13,7 +13,7 @@ EQUAL, CLOSE, DIFFERS, UNSTEADY = "equal", "within tolerance", "differs", "diffe
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The outcome of one run.
+    """The result of one run: whether it equals the plain run, and where it differs.
 
     Attributes:
         run: name of the plan, or of the plain run.

@@ -20,7 +20,7 @@ _MOST_BYTES = 512 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """Settings of a training.
+    """The settings of one run: its steps, its seed, and the values to read.
 
     Attributes:
         steps: number of optimizer steps.

@@ -22,7 +22,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A planned safetensors file.
+    """A safetensors file that has still to be written.
 
     Attributes:
         file: name of the file.

@@ -21,7 +21,7 @@ PICKLED_FILE = "pytorch_model.bin"
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
+    """A tensor in a file, whose values are read only on request.
 
     Attributes:
         name: name in the file.

@@ -63,9 +63,10 @@ def recorded_values(param: nn.Parameter) -> Tensor | None:
 
 
 def initial_values(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Return a function for each empty parameter with recorded values, by the parameter's first name.
+    """Return, by name, a function that reads the values recorded for each empty parameter.
 
-    The function reads the values: a tensor of the parameter's shape and dtype on the CPU.
+    The function returns a CPU tensor of the parameter's shape and dtype. A parameter with several names is
+    returned under the first of them.
     """
 
     def reader(param: nn.Parameter, values: Tensor) -> Callable[[], Tensor]:

@@ -9,7 +9,7 @@ from headwater.core.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The ranks of a run.
+    """The number of compute ranks and store ranks of a run.
 
     Attributes:
         num_csx: number of compute ranks; they come first.

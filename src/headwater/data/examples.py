@@ -138,7 +138,7 @@ class Places:
         )
 
     def read(self, descriptor: int) -> Iterator[list[tuple[int, Example]]]:
-        """Yield the (number, example) pairs of each sample from the file of values.
+        """Yield for each sample the list of its examples, as pairs of the example's number and its rows.
 
         The file is read instead of memory-mapped, so that resident memory does not grow.
         """

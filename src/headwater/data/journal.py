@@ -20,7 +20,7 @@ _INTERVAL_S = 1.0
 
 @dataclasses.dataclass
 class Progress:
-    """Result of the finished tasks.
+    """Counts of the finished tasks of the first pass.
 
     Attributes:
         tasks: number of finished tasks.

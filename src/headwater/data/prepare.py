@@ -96,7 +96,7 @@ def _key(settings: PrepareSettings, files: Sequence[Path]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """Result of the second pass.
+    """Counts of the second pass, which writes the sample files.
 
     Attributes:
         samples: number of samples by split.

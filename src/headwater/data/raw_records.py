@@ -39,7 +39,7 @@ UTF8_REMEDY = "convert it to UTF-8, for example with iconv"
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One record.
+    """One record of an input file, and its place for error messages.
 
     Attributes:
         fields: values by name.

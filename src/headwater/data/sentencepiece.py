@@ -52,7 +52,7 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """Content of a file.
+    """Content of a SentencePiece model file.
 
     Attributes:
         pieces: the pieces, indexed by token id.

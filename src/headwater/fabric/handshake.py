@@ -28,7 +28,7 @@ class StrangerError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """The keys of one connection.
+    """The secret keys that authenticate the messages of one connection.
 
     Attributes:
         sending: authenticates what this end sends.

@@ -46,7 +46,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A rank's process.
+    """The facts about a rank's process that the other ranks get at the rendezvous.
 
     Attributes:
         host: name of its host.
@@ -97,7 +97,7 @@ def meet(own: Process, timeout_s: float) -> tuple[Switchboard, list[Process]]:
 
 @final
 class _Rendezvous:
-    """The rendezvous of one rank.
+    """The rendezvous as one rank runs it: it finds the other ranks and learns their processes.
 
     Args:
         environment: variables of `torch.distributed`. The secret is removed from it.

@@ -11,7 +11,7 @@ from headwater.fabric.meeting import Process
 
 @dataclasses.dataclass(frozen=True)
 class Roster:
-    """The ranks of a run.
+    """The rank of this process, and the process of every rank of the run.
 
     Attributes:
         rank: number of this rank.

@@ -97,7 +97,7 @@ def call(address: Address, secret: bytes, purpose: str, own: int, other: int, ti
 
 @final
 class Switchboard:
-    """The connections of one rank.
+    """The point at which one rank opens connections to other ranks and accepts theirs.
 
     Args:
         rank: number of this rank.

@@ -140,7 +140,7 @@ def plain_cross_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Layout of the computation.
+    """The sizes of the chunks and blocks in which logits are computed.
 
     Attributes:
         chunk: rows whose logits are in memory at once.

@@ -27,7 +27,7 @@ _MEANINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class RunLength:
-    """The length of a run.
+    """The remaining steps of a run, and the tokens of a sample.
 
     Attributes:
         tokens_per_sample: 0 if samples do not consist of tokens.

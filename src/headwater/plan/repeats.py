@@ -34,7 +34,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The call of an original.
+    """A recorded call of an original: its outputs stand for those of equal modules, which do not run.
 
     Attributes:
         inputs: leaves of the arguments.

@@ -100,7 +100,7 @@ class StageCosts:
         return flops
 
     def take_over(self, stage: int, original: int) -> None:
-        """Give a stage the costs of another one."""
+        """Give `stage`, which did not run, the costs of `original`."""
         self._costs[stage] = self._costs[original]
 
     def of(self, stage: int, *, recomputable: bool) -> StageCost:
@@ -132,7 +132,7 @@ def operands(tree: Any) -> Sequence[torch.Tensor]:
 
 
 def _set_current(reference: weakref.ref[StageCosts], stage: int, gradient: torch.Tensor) -> None:
-    """Set the current stage; a hook of a tensor."""
+    """Count the operators that follow in backward for `stage`. Called as the hook of a tensor's gradient."""
     costs = reference()
     if costs is not None:
         costs.current = stage

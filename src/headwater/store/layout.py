@@ -103,7 +103,7 @@ class Group:
 
 
 class StageLayout:
-    """The bytes of one stage.
+    """Sizes and positions of a stage's bytes: the wire image, and groups of masters and states.
 
     Args:
         stage: the stage.

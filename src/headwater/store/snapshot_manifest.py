@@ -72,7 +72,7 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint.
+    """The list of a checkpoint's parameters and files, as stored in its manifest file.
 
     Attributes:
         step: training steps before it.

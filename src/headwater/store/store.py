@@ -27,7 +27,7 @@ from headwater.store.update import Part, Update
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-    """The result of a commit.
+    """The result of a commit: what was updated, and the norm of the gradients.
 
     Attributes:
         gradient_norm: global 2-norm before clipping.

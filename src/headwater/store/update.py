@@ -55,7 +55,7 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The update of one parameter.
+    """The update of one parameter in one commit.
 
     Attributes:
         number: of the commit.

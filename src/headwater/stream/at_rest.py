@@ -103,7 +103,7 @@ class AtRest:
 
 
 def all_of(whole: torch.Tensor) -> torch.Tensor:
-    """Return `whole`: the selection of a tensor at rest that has all values of its home."""
+    """Return `whole`. This is the `selection` of a tensor at rest that has every value of its parameter."""
     return whole
 
 

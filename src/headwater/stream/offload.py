@@ -28,7 +28,7 @@ _SMALLEST_BYTES = 64 << 10
 
 
 class Moved(abc.ABC):
-    """An offloaded storage."""
+    """A storage whose bytes are offloaded and can be brought back."""
 
     def __init__(self) -> None:
         self._returned: weakref.ref[torch.UntypedStorage] | None = None

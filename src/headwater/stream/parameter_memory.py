@@ -39,11 +39,11 @@ class KeptHome:
         self._values = values
 
     def read(self) -> torch.Tensor:
-        """Return the memory."""
+        """Return the values: the memory itself, not a copy."""
         return self._values
 
     def write(self, value: torch.Tensor) -> None:
-        """Replace the values."""
+        """Overwrite the memory with `value`."""
         if value is not self._values:
             self._values.copy_(value)
 

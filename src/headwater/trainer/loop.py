@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A step that has not run yet.
+    """The input of a training step: its batch, divided into micro-batches, and the update to make.
 
     Attributes:
         start_s: clock at which the wait for the batch began.

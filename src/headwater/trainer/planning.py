@@ -32,7 +32,7 @@ from headwater.trainer.job import Trainable
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A step to plan.
+    """The step for which a plan is made.
 
     Attributes:
         batch_size: samples of one step.

@@ -32,7 +32,7 @@ MOST_CSX = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """Simulated steps.
+    """The result of a simulation: a step for each number of CSXs on a cluster.
 
     Attributes:
         cluster: the machines.

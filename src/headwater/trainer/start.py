@@ -20,7 +20,7 @@ _START_OVER = "--autoload_last_checkpoint=false"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The start of a run.
+    """The checkpoint, if any, from which a run starts.
 
     Attributes:
         path: the checkpoint; `None`: initial values.

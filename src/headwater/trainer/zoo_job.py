@@ -112,7 +112,7 @@ def data_workers(section: FitConfig) -> int:
 
 
 def _kept(config: RunConfig, run_dir: RunDir) -> RunConfig:
-    """Return the params; a model of the transformers library is read from its copy in the run's folder."""
+    """Return the params with a transformers model's folder replaced by its copy in the run's folder."""
     model = config.init.model
     if not isinstance(model, HuggingFaceConfig):
         return config

@@ -22,7 +22,7 @@ _MOST_DRAWS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of one case.
+    """The result of one random program: its findings, and the smallest program of each fault.
 
     Attributes:
         case: number of the case.

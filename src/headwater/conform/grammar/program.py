@@ -74,7 +74,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One feature within a program.
+    """A part of a random program that uses one feature.
 
     Attributes:
         kind: the feature.

@@ -60,7 +60,7 @@ Parts = Mapping[str, Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """The settings of a program.
+    """The settings of a random program's training loop.
 
     Attributes:
         steps: number of optimizer steps.

@@ -25,7 +25,7 @@ Example = tuple[Tokens, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ModeOptions:
-    """Options of the modes.
+    """Options of `headwater data` for the modes that turn records into samples.
 
     Attributes:
         longer: skip or cut a record that has more tokens than a sample.

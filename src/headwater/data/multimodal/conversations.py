@@ -59,7 +59,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A sample before tokenization.
+    """The texts and images of a sample before tokenization.
 
     Attributes:
         images: paths of the images, relative to the folder of images.
@@ -143,7 +143,7 @@ def _bad(what: str, where: str) -> DataError:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """A tokenized sample.
+    """The tokens of a sample, and the places of its images.
 
     Attributes:
         ids: ids of the tokens.

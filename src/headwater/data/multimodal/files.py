@@ -34,7 +34,7 @@ Numbers = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True)
 class ImageText:
-    """A stored sample.
+    """A sample of text and images as read from a sample file.
 
     Attributes:
         data: tokens, masks and labels, [channels, sequence_length].

@@ -24,7 +24,7 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A place in a forward.
+    """A place in the user's model or code at which an operator ran.
 
     Attributes:
         module: qualified name of the innermost module whose method runs, empty for the model itself; `None`

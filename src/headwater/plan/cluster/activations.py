@@ -24,7 +24,7 @@ class MovedActivations:
         self._out: dict[tuple[int, int], int] = {}  # by stage and rank: the task that has moved them out
 
     def move_out(self, stage: int, rank: int, computed: int) -> None:
-        """Move the activations of a stage out, if the plan says so.
+        """Add the task that moves the activations of a stage out, if the plan offloads them.
 
         Args:
             stage: index of the stage.
@@ -41,7 +41,7 @@ class MovedActivations:
         self._out[stage, rank] = task
 
     def bring_back(self, stage: int, rank: int) -> list[int]:
-        """Move the activations of a stage back; return the tasks that its backward waits for."""
+        """Add the task that moves a stage's activations back; return the tasks its backward waits for."""
         if (stage, rank) not in self._out:
             return []
         moved, host, after = self._bytes(stage), self._host, [self._out.pop((stage, rank))]

@@ -13,7 +13,7 @@ from headwater.plan.types import Plan
 
 @final
 class GradientsOut:
-    """Adds the gradients of every rank to the host's sums in turns, and sends complete sums to the owners.
+    """Adds the tasks in which ranks add gradients to the host's sums in turns, and owners get the sums.
 
     Args:
         plan: of one rank.
@@ -29,7 +29,7 @@ class GradientsOut:
         self._reduced: list[int] = []
 
     def add(self, micro_batch: int, stage: int, computed: list[int]) -> None:
-        """Add the gradients of a micro-batch: each rank adds its own, then the sum is sent to the owners.
+        """Add the tasks of a micro-batch: each rank adds its gradients, then the owners receive the sum.
 
         Args:
             micro_batch: its index.
@@ -49,13 +49,13 @@ class GradientsOut:
         self._reduced += after if last else []
 
     def agree(self) -> None:
-        """Exchange the norm of all gradients between hosts, after the last sum."""
+        """Add the task in which hosts exchange the norm of all gradients, after the last sum."""
         network = self._host.network
         if network is not None:
             self._host.timeline.add(Kind.REDUCE, "norm", -1, network.agreement_s, after=self._reduced)
 
     def _take_turn(self, micro_batch: int, stage: int, rank: int, computed: int) -> int:
-        """Bring the gradients of one rank to the host, and add them to its sums after the previous rank."""
+        """Add the tasks in which one rank adds its gradients to the host's sums, after the previous rank."""
         host, held, done = self._host, self._footprint.stages[stage], computed
         if host.links_out:
             done = host.send(Kind.REDUCE, "gradients", stage, held.gradient, host.links_out[rank], [done])

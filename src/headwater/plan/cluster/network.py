@@ -38,11 +38,11 @@ class Links(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        """Send the weights of a stage to all hosts; return the task at whose end they have arrived."""
+        """Add the tasks that send the weights of a stage to all hosts; return the one that ends last."""
 
     @abc.abstractmethod
     def reduce(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        """Send the gradients of a stage to their owners; return the task at whose end they have arrived."""
+        """Add the tasks that send the gradients of a stage to their owners; return the one that ends last."""
 
     @property
     @abc.abstractmethod
@@ -138,7 +138,7 @@ class Switches(Links):
     def _pass(
         self, kind: Kind, name: str, stage: int, num_bytes: int, path: list[int], after: Sequence[int]
     ) -> int:
-        """Send piece by piece from link to link. The links of the owners carry a share each."""
+        """Add a transfer piece by piece from link to link. The links of the owners carry a share each."""
         pieces = max(1, min(ceil(num_bytes / PIECE_BYTES), MOST_PIECES))
         piece, last = num_bytes / pieces, -1
         for _ in range(pieces):

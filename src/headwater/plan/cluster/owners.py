@@ -16,7 +16,7 @@ from headwater.plan.types import Plan, Tier
 
 
 class Owners:
-    """The shares of one host: a compute host, or a host of the weight store.
+    """Adds the tasks of one host that owns masters and optimizer state: a compute host or a store host.
 
     Args:
         plan: of one rank.
@@ -44,7 +44,7 @@ class Owners:
         """True if updated weights must be put in a slab, as they are nowhere else in memory."""
 
     def update(self, stage: int, after: Sequence[int]) -> int:
-        """Update a stage and send it to every host; return the task at whose end that is done, or -1."""
+        """Add the tasks that update a stage and send it to every host; return the last of them, or -1."""
         held = self._predictor.footprint.stages[stage]
         if not held.trained:
             return -1
@@ -80,7 +80,7 @@ class Owners:
         ]
 
     def keep(self, stage: int, micro_batch: int, after: Sequence[int]) -> int:
-        """Add the gradients of a micro-batch to the sums of a stage on disk; return the task."""
+        """Add the tasks that add a micro-batch's gradients to a stage's sums on disk; return the last one."""
         held, before = self._predictor.footprint.held_gradient(self._plan, stage), list(after)
         if micro_batch > 0:
             before = [self._host_disk.read("gradients", stage, held, before)]
@@ -88,7 +88,7 @@ class Owners:
 
 
 def store_tier(footprint: Footprint, placement: Placement) -> Tier:
-    """Return where the hosts of the weight store keep their shares.
+    """Return the tier, memory or disk, in which the hosts of the weight store keep masters and states.
 
     Args:
         footprint: of the whole model.

@@ -79,7 +79,7 @@ class _Replay:
         self._gradients.agree()
 
     def _use(self, use: int) -> None:
-        """Compute one use on every rank, and send the gradients that it completes."""
+        """Add the tasks that compute one use on every rank, and send the gradients that it completes."""
         schedule, num_forward = self._plan.trace.schedule, len(self._plan.trace.uses)
         micro_batch, position = divmod(use, len(schedule))
         stage, forward = schedule[position], position < num_forward

@@ -25,7 +25,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """A task and its times.
+    """A piece of work in the simulation, and when it runs.
 
     Attributes:
         kind: its purpose.

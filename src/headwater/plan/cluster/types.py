@@ -98,7 +98,7 @@ class StoreHosts:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A cluster.
+    """A description of a cluster: its equal compute hosts, their network, and the weight store.
 
     Attributes:
         name: of the cluster.

@@ -16,7 +16,7 @@ from headwater.plan.types import Plan
 
 @final
 class WeightsIn:
-    """Fetches of weights, each begun as soon as the slab that it needs is free.
+    """Adds the tasks that fetch weights; a fetch begins as soon as the slab that it needs is free.
 
     Args:
         plan: of one rank.
@@ -37,7 +37,7 @@ class WeightsIn:
         self._whole: dict[int, int] = {}  # by stage: the task after which the host has its updated weights
 
     def supply(self, use: int) -> None:
-        """Update a stage before its first use, unless that needs a slab, and queue its fetch."""
+        """Add the update of a stage before its first use, unless the update needs a slab; queue the fetch."""
         stage = self._stage(use)
         if self._is_first(use) and not self._owners.need_slabs:
             self._whole[stage] = self._owners.update(stage, after=[])
@@ -58,7 +58,7 @@ class WeightsIn:
         self._used.append(computed)
 
     def last_use(self, rank: int) -> list[int]:
-        """Return the computation of the previous use on a rank; nothing before the first use."""
+        """Return the task that computes the previous use on a rank; an empty list before the first use."""
         return [self._used[-1][rank]] if self._used else []
 
     def _stage(self, use: int) -> int:
@@ -69,7 +69,7 @@ class WeightsIn:
         return use < len(self._plan.trace.uses) and self._footprint.first_use[stage] == use
 
     def _begin_fetches(self) -> None:
-        """Begin fetches in the order of uses, as slabs become free."""
+        """Add the tasks of the next fetches, as far as the uses that free their slabs are already added."""
         while self._fetches:
             use = self._fetches[0]
             before = self._use_that_frees(use)
@@ -84,12 +84,12 @@ class WeightsIn:
             self._arrived[use] = self._fetch(use, freed)
 
     def _use_that_frees(self, use: int) -> int | None:
-        """Return the last use of the stage whose slab this use gets; `None` if it was a step earlier."""
+        """Return the use after which the slab for `use` is free; `None` if it was in an earlier step."""
         distance = self._freed_by.get(use % len(self._schedule))
         return None if distance is None or distance > use else use - distance
 
     def _fetch(self, use: int, freed: list[list[int]]) -> list[list[int]]:
-        """Bring the weights of a use to every rank; return the tasks that each rank waits for."""
+        """Add the tasks that bring the weights of a use to the ranks; return by rank what to wait for."""
         stage, network = self._stage(use), self._host.network
         slab = self._footprint.stages[stage].slab
         everywhere = [task for tasks in freed for task in tasks]
@@ -117,12 +117,12 @@ class WeightsIn:
         return [self._upload(stage, rank, [*whole, *f]) for rank, f in enumerate(freed)]
 
     def _copy(self, stage: int, rank: int, after: list[int]) -> int:
-        """Copy a stage from the weight store in memory to a slab, by the cores that compute."""
+        """Add the copy of a stage from the weight store in memory to a slab, by the cores that compute."""
         moved, core = 2 * self._footprint.stages[stage].slab, (self._host.ranks[rank],)
         return self._host.use_memory(Kind.BROADCAST, "weights to slab", stage, moved, after, core)
 
     def _upload(self, stage: int, rank: int, after: list[int]) -> list[int]:
-        """Copy a stage from memory to an accelerator."""
+        """Add the copy of a stage from memory to an accelerator; return its tasks."""
         slab, link = self._footprint.stages[stage].slab, self._host.links_in[rank]
         over_link = self._host.send(Kind.BROADCAST, "weights", stage, slab, link, after)
         return [over_link, self._host.use_memory(Kind.BROADCAST, "weights read", stage, slab, after)]
