@@ -35,7 +35,7 @@ def num_tasks() -> int:
 
 
 def task_id() -> int:
-    """Return the index of this process among them, from 0 to `num_tasks() - 1`."""
+    """Return the index of this process among those that read data, from 0 to `num_tasks() - 1`."""
     return torch.distributed.get_rank() if _is_distributed() else 0
 
 

@@ -156,7 +156,7 @@ class CurrentEngine:
         give_back(store, key, param, self.updaters.state_owner_of(store.spec(key).name))
 
     def give_states_back(self, names: Collection[str]) -> None:
-        """Copy the states of parameters from the store to their optimizers; other optimizers follow them.
+        """Copy the states of parameters from the store to their optimizers, before others take over.
 
         Args:
             names: names of the parameters.

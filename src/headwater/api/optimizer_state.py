@@ -114,7 +114,7 @@ class OptimizerState(Dictionary):
         self._own[view.param] = view
 
     def retire(self) -> None:
-        """Move all states from stores into this mapping; the optimizer has another one."""
+        """Move all states from stores into this mapping, because the optimizer now uses another mapping."""
         for param in [key for key in self if isinstance(key, ParameterAtRest)]:
             if self.stored(param) is not None:
                 view = self._view(param)

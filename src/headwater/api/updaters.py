@@ -143,12 +143,12 @@ class Updaters:
         return self._entries[name].by() if name in self._entries else None
 
     def state_owner_of(self, name: str) -> torch.optim.Optimizer | None:
-        """Return the optimizer that is to get the state of a parameter that leaves the store, or None."""
+        """Return the optimizer that receives the state of a parameter which leaves the store, or None."""
         optimizer = self.updater_of(name)
         return None if optimizer is None or is_state_replaced(optimizer) else optimizer
 
     def renamed(self, old_names: Mapping[str, str]) -> Updaters:
-        """Return the same for a model with other names.
+        """Return these updaters for a model whose parameters have new names.
 
         Args:
             old_names: new name -> old name, of the parameters that the model still has.

@@ -76,7 +76,7 @@ class Structure:
         return self._look() == self._identities
 
     def old_names(self, now: Structure) -> dict[str, str]:
-        """Return the present name -> the name in this structure, of each parameter that is in both."""
+        """Return, for each parameter in both structures: name in `now` -> name in this structure."""
         return {name: self.names[key] for key, name in now.names.items() if key in self.names}
 
     def difference(self, now: Structure) -> str:

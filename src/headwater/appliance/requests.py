@@ -72,7 +72,7 @@ def answer(folder: QueueFolder, caller: Caller, line: bytes) -> dict[str, Any]:
 
 
 def busy(why: str, *, where: str) -> dict[str, Any]:
-    """Return the refusal of a connection that is one too many; the client may ask again."""
+    """Return the answer to a connection beyond the limit: an error, after which the client may ask again."""
     remedy = "close connections that are idle (the queue does so after 10 s), and ask again"
     return {**_refusal(QueueError(why, where=where, remedy=remedy)), "again": True}
 

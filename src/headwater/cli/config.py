@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_validate(args: argparse.Namespace) -> int:
-    """Read a params file, which raises its errors; return the exit code."""
+    """Check a params file and print that it is valid; return the exit code. Errors are raised."""
     config = read_params(args)
     open_console(config)
     print(f"{config.source} is valid")

@@ -52,7 +52,7 @@ class Leaders:
             self._control.gather(torch.zeros(1))
 
     def share(self, values: npt.NDArray[np.float64]) -> None:
-        """Replace the values of other hosts' ranks by what these have written on their hosts.
+        """Copy to `values` the values that the ranks of other hosts have written on their own hosts.
 
         Args:
             values: one of each rank; the same call on each leader. Ignored on ranks that are not leaders.

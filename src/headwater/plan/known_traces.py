@@ -33,7 +33,7 @@ class KnownTraces:
             _IN_USE.reset(token)
 
     def get(self, conditions: Hashable, make: Callable[[], Trace]) -> Trace:
-        """Return the trace of the next dry run; it is made if it is not known under these conditions."""
+        """Return the trace of the next dry run. If none is known under these conditions, make it."""
         key = (self._made, conditions)
         self._made += 1
         if key not in self._traces:
@@ -42,6 +42,6 @@ class KnownTraces:
 
 
 def known_or_made(conditions: Hashable, make: Callable[[], Trace]) -> Trace:
-    """Return the trace of the next dry run, which `make` makes unless `KnownTraces` in use has it."""
+    """Return the trace of the next dry run: from the `KnownTraces` in use, or else made by `make`."""
     known = _IN_USE.get()
     return make() if known is None else known.get(conditions, make)

@@ -193,7 +193,7 @@ def resources_of(backend: BackendOptions, disk: Path | None = None) -> Resources
 
 
 def _fixed_by(backend: BackendOptions, micro_batch_size: int | None) -> Fixed:
-    """Return the decisions that the options make, so that the planner must not."""
+    """Return the decisions that the options make, which the planner must keep."""
     return Fixed(
         tier=None if backend.tier == "auto" else backend.tier,
         num_slabs=backend.num_slabs,

@@ -64,7 +64,7 @@ class WeightReads:
             self._sites.setdefault(path + site.removeprefix(old), set()).add(stage)
 
     def sites(self) -> dict[str, tuple[int, ...]]:
-        """Return by module the stages that it reads. A stage that no operator reads is that of its module."""
+        """Return the stages that each module reads. A stage without reads is listed at its own module."""
         sites = {path: set(stages) for path, stages in self._sites.items()}
         for index, unit in enumerate(self._units):
             sites.setdefault(unit.path, set()).add(index)

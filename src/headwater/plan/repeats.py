@@ -76,7 +76,7 @@ class Call:
 
 @final
 class Repeats:
-    """Stages that repeat others, and the calls of stages that have run.
+    """Stages that are not run because equal stages have run, and the recorded calls of those.
 
     Attributes:
         original: skipped stage -> the stage whose costs it has.

@@ -85,7 +85,7 @@ def best_plan(request: Request) -> Plan | None:
 
 
 def _with_whole_masters(plan: Plan, request: Request) -> Plan:
-    """Return the plan with separate masters, if its weights are read in place and that fits."""
+    """Return a plan that reads bf16 weights in place with whole fp32 masters, if these fit; else `plan`."""
     bf16_in_place = plan.in_place and plan.precision.name == "bf16" and not plan.trace.inference
     if not bf16_in_place or request.fixed.masters == "split":
         return plan

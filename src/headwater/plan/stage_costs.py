@@ -49,7 +49,7 @@ class StageCosts:
         self._saved: dict[int, torch.Tensor] = {}
 
     def leave_out(self, params: Iterable[torch.Tensor], state: Iterable[torch.Tensor]) -> None:
-        """Count memory of the model itself as no cost.
+        """Record memory of the model itself, so that it is not counted as a cost.
 
         Args:
             params: parameters, which are not counted if autograd saves them.

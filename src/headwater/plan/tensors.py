@@ -124,7 +124,7 @@ class RealTensors:
 
 
 def with_real_tensors(run: Callable[[RealTensors], T]) -> T:
-    """Return the result of a dry run on the model's own tensors, with copies of those that it changes."""
+    """Return the result of a dry run on the model's own tensors. Tensors that it changes are copied."""
     copied: set[str] = set()
     while True:
         tensors = RealTensors(copied)

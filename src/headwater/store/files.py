@@ -37,7 +37,7 @@ class Checksums:
         self._sums[offset // PAGE_BYTES] = zlib.crc32(block) + 1
 
     def check(self, offset: int, block: memoryview) -> None:
-        """Compare a block that has been read. It was written as the same block, or never.
+        """Compare a block that was read with its checksum, if this block was written.
 
         Raises:
             CorruptError: if it differs from what was written.
@@ -149,7 +149,7 @@ def open_files(
     sums: Sequence[torch.Tensor] | None = None,
     origins: Sequence[Path] | None = None,
 ) -> list[BlockFile]:
-    """Open a file for each path. If one cannot be opened, none is kept.
+    """Open a file for each path. If one cannot be opened, close the others.
 
     Args:
         sizes: bytes of each file.

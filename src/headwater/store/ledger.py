@@ -54,13 +54,13 @@ class Ledger:
         return None if pending is None or (up_to is not None and pending.number > up_to) else pending
 
     def apply(self, stage: int) -> Pending:
-        """Return the update that waits for a stage, to be applied now: it cannot be undone any more."""
+        """Return the update that waits for a stage. The caller applies it: it cannot be undone any more."""
         pending = self._pending.pop(stage)
         self.note_used(pending.number)
         return pending
 
     def note_used(self, number: int) -> None:
-        """Note that weights are used with this commit: it cannot be undone, and none before it."""
+        """Note a use of weights with this commit applied: from now on no commit up to it can be undone."""
         self._last_used = max(self._last_used, number)
 
     def note_all_used(self) -> None:

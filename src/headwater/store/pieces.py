@@ -150,7 +150,7 @@ class Pieces:
         *,
         keep: bool = False,
     ) -> None:
-        """Write a piece by `fill`, which with `keep` finds the present master in it."""
+        """Write a piece by `fill`. With `keep`, `fill` finds the present master in the piece."""
         spec = self._stage(stage).params[piece.param]
         encoding, fields = encoding_of(spec), piece.views(rest)
         flat_wire = wire[piece.start : piece.stop]

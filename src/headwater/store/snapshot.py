@@ -121,7 +121,7 @@ class Snapshot:
             self._failure = self._failure or error
 
     def save_stage(self, stage: int) -> None:
-        """Save one stage, unless it is saved.
+        """Save one stage, unless it is saved already.
 
         Raises:
             HeadwaterError: if it fails, or another stage has failed on another thread.

@@ -61,7 +61,7 @@ class SavedCheckpoint:
         self.manifest = read_manifest(folder)
 
     def tensors(self, file: str) -> TensorFile:
-        """Open one of its safetensors files; all that is read from it is compared with its checksums.
+        """Open a safetensors file of the checkpoint; reads are compared with the file's checksums.
 
         Raises:
             CheckpointError: if the file is missing.
@@ -70,7 +70,7 @@ class SavedCheckpoint:
         return TensorFile(self.folder / file, self._entry(file).chunks)
 
     def read(self, file: str) -> bytes:
-        """Return the content of one of its files; raises as `tensors` does."""
+        """Return the content of a file of the checkpoint. Raises the errors of `tensors`."""
         entry = self._entry(file)
         return FileBytes(self.folder / file, entry.chunks).read(0, entry.num_bytes, file)
 

@@ -95,7 +95,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Block until all that was written is in its place."""
+        """Block until all writes are done."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -13,7 +13,7 @@ from headwater.store.sparse import with_values
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """A step, as `WeightStore.commit` takes it.
+    """The settings of one optimizer step; the argument of `WeightStore.commit`.
 
     Attributes:
         step: its number; later steps have larger ones.

@@ -153,7 +153,7 @@ class Updater:
 
 @dataclasses.dataclass(eq=False)
 class _Loaded:
-    """A piece while it is updated.
+    """A piece with the tensors that its update reads and writes.
 
     Attributes:
         piece: its place.

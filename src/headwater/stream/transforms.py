@@ -11,7 +11,7 @@ _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
 def in_transform() -> bool:
-    """True inside any transform of `torch.func`, also `vmap`. The transform's tensors end with it."""
+    """True inside any transform of `torch.func`, also `vmap`. Its tensors are not valid afterwards."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -294,9 +294,10 @@ def function(hf: Mapping[str, Any], key: str, default: str, *, gated: bool = Fal
 
 
 def their_function(nonlinearity: str, *, gated: bool = False) -> str:
-    """Return their name of a nonlinearity; any other name if they do not have it.
+    """Return the transformers library's name of a nonlinearity.
 
-    `Format.config_to_hf` then finds the difference and raises an error.
+    If the library does not have it, return the name of another one: `Format.config_to_hf` then finds the
+    difference and raises an error.
     """
     names = _GATED if gated else _FUNCTIONS
     theirs = (there for there, here in names.items() if here == nonlinearity)

@@ -42,7 +42,7 @@ class Failure:
         return self.exit_code is None or self.exit_code < 0
 
     def order(self, passed_on: Collection[int]) -> tuple[int, float]:
-        """Return a sort key; the cause has the least one.
+        """Return a sort key: the failure with the smallest key caused the others.
 
         Kinds of failures are compared first, since the clocks of several hosts differ.
         """

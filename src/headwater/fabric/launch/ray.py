@@ -140,7 +140,7 @@ class RankActor:
             time.sleep(0.02)
 
     def _printed(self, index: int, all_of_it: bool) -> bytes:
-        """Return what was added to a file since the last call; only whole lines unless `all_of_it`."""
+        """Return the text added to a file since the last call; only whole lines unless `all_of_it`."""
         file, start = self._files[index].fileno(), self._read[index]
         new = os.pread(file, os.fstat(file).st_size - start, start)
         if not all_of_it:

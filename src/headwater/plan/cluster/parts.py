@@ -34,7 +34,7 @@ def rank_parts(timeline: Timeline, rank: int) -> dict[str, float]:
 
 
 def mean_parts(timeline: Timeline, ranks: Iterable[int]) -> dict[str, float]:
-    """Return the same for an average rank."""
+    """Return the seconds of a step by kind of work, as the mean over `ranks`."""
     every = [rank_parts(timeline, rank) for rank in ranks]
     return {name: sum(parts[name] for parts in every) / len(every) for name in PARTS}
 

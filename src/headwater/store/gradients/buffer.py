@@ -30,7 +30,7 @@ class GradientBuffer(abc.ABC):
 
     @abc.abstractmethod
     def take(self, stage: int) -> Gradients | None:
-        """Return the gradients of a stage and hold them no longer. `None` if nothing is held."""
+        """Remove and return the gradients of a stage; `None` without gradients."""
 
     @abc.abstractmethod
     def look(self, stage: int) -> Gradients:
@@ -38,15 +38,15 @@ class GradientBuffer(abc.ABC):
 
     @abc.abstractmethod
     def drop(self, stage: int, param: int) -> None:
-        """Hold the gradient of one parameter no longer."""
+        """Drop the gradient of one parameter."""
 
     @abc.abstractmethod
     def keep(self, stage: int) -> None:
-        """Save what is held of a stage, for `restore`. Until `forget` nobody may change it in place."""
+        """Save the gradients of a stage for `restore`. Until `forget` they must not be changed in place."""
 
     @abc.abstractmethod
     def restore(self, stage: int) -> None:
-        """Hold again what was held at `keep`, instead of what is held now."""
+        """Replace the gradients of a stage by those that `keep` has saved."""
 
     @abc.abstractmethod
     def forget(self) -> None:

@@ -70,7 +70,7 @@ class BufferedSums:
         return self._buffer.look(stage)
 
     def take(self, stage: int) -> Gradients | None:
-        """Return all sums of a stage and hold them no longer."""
+        """Remove and return all sums of a stage."""
         self.settle(stage)
         self._return_lent(stage)
         return self._buffer.take(stage)
@@ -80,7 +80,7 @@ class BufferedSums:
         self._buffer.put(stage, gradients)
 
     def drop(self, key: ParamKey) -> None:
-        """Hold the sum of one parameter no longer."""
+        """Drop the sum of one parameter."""
         stage, param = key
         self.save(stage)
         self.settle(stage)
@@ -131,7 +131,7 @@ class BufferedSums:
                 held[param] = _copy(held[param])
 
     def _return_lent(self, stage: int) -> None:
-        """Write lent copies back to the buffer. In memory the lent tensor is the one that is held."""
+        """Write lent copies back to the buffer. A buffer in memory has lent its own tensors, not copies."""
         if self._buffer.is_memory:
             return
         lent = {key[1]: self._lent.pop(key) for key in list(self._lent) if key[0] == stage}
@@ -168,7 +168,7 @@ class BufferedSums:
         self._lent.clear()
 
     def forget(self) -> None:
-        """Forget what was saved."""
+        """Discard the sums saved for an undo."""
         self._undoable = frozenset()
         self._saved.clear()
         self._buffer.forget()

@@ -73,7 +73,7 @@ class HostGradients(GradientSink):
         self._ranks.publish()
 
     def _sum_all(self) -> None:
-        """Block until every host has the sums of what it updates."""
+        """Block until every host has the summed gradients of the elements that it updates."""
         if self._phase is Phase.ADDING:  # this rank had no gradient in the last micro-batch, which has ended
             self._exchange.start(self._ranks.step, self._ranks.sums.turns.micro_batch - 1)
         self._exchange.finish(self._ranks.step)

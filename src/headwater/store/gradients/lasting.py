@@ -105,7 +105,7 @@ class LastingSums:
         return copy
 
     def give_up(self, key: ParamKey) -> None:
-        """Give up what is in a sum: the next addition replaces it."""
+        """Mark a sum as empty: the next addition replaces its content."""
         self._lent.pop(key, None)
         self._copies.pop(key, None)
         self._clock += 1

@@ -74,11 +74,11 @@ class GradientSink(abc.ABC):
 
     @abc.abstractmethod
     def take(self, stage: int) -> Gradients | None:
-        """Return all that waits for a stage, and keep it no longer. `None` if nothing does."""
+        """Remove and return the gradients that wait for a stage's update; `None` without gradients."""
 
     @abc.abstractmethod
     def put_back(self, stage: int, gradients: Gradients) -> None:
-        """Keep what an update did not use of the gradients that `take` has returned."""
+        """Store again the gradients from `take` that an update did not use."""
 
     @abc.abstractmethod
     def drop(self, key: ParamKey) -> None:
@@ -135,7 +135,7 @@ class EditableGradients(GradientSink):
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Forget what was remembered."""
+        """Discard the remembered sums."""
 
 
 def editable(gradients: GradientSink) -> EditableGradients:

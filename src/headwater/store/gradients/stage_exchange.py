@@ -70,7 +70,7 @@ class StageExchange:
         self._exchanged.post(stage, step)
 
     def finish(self, step: int) -> None:
-        """Block until this host has the sums of all that it updates."""
+        """Block until this host has the summed gradients of all elements that it updates."""
         sending, self._sending = self._sending, []
         for each in sending:
             each.result()

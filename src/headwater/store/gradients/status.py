@@ -74,11 +74,11 @@ class GradientStatus:
         self._consumed_before = frozenset(self.consumed)
 
     def restore(self, gone: Iterable[ParamKey]) -> None:
-        """Return to what was remembered, but for these sums, and forget it."""
+        """Restore the remembered status, except for the sums in `gone`, and discard what was remembered."""
         self.leave_all()
         self.present, self.consumed = set(self.remembered.difference(gone)), set(self._consumed_before)
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was remembered."""
+        """Discard the remembered status."""
         self.remembered = self._consumed_before = frozenset()
