@@ -6,7 +6,8 @@ on an operator. A class that is marked by `costs_by_shapes` promises that a call
 inputs alone, and has no effect but its output. If equal modules of such a class are called with equal inputs,
 the first one runs since it may save tensors that all share. The second one is the original of the others. The
 last ones run since their backwards come first, before there are sums of gradients. A call between these
-returns tensors like those of the original, with one node in the graph of autograd.
+returns tensors like those of the original, with one node in the graph of autograd. If calls turn out to
+differ from their originals in a way that is known only at the end, all stages run in another dry run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from headwater.core.dry_run import has_costs_by_shapes
@@ -29,6 +31,8 @@ _FIRST, _LAST = 2, 2
 """Number of equal stages that run: the first ones with the same inputs, and the last ones of all."""
 _SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _OF_MODULES = frozenset(vars(nn.Module()))
+_KNOWN_PACKAGES = ("torch.nn.modules.", "headwater.models.")
+"""Packages whose modules may be inside a marked one. No attribute may show what a user's module does."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -41,20 +45,20 @@ class Call:
         structure: structure of the arguments.
         outputs: for each leaf of the output a tensor like it, the index of the input that it is, or a value.
         output_structure: structure of the output.
-        with_gradients: True if autograd records it.
+        modes: modes of torch that decide costs.
     """
 
     inputs: tuple[Any, ...]
     structure: TreeSpec
     outputs: tuple[Any, ...]
     output_structure: TreeSpec
-    with_gradients: bool
+    modes: Hashable
 
     def fits(self, inputs: Sequence[Any], structure: TreeSpec) -> bool:
         """True if a call with these inputs costs the same."""
         return (
             structure == self.structure
-            and torch.is_grad_enabled() == self.with_gradients
+            and _modes() == self.modes
             and all(map(_is_like, inputs, self.inputs))
             and _sharing(inputs) == _sharing(self.inputs)
         )
@@ -95,30 +99,53 @@ class Repeats:
 
     @property
     def consistent(self) -> bool:
-        """False if a stage was not called as its original was, so that it has other costs."""
-        return self._as_expected and all(
-            self._counts[stage] == self._counts[original] for stage, original in self.original.items()
+        """False if a stage has other costs than its original, as known at the end of the step."""
+        return not self.original or (
+            self._as_expected
+            and all(
+                self._counts[stage] == self._counts[original] for stage, original in self.original.items()
+            )
         )
 
-    def call_like(self, stage: int, inputs: Sequence[Any], structure: TreeSpec) -> Call | None:
+    def refuse(self) -> None:
+        """Note that backward has run forwards again, perhaps those of skipped stages."""
+        self._as_expected = False
+
+    def call_like(
+        self, stage: int, inputs: Sequence[Any], structure: TreeSpec, *, may_skip: bool
+    ) -> Call | None:
         """Return the call that a call of this stage repeats, which is skipped then; `None` if it must run.
 
         Args:
             stage: index of the stage.
             inputs: leaves of the arguments.
             structure: structure of the arguments.
+            may_skip: False if the call must run.
         """
         number = self._counts[stage]
         self._counts[stage] += 1
-        equal = self._equal.get(stage, [])
-        if stage in equal[-_LAST:] or (number > 0 and stage not in self.original):
+        if number > 0 and stage not in self.original:
             return None
-        calls = ((other, self._calls.get((other, number))) for other in equal if other not in self.original)
-        fitting = [(other, call) for other, call in calls if call and call.fits(inputs, structure)]
-        if number > 0:  # the costs of a stage are those of all its calls
-            call = dict(fitting).get(self.original[stage])
-            self._as_expected = self._as_expected and call is not None
-            return call
+        call = self._repeated_call(stage, number, inputs, structure) if may_skip else None
+        if number > 0 and call is None:
+            self._as_expected = False  # the costs of a stage are those of all its calls
+        return call
+
+    def _repeated_call(
+        self, stage: int, number: int, inputs: Sequence[Any], structure: TreeSpec
+    ) -> Call | None:
+        """Return a call that costs the same; the stage of the first one is the original."""
+        if number > 0:
+            call = self._calls.get((self.original[stage], number))
+            return call if call is not None and call.fits(inputs, structure) else None
+        equal = self._equal.get(stage, [])
+        if stage in equal[-_LAST:]:
+            return None
+        # In the order of the calls, which may be another one than the model's.
+        first_calls = [(other, call) for (other, index), call in self._calls.items() if index == 0]
+        fitting = [
+            (other, call) for other, call in first_calls if other in equal and call.fits(inputs, structure)
+        ]
         if len(fitting) < _FIRST:
             return None
         self.original[stage], call = fitting[_FIRST - 1]
@@ -139,9 +166,7 @@ class Repeats:
         described = _described(leaves, inputs)
         if described is not None:
             key = stage, self._counts[stage] - 1
-            self._calls[key] = Call(
-                tuple(inputs), structure, described, output_structure, torch.is_grad_enabled()
-            )
+            self._calls[key] = Call(tuple(inputs), structure, described, output_structure, _modes())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +204,8 @@ class _Repeated(torch.autograd.Function):
 
 def _equal_stages(model: nn.Module, partition: Partition) -> list[list[int]]:
     """Return lists of stages that cost the same if their inputs do, each in the order of the model."""
+    if _has_any_global_hook():
+        return []
     groups: dict[Hashable, list[int]] = {}
     for stage, unit in zip(partition.stages, partition.units, strict=True):
         module = model.get_submodule(unit.path)
@@ -200,13 +227,15 @@ def _stage_key(module: nn.Module, stage: StageSpec) -> Hashable | None:
 
 
 def _module_key(module: nn.Module) -> Hashable | None:
-    """Return what the costs of a call depend on; `None` if hooks make that unknown."""
+    """Return what the costs of a call depend on; `None` if hooks or foreign code make that unknown."""
     values = vars(module)
-    if any(values[name] for name in _HOOKS) or "_call_impl" in values:
+    if not (has_costs_by_shapes(module) or type(module).__module__.startswith(_KNOWN_PACKAGES)):
+        return None
+    if any(values[name] for name in _HOOKS) or not values.keys().isdisjoint(("_call_impl", "forward")):
         return None
     own = tuple((name, _value_key(values[name])) for name in sorted(values.keys() - _OF_MODULES))
     params = tuple((name, param is None) for name, param in module._parameters.items())
-    buffers = tuple((name, _buffer_key(buffer)) for name, buffer in module._buffers.items())
+    buffers = tuple((name, id(buffer)) for name, buffer in module._buffers.items())  # some share memory
     children = tuple(
         (name, None if child is None else _module_key(child)) for name, child in module._modules.items()
     )
@@ -218,21 +247,23 @@ def _module_key(module: nn.Module) -> Hashable | None:
 def _value_key(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
         return type(value), tuple(map(_value_key, value))
+    if isinstance(value, slice):
+        return slice, _value_key((value.start, value.stop, value.step))
     return (type(value), value) if type(value) in _SIMPLE else id(value)
 
 
-def _buffer_key(buffer: torch.Tensor | None) -> Hashable:
-    if buffer is None or not buffer.is_floating_point():  # values of integers may decide what runs
-        return id(buffer)
-    return tuple(buffer.shape), buffer.stride(), buffer.dtype
+def _modes() -> Hashable:
+    """Return the modes of torch that decide the costs of a call."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
 def _is_like(leaf: Any, original: Any) -> bool:
     """True if an input costs the same. The values of floating-point tensors decide nothing in a dry run."""
+    if not isinstance(leaf, torch.Tensor) or not isinstance(original, torch.Tensor):
+        # An object may have changed since the original's call, even if both are the same object.
+        return type(leaf) is type(original) and type(leaf) in _SIMPLE and bool(leaf == original)
     if leaf is original:
         return True
-    if not isinstance(leaf, torch.Tensor) or not isinstance(original, torch.Tensor):
-        return type(leaf) is type(original) and type(leaf) in _SIMPLE and bool(leaf == original)
     return leaf.is_floating_point() and has_storage(leaf) and _tensor_key(leaf) == _tensor_key(original)
 
 

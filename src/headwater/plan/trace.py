@@ -102,12 +102,23 @@ def trace_step(
             recorder.run(batch, loss_function)
         return recorder
 
+    def skipping() -> _Recorder | None:
+        """Return a dry run that skips repeated stages; `None` if all stages must run."""
+        repeats = Repeats(model, partition)
+        try:
+            recorder = dry_run(FakeTensors(), repeats)
+        except Exception:  # of a forward that runs again in backward, if it saves more than a skipped one
+            if not repeats.original:
+                raise
+            return None
+        return recorder if repeats.consistent else None
+
     def make() -> Trace:
         try:
             with counting_costs() if observer is None else nullcontext():
                 may_skip = observer is None and not inference
-                recorder = dry_run(FakeTensors(), Repeats(model, partition) if may_skip else None)
-                if not recorder.consistent:
+                recorder = skipping() if may_skip else None
+                if recorder is None:
                     recorder = dry_run(FakeTensors())
         except Exception:  # fake values can cause any error in a forward; a real fault raises again below
             if observer is not None or not in_host_memory(model, batch):
@@ -232,12 +243,14 @@ class _Recorder(TorchDispatchMode):
             if stage is None or self._reads.running or self._repeats is None:
                 return self._run(path, call, args, kwargs)
             inputs, structure = tree_flatten((args, kwargs))
-            repeated = self._repeats.call_like(stage, inputs, structure)
+            # Other hooks, as of a checkpoint, save a skipped call otherwise than the call itself.
+            may_skip = torch._C._autograd._top_saved_tensors_default_hooks(False)[0] == self._pack
+            repeated = self._repeats.call_like(stage, inputs, structure, may_skip=may_skip)
             if repeated is not None:
                 return self._repeat(stage, repeated, inputs)
             num_uses = len(self._reads.uses)
             output = self._run(path, call, args, kwargs)
-            if self._reads.uses[num_uses:] == [stage] and stage not in self._writes.units:
+            if may_skip and self._reads.uses[num_uses:] == [stage] and stage not in self._writes.units:
                 self._repeats.note(stage, inputs, structure, output)
             return output
 
@@ -294,6 +307,8 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # not an operator, and very frequent
         out = self._computes_on.call(func, args, kwargs)
+        if self._costs.in_backward and self._repeats is not None and torch.is_grad_enabled():
+            self._repeats.refuse()
         if not self._costs.in_backward:
             self._writes.note_operator(changed_by(func, args, kwargs))
             for tensor in operands((args, kwargs)):
@@ -305,11 +320,6 @@ class _Recorder(TorchDispatchMode):
             arguments, at = (*args, *kwargs.values()), self._costs
             self._observer(OperatorCall(func, arguments, out, at.current, flops, at.in_backward))
         return out
-
-    @property
-    def consistent(self) -> bool:
-        """False if a skipped stage proved to differ in cost from the stage whose costs it was given."""
-        return self._repeats is None or self._repeats.consistent
 
     def _runs_again(self, unit: Unit) -> bool:
         """True if the forward of a stage can run again; TorchScript fails inside a checkpoint."""
