@@ -61,7 +61,7 @@ def test_an_error_of_a_rank_ends_other_hosts_and_names_the_rank(tmp_path, within
         ({"num_csx": 3}, "num_csx=3, but 2 ranks were started"),
         (
             {"within": "hw.step_closure(lambda loss: model.weight.grad)(x)"},
-            "a gradient is asked for on one rank",
+            "a gradient is requested on one rank",
         ),
     ],
     ids=["argument", "number", "closure"],

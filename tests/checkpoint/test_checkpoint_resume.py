@@ -181,7 +181,7 @@ def test_keep_n_removes_older_checkpoints(tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"checkpoint_100", "checkpoint_9"}  # the latest save is kept
     assert manager.latest() == tmp_path / "checkpoint_100"
-    with pytest.raises(ConfigError, match="keep_n is 0"):
+    with pytest.raises(ConfigError, match="expected keep_n >= 1, got 0"):
         CheckpointManager(tmp_path, keep_n=0)
 
 

@@ -27,7 +27,7 @@ def test_a_value_of_all_ranks_is_refused_inside_alone(two_ranks):
     membership.require_all_ranks("a gradient")
     with membership.alone("step closure"), pytest.raises(StreamError) as error:
         membership.require_all_ranks("a gradient")
-    assert error.value.what == "a gradient is asked for on one rank, and each has a part of it"
+    assert error.value.what == "a gradient is requested on one rank, but each rank holds only a part of it"
     assert error.value.where == "step closure"
 
 

@@ -138,7 +138,7 @@ def backend(
         raise ConfigError(
             f"expected num_memx=0 in a user's loop, got {config.placement.num_memx}: all ranks compute there",
             where="backend, option cluster_config.num_memx",
-            remedy="leave it out",
+            remedy="leave num_memx out",
         )
     refuse_restarts(config.cluster_config, where="backend, option cluster_config.max_restarts")
     made = Backend(config, Path(compile_dir), compile_only=compile_only, validate_only=validate_only)

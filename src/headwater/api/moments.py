@@ -106,7 +106,7 @@ class Moment:
         state = self._optimizer.state.get(self._param, {})
         if self._name not in state:
             raise StreamError(
-                "a tensor of the state of an optimizer is used that the optimizer does not have any more",
+                "the program uses a tensor of optimizer state that the optimizer has replaced",
                 where=f"optimizer.state[param][{self._name!r}]",
                 remedy="take the tensor from optimizer.state again, or clone it before the state is replaced",
             )

@@ -350,7 +350,8 @@ def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
         known = recorded_values(place) if isinstance(place, nn.Parameter) else None
         tensors[name] = state[name] if known is None else known
         if tensors[name].is_meta:
-            raise CheckpointError(f"{name} has no values", remedy="load_pretrained gives it some")
+            remedy = "load values with load_pretrained before you save"
+            raise CheckpointError(f"{name} has no values", remedy=remedy)
     return tensors
 
 

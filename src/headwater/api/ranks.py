@@ -120,7 +120,7 @@ def refuse_restarts(cluster: ClusterConfig, *, where: str) -> None:
             f"expected max_restarts=0 in a script, got {cluster.max_restarts}: "
             "only `headwater fit` restarts a run",
             where=where,
-            remedy="leave it out, and start the script again",
+            remedy="leave max_restarts out, and start the script again",
         )
 
 

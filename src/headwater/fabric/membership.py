@@ -78,9 +78,9 @@ def require_all_ranks(what: str) -> None:
     place = _alone_in.get()
     if place is not None:
         raise StreamError(
-            f"{what} is asked for on one rank, and each has a part of it",
+            f"{what} is requested on one rank, but each rank holds only a part of it",
             where=place,
-            remedy="ask for it where all ranks do: in the loop, or in a checkpoint_closure",
+            remedy="request it on all ranks: in the loop, or in a checkpoint_closure",
         )
 
 

@@ -119,7 +119,7 @@ def check(request: Request) -> None:
         raise ConfigError(
             f"this model needs at least {counted(least, 'slab', 'slabs')}, found {fixed.num_slabs}",
             where="num_slabs",
-            remedy=f"write {least} or more, or leave it out",
+            remedy=f"write {least} or more, or leave num_slabs out",
         )
 
 

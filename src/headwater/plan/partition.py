@@ -65,7 +65,7 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
     names = _names_by_param(model)
     if not names:
         raise PlanError(
-            f"{type(model).__name__} has no parameters", remedy="there is nothing to train or stream"
+            f"{type(model).__name__} has no parameters", remedy="pass a module that has parameters"
         )
     norm_params = _norm_params(model)
     sparse_params = _sparse_params(model)

@@ -118,8 +118,8 @@ class Parameters:
                 filled += value.numel()
         if filled < out.numel():
             raise StoreError(
-                f"{spec.name} is read by rank {self._ownership.rank}, and other ranks have it",
-                remedy="save a checkpoint, and read it there",
+                f"rank {self._ownership.rank} reads {spec.name}, but only other ranks hold all of it",
+                remedy="save a checkpoint, and read the parameter from it",
             )
         is_like_it = state is None or out.shape == spec.shape
         return spec.like_the_parameter(out) if is_like_it else out

@@ -110,7 +110,7 @@ class Engine:
         if any(value.is_meta for value in values):
             raise StreamError(
                 f"stage {self.store.stages[stage].name!r} is on the meta device: its weights have no values",
-                remedy="pass `initial`, which gives them",
+                remedy="pass `initial`, a function that returns the weights",
             )
 
         def fill(piece: PieceState) -> None:

@@ -262,9 +262,9 @@ class SlabWeights(Weights):
             slab = self._place(stage)
         if slab is None:
             raise StreamError(
-                f"no slab is free for stage {self._stages[stage].name!r}: views of all are still held",
+                f"no slab is free for stage {self._stages[stage].name!r}: views of all slabs are still held",
                 remedy="the model, or a kept output or error of an earlier step, holds weights of several "
-                "stages at once; let go of it or use more slabs",
+                "stages at once; delete the output or error, or use more slabs",
             )
         return slab
 

@@ -65,7 +65,7 @@ class CheckpointManager:
     def __init__(self, model_dir: Path, keep_n: int | None = None) -> None:
         if keep_n is not None and keep_n < 1:
             raise ConfigError(
-                f"keep_n is {keep_n}", remedy="keep at least one checkpoint, or leave keep_n out"
+                f"expected keep_n >= 1, got {keep_n}", remedy="write 1 or more, or leave keep_n out"
             )
         self.model_dir = model_dir
         self._keep_n = keep_n

@@ -120,7 +120,7 @@ def find_trained(named: Path | None, checkpoints: CheckpointManager, model_dir: 
         raise CheckpointError(
             "there is no checkpoint to evaluate",
             where=str(model_dir),
-            remedy="train first with headwater fit, or name one with --checkpoint_path",
+            remedy="train first with headwater fit, or name a checkpoint with --checkpoint_path",
         )
     return path
 

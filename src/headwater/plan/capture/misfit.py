@@ -61,7 +61,7 @@ def check_loss(loss: Any) -> None:
         raise ModelError(
             f"the loss is {tensor_text(loss)}, not one number",
             where=where,
-            remedy="return for example its mean",
+            remedy="return one number, for example the mean of the losses",
         )
     if not loss.requires_grad:
         raise ModelError(
