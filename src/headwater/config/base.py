@@ -121,7 +121,7 @@ class Choice(Section):
         data = {names.get(str(key).lower(), key): value for key, value in data.items()}
         given = [key for key, value in data.items() if value is not None]
         if len(given) > 1:
-            raise PydanticCustomError("choice", "expected one name, found {names}", {"names": given})
+            raise PydanticCustomError("choice", "expected one name, got {names}", {"names": given})
         return data
 
     @property

@@ -49,7 +49,7 @@ class DPO(nn.Module):
         return self
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the training loss, a scalar in fp32: the mean over the pairs.
+        """Return the DPO loss, a scalar in fp32: the mean over pairs of a chosen and a rejected answer.
 
         Args:
             batch: `input_ids` and `labels` [pairs, seq] with the prefixes `chosen_` and `rejected_`. The ids

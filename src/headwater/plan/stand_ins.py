@@ -92,7 +92,7 @@ class Operators:
         return self._faked(func, args, kwargs, real, may_skip=not written)
 
     def _values(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None:
-        """Return the values of the tensors, by identity; `None` if one of them is unknown."""
+        """Return id of fake tensor -> its real values; `None` if the values of one of them are unknown."""
         values: dict[int, torch.Tensor] = {}
         for tensor in tensors:
             value = self._known.value(tensor)

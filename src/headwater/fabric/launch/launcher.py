@@ -108,7 +108,7 @@ def _signals_for_ranks() -> Iterator[list[int]]:
 
 @dataclasses.dataclass
 class _Rank:
-    """A rank that was started.
+    """A rank that this launcher has started: its process, and what the launcher has sent it.
 
     Attributes:
         number: of the rank.
@@ -153,7 +153,7 @@ def _end(ranks: Iterable[_Rank]) -> None:
 
 
 def _start(placement: Placement, command: Sequence[str], at_end: ExitStack) -> Iterator[_Rank]:
-    """Start the ranks one after the other; yield each.
+    """Start the ranks as processes of this machine, one after the other; yield each.
 
     Args:
         placement: number of ranks.
