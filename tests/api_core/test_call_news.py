@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from headwater.api.call_news import CallNews
 from headwater.fabric.fabric import ALONE
 
-NOTHING = CallNews(3, structure=False, trains_more=False, first_training=False, retrained=False)
+NOTHING = CallNews(
+    3, structure=False, trains_more=False, first_training=False, retrained=False, precision=False
+)
 
 
 def merged(every):

@@ -7,7 +7,7 @@ from typing import Self
 
 from headwater.fabric.fabric import Fabric
 
-_FLAGS = ("structure", "trains_more", "first_training", "retrained")
+_FLAGS = ("structure", "trains_more", "first_training", "retrained", "precision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class CallNews:
         trains_more: true if parameters require gradients that the plan does not train.
         first_training: true if the model is in training mode and no dry run was.
         retrained: true if the set of parameters that require gradients is another than at the last call.
+        precision: true if weights are streamed in bf16 or fp16, and the call is not under autocast to it.
     """
 
     size: int
@@ -27,6 +28,7 @@ class CallNews:
     trains_more: bool
     first_training: bool
     retrained: bool
+    precision: bool
 
     def of_any_rank(self, fabric: Fabric) -> Self:
         """Return the news of all ranks: the largest size, and each flag that is true on any of them.

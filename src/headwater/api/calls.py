@@ -117,6 +117,18 @@ def asked_precision(device: str) -> Precision:
     return _PRECISION_OF.get(torch.get_autocast_dtype(device), Precision())
 
 
+def serves_call(planned: Precision, device: str) -> bool:
+    """True if weights that are streamed in a precision can be used by a call here.
+
+    Weights in fp32 serve every call, because autocast casts them. Others serve calls under autocast to them.
+
+    Args:
+        planned: the precision of the plan.
+        device: the device that computes.
+    """
+    return not planned.mixed or asked_precision(device).name == planned.name
+
+
 def stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:
     """Return a loss for the dry run, computed from any output of the model.
 

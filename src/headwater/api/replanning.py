@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
@@ -32,6 +33,10 @@ from headwater.stream.engine import Engine
 from headwater.stream.saved_tensors import apart_from_hooks
 
 
+class PrecisionWarning(UserWarning):
+    """A call of a model needs weights in fp32 that were streamed in bf16 or fp16."""
+
+
 @final
 class Replanning:
     """Plans for a model and a call of it, and moves the weights to an engine with that plan.
@@ -55,13 +60,16 @@ class Replanning:
         self.knows_training = False
         self.trained: frozenset[str] = frozenset()
 
-    def plan(self, call: Call, precision: Precision | None, *, only_look: bool) -> None:
+    def plan(
+        self, call: Call, precision: Precision | None, *, only_look: bool, in_fp32: bool = False
+    ) -> None:
         """Plan for a call of the model, and move the weights to a store of that plan.
 
         Args:
             call: the arguments of the call.
             precision: the precision of the run; that of autocast if not given.
             only_look: keep the plan if the forward changes the same weights as in the plan's dry run.
+            in_fp32: stream weights in fp32 from now on, whatever the precision was.
         """
         now, model = self._current, self._current.model
         refuse_shared_memory(model)
@@ -82,7 +90,10 @@ class Replanning:
         unchanged = now.structure.is_current and len(kept) == len(old_names)
         trained = trained_names(model).union(new for new, old in old_names.items() if old in self.trained)
         if now.engine is not None:
-            precision = now.engine.plan.precision
+            precision = Precision() if in_fp32 else now.engine.plan.precision
+        if in_fp32:
+            _warn_of_fp32()
+            unchanged = False  # graphs of earlier forwards refer to weights in the other dtype
         precision = precision or asked_precision(self._planner.device)
         with self._dry_run(trained):
             self._planner.stop_early(model, call, precision)
@@ -137,12 +148,24 @@ class Replanning:
             return run(partition)
         engine.store.flush()  # no update must meet fake tensors
         with engine.executor.paused():
-            return run(_with_masters_of(engine, partition, old_names))
+            return run(
+                _with_masters_of(engine, partition, old_names, in_fp32=precision != engine.plan.precision)
+            )
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that require a gradient."""
     return frozenset(name for name, param in model.named_parameters() if param.requires_grad)
+
+
+def _warn_of_fp32() -> None:
+    warnings.warn(
+        "a call of the model is outside of the autocast of the calls before it; the weights are streamed in "
+        "fp32 from now on, which copies twice as many bytes; to avoid this, run all calls under the same "
+        "autocast, also in evaluation",
+        PrecisionWarning,
+        stacklevel=2,
+    )
 
 
 def _note_live(model: nn.Module, updaters: Updaters) -> None:
@@ -154,7 +177,9 @@ def _note_live(model: nn.Module, updaters: Updaters) -> None:
         updaters.note(optimizer, names)
 
 
-def _with_masters_of(engine: Engine, partition: Partition, old_names: Mapping[str, str]) -> Partition:
+def _with_masters_of(
+    engine: Engine, partition: Partition, old_names: Mapping[str, str], *, in_fp32: bool
+) -> Partition:
     """Return the stages with the dtypes of the masters. A streamed parameter itself shows the wire dtype."""
     known = {param.name: param for stage in engine.plan.trace.stages for param in stage.params}
 
@@ -162,7 +187,9 @@ def _with_masters_of(engine: Engine, partition: Partition, old_names: Mapping[st
         if param.name not in old_names:
             return param
         old = known[old_names[param.name]]
-        return dataclasses.replace(param, dtype=old.dtype, wire_dtype=old.wire_dtype)
+        return dataclasses.replace(
+            param, dtype=old.dtype, wire_dtype=old.dtype if in_fp32 else old.wire_dtype
+        )
 
     stages = (
         dataclasses.replace(stage, params=tuple(corrected(param) for param in stage.params))

@@ -11,7 +11,7 @@ from torch import nn
 from headwater.api import registry, transaction
 from headwater.api.backend import Backend
 from headwater.api.call_news import CallNews
-from headwater.api.calls import Call, guard_call, is_lazy, own_randomness
+from headwater.api.calls import Call, guard_call, is_lazy, own_randomness, serves_call
 from headwater.api.engine_swap import CurrentEngine
 from headwater.api.optimizer_book import OptimizerBook
 from headwater.api.planner import Planner
@@ -87,14 +87,14 @@ class StreamedModel:
         if self.engine is None and is_lazy(self.model):
             return None  # this call creates the parameters; the next call is streamed
         with_gradients = torch.is_grad_enabled()
-        if self.engine is not None and not with_gradients and not self.current.has_changed:
-            return None  # any plan fits; generation makes many such calls
+        if self._serves() and not with_gradients and not self.current.has_changed:
+            return None  # any plan of this precision fits; generation makes many such calls
         trained = trained_names(self.model)
         news = self._news((args, kwargs), trained)
         if self.engine is None or with_gradients:
             news = news.of_any_rank(current())
             self._check_trained(trained, retrained=news.retrained)
-        fits = news.size <= self._largest_batch and not news.trains_more and not news.structure
+        fits = news.size <= self._largest_batch and not (news.trains_more or news.structure or news.precision)
         if self.engine is not None and fits and not news.first_training:
             return None
         if has_lent_parameters(self.model):
@@ -102,7 +102,7 @@ class StreamedModel:
         refuse_first_call()
         self._check_not_alone()
         self._largest_batch = max(news.size, self._largest_batch)
-        return self._plan((args, kwargs), only_look=fits and self.engine is not None)
+        return self._plan((args, kwargs), only_look=fits and self.engine is not None, in_fp32=news.precision)
 
     def _news(self, call: Call, trained: frozenset[str]) -> CallNews:
         """Return the differences between a call and the calls before it, on this rank.
@@ -117,18 +117,24 @@ class StreamedModel:
             trains_more=not trained <= self._replanning.trained,
             first_training=self.model.training and not self._replanning.knows_training,
             retrained=trained != self._last_trained,
+            precision=self.engine is not None and not self._serves(),
         )
 
-    def _plan(self, call: Call, *, only_look: bool) -> Exception | None:
+    def _serves(self) -> bool:
+        """True if the model is streamed in a precision that the present call can use."""
+        return self.engine is not None and serves_call(self.engine.plan.precision, self.engine.plan.device)
+
+    def _plan(self, call: Call, *, only_look: bool, in_fp32: bool) -> Exception | None:
         """Plan for a call; return the error if nothing is streamed yet and the call can run without a plan.
 
         Args:
             call: the arguments of the call.
             only_look: keep the plan if the forward changes the same weights as in the plan's dry run.
+            in_fp32: stream weights in fp32 from now on.
         """
         is_first = self.engine is None
         try:
-            self._replanning.plan(call, self.precision, only_look=only_look)
+            self._replanning.plan(call, self.precision, only_look=only_look, in_fp32=in_fp32)
         except HeadwaterError:
             raise
         except Exception as error:

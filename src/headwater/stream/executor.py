@@ -75,7 +75,7 @@ class Executor:
         )
         self._forwards_expected = 0  # of the step that `begin` has announced
         self._successor: Executor | None = None
-        self._is_outlived = False  # by a model of another structure
+        self._is_outlived = False  # by a model of another structure or precision
 
     @property
     def is_idle(self) -> bool:
@@ -186,16 +186,16 @@ class Executor:
         """The executor that has the model now.
 
         Raises:
-            StreamError: if the model has another structure there.
+            StreamError: if the model has another structure or precision there.
         """
         heir = self
         while heir._successor is not None:
             heir = heir._successor
         if heir._is_outlived:
             raise StreamError(
-                "the structure of the model was changed, and a forward has run, between this forward and its "
-                "backward",
-                remedy="run the backward before the next forward of the changed model",
+                "the structure of the model was changed, or its first forward outside of autocast has run, "
+                "between this forward and its backward",
+                remedy="run the backward before such a forward, or the first forward of all without autocast",
             )
         return heir
 
