@@ -13,6 +13,7 @@ from capture_models import WIDTH, Odd
 from rich.console import Console
 from torch import nn
 
+import headwater
 from headwater.api.early import EarlyOptions, check, compile_only, validate_only
 from headwater.core.errors import ConfigError, ModelError
 from headwater.core.precision import Precision
@@ -278,6 +279,14 @@ def test_frozen_models_cannot_be_trained():
     model = nn.Linear(8, 8).requires_grad_(False)
     with pytest.raises(ModelError, match="nothing that the model returns depends on a trainable parameter"):
         validate_only(model, torch.zeros(2, 8))
+
+
+def test_the_plan_follows_the_decisions_of_the_backend(tmp_path):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    backend = headwater.backend("CSX", compile_only=True, compile_dir=tmp_path, num_slabs=3)
+    with pytest.raises(SystemExit):
+        headwater.compile(model, backend)(torch.zeros(2, 8))
+    assert json.loads((tmp_path / "plan.json").read_text())["slabs"] == 3
 
 
 def test_check_follows_the_options_of_the_backend(tmp_path):

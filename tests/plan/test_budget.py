@@ -12,7 +12,8 @@ from synthetic import gpt
 from headwater.core.errors import ConfigError, DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, KIB, MIB, TIB
-from headwater.plan.budget import Fixed, PlanRequest, make_plan
+from headwater.plan.budget import make_plan
+from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.predict import NOMINAL
 from headwater.plan.refusal import UNLIMITED, enough, other_settings
 from headwater.plan.search import Budgets, Request, best_plan, fits, micro_batch_sizes

@@ -12,8 +12,9 @@ from headwater.config.models import DecoderConfig
 from headwater.core.errors import DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.models.registry import build_model
-from headwater.plan.budget import PlanRequest, make_plan
+from headwater.plan.budget import make_plan
 from headwater.plan.estimate import estimated_traces
+from headwater.plan.options import PlanRequest
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Resources
 

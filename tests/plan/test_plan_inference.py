@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from headwater.core.errors import DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
-from headwater.plan.budget import Fixed, PlanRequest, make_plan
+from headwater.plan.budget import make_plan
+from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import render_plan
 from headwater.plan.trace import trace_step

@@ -12,9 +12,10 @@ from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB, parse_bytes
 from headwater.models.workspace import WorkspacePool
 from headwater.plan import budget, machine
-from headwater.plan.budget import PlanRequest, make_plan
+from headwater.plan.budget import make_plan
 from headwater.plan.cgroups import Level
 from headwater.plan.machine import LATE_BYTES, WORKER_BYTES, free_resources, held_bytes, resident_bytes
+from headwater.plan.options import PlanRequest
 from headwater.plan.types import Resources
 
 

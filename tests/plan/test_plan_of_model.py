@@ -9,7 +9,8 @@ from torch import nn
 
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, TIB
-from headwater.plan.budget import Fixed, PlanRequest, make_plan
+from headwater.plan.budget import make_plan
+from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.report import group_stages
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Resources

@@ -14,7 +14,8 @@ from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
-from headwater.plan.budget import PlanRequest, make_plan
+from headwater.plan.budget import make_plan
+from headwater.plan.options import PlanRequest
 from headwater.plan.outlook import RunLength
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import draw_plan, group_stages

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from headwater.core.precision import Precision
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.budget import Fixed, PlanRequest, make_plan
+from headwater.plan.budget import make_plan
+from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Resources
 from headwater.stream.engine import Engine

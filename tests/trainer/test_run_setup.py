@@ -4,12 +4,17 @@ import pytest
 import torch
 
 from headwater.config import load_params, shipped_params
-from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.errors import CheckpointError, ConfigError, RunError
 from headwater.fabric.fabric import ALONE
 from headwater.models.registry import build_model
 from headwater.optim.loss_scale import LossScale
 from headwater.plan.types import Activations
+from headwater.trainer.callback import Callback
+from headwater.trainer.checkpoint import CheckpointManager
 from headwater.trainer.evaluate import evaluate
+from headwater.trainer.interrupt import Interrupt
+from headwater.trainer.job import Job
+from headwater.trainer.loop import Trainer
 from headwater.trainer.planning import (
     Workload,
     make_engine,
@@ -132,6 +137,35 @@ def test_engine_starts_from_the_models_own_initial_values():
     assert masters.keys() == expected.keys()
     for name, value in masters.items():
         assert torch.equal(value, expected[name]), name
+
+
+class Noted(Callback):
+    """A callback that notes its events; its start fails if it has an error."""
+
+    def __init__(self, error=None):
+        self.events, self.error = [], error
+
+    def on_fit_start(self, event):
+        if self.error is not None:
+            raise self.error
+        self.events.append("start")
+
+    def on_fit_end(self):
+        self.events.append("end")
+
+
+def test_callbacks_that_have_started_end_if_the_start_of_another_fails(tmp_path):
+    init = tiny().init
+    job = Job(init, zoo_trainable(init), train=[], batch_size=1)
+    work = training_workload(init, job.trainable, 1)
+    callbacks = [Noted(), Noted(RunError("no place for files")), Noted()]
+    with make_engine(init, job.trainable, plan_run(init, job.trainable, work), work.optimizer) as engine:
+        state = RunState(0, LossScale.of(engine.plan.precision))
+        manager = CheckpointManager(tmp_path)
+        trainer = Trainer(engine, job, state, checkpoints=manager, callbacks=callbacks)
+        with pytest.raises(RunError, match="no place for files"):
+            trainer.fit(Interrupt())
+    assert [callback.events for callback in callbacks] == [["start", "end"], [], []]
 
 
 def test_learning_rates_of_mup_reach_the_optimizer():

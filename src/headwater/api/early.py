@@ -18,13 +18,14 @@ from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.core.units import counted, format_bytes, format_count
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.budget import Fixed, PlanRequest, make_plan
+from headwater.plan.budget import make_plan
 from headwater.plan.capture.findings import names_text
 from headwater.plan.capture.graph import Captured, capture_stages
 from headwater.plan.capture.mlir import MISSING, find_lowering
 from headwater.plan.capture.record import StepRecord, record_step
 from headwater.plan.capture.report import report_stages, stage_table
 from headwater.plan.capture.state import optimizer_state_bytes
+from headwater.plan.options import NOT_FIXED, Fixed, PlanRequest
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan, Resources
 
@@ -43,6 +44,7 @@ class EarlyOptions:
         precision: precision of the run; fp32 if not given.
         device: `cpu` or `cuda`.
         resources: resource limits of the run; the free resources of the machine if not given.
+        fixed: decisions that the planner must keep.
     """
 
     compile_only: bool = False
@@ -51,6 +53,7 @@ class EarlyOptions:
     precision: Precision | None = None
     device: str = "cpu"
     resources: Resources | None = None
+    fixed: Fixed = NOT_FIXED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +176,7 @@ def compile_only(
     compile_dir: str | Path = "compile",
     device: str = "cpu",
     resources: Resources | None = None,
+    fixed: Fixed = NOT_FIXED,
     plan: Plan | DoesNotFitError | None = None,
 ) -> CompileReport:
     """Write the plan, the graph of each distinct stage and the operators of a training step into a folder.
@@ -190,6 +194,7 @@ def compile_only(
         compile_dir: the folder.
         device: `cpu` or `cuda`.
         resources: resource limits of the run; the free resources of the machine if not given.
+        fixed: decisions that the planner must keep; the micro-batch is always the given batch.
         plan: the plan, or the error that says why no plan fits, if the caller has planned already.
 
     Returns:
@@ -203,7 +208,7 @@ def compile_only(
     )
     record = valid.record
     if plan is None:
-        plan = _plan(record, valid.optimizer or ASSUMED_OPTIMIZER, resources or Resources(), device)
+        plan = _plan(record, valid.optimizer or ASSUMED_OPTIMIZER, resources or Resources(), device, fixed)
     lowering = find_lowering()
     captured = capture_stages(model, record, lowering)
     refusal = str(plan) if isinstance(plan, DoesNotFitError) else None
@@ -239,6 +244,7 @@ def check(
             compile_dir=options.compile_dir,
             device=options.device,
             resources=options.resources,
+            fixed=options.fixed,
         )
     if options.validate_only:
         return validate_only(model, args, kwargs, precision=options.precision)
@@ -292,7 +298,7 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
 
 
 def _plan(
-    record: StepRecord, optimizer: OptimizerSpec, resources: Resources, device: str
+    record: StepRecord, optimizer: OptimizerSpec, resources: Resources, device: str, fixed: Fixed
 ) -> Plan | DoesNotFitError:
     """Return the plan of a step with one micro-batch of this size, or the error that says why none fits."""
     params = [param for stage in record.trace.stages for param in stage.params]
@@ -307,7 +313,7 @@ def _plan(
                 optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
                 resources=resources,
                 device=device,
-                fixed=Fixed(micro_batch_size=size),
+                fixed=dataclasses.replace(fixed, micro_batch_size=size),
             )
         )
     except DoesNotFitError as error:

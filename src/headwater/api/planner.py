@@ -16,7 +16,7 @@ from headwater.core.precision import Precision
 from headwater.fabric.fabric import Fabric
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
-from headwater.plan.options import device_of, request_of, resources_of
+from headwater.plan.options import device_of, fixed_by, request_of, resources_of
 from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 
 
@@ -56,6 +56,7 @@ class Planner:
             precision=precision,
             device=self.device,
             resources=resources_of(backend.config),
+            fixed=fixed_by(backend.config),
         )
         report = check(model, *call, options)
         assert report is not None, "something was asked for"

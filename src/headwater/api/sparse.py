@@ -14,7 +14,7 @@ from headwater.api.gradients import are_finite
 from headwater.api.optimizers import amend_with
 from headwater.api.stored_state import params_of
 from headwater.core.errors import ConfigError
-from headwater.optim.catalog import is_elementwise, optimizers
+from headwater.optim.catalog import optimizers, require_elementwise
 from headwater.sparsity.schedules import Cadence, Constant, Cosine, Cubic, Exponential, Linear, Power, Value
 from headwater.sparsity.sparsifier import Algorithm, Sparsifier, Sparsity
 from headwater.store.pruning import clear_state
@@ -133,11 +133,8 @@ class SparsityOptimizer:
             if id(param) in own and (gradient := param.grad) is not None
         ]
         kind = type(optimizer).__name__
-        if given and kind in optimizers() and not is_elementwise(kind):
-            raise ConfigError(
-                f"{kind} does not update each weight by itself: masked ones would grow",
-                remedy="use an optimizer that does, such as AdamW or SGD",
-            )
+        if given and kind in optimizers():  # of a user's own class, the update is not known
+            require_elementwise(kind)
         changing = self._sparsifier.changing(self._step + 1)
         if changing and not are_finite(gradient for _, gradient in given):
             return  # a later check refuses or skips this step; the masks must not change

@@ -40,6 +40,24 @@ def is_elementwise(name: str) -> bool:
     return name in _ELEMENTWISE
 
 
+def require_elementwise(name: str, *, where: str | None = None) -> None:
+    """Check that masked weights can stay at zero under an optimizer of this name.
+
+    Args:
+        name: class of the optimizer.
+        where: the place of the optimizer, for the error.
+
+    Raises:
+        ConfigError: if the update of a weight depends on other weights.
+    """
+    if not is_elementwise(name):
+        raise ConfigError(
+            f"{name} does not update each weight by itself: masked ones would grow",
+            where=where,
+            remedy="use an optimizer that updates each weight by itself, such as AdamW or SGD",
+        )
+
+
 def takes_sparse_gradients(name: str, options: Mapping[str, Any]) -> bool:
     """True if an optimizer can update parameters whose gradients are sparse tensors.
 

@@ -14,12 +14,10 @@ from headwater.plan.machine import (
     group_memory,
     resident_bytes,
 )
-from headwater.plan.options import Fixed, PlanRequest
+from headwater.plan.options import PlanRequest
 from headwater.plan.refusal import UNLIMITED, refusal
 from headwater.plan.search import Budgets, Request, best_plan, micro_batch_sizes
 from headwater.plan.types import Activations, Plan, Resources
-
-__all__ = ["Fixed", "PlanRequest", "make_plan"]
 
 _SLACK_BYTES = 24 * MIB
 

@@ -50,6 +50,10 @@ class Fixed:
     masters: Masters | None = None
 
 
+NOT_FIXED = Fixed()
+"""No decisions: the planner makes all of them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
     """The step to plan and the limits of the plan.
@@ -80,7 +84,7 @@ class PlanRequest:
     resources: Resources
     device: str = "cpu"
     calibration: Calibration | None = None
-    fixed: Fixed = Fixed()
+    fixed: Fixed = NOT_FIXED
     base_bytes: int | None = None
     checkpoints: bool = True
     share: StoreShare = WHOLE_STORE
@@ -153,7 +157,7 @@ def request_of(
         optimizer_state_bytes=optimizer_state_bytes,
         resources=resources_of(backend, disk),
         device=device,
-        fixed=_fixed_by(backend, micro_batch_size),
+        fixed=fixed_by(backend, micro_batch_size),
     )
 
 
@@ -192,8 +196,13 @@ def resources_of(backend: BackendOptions, disk: Path | None = None) -> Resources
     )
 
 
-def _fixed_by(backend: BackendOptions, micro_batch_size: int | None) -> Fixed:
-    """Return the decisions that the options make, which the planner must keep."""
+def fixed_by(backend: BackendOptions, micro_batch_size: int | None = None) -> Fixed:
+    """Return the decisions that the options of a backend make, which the planner must keep.
+
+    Args:
+        backend: the options.
+        micro_batch_size: samples computed at once; the plan chooses it if not given.
+    """
     return Fixed(
         tier=None if backend.tier == "auto" else backend.tier,
         num_slabs=backend.num_slabs,

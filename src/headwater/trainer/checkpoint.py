@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from headwater.core.cleanup import on_failure
 from headwater.core.errors import (
     CheckpointError,
     ConfigError,
@@ -224,14 +225,6 @@ class CheckpointManager:
             saved.restore(store, buffers, strict=strict)
         return saved.manifest.step, _unpack_state(saved)
 
-    def describe(self, path: Path) -> CheckpointDescription:
-        """Return a description of a checkpoint without reading its weights.
-
-        Raises:
-            CheckpointError: if it is missing or not complete.
-        """
-        return describe(path)
-
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointDescription:
@@ -402,11 +395,19 @@ class ModelDirLock:
         with disk_errors(self._path):
             make_folder(self._model_dir)
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        # Also if the disk is full: a process that lives on would hold the lock until its end.
+        with on_failure(lambda: os.close(self._fd)):
+            self._take()
+            recover(self._model_dir)
+        return self
+
+    def _take(self) -> None:
+        """Lock the file, and write the name of this process into it."""
+        with disk_errors(self._path):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 holder = os.read(self._fd, 1000).decode(errors="replace")
-                os.close(self._fd)
                 raise ModelDirBusyError(
                     f"another run works in this model_dir: {holder or 'it has just begun'}",
                     where=str(self._model_dir),
@@ -414,12 +415,6 @@ class ModelDirLock:
                 ) from error
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, _this_process().encode(), 0)
-        try:
-            recover(self._model_dir)
-        except HeadwaterError:
-            os.close(self._fd)
-            raise
-        return self
 
     def __exit__(self, *exception: object) -> None:
         os.close(self._fd)

@@ -86,6 +86,7 @@ class Trainer:
         self._init = job.init
         self._checkpoints = checkpoints
         self._callbacks = callbacks
+        self._started: list[Callback] = []
         self._saved_step = saved_step
         self._failure: HeadwaterError | None = None
         if state.data is not None:
@@ -111,9 +112,8 @@ class Trainer:
         Raises:
             HeadwaterError: the error of a step, or of the first callback that failed.
         """
-        for callback in self._callbacks:
-            callback.on_fit_start(FitStart(self.state.step, self.end_step, self._engine.plan))
         try:
+            self._start()
             batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
             while self._between_steps(interrupt):
                 step = self._next_step(batches)
@@ -134,10 +134,17 @@ class Trainer:
             raise
         self._end()
 
+    def _start(self) -> None:
+        """Call `on_fit_start` of every callback; the first error ends the run."""
+        for callback in self._callbacks:
+            callback.on_fit_start(FitStart(self.state.step, self.end_step, self._engine.plan))
+            self._started.append(callback)
+
     def _end(self) -> None:
-        """Wait for the checkpoint and call `on_fit_end` of every callback, even if one of them fails."""
+        """Wait for the checkpoint and end every callback that has started, even if one of them fails."""
         with ExitStack() as ends:
-            for callback in reversed(self._callbacks):
+            # An exit stack calls the last one first: the first callback ends first.
+            for callback in reversed(self._started):
                 ends.callback(callback.on_fit_end)
             self._checkpoints.wait()
 

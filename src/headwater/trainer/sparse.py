@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.core.errors import ConfigError
+from headwater.optim.catalog import require_elementwise
 from headwater.sparsity.sparsifier import Part, Sparsifier
 from headwater.store.gathering import Gathering
 from headwater.store.named import keys_by_name
@@ -115,12 +115,7 @@ def start_sparse(engine: Engine, job: Job, masks: Mapping[str, Any] | None) -> S
     groups = [section.build() for section in job.init.sparsity]
     if not groups:
         return None
-    if not engine.store.rule.elementwise:
-        raise ConfigError(
-            f"{engine.store.rule.spec.name} does not update each weight by itself: masked ones would grow",
-            where="trainer.init.sparsity",
-            remedy="use an optimizer that updates each weight by itself, such as AdamW or SGD",
-        )
+    require_elementwise(engine.store.rule.spec.name, where="trainer.init.sparsity")
     params = [param for stage in engine.store.stages for param in stage.params if param.requires_grad]
     shapes = {param.name: torch.Size(param.shape) for param in params}
     parts = {name: _parts(job.trainable.parts(name)) for name in shapes}

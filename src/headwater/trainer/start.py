@@ -11,7 +11,7 @@ from headwater.core.errors import CheckpointError, ConfigError
 from headwater.optim.loss_scale import LossScale
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
-from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers, step_of
+from headwater.trainer.checkpoint import CheckpointManager, describe, persistent_buffers, step_of
 from headwater.trainer.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointMan
         CorruptError: if every checkpoint of the run is damaged.
     """
     own = checkpoints.newest_whole() if init.checkpoint.autoload_last_checkpoint else None
-    state = None if own is None else read_state(checkpoints, own)
+    state = None if own is None else read_state(own)
     if named is None:
         return _start_of_own(own, state)
     target = step_of(named) if own is not None and checkpoints.is_own(named) else None
@@ -97,16 +97,16 @@ def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointMan
         return _start_of_own(own, state)
     if _weights_only(init):
         return Start(named, returned_to=target)
-    return Start(named, read_state(checkpoints, named), returned_to=target)
+    return Start(named, read_state(named), returned_to=target)
 
 
 def _start_of_own(own: Path | None, state: RunState | None) -> Start:
     return Start(own, state, own=own is not None, returned_to=state.returned_to if state else None)
 
 
-def read_state(checkpoints: CheckpointManager, path: Path) -> RunState:
+def read_state(path: Path) -> RunState:
     """Return the state of the run in a checkpoint, without reading its weights."""
-    return RunState.from_dict(checkpoints.describe(path).state, where=str(path))
+    return RunState.from_dict(describe(path).state, where=str(path))
 
 
 def find_trained(named: Path | None, checkpoints: CheckpointManager, model_dir: Path) -> Path:
