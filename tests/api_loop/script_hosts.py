@@ -4,8 +4,8 @@ import os
 
 from benchmarks.namespaces import Hosts
 
-PATIENCE_S = 500
-"""Much more than a run takes: after a start of the machine torch alone is read for a minute."""
+PATIENCE_S = 240
+"""Much more than a run takes; less than the limit of a test, so that a test that waits prints its threads."""
 
 
 def run_on_hosts(script, arguments, folder, count=2):

@@ -138,7 +138,7 @@ def test_a_loaded_scaler_continues_with_the_same_scale():
         for batch in list(batches())[:2]:
             optimizer_step(loss_of(model, batch), optimizer, each)
     assert resumed.get_scale() == scaler.get_scale() == 2.0**10
-    with pytest.raises(CheckpointError, match=r"good_steps.*found scale"):
+    with pytest.raises(CheckpointError, match=r"good_steps.*got scale"):
         resumed.load_state_dict({"scale": 1.0})
 
 

@@ -12,6 +12,13 @@ from headwater.core.effects import effects_undone, functions_of
 calls = 0
 
 
+def hooked(function):
+    """Return a model with `function` as a hook."""
+    model = nn.Linear(1, 1)
+    model.register_forward_hook(function)
+    return model
+
+
 def test_cells_containers_attributes_and_globals_are_restored():
     count, seen, last = 0, [], deque([1], maxlen=3)
 
@@ -31,7 +38,7 @@ def test_cells_containers_attributes_and_globals_are_restored():
         owner.names["b"] = 2
         owner.new = True
 
-    with effects_undone([function]):
+    with effects_undone(hooked(function)):
         function()
         assert (calls, count, seen, owner.names) == (1, 1, [1], {"a": 1, "b": 2})
     assert (calls, count, seen, list(last), owner.names) == (0, 0, [], [1], {"a": 1})
@@ -40,7 +47,7 @@ def test_cells_containers_attributes_and_globals_are_restored():
 
 def test_state_is_restored_after_an_error_too():
     seen = []
-    with pytest.raises(ValueError, match="stop"), effects_undone([lambda: seen]):
+    with pytest.raises(ValueError, match="stop"), effects_undone(hooked(lambda: seen)):
         seen.append(1)
         raise ValueError("stop")
     assert seen == []
@@ -57,14 +64,14 @@ def test_arguments_of_partials_and_owners_of_methods_are_reached():
 
     counter, into = Counter(), []
     function = partial(counter.add, into)
-    with effects_undone([function]):
+    with effects_undone(hooked(function)):
         function()
     assert counter.total == 0 and into == []
 
 
 def test_changes_of_tensors_in_place_stay():
     value = torch.zeros(1)
-    with effects_undone([lambda: value]):
+    with effects_undone(hooked(lambda: value)):
         value += 1
     assert value.item() == 1
 

@@ -227,5 +227,7 @@ def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
 
 def _is_foreign(value: Any) -> bool:
     """True if a function or class belongs to Python, torch, numpy or this package."""
+    while isinstance(value, functools.partial):
+        value = value.func  # a partial itself is of functools, whatever it calls
     module = getattr(getattr(value, "__func__", value), "__module__", None) or ""
     return module.partition(".")[0] in _FOREIGN
